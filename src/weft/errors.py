@@ -1,0 +1,69 @@
+"""Errors that a user can act on: each message gives the rule, the values and a remedy that works."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class WeftError(Exception):
+    """Base of every error that is the user's to fix; the command line prints it as one line and exits 2."""
+
+
+class SpaceError(WeftError):
+    """A space, a subnet or an expression that cannot be."""
+
+
+class StreamError(WeftError):
+    """A stream that cannot be drawn from its space."""
+
+
+class SupernetError(WeftError):
+    """A chain, block or layer that breaks a rule of supernets."""
+
+
+class ConsistencyError(WeftError):
+    """A layer's consistency that cannot be kept in this run."""
+
+
+class DataError(WeftError):
+    """Data that is absent, malformed or too small."""
+
+
+class RunError(WeftError):
+    """A run directory that cannot be used as asked."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint that is damaged, incomplete or of another supernet."""
+
+
+class TrainError(WeftError):
+    """Training that cannot start or go on."""
+
+
+class NonFiniteError(TrainError):
+    """A loss that is not a number; names the step, the subnet and the layer."""
+
+
+class SearchError(WeftError):
+    """A search that cannot be run as asked."""
+
+
+class ConfigError(WeftError):
+    """A configuration with an unknown key, a wrong type or a value out of range."""
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """A hint for a mistyped name, ready to append to a message.
+
+    >>> nearest("microbatch", ["steps", "microbatches"])
+    "; did you mean 'microbatches'?"
+    >>> nearest("zzz", ["a", "b"])
+    '; known: a, b'
+    """
+    known = sorted(words)
+    close = difflib.get_close_matches(word, known, n=1)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; known: {', '.join(known)}" if known else ""
