@@ -1,0 +1,141 @@
+"""Spaced permutations: rounds over C options in which any `spacing` consecutive steps are distinct."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.keys import generator
+
+# With slack f = C - spacing, steps stay distinct exactly if no option comes earlier by more than f from one round to
+# the next. A free round scans the previous order through a pool of f + 1 and emits a random one of the pool: every
+# valid round is equally likely. So that any step can be reached without replaying all before it, rounds form eras:
+#
+#   era 0: A0 -> free ... free -> bridge ... bridge = A1      Each anchor A is an independent uniform permutation; a
+#   era 1: A1 -> free ... free -> bridge ... bridge = A2      bridge emits from the pool what comes first in the next A.
+#
+# A bridge is f passes of bubble sort towards the next anchor, so ceil((C - 1) / f) bridges arrive, and the k-th is one
+# pass with a pool of k * f + 1. All that depends on labels is uniform, hence so is the option at any one step.
+FREE_EMISSIONS = 1024  # what a jump into an era replays at most, and so the price of random access
+FREE_ROUNDS = 8
+
+
+class SpacedOrder:
+    """The endless sequence of one choice with `count` options: a pure function of seed, name and step."""
+
+    def __init__(self, seed: int, name: str, count: int, spacing: int) -> None:
+        self.count, self.slack = count, count - spacing
+        self.free, self.bridges = eras(count, spacing)
+        self._key = (seed, "spaced", name)
+        # The pool holds slack + 1 options until the previous order runs out, then one less at every step.
+        self._pools = np.minimum(np.arange(count, 0, -1), self.slack + 1).astype(np.float64)
+        self._eras: dict[int, _Era] = {}
+        self._now: tuple[int, list[int]] = (-1, [])
+
+    def at(self, step: int) -> int:
+        """The index of the option at this step."""
+        number, place = divmod(step, self.count)
+        now = self._now
+        if now[0] != number:
+            self._now = now = (number, self.round(number))
+        return now[1][place]
+
+    def round(self, number: int) -> list[int]:
+        """The order of the options in this round."""
+        if not self.slack:
+            return self._anchor(0)[0]
+        number, place = divmod(number, self.free + self.bridges)
+        era = self._eras.get(number)
+        if era is None:
+            anchor, draws = self._anchor(number)
+            era = _Era(anchor, draws, [None] * (self.free + self.bridges))
+            # The era before stays, since steps in flight look back a little.
+            self._eras = {known: self._eras[known] for known in (number - 1, number + 1) if known in self._eras}
+            self._eras[number] = era
+        order = era.orders[place]
+        if order is None:  # rounds are pure, so that two threads may fill the same one
+            order = era.orders[place] = (
+                self._free(era, place) if place < self.free else self._bridge(era, number, place)
+            )
+        return order
+
+    def _anchor(self, era: int) -> tuple[list[int], np.ndarray[tuple[int, int], np.dtype[np.int64]]]:
+        """The era's first order, and its draws from the pool, round by round."""
+        rng = generator(*self._key, era)
+        anchor: list[int] = rng.random(self.count).argsort(kind="stable").tolist()
+        return anchor, (rng.random((self.free, self.count)) * self._pools).astype(np.int64)
+
+    def _free(self, era: _Era, place: int) -> list[int]:
+        start = place
+        while start > 0 and era.orders[start - 1] is None:
+            start -= 1
+        order = era.orders[start - 1] if start else era.anchor
+        for at in range(start, place + 1):
+            assert order is not None
+            order = era.orders[at] = free_round(order, self.slack, era.draws[at].tolist())
+        assert order is not None
+        return order
+
+    def _bridge(self, era: _Era, number: int, place: int) -> list[int]:
+        base = era.orders[self.free - 1] or self._free(era, self.free - 1)
+        if era.target is None:
+            era.target = self._anchor(number + 1)[0]
+        return bridge_round(base, era.target, self.slack * (place - self.free + 1))
+
+
+@dataclass(slots=True)
+class _Era:
+    anchor: list[int]
+    draws: np.ndarray[tuple[int, int], np.dtype[np.int64]]
+    orders: list[list[int] | None]
+    target: list[int] | None = None
+
+
+def eras(count: int, spacing: int) -> tuple[int, int]:
+    """How many free rounds and how many bridging rounds an era has."""
+    if count == spacing:
+        return 1, 0
+    return max(FREE_ROUNDS, FREE_EMISSIONS // count), -(-(count - 1) // (count - spacing))
+
+
+def free_round(order: list[int], slack: int, draws: list[int]) -> list[int]:
+    """The round after `order` in which the t-th emission takes place draws[t] of the pool."""
+    pool = order[: slack + 1]
+    fresh = order[slack + 1 :]
+    emitted = []
+    for draw, new in zip(draws, fresh, strict=False):
+        emitted.append(pool[draw])
+        pool[draw] = new
+    for draw in draws[len(fresh) :]:
+        emitted.append(pool[draw])
+        pool[draw] = pool[-1]
+        pool.pop()
+    return emitted
+
+
+def bridge_round(order: list[int], target: list[int], slack: int) -> list[int]:
+    """The round after `order` that emits of a pool of slack + 1 what stands first in the target."""
+    rank = [0] * len(target)
+    for place, option in enumerate(target):
+        rank[option] = place
+    ranks = [rank[option] for option in order]
+    pool = sorted(ranks[: slack + 1])
+    emitted = [heapq.heapreplace(pool, new) for new in ranks[slack + 1 :]]
+    return [target[place] for place in emitted + sorted(pool)]
+
+
+def bits_per_step(count: int, spacing: int) -> float:
+    """The entropy of the sequence, per step: each free round is uniform over the valid ones, each anchor over all."""
+    slack = count - spacing
+    if not slack:
+        return 0.0
+    free, bridges = eras(count, spacing)
+    per_round = (count - slack) * math.log2(slack + 1) + log2_factorial(slack)
+    return (free * per_round + log2_factorial(count)) / ((free + bridges) * count)
+
+
+def log2_factorial(count: int) -> float:
+    return math.lgamma(count + 1) / math.log(2)
