@@ -1,0 +1,25 @@
+"""What is kept of a run: its directory, events, checkpoints and results, whole after any crash."""
+
+from __future__ import annotations
+
+from weft.runs.checkpoints import Checkpoint, Checkpoints
+from weft.runs.events import Events
+from weft.runs.files import read_json, write_atomic, write_json
+from weft.runs.index import RunSummary, list_runs
+from weft.runs.run import Run
+from weft.runs.shards import ShardEntry
+from weft.runs.tensorboard import ScalarWriter
+
+__all__ = [
+    "Checkpoint",
+    "Checkpoints",
+    "Events",
+    "Run",
+    "RunSummary",
+    "ScalarWriter",
+    "ShardEntry",
+    "list_runs",
+    "read_json",
+    "write_atomic",
+    "write_json",
+]

@@ -1,0 +1,129 @@
+"""Files that are either whole or not there: atomic writes, JSON, hashes, and clear words when the disk is full."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from weft.errors import RunError
+
+FULL = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "raise the quota or remove files",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+}
+
+
+def write_atomic(path: Path | str, data: bytes | str) -> None:
+    """Replace the file by `data` in one step that survives a crash; a failure leaves the old file untouched."""
+    raw = data.encode() if isinstance(data, str) else data
+    with replacing(Path(path), len(raw)) as file:
+        file.write(raw)
+
+
+def write_json(path: Path | str, obj: Any) -> None:
+    """Write `plain(obj)` atomically, with sorted keys and an indent of 2."""
+    write_atomic(path, json.dumps(plain(obj), sort_keys=True, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path | str) -> Any:
+    """The value in a JSON file; `RunError` that names the file if it is missing or malformed."""
+    try:
+        return json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise RunError(f"cannot read '{path}': {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise RunError(
+            f"'{path}' is not valid JSON ({error}); it was damaged or edited: restore it or remove it"
+        ) from error
+
+
+def sha256_file(path: Path | str) -> str:
+    """The SHA-256 of a file's content, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def plain(value: Any) -> Any:
+    """The same value in the types of JSON; numbers that JSON lacks become the strings "nan", "inf" and "-inf".
+
+    >>> plain({"loss": float("inf"), 3: (1, 2.5)})
+    {'loss': 'inf', '3': [1, 2.5]}
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(item) for item in value), key=repr)
+    if isinstance(value, Path):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "tolist"):  # NumPy and torch, scalars and arrays
+        return plain(value.tolist())
+    raise RunError(f"cannot write {type(value).__name__} {value!r} as JSON; use numbers, strings, lists or mappings")
+
+
+@contextmanager
+def replacing(path: Path, wanted: int) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends well, and is removed when it does not."""
+    temp = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    with room(path, wanted):
+        try:
+            with open(temp, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temp, path)
+            sync_folder(path.parent)
+        except BaseException:
+            temp.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def room(path: Path, wanted: int) -> Iterator[None]:
+    """Turns a failed write of `wanted` bytes to `path` into a `RunError`; a full disk is told in numbers."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise RunError(f"cannot write '{path}': {error.strerror or error}") from error
+        raise RunError(
+            f"no room for '{path}' ({error.strerror}): {wanted} bytes wanted, {_free(path.parent)} bytes free; "
+            f"nothing finished was lost: {FULL[error.errno]} and resume"
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable: a rename that is not synced may be undone by a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder, and need not
+            raise
+    finally:
+        os.close(handle)
+
+
+def _free(folder: Path) -> int | str:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return "unknown"

@@ -1,0 +1,85 @@
+"""The runs under a root, one line each: read from the manifest and both ends of the events, so a list is quick."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.errors import RunError
+from weft.runs import peek
+from weft.runs.run import PARTS, read_manifest, state_of
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One line about a run. `state` is that of `Run.state`, or "damaged" with the `problem`."""
+
+    name: str
+    state: str
+    done: int
+    total: int | None
+    loss: float | None
+    created: str | None
+    path: Path
+    problem: str | None = None
+
+
+def list_runs(root: Path | str) -> list[RunSummary]:
+    """A summary of each run in `root`, oldest first; a malformed one is listed as damaged and stops nothing.
+
+    Steps done and loss come from events named `step` (`step` counted from 0, `loss`), the total from the newest event
+    with `steps` or from the manifest's `steps` or `config.steps`.
+    """
+    root = Path(root)
+    folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    found = [summary for path in folders if (summary := summarize(path)) is not None]
+    return sorted(found, key=lambda summary: (summary.created or "", summary.name))
+
+
+def summarize(path: Path) -> RunSummary | None:
+    """The summary of one directory, or None if nothing in it belongs to a run."""
+    try:
+        if not any((path / part).exists() for part in PARTS):
+            return None
+        manifest = read_manifest(path)
+        last = peek.tail(path / "events.jsonl")
+        events = peek.head(path / "events.jsonl") + last
+        state: str = state_of(path, peek.ending(last))
+    except (RunError, OSError) as error:
+        return RunSummary(path.name, "damaged", 0, None, None, None, path, str(error))
+    config = manifest.get("config")
+    totals = [event.get("steps") for event in reversed(events)]
+    totals += [manifest.get("steps"), config.get("steps") if isinstance(config, Mapping) else None]
+    created = manifest.get("created")
+    return RunSummary(
+        name=str(manifest.get("name", path.name)),
+        state=state,
+        done=_done(events),
+        total=next((total for total in totals if _is_count(total)), None),
+        loss=_loss(events),
+        created=created if isinstance(created, str) else None,
+        path=path,
+    )
+
+
+def _done(events: Iterable[dict[str, Any]]) -> int:
+    return max((event["step"] + 1 for event in events if _is_step(event)), default=0)
+
+
+def _loss(events: Iterable[dict[str, Any]]) -> float | None:
+    """The loss of the highest step: a pipeline may finish steps in another order."""
+    steps = [event for event in events if _is_step(event) and "loss" in event]
+    try:
+        return float(max(steps, key=lambda event: event["step"])["loss"]) if steps else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _is_step(event: dict[str, Any]) -> bool:
+    return event.get("event") == "step" and _is_count(event.get("step"))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

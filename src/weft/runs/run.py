@@ -1,0 +1,178 @@
+"""A run: one directory with its manifest, events, checkpoints and results."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from weft.errors import RunError, nearest
+from weft.keys import key
+from weft.runs import lock, peek
+from weft.runs.checkpoints import Checkpoints
+from weft.runs.events import Events
+from weft.runs.files import plain, read_json, room, write_json
+from weft.runs.origin import origin
+
+FORMAT = 1
+PARTS = frozenset({"manifest.json", "events.jsonl", "checkpoints", "results", "tensorboard", "traces", "lock"})
+ASKED = dict.fromkeys(("config", "seed", "device", "data", "space"))
+"""What the manifest states from the caller: config, seed, device, data fingerprint, space id."""
+
+State = Literal["running", "finished", "stopped", "failed", "interrupted"]
+
+
+class Run:
+    """Use `Run.create` or `Run.open`. One process at a time writes, inside `locked()`; any number may read."""
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any], keep: int = 3) -> None:
+        self.path = path
+        self.events = Events(path / "events.jsonl")
+        self.checkpoints = Checkpoints(path / "checkpoints", keep)
+        self.tensorboard = path / "tensorboard"
+        self._manifest = dict(manifest)
+
+    @classmethod
+    def create(
+        cls,
+        root: Path | str,
+        name: str | None = None,
+        *,
+        manifest: Mapping[str, Any],
+        exist_ok: bool = False,
+        prefix: str = "run",
+        keep: int = 3,
+    ) -> Run:
+        """Make the directory `root/name`; with `exist_ok`, a run that is there is opened as it is.
+
+        The manifest is `manifest` and what `origin` and the clock know. The default name is
+        `<prefix>-YYYYmmdd-HHMMSS-xxxx`.
+        """
+        created = time.gmtime()
+        if name is None:
+            tag = key("run", os.getpid(), time.time_ns()) & 0xFFFF
+            name = f"{prefix}-{time.strftime('%Y%m%d-%H%M%S', created)}-{tag:04x}"
+        path = Path(root) / _checked(name, "run")
+        with room(path, 0):
+            path.mkdir(parents=True, exist_ok=True)
+        file = path / "manifest.json"
+        if exist_ok and file.exists():
+            return cls.open(path, keep=keep)
+        _check_vacant(path)
+        facts = {"format": FORMAT, "name": name, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", created)}
+        with lock.hold(path / "lock"):
+            _check_vacant(path)  # another process may have been quicker
+            write_json(file, {**ASKED, **origin(), **manifest, **facts})
+        return cls.open(path, keep=keep)
+
+    @classmethod
+    def open(cls, path: Path | str, *, keep: int = 3) -> Run:
+        """The run in a directory; `RunError` if there is none."""
+        path = Path(path)
+        if not (path / "manifest.json").is_file():
+            near = nearest(path.name, (file.parent.name for file in path.parent.glob("*/manifest.json")))
+            raise RunError(f"'{path}' is not a run: it has no manifest.json{near}")
+        return cls(path, read_manifest(path), keep)
+
+    @property
+    def name(self) -> str:
+        return str(self._manifest.get("name", self.path.name))
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        return MappingProxyType(self._manifest)
+
+    @contextmanager
+    def locked(self) -> Iterator[Run]:
+        """Be the run's one writer for a block, at whose end the events are flushed; `RunError` that names another."""
+        with lock.hold(self.path / "lock"):
+            self.checkpoints.clean()
+            try:
+                yield self
+            finally:
+                self.events.close()
+
+    def update_manifest(self, **fields: Any) -> None:
+        """Change or add fields, in one step on disk."""
+        changed = {**read_manifest(self.path), **plain(fields)}
+        write_json(self.path / "manifest.json", changed)
+        self._manifest = changed
+
+    def result(self, name: str) -> Any:
+        """A saved result; `RunError` that names those there are."""
+        path = self.path / "results" / f"{_checked(name, 'result')}.json"
+        if not path.is_file():
+            there = (file.stem for file in path.parent.glob("*.json"))
+            raise RunError(f"run '{self.name}' has no result '{name}'{nearest(name, there)}")
+        return read_json(path)
+
+    def save_result(self, name: str, obj: Any) -> Path:
+        """Write or replace `results/<name>.json` in one step."""
+        path = self.path / "results" / f"{_checked(name, 'result')}.json"
+        with room(path, 0):
+            path.parent.mkdir(exist_ok=True)
+        write_json(path, obj)
+        return path
+
+    @property
+    def test_scores(self) -> dict[str, Any]:
+        """Every use of the test set: `{name: {"scores": ..., "time": ...}}`."""
+        return dict(self.result("test")) if (self.path / "results" / "test.json").is_file() else {}
+
+    def record_test(self, name: str, scores: Mapping[str, Any]) -> None:
+        """Record a score on the test set, and that and when it was used.
+
+        The same score again changes nothing; another one under the same name is refused.
+        """
+        uses, scores = self.test_scores, plain(scores)
+        if name not in uses:
+            uses[name] = {"scores": scores, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+            self.save_result("test", uses)
+            self.events.append("test", name=name, scores=scores)
+        elif uses[name]["scores"] != scores:
+            raise RunError(
+                f"the test set was already used for '{name}' on {uses[name]['time']} with {uses[name]['scores']}, "
+                f"and now gives {scores}; a test score is taken once: choose another name if the model is another"
+            )
+
+    def state(self) -> State:
+        """How it stands: running means that a process holds the lock, interrupted that it vanished without an end."""
+        self.events.flush()
+        return state_of(self.path, peek.ended(self.events.path))
+
+
+def state_of(path: Path, end: str | None) -> State:
+    """The state of the run in a directory whose events end so."""
+    if lock.is_held(path / "lock"):
+        return "running"
+    return next((state for state in ("finished", "stopped", "failed") if state == end), "interrupted")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A run's manifest; `RunError` if it is damaged or newer than this weft."""
+    file = path / "manifest.json"
+    manifest = read_json(file)
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
+        raise RunError(f"'{file}' is not the manifest of a run; restore it or remove the directory")
+    if manifest["format"] > FORMAT:
+        raise RunError(f"'{file}' has format {manifest['format']} and this weft reads {FORMAT}; use a newer weft")
+    return manifest
+
+
+def _check_vacant(path: Path) -> None:
+    if (path / "manifest.json").exists():
+        raise RunError(f"'{path}' already holds a run; resume it, or choose another name")
+    others = sorted({entry.name for entry in path.iterdir() if not entry.name.startswith(".")} - PARTS)
+    if others:
+        raise RunError(f"'{path}' holds '{others[0]}', which is not part of a run; choose another name")
+
+
+def _checked(name: str, what: str) -> str:
+    if not re.fullmatch(r"\w[\w.+=@-]*", name):
+        raise RunError(f"a {what} cannot be called '{name}'; use letters, digits and any of . _ + = @ -, but no '/'")
+    return name

@@ -1,0 +1,292 @@
+"""What real processes leave behind when they are killed or the disk is full."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.errors import RunError
+from weft.keys import generator
+from weft.runs import Checkpoints, Events, Run
+
+SAVE_FOREVER = """
+import itertools, torch
+from weft.runs import Checkpoints
+checkpoints = Checkpoints(folder, keep=2)
+for serial in itertools.count(serial + 1):
+    step = serial // 2                       # each step is saved, then replaced
+    checkpoints.save(step, {f"l{i}.w": torch.full((1000,), float(serial)) for i in range(5)}, {"serial": serial})
+    say([step, serial])
+"""
+
+
+def assert_whole(checkpoints: Checkpoints, step: int | None) -> tuple[int, int]:
+    got = checkpoints.load(step)
+    serial = got.meta["serial"]
+    assert sorted(got.tensors) == [f"l{i}.w" for i in range(5)]
+    for tensor in got.tensors.values():
+        assert torch.equal(tensor, torch.full((1000,), float(serial)))
+    return got.step, serial
+
+
+def test_a_saver_killed_at_random_moments_always_leaves_what_it_reported(tmp_path: Path, nursery: Any) -> None:
+    draw = generator(0, "kill")
+    serial, reported = 1, 0
+    for round_ in range(40):
+        nursery.start(SAVE_FOREVER, folder=str(tmp_path), serial=serial)
+        first = [nursery.hear()] if round_ % 2 else []  # also on a busy machine some rounds get far
+        time.sleep(draw.uniform(0, 0.06))
+        nursery.kill()
+        said, status = nursery.finish()
+        assert status == -9
+        if first + said:
+            reported = (first + said)[-1][1]
+        checkpoints = Checkpoints(tmp_path)
+        if not reported:
+            continue
+        step, serial = assert_whole(checkpoints, None)
+        assert serial >= reported, round_
+        assert step == serial // 2
+        for other in checkpoints.steps():
+            assert_whole(checkpoints, other)
+    assert reported >= 20
+    Checkpoints(tmp_path).save(serial, {}, {})
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+KILLED_AT_LINE = """
+import os, signal, sys, torch
+from weft.runs import Checkpoints, Events, files
+count = 0
+pure = "plain <genexpr> <listcomp> <dictcomp> <setcomp> <lambda> _path _entries names layer_of check parse".split()
+def trace(frame, event, arg):
+    global count
+    if "/weft/runs/" not in frame.f_code.co_filename or frame.f_code.co_name in pure:
+        return None
+    if event == "line":
+        count += 1
+        if count == line:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return trace
+sys.settrace(trace)
+exec(action)
+sys.settrace(None)
+"""
+
+
+def killed_at_every_line(nursery: Any, made: Path, work: Path, action: str) -> Any:
+    """Yields after each kill, with `work` a copy of `made` in which the action was cut short; at last it was not."""
+    line, status = 0, -9
+    while status == -9:
+        line += 1
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(made, work)
+        said, status = nursery.run(KILLED_AT_LINE, action=action, line=line, work=str(work))
+        assert said == []
+        yield status == 0
+    assert status == 0
+    assert line > 10
+
+
+def test_a_replacement_killed_at_any_line_leaves_the_old_or_the_new(tmp_path: Path, nursery: Any) -> None:
+    made, work = tmp_path / "made", tmp_path / "work"
+    for step in (1, 2):
+        Checkpoints(made).save(step, {"a.w": torch.zeros(3)}, {"new": False})
+    seen = set()
+    action = "Checkpoints(work, keep=1).save(2, {'a.w': torch.ones(3)}, {'new': True})"
+    for done in killed_at_every_line(nursery, made, work, action):
+        got = Checkpoints(work).load()
+        assert got.step == 2
+        assert torch.equal(got.tensors["a.w"], torch.full((3,), float(got.meta["new"])))
+        assert got.meta["new"] or not done
+        seen.add((got.meta["new"], *Checkpoints(work).steps()))
+        for step in Checkpoints(work).steps():
+            Checkpoints(work).check(step)
+        Checkpoints(work, keep=1).clean()
+        assert [path.name for path in work.iterdir() if path.name.startswith(".")] == []
+        assert Checkpoints(work).load().meta == got.meta
+    assert seen == {(False, 1, 2), (True, 1, 2), (True, 2)}
+
+
+def test_a_resume_killed_at_any_line_leaves_all_events_or_the_wanted(tmp_path: Path, nursery: Any) -> None:
+    made, work = tmp_path / "made", tmp_path / "work"
+    made.mkdir()
+    with Events(made / "e.jsonl") as events:
+        for step in range(4):
+            events.append("step", step=step)
+    seen = set()
+    for _ in killed_at_every_line(nursery, made, work, "Events(work + '/e.jsonl').drop_from(2)"):
+        events = Events(work / "e.jsonl")
+        seen.add(tuple(event["step"] for event in events.read()))
+        assert events.damaged == 0
+    assert seen == {(0, 1, 2, 3), (0, 1)}
+
+
+def test_a_reader_never_sees_a_mixture_while_a_step_is_replaced(tmp_path: Path, nursery: Any) -> None:
+    code = SAVE_FOREVER.replace("serial // 2", "1").replace("    say([step, serial])", "    if serial < 4: say(serial)")
+    nursery.start(code, folder=str(tmp_path), serial=0)
+    assert nursery.hear() == 1
+    last = 0
+    try:
+        while last < 100:
+            step, serial = assert_whole(Checkpoints(tmp_path), 1)
+            assert step == 1
+            assert serial >= last
+            last = serial
+            Checkpoints(tmp_path).check(1)
+    finally:
+        nursery.kill()
+        nursery.finish()
+
+
+FULL = """
+import resource, torch
+from pathlib import Path
+from weft.errors import RunError
+from weft.runs import Checkpoints, Events, ScalarWriter, write_atomic
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size if size else hard, hard))
+def expect(act):
+    limit(20_000)
+    try:
+        act()
+        say("no error")
+    except RunError as error:
+        say(str(error))
+    finally:
+        limit(None)
+folder = Path(folder)
+exec(action)
+"""
+
+
+def told(said: str, file: str, wanted: int) -> bool:
+    return all(
+        part in said
+        for part in (f"/{file}'", f" {wanted} bytes wanted", " bytes free", "nothing finished was lost", "resume")
+    )
+
+
+def test_a_checkpoint_without_room_is_a_clear_error_and_the_last_one_stays(tmp_path: Path, nursery: Any) -> None:
+    action = """
+checkpoints = Checkpoints(folder)
+checkpoints.save(1, {"a.w": torch.ones(10)}, {})
+expect(lambda: checkpoints.save(2, {"a.w": torch.ones(10_000)}, {}))
+say(sorted(path.name for path in folder.iterdir()))
+expect(lambda: checkpoints.save(2, {}, {"much": "x" * 30_000}))
+say(sorted(path.name for path in folder.iterdir()))
+expect(lambda: checkpoints.save(1, {"a.w": torch.ones(10_000)}, {}))
+say(checkpoints.load().tensors["a.w"].tolist())
+expect(lambda: checkpoints.write_shard(3, "stage0", {"a.w": torch.ones(10_000)}))
+say([path.name for path in (folder / ".step-00000003.tmp").iterdir()])
+checkpoints.save(2, {"a.w": torch.ones(10_000)}, {})
+"""
+    said, status = nursery.run(FULL, folder=str(tmp_path), action=action)
+    assert status == 0, said
+    file = (tmp_path / "step-00000002" / "shard0.safetensors").stat().st_size
+    assert told(said[0], "shard0.safetensors", file), said[0]
+    assert said[1] == ["step-00000001"]
+    assert "manifest.json" in said[2]
+    assert "nothing finished was lost" in said[2]
+    assert said[3] == ["step-00000001"]
+    assert told(said[4], "shard0.safetensors", file)
+    assert said[5] == [1.0] * 10
+    assert "stage0.safetensors" in said[6]
+    assert said[7] == []
+    assert Checkpoints(tmp_path).load().step == 2
+
+
+def test_a_file_without_room_keeps_its_old_content(tmp_path: Path, nursery: Any) -> None:
+    action = """
+write_atomic(folder / "x", "old")
+expect(lambda: write_atomic(folder / "x", b"n" * 30_000))
+"""
+    said, status = nursery.run(FULL, folder=str(tmp_path), action=action)
+    assert status == 0, said
+    assert told(said[0], "x", 30_000), said[0]
+    assert (tmp_path / "x").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_events_without_room_are_written_whole_once_there_is_room(tmp_path: Path, nursery: Any) -> None:
+    action = """
+events = Events(folder / "e.jsonl", every=1e9)
+events.append("step", step=0)
+events.flush()
+for step in range(1, 20):
+    events.append("step", step=step, text="x" * 3000)
+expect(events.flush)
+say([event["step"] for event in Events(folder / "e.jsonl").read()])
+events.append("step", step=20)
+events.close()
+"""
+    said, status = nursery.run(FULL, folder=str(tmp_path), action=action)
+    assert status == 0, said
+    assert "e.jsonl" in said[0]
+    assert "nothing finished was lost" in said[0]
+    assert said[1] == [0]
+    events = Events(tmp_path / "e.jsonl")
+    assert [event["step"] for event in events.read()] == list(range(21))
+    assert events.damaged == 0
+
+
+HOLD = """
+import os, time
+from weft.runs import Run
+with Run.open(folder).locked() as run:
+    run.events.append("step", step=0)
+    run.events.flush()
+    child = os.fork() if fork else 0
+    if fork and child == 0:
+        time.sleep(60)
+        os._exit(0)
+    say(child)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a forked child that lives on"])
+def test_a_run_is_locked_by_one_process_until_it_dies(tmp_path: Path, nursery: Any, fork: bool) -> None:
+    run = Run.create(tmp_path, "r", manifest={})
+    assert run.state() == "interrupted"
+    pid = nursery.start(HOLD, folder=str(run.path), fork=fork)
+    child = nursery.hear()
+    try:
+        assert run.state() == "running"
+        with pytest.raises(RunError, match=f"in use by process {pid} on"), run.locked():
+            pass
+        assert run.state() == "running"
+    finally:
+        nursery.kill()
+        assert nursery.finish() == ([], -9)
+    try:
+        assert run.state() == "interrupted"
+        with run.locked():
+            assert run.state() == "running"
+            with pytest.raises(RunError, match="in use by process"), Run.open(run.path).locked():
+                pass
+        assert run.state() == "interrupted"
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_process_that_only_looks_does_not_keep_another_from_locking(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, "r", manifest={})
+    handle = os.open(run.path / "lock", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_SH)  # as one who looks does, for an instant
+    timer = threading.Timer(0.05, os.close, [handle])
+    timer.start()
+    with run.locked():
+        assert run.state() == "running"
+    timer.join()

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import hashlib
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import RunError
+from weft.runs.files import plain, read_json, replacing, sha256_file, write_atomic, write_json
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def test_text_and_bytes_are_written_as_given(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "a", b"\x00\xff")
+    write_atomic(str(tmp_path / "b"), "über\n")
+    assert (tmp_path / "a").read_bytes() == b"\x00\xff"
+    assert (tmp_path / "b").read_bytes() == "über\n".encode()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_json_has_sorted_keys_and_an_indent_of_two(tmp_path: Path) -> None:
+    write_json(tmp_path / "x.json", {"b": [1], "a": math.nan})
+    assert (tmp_path / "x.json").read_text() == '{\n  "a": "nan",\n  "b": [\n    1\n  ]\n}\n'
+
+
+@settings(max_examples=30, deadline=None)
+@given(VALUES)
+def test_what_is_written_as_json_is_read_back(value: object) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_json(Path(folder) / "x.json", value)
+        assert read_json(Path(folder) / "x.json") == value
+
+
+def test_values_of_numpy_torch_and_dataclasses_become_plain() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Point:
+        x: float
+        where: Path
+
+    value = {
+        "p": Point(-math.inf, Path("a/b")),
+        "n": np.float32(0.5),
+        "m": np.arange(3),
+        "t": torch.tensor([[1, 2]]),
+        "s": torch.tensor(math.nan),
+        "set": {3, 1},
+        7: (True, None),
+    }
+    assert plain(value) == {
+        "p": {"x": "-inf", "where": "a/b"},
+        "n": 0.5,
+        "m": [0, 1, 2],
+        "t": [[1, 2]],
+        "s": "nan",
+        "set": [1, 3],
+        "7": [True, None],
+    }
+
+
+def test_a_value_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="cannot write object"):
+        write_json(tmp_path / "x.json", {"a": object()})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"a": 1', "\xff", "[" * 100_000])
+def test_malformed_json_is_an_error_that_names_the_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.json").write_bytes(text.encode("latin1"))
+    with pytest.raises(RunError, match=r"x\.json' is not valid JSON"):
+        read_json(tmp_path / "x.json")
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"cannot read .*x\.json': No such file"):
+        read_json(tmp_path / "x.json")
+    with pytest.raises(RunError, match=r"cannot write .*none/x\.json': No such file"):
+        write_json(tmp_path / "none" / "x.json", 1)
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "x", "old")
+
+    def work() -> None:
+        with replacing(tmp_path / "x", 3) as file:
+            file.write(b"new")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        work()
+    assert (tmp_path / "x").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_the_hash_is_that_of_the_content(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 1000
+    (tmp_path / "x").write_bytes(data)
+    assert sha256_file(tmp_path / "x") == hashlib.sha256(data).hexdigest()
