@@ -1,0 +1,34 @@
+"""What a supernet learns from: sources of samples, loaders of batches, and data sets that are embedded or on disk."""
+
+from weft.data.adapt import adapt, as_data
+from weft.data.augment import Augment, Compose, Draws, Normalise, ShiftFlip
+from weft.data.dataset import Data, split
+from weft.data.embedded import digits, text
+from weft.data.iterable import IterableLoader
+from weft.data.loader import Loader
+from weft.data.paths import load, open_data
+from weft.data.source import Batch, Promise, Source, Subset, Tensors, Text
+
+__all__ = [
+    "Augment",
+    "Batch",
+    "Compose",
+    "Data",
+    "Draws",
+    "IterableLoader",
+    "Loader",
+    "Normalise",
+    "Promise",
+    "ShiftFlip",
+    "Source",
+    "Subset",
+    "Tensors",
+    "Text",
+    "adapt",
+    "as_data",
+    "digits",
+    "load",
+    "open_data",
+    "split",
+    "text",
+]

@@ -1,0 +1,1 @@
+"""The formats that data is read from, one module each with a `read(path, ...) -> Data`."""

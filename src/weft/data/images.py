@@ -1,0 +1,162 @@
+"""Images: kept as bytes, given as numbers from 0 to 1, and decoded from files by several threads."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weft.data.source import Batch, Indices, Source, column, device_of, moved
+from weft.errors import DataError
+
+log = logging.getLogger("weft.data")
+
+Pixels = npt.NDArray[np.uint8]
+Size = int | tuple[int, int]
+
+
+class Scaled:
+    """A source whose `key` is kept as bytes and given as float32 from 0 to 1."""
+
+    def __init__(self, source: Source, key: str = "image") -> None:
+        self.source, self.key, self.promise = source, key, source.promise
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.source)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, indices: Indices) -> Batch:
+        batch = self.source.take(indices)
+        return {**batch, self.key: scaled(batch[self.key])}
+
+    def column(self, name: str) -> torch.Tensor:
+        whole = column(self.source, name)
+        return scaled(whole) if name == self.key else whole
+
+    def to(self, device: torch.device | str) -> Scaled:
+        return Scaled(moved(self.source, device), self.key)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"scaled {self.key} {self.source.fingerprint()}".encode()).hexdigest()
+
+
+def scaled(pixels: torch.Tensor) -> torch.Tensor:
+    return pixels.to(torch.float32).div_(255)
+
+
+def channels_first(pixels: Pixels, where: str) -> Pixels:
+    """Images as (n, channels, height, width), from (n, height, width) or with 1, 3 or 4 channels last or first."""
+    if pixels.ndim == 3:
+        return pixels[:, None]
+    if pixels.ndim == 4 and pixels.shape[3] in (1, 3, 4):
+        return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+    if pixels.ndim == 4 and pixels.shape[1] in (1, 3, 4):
+        return pixels
+    raise DataError(
+        f"{where} has the shape {pixels.shape}: images are (n, height, width), with 1, 3 or 4 channels if any"
+    )
+
+
+def decode(
+    files: Sequence[bytes],
+    names: Sequence[str],
+    *,
+    size: Size | None = None,
+    channels: int = 3,
+    cache: str | os.PathLike[str] | None = None,
+) -> Pixels:
+    """Decodes image files into (n, channels, height, width), resized to `size` where given, else all must be one size.
+
+    With `cache`, a folder, the result is kept there as an .npy file named by the files' content, and found again.
+    """
+    kept = None if cache is None else Path(cache) / f"{_digest(files, size, channels)}.npy"
+    if kept is not None and (known := _known(kept, len(files), channels)) is not None:
+        return known
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError("images are decoded by Pillow: pip install weft[images]") from error
+    if channels not in (1, 3):
+        raise DataError(f"images have 1 channel (grey) or 3 (colour); got channels={channels}")
+    shape = (size, size) if isinstance(size, int) else size
+
+    def pixels(number: int) -> Pixels:
+        try:
+            with Image.open(io.BytesIO(files[number])) as opened:
+                image: Any = opened.convert("L" if channels == 1 else "RGB")
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise DataError(f"{names[number]} is not an image that can be read: {error}") from error
+        if shape is not None and image.size != (shape[1], shape[0]):
+            image = image.resize((shape[1], shape[0]), Image.Resampling.BILINEAR)
+        return np.asarray(image, dtype=np.uint8).reshape(image.size[1], image.size[0], channels)
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        result: Pixels | None = None
+        for number, image in enumerate(pool.map(pixels, range(len(files)))):
+            if result is None:
+                result = np.empty((len(files), channels, *image.shape[:2]), dtype=np.uint8)
+            if image.shape[:2] != result.shape[2:]:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise DataError(
+                    f"{names[number]} is {image.shape[0]} by {image.shape[1]} pixels, {names[0]} {result.shape[2]} by "
+                    f"{result.shape[3]}: give size= to make them one size"
+                )
+            result[number] = image.transpose(2, 0, 1)
+    if result is None:
+        raise DataError("there are no images to decode")
+    if kept is not None:
+        _keep(kept, result)
+    return result
+
+
+def _digest(files: Sequence[bytes], size: Size | None, channels: int) -> str:
+    hasher = hashlib.sha256(f"{size} {channels} {len(files)};".encode())
+    for file in files:
+        hasher.update(len(file).to_bytes(8, "little"))
+        hasher.update(file)
+    return hasher.hexdigest()[:32]
+
+
+def _known(path: Path, count: int, channels: int) -> Pixels | None:
+    try:
+        pixels = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        log.warning("decoding again, since %s is damaged: %s", path, error)
+        return None
+    good = isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 and pixels.shape[:2] == (count, channels)
+    return pixels if good else None
+
+
+def _keep(path: Path, pixels: Pixels) -> None:
+    """Writes a file that is whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.save(file, pixels, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

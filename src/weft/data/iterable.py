@@ -1,0 +1,159 @@
+"""A foreign DataLoader behind the interface of our own: in order only, and repeatable as far as it lets itself be."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from weft.data.source import Batch, Promise, hash_batch
+from weft.errors import DataError
+from weft.keys import key, torch_seeded
+
+_END = object()
+
+
+class IterableLoader:
+    """Batches of a DataLoader by number, epoch after epoch.
+
+    Before each epoch its generator, and that of its sampler if that has one, is replaced by one keyed by (seed,
+    "epoch", e); each batch is fetched with torch's global generator seeded by (seed, "batch", i) and put back
+    afterwards. A batch out of order is reached by replaying: its epoch where the length of one is known, else all.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        keys: Sequence[str] | None = None,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.loader, self.seed = loader, seed
+        self.keys = None if keys is None else tuple(keys)
+        self.device = None if device is None else torch.device(device)
+        self.per_epoch = None if isinstance(loader.dataset, IterableDataset) else len(loader)
+        self._sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        self._cursor: tuple[int, Generator[Batch, None, None]] | None = None
+        if self.per_epoch == 0:
+            raise DataError("the DataLoader has no batches: its data is smaller than a batch, or empty")
+        self.promise = Promise(random_access=False, pure=False, note=self._note())
+
+    def batch(self, i: int) -> Batch:
+        """Batch i; cheap only where i follows the batch asked for before."""
+        if self._cursor is None or self._cursor[0] != i:
+            self.close()
+            self._cursor = (i, self.iterate(i))
+        batches, self._cursor = self._cursor[1], None  # kept no longer if this fails
+        batch = next(batches)
+        self._cursor = (i + 1, batches)
+        return batch
+
+    def iterate(self, start: int = 0, stop: int | None = None) -> Generator[Batch, None, None]:
+        """Batches from `start` on, in order; those that must be replayed to get there are read and dropped."""
+        if start < 0:
+            raise DataError(f"batches are numbered from 0; got {start}")
+        epoch = start // self.per_epoch if self.per_epoch else 0
+        number = epoch * (self.per_epoch or 0)
+        while stop is None or number < stop:
+            before = number
+            for batch in self._epoch(epoch, number):
+                if stop is not None and number >= stop:
+                    return
+                if number >= start:
+                    yield self._deliver(batch)
+                number += 1
+            if number == before:
+                raise DataError(f"the {type(self.loader.dataset).__name__} gave no batch in epoch {epoch}")
+            epoch += 1
+
+    def all(self) -> Generator[Batch, None, None]:
+        """The batches of epoch 0."""
+        for batch in self._epoch(0, 0):
+            yield self._deliver(batch)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the first batch, since the rest cannot be read out of order."""
+        batches = self.iterate(0, 1)
+        hasher = hashlib.sha256(f"{self.per_epoch};".encode())
+        for batch in batches:
+            hash_batch(hasher, batch)
+        batches.close()
+        return hasher.hexdigest()
+
+    def close(self) -> None:
+        """Ends what `batch` keeps open, with the DataLoader's workers."""
+        if self._cursor is not None:
+            self._cursor[1].close()
+            self._cursor = None
+
+    def _epoch(self, epoch: int, number: int) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(key(self.seed, "epoch", epoch))
+        self.loader.generator = generator
+        if hasattr(self._sampler, "generator"):
+            self._sampler.generator = generator
+        for part in (self.loader.dataset, self._sampler):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        items = iter(self.loader)
+        while True:
+            with torch_seeded(self.seed, "batch", number):
+                item = next(items, _END)
+            if item is _END:
+                return
+            yield named(item, self.keys, tensors=True)
+            number += 1
+
+    def _deliver(self, batch: Batch) -> Batch:
+        if self.device is None:
+            return batch
+        return {name: tensor.to(self.device, non_blocking=tensor.is_pinned()) for name, tensor in batch.items()}
+
+    def _note(self) -> str:
+        known = self.per_epoch is not None
+        notes = [
+            "sequential only",
+            "a resume replays " + ("its epoch from the start" if known else "everything from the start"),
+            "batch sizes are the loader's own, with a short last batch unless it drops it",
+        ]
+        sampler = type(self._sampler).__name__
+        if not known:
+            notes.append(
+                f"the order is that of {type(self.loader.dataset).__name__}, trusted to be the same every time"
+            )
+        elif hasattr(self._sampler, "generator"):
+            notes.append(f"its {sampler} is re-seeded from (seed, epoch); a generator of its own is replaced")
+        elif sampler != "SequentialSampler":
+            notes.append(f"its {sampler} is trusted to give the same order every time")
+        if self.loader.persistent_workers:
+            notes.append("persistent workers keep random states that cannot be replayed")
+        notes.append("transforms that draw from numpy or random are not repeatable")
+        return "; ".join(notes)
+
+
+def named(item: Any, keys: Sequence[str] | None, tensors: bool = False) -> dict[str, Any]:
+    """A sample or batch as a mapping; with `tensors`, every value must be one."""
+    if isinstance(item, tuple) and hasattr(item, "_asdict"):
+        item = item._asdict()
+    if isinstance(item, Mapping):
+        absent = [name for name in keys or () if name not in item]
+        if absent:
+            raise DataError(f"samples have no key '{absent[0]}'; they have {sorted(map(str, item))}")
+        result = {str(name): item[name] for name in (keys or item)}
+    else:
+        values = list(item) if isinstance(item, tuple | list) else [item]
+        names = tuple(keys) if keys is not None else ("x", "y")[: len(values)]
+        if len(names) != len(values):
+            raise DataError(f"samples have {len(values)} values, and {len(names)} keys were given: {', '.join(names)}")
+        result = dict(zip(names, values, strict=True))
+    if tensors:
+        for name, value in result.items():
+            if not isinstance(value, torch.Tensor):
+                raise DataError(
+                    f"'{name}' collates to {type(value).__name__}, not to a tensor; samples must hold tensors, arrays "
+                    "or numbers (leave others out with keys=)"
+                )
+    return result

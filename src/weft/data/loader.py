@@ -1,0 +1,139 @@
+"""Batches by number: what batch i holds depends on the seed and on i, never on who prepares it or when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.data.ahead import in_order
+from weft.data.augment import Augment, Draws
+from weft.data.source import Batch, Indices, Promise, Source, device_of, in_memory
+from weft.errors import DataError
+from weft.keys import generator
+
+
+class Loader:
+    """Batches of a source, shuffled anew in every epoch; what does not fill a batch is left out of that epoch.
+
+    Epoch e holds the batches `e * per_epoch` to `(e + 1) * per_epoch - 1`, in the order of a permutation keyed by
+    (seed, "epoch", e). `augment` is called with draws keyed by (seed, sample, epoch). `iterate` prepares `ahead`
+    batches in one background thread, or with `workers` threads (processes, if `processes`: the source and the
+    augmentation are then pickled to each, once). A source that is kept on a device is read when batches are asked for,
+    without blocking.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        batch_size: int,
+        seed: int,
+        *,
+        augment: Augment | None = None,
+        ahead: int = 2,
+        workers: int = 0,
+        processes: bool = False,
+        device: torch.device | str | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        if batch_size < 1 or ahead < 0 or workers < 0:
+            raise DataError(f"need batch_size >= 1, ahead, workers >= 0; got {batch_size}, {ahead}, {workers}")
+        self.source, self.batch_size, self.seed, self.augment, self.shuffle = source, batch_size, seed, augment, shuffle
+        self.ahead, self.workers, self.processes = ahead, workers, processes
+        self.device = None if device is None else torch.device(device)
+        if self.device is not None and self.device.type == "cuda" and not torch.cuda.is_available():
+            raise DataError(f"batches were asked for on {device}, but torch sees no CUDA device")
+        self.per_epoch = len(source) // batch_size
+        if shuffle:
+            self._check_size()
+        self._orders: tuple[tuple[int, Indices], ...] = ()
+
+    @property
+    def promise(self) -> Promise:
+        return self.source.promise
+
+    def samples(self, i: int) -> Indices:
+        """The numbers, in the source, of the samples of batch i."""
+        self._check_size()
+        if i < 0:
+            raise DataError(f"batches are numbered from 0; got {i}")
+        epoch, place = divmod(i, self.per_epoch)
+        return self._order(epoch)[place * self.batch_size : (place + 1) * self.batch_size].copy()
+
+    def batch(self, i: int) -> Batch:
+        """Batch i, prepared here and now."""
+        return self._deliver(self._prepare(i))
+
+    def iterate(self, start: int = 0, stop: int | None = None) -> Generator[Batch, None, None]:
+        """Batches from `start` on, in order, prepared ahead; without `stop`, for ever. Close it when done early."""
+        self.samples(start)
+        return self._read(self._prepare, count(start) if stop is None else range(start, stop))
+
+    def all(self) -> Generator[Batch, None, None]:
+        """Every sample once, in the order of the source, the last batch as short as it comes; draws are of epoch 0."""
+        return self._read(self._prepare_plain, range(-(-len(self.source) // self.batch_size)))
+
+    def _read(self, task: Callable[[int], Batch], numbers: Iterable[int]) -> Generator[Batch, None, None]:
+        # Kernels launched by another thread go to that thread's stream: a source on a device is read by its user. Indexing
+        # memory takes less time than handing the batch from thread to thread, so a plain source in memory is too.
+        plain = self.workers == 0 and self.augment is None and in_memory(self.source)
+        if device_of(self.source).type != "cpu" or (plain and (self.device is None or self.device.type == "cpu")):
+            prepared = in_order(task, numbers, ahead=0)
+        elif self.processes:  # pinned by the consumer, since pinned memory cannot leave its process
+            prepared = in_order(task, numbers, ahead=self.ahead, workers=self.workers, processes=True)
+        else:
+            pinned = lambda number: self._pin(task(number))  # noqa: E731
+            prepared = in_order(pinned, numbers, ahead=self.ahead, workers=self.workers)
+        try:
+            for batch in prepared:
+                yield self._deliver(batch)
+        finally:
+            prepared.close()
+
+    def _prepare(self, i: int) -> Batch:
+        return self._take(self.samples(i), i // self.per_epoch)
+
+    def _prepare_plain(self, i: int) -> Batch:
+        start = i * self.batch_size
+        return self._take(np.arange(start, min(start + self.batch_size, len(self.source))), 0)
+
+    def _take(self, samples: Indices, epoch: int) -> Batch:
+        batch = self.source.take(samples)
+        if self.augment is not None:
+            batch = self.augment(batch, Draws(self.seed, samples, epoch))
+        return batch
+
+    def _pin(self, batch: Batch) -> Batch:
+        if self.device is None or self.device.type != "cuda":
+            return batch
+        return {name: tensor.pin_memory() if tensor.device.type == "cpu" else tensor for name, tensor in batch.items()}
+
+    def _deliver(self, batch: Batch) -> Batch:
+        # The copy is issued by the consumer, so that it lies on the consumer's stream, before the work that needs it.
+        if self.device is None:
+            return batch
+        onto = self.device.type == "cuda"  # a copy back to the host must block: nothing would wait for it
+        return {name: tensor.to(self.device, non_blocking=onto) for name, tensor in self._pin(batch).items()}
+
+    def _order(self, epoch: int) -> Indices:
+        for known, order in self._orders:
+            if known == epoch:
+                return order
+        length = len(self.source)
+        order = generator(self.seed, "epoch", epoch).permutation(length) if self.shuffle else np.arange(length)
+        # Two are kept, since batches prepared ahead straddle the end of an epoch; a race only draws one again.
+        self._orders = ((epoch, order), *self._orders[:1])
+        return order
+
+    def _check_size(self) -> None:
+        if self.per_epoch == 0:
+            raise DataError(
+                f"a batch of {self.batch_size} is larger than the data, which has {len(self.source)} samples; "
+                "use a smaller batch size"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_orders": ()}

@@ -1,0 +1,161 @@
+"""Augmentation and its draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.data import Batch, Compose, Draws, Loader, Normalise, ShiftFlip, Tensors
+from weft.data.augment import _mix
+from weft.errors import DataError
+
+MASK = 2**64 - 1
+
+
+def splitmix64(state: int) -> int:
+    """The output function as published, in whole numbers."""
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+    return state ^ (state >> 31)
+
+
+@given(st.lists(st.integers(0, MASK), min_size=1, max_size=20))
+def test_mixing_is_that_of_splitmix64(states: list[int]) -> None:
+    assert _mix(np.array(states, dtype=np.uint64)).tolist() == [splitmix64(state) for state in states]
+
+
+@given(
+    samples=st.lists(st.integers(0, 2**40), min_size=1, max_size=20),
+    chosen=st.data(),
+    seed=st.integers(0, 3),
+    epoch=st.integers(0, 3),
+)
+def test_a_draw_belongs_to_its_sample_whatever_the_batch(
+    samples: list[int], chosen: st.DataObject, seed: int, epoch: int
+) -> None:
+    at = chosen.draw(st.integers(0, len(samples) - 1))
+    together, alone = Draws(seed, np.array(samples), epoch), Draws(seed, np.array(samples[at : at + 1]), epoch)
+    assert np.array_equal(together.uniform("u", (2, 3))[at], alone.uniform("u", (2, 3))[0])
+    assert together.integers("i", -3, 4)[at] == alone.integers("i", -3, 4)[0]
+
+
+def test_draws_differ_by_seed_sample_epoch_name_and_place() -> None:
+    base = Draws(0, np.arange(50), 0)
+    values = [
+        base.uniform("a", (4,)),
+        base.uniform("b", (4,)),
+        Draws(1, np.arange(50), 0).uniform("a", (4,)),
+        Draws(0, np.arange(50), 1).uniform("a", (4,)),
+    ]
+    flat = np.concatenate([value.ravel() for value in values])
+    assert len(np.unique(flat)) == len(flat) == 800
+
+
+def test_draws_are_uniform_and_reach_both_ends() -> None:
+    draws = Draws(0, np.arange(20_000), 0)
+    uniform, whole = draws.uniform("u"), draws.integers("i", -2, 3)
+    assert uniform.shape == (20_000,)
+    assert uniform.min() >= 0
+    assert uniform.max() < 1
+    assert abs(uniform.mean() - 0.5) < 0.01
+    assert abs(np.corrcoef(uniform[1:], uniform[:-1])[0, 1]) < 0.03
+    counts = np.bincount(whole + 2)
+    assert len(counts) == 5
+    assert (abs(counts - 4_000) < 300).all()
+    with pytest.raises(DataError, match="low=3, high=3"):
+        draws.integers("i", 3, 3)
+
+
+def shifted(image: np.ndarray, down: int, right: int, mirrored: bool) -> np.ndarray:
+    """One image by loops: pixel (y, x) comes from (y + down, mirrored x + right), zero from outside."""
+    _, height, width = image.shape
+    out = np.zeros_like(image)
+    for y in range(height):
+        for x in range(width):
+            row, column = y + down, (width - 1 - x if mirrored else x) + right
+            if 0 <= row < height and 0 <= column < width:
+                out[:, y, x] = image[:, row, column]
+    return out
+
+
+@given(
+    padding=st.integers(0, 5),
+    flip=st.booleans(),
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)),
+    epoch=st.integers(0, 3),
+)
+def test_shift_and_flip_equal_the_loop(padding: int, flip: bool, shape: tuple[int, int, int, int], epoch: int) -> None:
+    images = np.arange(1, np.prod(shape) + 1, dtype=np.float32).reshape(shape)
+    augment, draws = ShiftFlip(padding=padding, flip=flip), Draws(0, np.arange(shape[0]), epoch)
+    shifts = draws.integers("shift-flip shift", -padding, padding + 1, (2,))
+    mirrored = draws.uniform("shift-flip flip") < 0.5
+    out = augment({"image": torch.from_numpy(images)}, draws)["image"].numpy()
+    for at in range(shape[0]):
+        expected = shifted(images[at], int(shifts[at, 0]), int(shifts[at, 1]), flip and bool(mirrored[at]))
+        assert np.array_equal(out[at], expected)
+
+
+def test_shifts_and_flips_all_happen_and_leave_the_rest_alone() -> None:
+    batch = {"image": torch.rand(200, 1, 3, 3), "label": torch.arange(200)}
+    kept = batch["image"].clone()
+    out = ShiftFlip(padding=1)(batch, Draws(0, np.arange(200), 0))
+    assert out["label"] is batch["label"]
+    assert torch.equal(batch["image"], kept)
+    seen = {tuple(image.flatten().nonzero().flatten().tolist()) for image in out["image"]}
+    assert len(seen) == 9, "nine shifts show nine patterns of zeros"
+    still = ShiftFlip(padding=0)(batch, Draws(0, np.arange(200), 0))["image"]
+    same, mirrored = (still == kept).flatten(1).all(1), (still == kept.flip(3)).flatten(1).all(1)
+    assert bool((same ^ mirrored).all())
+    assert 60 < int(same.sum()) < 140
+
+
+def test_augmentations_of_one_name_move_together() -> None:
+    image = torch.rand(20, 1, 6, 6)
+    both = Compose((ShiftFlip("image"), ShiftFlip("mask")))
+    out = both({"image": image, "mask": image}, Draws(0, np.arange(20), 0))
+    assert torch.equal(out["image"], out["mask"])
+    other = ShiftFlip("mask", name="other")({"mask": image}, Draws(0, np.arange(20), 0))
+    assert not torch.equal(out["image"], other["mask"])
+
+
+def test_a_samples_augmentation_does_not_depend_on_the_batch_size() -> None:
+    source = Tensors(image=torch.rand(24, 2, 5, 5), number=torch.arange(24))
+    augment = ShiftFlip(padding=2)
+
+    def by_number(size: int) -> Batch:
+        batches = list(Loader(source, size, 9, augment=augment).iterate(0, 24 // size))
+        order = torch.cat([batch["number"] for batch in batches]).argsort()
+        return {"image": torch.cat([batch["image"] for batch in batches])[order]}
+
+    whole = by_number(24)["image"]
+    for size in (1, 2, 3, 8, 12):
+        assert torch.equal(by_number(size)["image"], whole)
+    assert not torch.equal(Loader(source, 24, 9, augment=augment).batch(1)["image"].sort()[0], whole.sort()[0])
+
+
+def test_normalise_by_hand() -> None:
+    batch = {"image": torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 2, 1, 2)}
+    draws = Draws(0, np.arange(1), 0)
+    assert Normalise("image", (1, 2), (1, 2))(batch, draws)["image"].flatten().tolist() == [0, 1, 0.5, 1]
+    assert Normalise("image", 1.0, 2.0)(batch, draws)["image"].flatten().tolist() == [0, 0.5, 1, 1.5]
+    with pytest.raises(DataError, match=r"3 numbers .* 2 channels"):
+        Normalise("image", (1, 2, 3), 1.0)(batch, draws)
+    with pytest.raises(DataError, match="floating-point"):
+        Normalise("image", 1.0, 1.0)({"image": batch["image"].byte()}, draws)
+
+
+def test_composed_parts_run_in_order() -> None:
+    batch = {"image": torch.zeros(1, 1, 1, 1)}
+    compose = Compose((Normalise("image", 1.0, 1.0), Normalise("image", 0.0, 2.0)))
+    assert compose(batch, Draws(0, np.arange(1), 0))["image"].item() == -0.5
+
+
+def test_what_is_no_image_is_refused() -> None:
+    draws = Draws(0, np.arange(2), 0)
+    with pytest.raises(DataError, match=r"no key 'image'; they have \['x'\]"):
+        ShiftFlip()({"x": torch.zeros(2)}, draws)
+    with pytest.raises(DataError, match="n, channels, height, width"):
+        ShiftFlip()({"image": torch.zeros(2, 3)}, draws)
