@@ -1,0 +1,198 @@
+"""The supernet: a chain of blocks that holds every candidate and runs the subnet that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import SpaceError, SupernetError, nearest
+from weft.keys import torch_seeded
+from weft.space import Choice as SpaceChoice
+from weft.space import Space, Subnet, Value
+from weft.supernet.block import Block
+from weft.supernet.layer import Carry, Layer, Unbuilt, as_module, build_layer, side_inputs
+
+Inputs = Tensor | Carry | Mapping[str, Tensor]
+Factory = Callable[[], "Chain"]
+
+_ROUTES_KEPT = 1 << 14
+
+
+class Chain(nn.Module):
+    """Blocks in a row. ``chain(inputs, subnet)`` runs one subnet; the chain itself holds no active one.
+
+    ``inputs`` names the entries of a batch that enter the chain (the first entry if not given). What a block returns, a
+    tensor or a tuple of tensors, is what the next block takes.
+    """
+
+    def __init__(self, *blocks: Block, inputs: str | Sequence[str] | None = None) -> None:
+        super().__init__()
+        if not blocks:
+            raise SupernetError("a chain needs at least one block")
+        self.blocks = tuple(blocks)
+        self.inputs = (inputs,) if isinstance(inputs, str) else None if inputs is None else tuple(inputs)
+        self.space = _common_space(self.blocks)
+        self.layers: dict[str, Layer] = {}
+        self._routes: dict[Subnet, tuple[Layer, ...]] = {}
+        for index, block in enumerate(self.blocks):
+            if any(other.name == block.name for other in self.blocks[:index]):
+                raise SupernetError(f"two blocks are named '{block.name}': names of blocks must differ")
+            for name, candidate in block.candidates().items():
+                self.layers[name] = Layer(name, index, block.shared, block.consistency, block.side)
+                self._register(name, as_module(candidate, name))
+        _refuse_tied(self)
+
+    def _register(self, name: str, module: nn.Module) -> None:
+        block, _, label = name.partition(".")
+        parent: nn.Module = self
+        if label:
+            if block not in self._modules:
+                self._add(self, block, nn.Module())
+            parent = self.get_submodule(block)
+        self._add(parent, label or block, module)
+
+    def _add(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        try:
+            parent.add_module(name, module)
+        except KeyError:
+            raise SupernetError(f"'{name}' is taken by an attribute of nn.Module: choose another name") from None
+
+    def module(self, layer: str | Layer) -> nn.Module:
+        """The module of a layer."""
+        return self.get_submodule(layer if isinstance(layer, str) else layer.name)
+
+    def route(self, subnet: Subnet) -> tuple[Layer, ...]:
+        """The layers that the subnet uses, in chain order; raises SpaceError for a subnet of another space."""
+        known = self._routes.get(subnet) if isinstance(subnet, Subnet) else None
+        if known is None:
+            self.space.check(subnet)
+            names = (block.pick(subnet) for block in self.blocks)
+            known = tuple(self.layers[name] for name in names if name is not None)
+            if len(self._routes) >= _ROUTES_KEPT:
+                self._routes.clear()
+            self._routes[subnet] = known
+        return known
+
+    def enter(self, batch: Mapping[str, Tensor]) -> Carry:
+        """The entries of a batch that enter the first block."""
+        names = self.inputs or tuple(batch)[:1]
+        missing = [name for name in names if name not in batch]
+        if missing or not names:
+            raise SupernetError(
+                f"the chain takes {', '.join(names) or 'an input'}, but the batch has {', '.join(batch) or 'nothing'}"
+            )
+        return tuple(batch[name] for name in names)
+
+    def forward(self, inputs: Inputs, subnet: Subnet) -> Tensor | Carry:
+        batch = inputs if isinstance(inputs, Mapping) else {}
+        carry = self.enter(inputs) if isinstance(inputs, Mapping) else as_carry(inputs, "the chain's input")
+        for layer in self.route(subnet):
+            carry = as_carry(self.module(layer)(*carry, **side_inputs(layer, batch)), layer.name)
+        return carry[0] if len(carry) == 1 else carry
+
+    def largest(self) -> Subnet:
+        """The subnet with the most parameters in every choice block; other choices at their last option.
+
+        Blocks are settled in chain order, each as large as what was settled before and the space's rules allow.
+        """
+        return self._extreme(largest=True)
+
+    def smallest(self) -> Subnet:
+        """The subnet with the fewest parameters in every choice block; other choices at their first option."""
+        return self._extreme(largest=False)
+
+    def _extreme(self, largest: bool) -> Subnet:
+        if not self.space.choices:
+            return self.space.subnet()
+        found = self.space.last() if largest else self.space.first()
+        for block in self.blocks:
+            names = list(block.candidates())
+            if block.name not in found.values or len(names) < 2:
+                continue
+            count = {name: sum(p.numel() for p in self.module(name).parameters()) for name in names}
+            wanted = [name.partition(".")[2] for name in sorted(names, key=lambda name: count[name], reverse=largest)]
+            tries = (self._changed(found, block.name, label, -1 if largest else 0) for label in wanted)
+            found = next((subnet for subnet in tries if subnet is not None), found)
+        return found
+
+    def _changed(self, subnet: Subnet, name: str, value: str, option: int) -> Subnet | None:
+        """The subnet with one choice changed, what that makes active at its first or last option; None if not valid."""
+
+        def pick(other: str, choice: SpaceChoice) -> Value:
+            if other == name:
+                return value
+            if other in subnet.values:
+                return subnet.values[other]
+            if choice.options is None:
+                raise SpaceError(f"'{other}' has no options to take one from")
+            return choice.options[option]
+
+        try:
+            return self.space.subnet(self.space.rules.settle(pick))
+        except SpaceError:
+            return None
+
+
+def as_carry(value: Any, where: str) -> Carry:
+    """A tensor or a tuple of tensors, as a tuple; raises SupernetError for what cannot travel."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, (tuple, list)) and value and all(isinstance(part, Tensor) for part in value):
+        return tuple(value)
+    kind = type(value).__name__
+    raise SupernetError(
+        f"'{where}' gave {kind}, which cannot travel along a chain: return a tensor or a tuple of tensors"
+    )
+
+
+def initialise(
+    net: Chain | Factory, seed: int = 0, device: torch.device | str = "cpu", only: Sequence[str] | None = None
+) -> Chain:
+    """A chain whose layers (or only those named) are built and on the device.
+
+    A factory is called under a generator seeded by ``seed``, so that the same seed gives the same supernet. Layers
+    outside ``only`` stay as they are, on the meta device or unbuilt, which is how a stage builds no more than its own
+    part.
+    """
+    if not isinstance(net, Chain):
+        with torch_seeded(seed, "build"):
+            chain = net()
+        if not isinstance(chain, Chain):
+            raise SupernetError(f"the supernet's factory returned {type(chain).__name__}, not a weft.Chain")
+        net = chain
+    for name in net.layers if only is None else only:
+        if name not in net.layers:
+            raise SupernetError(f"no layer is named '{name}'{nearest(name, net.layers)}")
+        block, _, label = name.rpartition(".")
+        parent = net.get_submodule(block) if block else net
+        parent.add_module(label, build_layer(net.module(name), name, seed, torch.device(device)))
+    _refuse_tied(net)
+    return net
+
+
+def _common_space(blocks: Sequence[Block]) -> Space:
+    spaces = [block.space for block in blocks if block.space is not None]
+    if not spaces:
+        return Space()
+    if any(space is not spaces[0] for space in spaces):
+        raise SupernetError("the blocks of a chain belong to different spaces: give every block the same Space object")
+    return spaces[0]
+
+
+def _refuse_tied(chain: Chain) -> None:
+    owner: dict[int, str] = {}
+    for name in chain.layers:
+        module = chain.module(name)
+        if isinstance(module, Unbuilt):
+            continue
+        # Buffers count too: batch statistics belong to one layer.
+        for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+            other = owner.setdefault(tensor.data_ptr() or id(tensor), name)
+            if other != name:
+                raise SupernetError(
+                    f"layers '{other}' and '{name}' share the weight '{path}': a weight belongs to one layer. "
+                    "Give each its own, or put both uses into one block"
+                )

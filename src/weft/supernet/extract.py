@@ -1,0 +1,68 @@
+"""Extraction: a subnet as a plain nn.Module of ordinary torch layers, with no trace of weft."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from weft.errors import SupernetError
+from weft.space import Subnet
+from weft.supernet.chain import Chain, as_carry
+from weft.supernet.layer import Layer, Unbuilt, side_inputs
+
+
+def extract(chain: Chain, subnet: Subnet, example: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """A copy of the subnet's layers in evaluation mode: the same outputs to the last bit on the CPU.
+
+    Where every layer takes and returns one tensor this is an ``nn.Sequential``. A chain that carries tuples or takes
+    side inputs becomes an ``fx.GraphModule`` (its code can be read with ``.code``), and for that an example batch is
+    needed.
+    """
+    route = chain.route(subnet)
+    for layer in route:
+        if isinstance(chain.module(layer), Unbuilt):
+            raise SupernetError(f"layer '{layer.name}' has not been built yet: call initialise(chain, seed) first")
+    parts = OrderedDict((layer.name.replace(".", "_"), copy.deepcopy(chain.module(layer))) for layer in route)
+    if len(parts) != len(route):
+        raise SupernetError("two layers of this subnet have the same name once '.' is replaced by '_': rename one")
+    if example is None:
+        if (chain.inputs is not None and len(chain.inputs) > 1) or any(layer.side for layer in route):
+            raise SupernetError(
+                "this chain takes several inputs: give extract() an example batch, as in extract(subnet, example=batch)"
+            )
+        plain: nn.Module = nn.Sequential(parts)
+    else:
+        plain = _graph(chain, route, parts, example)
+    for parameter in plain.parameters():
+        parameter.grad = None
+    return plain.eval()
+
+
+def _graph(
+    chain: Chain, route: tuple[Layer, ...], parts: Mapping[str, nn.Module], example: Mapping[str, Tensor]
+) -> nn.Module:
+    carry = chain.enter(example)
+    names = chain.inputs or tuple(example)[:1]
+    side = dict.fromkeys(name for layer in route for name in layer.side)
+    graph = fx.Graph()
+    entered = {name: graph.placeholder(name) for name in dict.fromkeys((*names, *side))}
+    nodes: list[fx.Node] = [entered[name] for name in names]
+    single = len(names) == 1 and not side
+    with torch.no_grad():
+        for (target, module), layer in zip(parts.items(), route, strict=True):
+            out: Any = module.eval()(*carry, **side_inputs(layer, example))
+            node = graph.call_module(target, tuple(nodes), {name: entered[name] for name in layer.side})
+            carry = as_carry(out, layer.name)
+            if isinstance(out, Tensor):
+                nodes = [node]
+            else:
+                single = False
+                nodes = [graph.call_function(operator.getitem, (node, i)) for i in range(len(carry))]
+    graph.output(nodes[0] if len(nodes) == 1 else tuple(nodes))
+    return nn.Sequential(OrderedDict(parts)) if single else fx.GraphModule(dict(parts), graph, class_name="Subnet")

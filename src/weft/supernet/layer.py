@@ -1,0 +1,124 @@
+"""A layer: the unit of weights that is updated as one, with its stable global name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import SupernetError
+from weft.keys import torch_seeded
+
+Carry = tuple[Tensor, ...]
+"""What travels along the chain from block to block."""
+
+Candidate = nn.Module | Callable[[], nn.Module]
+"""A module as it is, or a factory that is called when the layer is first needed."""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+class Unbuilt(nn.Module):
+    """Holds the place of a layer whose factory has not been called yet."""
+
+    def __init__(self, factory: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.factory = factory
+
+    def forward(self, *carry: Tensor) -> Tensor:
+        raise SupernetError("this layer has not been built yet: call initialise(chain, seed) first")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Where a layer lives and what it asks for; its module is found through the chain, by name.
+
+    ``shared`` says that every subnet uses it. ``consistency`` is a text such as ``lagged(4)``, or None for the run's
+    default. ``side`` names the entries of the batch that its module takes as keyword arguments.
+    """
+
+    name: str
+    block: int
+    shared: bool
+    consistency: str | None = None
+    side: tuple[str, ...] = ()
+
+
+def check_name(name: str, what: str) -> str:
+    """The name itself; raises SupernetError unless it can be part of a global layer name."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise SupernetError(
+            f"{what} {name!r} cannot be a name: use letters, digits, '_' and '-', starting with a letter"
+        )
+    return name
+
+
+def as_module(candidate: object, name: str) -> nn.Module:
+    """The candidate as a module, or a placeholder for its factory."""
+    if isinstance(candidate, nn.Module):
+        return candidate
+    if callable(candidate):
+        return Unbuilt(candidate)
+    raise SupernetError(
+        f"layer '{name}' must be an nn.Module or a function that makes one, not {type(candidate).__name__}"
+    )
+
+
+def build_layer(module: nn.Module, name: str, seed: int, device: torch.device) -> nn.Module:
+    """The layer's module on the device, its weights a function of (seed, name) wherever weft makes them.
+
+    A factory is called, and a module on the meta device is reset, under a generator seeded by (seed, name). A module,
+    or a part of one, that already has values keeps them.
+    """
+    if isinstance(module, Unbuilt):
+        with torch_seeded(seed, "init", name):
+            built = module.factory()
+        if not isinstance(built, nn.Module):
+            raise SupernetError(f"the factory of layer '{name}' returned {type(built).__name__}, not an nn.Module")
+        module = built
+    if any(tensor.is_meta for tensor in _tensors(module)):
+        tensors = len(list(_tensors(module)))
+        with torch_seeded(seed, "init", name), torch.no_grad():
+            _materialise(module, name)
+        if len(list(_tensors(module))) != tensors:
+            raise SupernetError(
+                f"layer '{name}' has tied weights on the meta device, which torch would untie: give it as a factory"
+            )
+    return module.to(device)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _materialise(part: nn.Module, path: str) -> None:
+    everything = all(tensor.is_meta for tensor in _tensors(part)) and any(True for _ in _tensors(part))
+    own = any(tensor.is_meta for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)))
+    if own:
+        part.to_empty(device=torch.device("cpu"), recurse=False)
+    # Parts first, in their order: a constructor makes its parts and then has the last word, as torch's attention has.
+    for label, child in part.named_children():
+        _materialise(child, f"{path}.{label}")
+    reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+    if callable(reset) and (own or everything):
+        reset()
+    elif own:
+        raise SupernetError(
+            f"'{path}' ({type(part).__name__}) lies on the meta device and has no reset_parameters(): "
+            "give the layer as a factory, for example lambda: MyLayer()"
+        )
+
+
+def side_inputs(layer: Layer, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The entries of the batch that the layer asked for; raises SupernetError where one is missing."""
+    try:
+        return {key: batch[key] for key in layer.side}
+    except KeyError as missing:
+        raise SupernetError(
+            f"layer '{layer.name}' takes the side input {missing}, "
+            f"but the batch has {', '.join(sorted(batch)) or 'nothing'}"
+        ) from None

@@ -1,0 +1,257 @@
+"""Chains: what a subnet uses, what travels from block to block, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft.errors import SpaceError, SupernetError
+from weft.space import Space
+from weft.supernet import Chain, Choice, Optional, Shared, initialise
+
+WIDTH = 3
+
+
+class Times(nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor(by))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+class Fork(nn.Module):
+    """One tensor in, two out."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x + 1
+
+
+class Join(nn.Module):
+    def forward(self, a: Tensor, b: Tensor, scale: Tensor | None = None) -> Tensor:
+        return a * b if scale is None else a * b * scale
+
+
+def three() -> Chain:
+    space = Space()
+    return Chain(
+        Shared(Times(2.0), "stem"),
+        Choice(space, "first", {"two": Times(2.0), "three": Times(3.0), "skip": nn.Identity()}),
+        Choice(space, "second", {"five": Times(5.0), "seven": Times(7.0)}),
+    )
+
+
+def test_a_chain_runs_the_subnet_it_is_given_and_holds_no_active_one() -> None:
+    chain = three()
+    x = torch.ones(1)
+    outputs = {}
+    for _ in range(2):
+        for subnet in chain.space.enumerate():
+            outputs.setdefault(str(subnet), []).append(chain(x, subnet).item())
+    factor = {"two": 2, "three": 3, "skip": 1, "five": 5, "seven": 7}
+    for text, found in outputs.items():
+        first, second = (factor[part.partition("=")[2]] for part in text.split())
+        assert found == [2 * first * second] * 2
+
+
+def test_a_route_names_the_layers_in_chain_order() -> None:
+    chain = three()
+    subnet = chain.space.subnet(first="three", second="five")
+    assert [layer.name for layer in chain.route(subnet)] == ["stem", "first.three", "second.five"]
+    assert [layer.block for layer in chain.route(subnet)] == [0, 1, 2]
+    assert list(chain.layers) == ["stem", "first.two", "first.three", "first.skip", "second.five", "second.seven"]
+    assert [layer.shared for layer in chain.layers.values()] == [True, *[False] * 5]
+
+
+def test_a_subnet_of_another_space_is_refused() -> None:
+    chain, other = three(), Space()
+    other.categorical("first", ["two", "three", "skip"])
+    with pytest.raises(SpaceError, match="not of this one"):
+        chain(torch.ones(1), other.first())
+    with pytest.raises(SpaceError):
+        chain(torch.ones(1), {"first": "two", "second": "five"})
+
+
+def test_an_equal_space_made_elsewhere_gives_subnets_that_fit() -> None:
+    assert three()(torch.ones(1), three().space.subnet(first="two", second="five")).item() == 20
+
+
+def test_a_tuple_travels_and_side_inputs_come_by_name() -> None:
+    space = Space()
+    chain = Chain(
+        Shared(Fork(), "fork"), Choice(space, "join", {"plain": Join(), "other": Join()}, side=["scale"]), inputs="x"
+    )
+    batch = {"scale": torch.tensor(10.0), "x": torch.tensor([1.0, 2.0])}
+    assert chain(batch, space.first()).tolist() == [20.0, 60.0]
+    with pytest.raises(SupernetError, match="side input 'scale'"):
+        chain({"x": batch["x"]}, space.first())
+    with pytest.raises(SupernetError, match="takes x, but the batch has scale"):
+        chain({"scale": batch["scale"]}, space.first())
+
+
+def test_several_inputs_enter_as_a_tuple_and_a_tuple_may_come_out() -> None:
+    chain = Chain(Shared(Join(), "join"), Shared(Fork(), "fork"), inputs=("b", "a"))
+    out = chain({"a": torch.tensor(2.0), "b": torch.tensor(3.0)}, chain.space.subnet())
+    assert [part.item() for part in out] == [6.0, 7.0]
+    assert [part.item() for part in chain((torch.tensor(2.0), torch.tensor(5.0)), chain.space.subnet())] == [10.0, 11.0]
+
+
+def test_without_a_name_the_first_entry_of_a_batch_enters() -> None:
+    chain = three()
+    subnet = chain.space.first()
+    assert chain({"image": torch.ones(1), "label": torch.zeros(1)}, subnet).item() == 20
+    with pytest.raises(SupernetError, match="nothing"):
+        chain({}, subnet)
+
+
+def test_an_optional_block_has_a_choice_of_its_own() -> None:
+    space = Space()
+    chain = Chain(Shared(Times(2.0), "stem"), Optional(space, "extra", Times(3.0)))
+    assert chain(torch.ones(1), space.subnet(extra=True)).item() == 6
+    assert chain(torch.ones(1), space.subnet(extra=False)).item() == 2
+    assert [layer.name for layer in chain.route(space.subnet(extra=False))] == ["stem"]
+    assert chain.largest() == space.subnet(extra=True)
+    assert chain.smallest() == space.subnet(extra=False)
+
+
+def test_depth_switches_blocks_off_by_a_condition() -> None:
+    space = Space()
+    depth = space.integer("depth", 1, 3)
+    blocks = [Optional(space, f"block{i}", Times(2.0), when=depth > i) for i in range(2)]
+    last = Choice(space, "last", {"a": Times(3.0), "b": Times(5.0)}, when=depth >= 3)
+    chain = Chain(*blocks, last)
+    assert space.size() == 2 + 2
+    assert chain(torch.ones(1), space.subnet(depth=1, block0=True)).item() == 2
+    assert chain(torch.ones(1), space.subnet(depth=2, block0=True, block1=True)).item() == 4
+    assert chain(torch.ones(1), space.subnet(depth=3, block0=True, block1=True, last="b")).item() == 20
+    assert chain.smallest() == space.subnet(depth=1, block0=True)
+
+
+def test_largest_and_smallest_count_parameters_and_not_options() -> None:
+    space = Space()
+    candidates: dict[str, nn.Module] = {"big": nn.Linear(9, 9), "small": nn.Linear(2, 2), "middle": nn.Linear(5, 5)}
+    chain = Chain(Choice(space, "b", candidates), Shared(nn.Identity(), "end"))
+    assert chain.largest()["b"] == "big"
+    assert chain.smallest()["b"] == "small"
+
+
+def test_largest_and_smallest_are_valid_where_choices_depend_on_one_another() -> None:
+    """The candidate with the most parameters would switch a block off, or break a constraint."""
+    space = Space()
+    big = Choice(space, "b", {"big": nn.Linear(9, 9), "small": nn.Linear(2, 2)})
+    tail = Choice(space, "tail", {"x": nn.Identity(), "y": nn.Identity()}, when=space.handle("b") == "small")
+    other = Choice(space, "other", {"big": nn.Linear(9, 9), "small": nn.Linear(2, 2)})
+    space.require((space.handle("b") == "small") | (space.handle("other") == "small"), "one big layer at most")
+    chain = Chain(big, tail, other)
+    for subnet in (chain.largest(), chain.smallest()):
+        assert chain.space.contains(subnet)
+        assert subnet in set(space.enumerate())
+
+    def parameters(subnet: Any) -> int:
+        return sum(p.numel() for layer in chain.route(subnet) for p in chain.module(layer).parameters())
+
+    assert parameters(chain.largest()) == max(map(parameters, space.enumerate()))
+    assert parameters(chain.smallest()) == min(map(parameters, space.enumerate()))
+
+
+# -- what is refused
+
+
+def test_tied_weights_are_refused_across_layers_and_allowed_within_one() -> None:
+    shared = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(SupernetError, match=r"'a' and 'z' share the weight '0.weight'"):
+        Chain(Shared(shared, "a"), Shared(nn.Sequential(shared), "z"))
+    with pytest.raises(SupernetError, match=r"'b.p' and 'b.q' share"):
+        Chain(Choice(Space(), "b", {"p": shared, "q": shared}))
+    Chain(Shared(nn.Sequential(shared, shared), "both"))
+
+
+def test_tied_weights_are_refused_where_factories_make_them() -> None:
+    shared = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(SupernetError, match="share the weight"):
+        initialise(
+            lambda: Chain(Shared(lambda: nn.Sequential(shared), "a"), Shared(lambda: nn.Sequential(shared), "z"))
+        )
+
+
+def test_a_norm_without_weights_cannot_be_in_two_layers_since_it_has_statistics() -> None:
+    norm = nn.BatchNorm1d(WIDTH, affine=False)
+    with pytest.raises(SupernetError, match=r"'a' and 'z' share"):
+        Chain(Shared(norm, "a"), Shared(norm, "z"))
+
+
+def test_a_module_without_weights_may_be_in_many_layers() -> None:
+    relu = nn.ReLU()
+    Chain(Shared(relu, "a"), Shared(relu, "z"))
+
+
+@pytest.mark.parametrize("name", ["", "3x3", "a.b", "a b", "ä", "-a", 3, None, "a/b", "a#b", "a@1", "a+"])
+def test_a_name_that_cannot_be_part_of_a_layers_name_is_refused(name: Any) -> None:
+    with pytest.raises(SupernetError, match="cannot be a name"):
+        Shared(nn.Identity(), name)
+    with pytest.raises(SupernetError, match="cannot be a name"):
+        Choice(Space(), "b", {name: nn.Identity()})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["forward", "training", "layers", "space", "blocks", "module", "inputs", "_routes", "_modules", "parameters"],
+)
+def test_a_name_that_modules_use_themselves_is_refused(name: str) -> None:
+    with pytest.raises(SupernetError, match=f"'{name}' is taken"):
+        Chain(Shared(nn.Identity(), name))
+
+
+@pytest.mark.parametrize("name", ["forward", "training", "_modules", "parameters"])
+def test_a_candidates_name_that_modules_use_themselves_is_refused(name: str) -> None:
+    with pytest.raises(SupernetError, match=f"'{name}' is taken"):
+        Chain(Choice(Space(), "b", {name: nn.Identity()}))
+
+
+def test_blocks_of_the_same_name_are_refused() -> None:
+    with pytest.raises(SupernetError, match="two blocks are named 'a'"):
+        Chain(Shared(nn.Identity(), "a"), Shared(nn.Identity(), "a"))
+
+
+def test_blocks_of_different_spaces_are_refused() -> None:
+    with pytest.raises(SupernetError, match="different spaces"):
+        Chain(Choice(Space(), "a", {"x": nn.Identity()}), Choice(Space(), "b", {"x": nn.Identity()}))
+
+
+def test_nothing_to_hold_is_refused() -> None:
+    with pytest.raises(SupernetError, match="at least one block"):
+        Chain()
+    with pytest.raises(SupernetError, match="no candidates"):
+        Choice(Space(), "b", {})
+    with pytest.raises(SupernetError, match=r"'b.x' must be an nn.Module or a function"):
+        Chain(Choice(Space(), "b", {"x": 3}))
+
+
+class Returns(nn.Module):
+    def __init__(self, value: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> Any:
+        return self.value(x)
+
+
+@pytest.mark.parametrize(
+    "value", [lambda x: None, lambda x: {"x": x}, lambda x: (), lambda x: (x, None), lambda x: 3.0, lambda x: [x, [x]]]
+)
+def test_what_cannot_travel_along_a_chain_is_refused(value: Callable[[Tensor], Any]) -> None:
+    space = Space()
+    chain = Chain(Choice(space, "b", {"bad": Returns(value)}), Shared(nn.Identity(), "end"))
+    with pytest.raises(SupernetError, match=r"'b.bad' gave .* cannot travel"):
+        chain(torch.ones(1), space.first())
+
+
+def test_a_list_of_tensors_travels_as_a_tuple() -> None:
+    space = Space()
+    chain = Chain(Choice(space, "b", {"two": Returns(lambda x: [x, x])}), Shared(Join(), "join"))
+    assert chain(torch.tensor(3.0), space.first()).item() == 9

@@ -1,0 +1,661 @@
+"""Exported files: what they hold, that they compute what the module does, and that they come whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import warnings
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from weft.errors import SupernetError
+from weft.keys import key, torch_seeded
+from weft.space import Space, Subnet
+from weft.supernet import Chain, Choice, Shared, export, extract
+from weft.supernet.formats import _check_near
+
+onnxruntime = pytest.importorskip("onnxruntime")
+NETS = ("conv", "mlp", "tuple")
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return self.table(tokens) * mask.unsqueeze(-1), mask
+
+
+class Pool(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        length = mask.sum(1)
+        return self.head(hidden.sum(1) / length.unsqueeze(-1)), length.long()
+
+
+def conv_chain() -> tuple[Chain, Subnet]:
+    space = Space()
+    choice = Choice(space, "block", {"conv3": nn.Conv2d(4, 4, 3, padding=1), "conv5": nn.Conv2d(4, 4, 5, padding=2)})
+    stem = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+    chain = Chain(Shared(stem, "stem"), choice, Shared(head, "head"))
+    chain(torch.randn(8, 1, 8, 8), space.subnet({"block": "conv3"}))  # moves the statistics of the batch norm
+    return chain, space.subnet({"block": "conv3"})
+
+
+def images(rows: int) -> tuple[Tensor, ...]:
+    return (torch.randn(rows, 1, 8, 8),)
+
+
+def vectors(rows: int) -> tuple[Tensor, ...]:
+    return (torch.randn(rows, 7),)
+
+
+def texts(rows: int) -> tuple[Tensor, ...]:
+    mask = (torch.rand(rows, 5) < 0.6).float()
+    mask[:, 0] = 1
+    return torch.randint(11, (rows, 5)), mask
+
+
+@dataclass(frozen=True)
+class Exported:
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    draw: Callable[[int], tuple[Tensor, ...]]
+    folder: Path
+    paths: dict[str, Path]
+    program: Any
+    session: Any
+
+    def wanted(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            found = self.module(*inputs)
+        return found if isinstance(found, tuple) else (found,)
+
+
+@pytest.fixture(scope="module")
+def nets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
+    with torch_seeded("export"):
+        chain, subnet = conv_chain()
+        chains = Chain(Shared(Embed(), "embed"), Shared(Pool(), "pool"), inputs=("tokens", "mask"))
+        example = texts(3)
+        batch = dict(zip(("tokens", "mask"), example, strict=True))
+        mlp = nn.Sequential(nn.Linear(7, 9), nn.GELU(), nn.LayerNorm(9), nn.Dropout(0.5), nn.Linear(9, 2)).eval()
+        made: dict[str, tuple[nn.Module, tuple[Tensor, ...], Any]] = {
+            "conv": (extract(chain, subnet), images(4), images),
+            "mlp": (mlp, vectors(2), vectors),
+            "tuple": (extract(chains, chains.space.subnet({}), batch), example, texts),
+        }
+    exported = {}
+    for name, (module, inputs, draw) in made.items():
+        folder = tmp_path_factory.mktemp("export") / name
+        metadata = {"subnet": subnet, "scores": {"accuracy": np.float32(0.5)}, "command": ["weft", "export"]}
+        paths = export(module, inputs, folder, metadata=metadata)
+        program = torch.export.load(paths["torch"]).module()
+        session = onnxruntime.InferenceSession(paths["onnx"], providers=["CPUExecutionProvider"])
+        exported[name] = Exported(module, inputs, draw, folder, paths, program, session)
+    return exported
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def as_tuple(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def assert_same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def assert_near(found: list[Any], wanted: tuple[Tensor, ...]) -> None:
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert str(one.dtype) == str(other.dtype).removeprefix("torch.")
+        np.testing.assert_allclose(one, other.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_folder_holds_the_three_files_and_their_description_and_nothing_else(
+    nets: dict[str, Exported], name: str
+) -> None:
+    net = nets[name]
+    assert sorted(path.name for path in net.folder.iterdir()) == [
+        "model.json",
+        "model.onnx",
+        "model.pt2",
+        "model.safetensors",
+    ]
+    assert net.paths == {
+        "safetensors": net.folder / "model.safetensors",
+        "torch": net.folder / "model.pt2",
+        "onnx": net.folder / "model.onnx",
+        "json": net.folder / "model.json",
+    }
+    assert len({path.stat().st_mode for path in net.folder.iterdir()}) == 1
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_safetensors_are_the_state_of_the_module(nets: dict[str, Exported], name: str) -> None:
+    state, saved = nets[name].module.state_dict(), load_file(nets[name].paths["safetensors"])
+    assert saved.keys() == state.keys()
+    for key_, value in state.items():
+        assert_same((saved[key_],), (value,))
+    again = copy.deepcopy(nets[name].module)
+    for parameter in again.parameters():
+        nn.init.zeros_(parameter)
+    again.load_state_dict(saved)
+    with torch.no_grad():
+        assert_same(as_tuple(again(*nets[name].inputs)), nets[name].wanted(nets[name].inputs))
+
+
+def test_the_description_says_how_to_call_the_module_and_where_it_comes_from(nets: dict[str, Exported]) -> None:
+    text = nets["tuple"].paths["json"].read_text()
+    _, subnet = conv_chain()
+    known = list(distributions(name="weft"))  # none where the tests run on the sources, without an installation
+    assert json.loads(text) == {
+        "subnet": subnet.to_json(),
+        "scores": {"accuracy": 0.5},
+        "command": ["weft", "export"],
+        "dynamic_batch": {"torch": True, "onnx": True},
+        "files": {"safetensors": "model.safetensors", "torch": "model.pt2", "onnx": "model.onnx"},
+        "inputs": [
+            {"name": "tokens", "shape": [3, 5], "dtype": "int64"},
+            {"name": "mask", "shape": [3, 5], "dtype": "float32"},
+        ],
+        "outputs": [
+            {"name": "output_0", "shape": [3, 3], "dtype": "float32"},
+            {"name": "output_1", "shape": [3], "dtype": "int64"},
+        ],
+        "versions": {"torch": torch.__version__, "weft": known[0].version if known else None},
+    }
+    assert text == json.dumps(json.loads(text), sort_keys=True, indent=2) + "\n"
+
+
+@pytest.mark.parametrize("name", NETS)
+@settings(max_examples=15, deadline=None)
+@given(rows=st.integers(1, 9), seed=st.integers(0, 99))
+def test_the_torch_program_repeats_the_module_to_the_last_bit_for_any_batch(
+    nets: dict[str, Exported], name: str, rows: int, seed: int
+) -> None:
+    with torch_seeded(seed, "rows"):
+        inputs = nets[name].draw(rows)
+    with torch.no_grad():
+        assert_same(as_tuple(nets[name].program(*inputs)), nets[name].wanted(inputs))
+
+
+@pytest.mark.parametrize("name", NETS)
+@settings(max_examples=15, deadline=None)
+@given(rows=st.integers(1, 9), seed=st.integers(0, 99))
+def test_onnx_computes_what_the_module_computes_for_any_batch(
+    nets: dict[str, Exported], name: str, rows: int, seed: int
+) -> None:
+    with torch_seeded(seed, "rows"):
+        inputs = nets[name].draw(rows)
+    described = json.loads(nets[name].paths["json"].read_text())
+    names = [one["name"] for one in described["inputs"]]
+    feed = {one: value.numpy() for one, value in zip(names, inputs, strict=True)}
+    assert_near(nets[name].session.run([one["name"] for one in described["outputs"]], feed), nets[name].wanted(inputs))
+
+
+def test_the_batch_of_an_onnx_model_is_called_batch(nets: dict[str, Exported]) -> None:
+    session = nets["tuple"].session
+    assert [(one.name, one.shape) for one in session.get_inputs()] == [("tokens", ["batch", 5]), ("mask", ["batch", 5])]
+    assert [(one.name, one.shape) for one in session.get_outputs()] == [
+        ("output_0", ["batch", 3]),
+        ("output_1", ["batch"]),
+    ]
+
+
+FRESH = """
+import json, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "weft":
+            raise ImportError("weft is not here")
+
+sys.meta_path.insert(0, Refuse())
+try:
+    import weft
+except ImportError:
+    pass
+else:
+    raise SystemExit("weft could be imported")
+import numpy as np, onnxruntime, torch
+
+for folder in sys.argv[1:]:
+    case = np.load(folder + "/case.npz")
+    names = [one["name"] for one in json.load(open(folder + "/model.json"))["inputs"]]
+    inputs = [case["in_" + name] for name in names]
+    program = torch.export.load(folder + "/model.pt2").module()
+    found = program(*map(torch.from_numpy, inputs))
+    found = [value.detach().numpy() for value in (found if isinstance(found, tuple) else (found,))]
+    session = onnxruntime.InferenceSession(folder + "/model.onnx", providers=["CPUExecutionProvider"])
+    near = session.run(None, dict(zip(names, inputs)))
+    results = {f"torch_{i}": value for i, value in enumerate(found)}
+    results |= {f"onnx_{i}": value for i, value in enumerate(near)}
+    np.savez(folder + "/found.npz", **results)
+assert not any(name.partition(".")[0] == "weft" for name in sys.modules)
+"""
+
+
+def test_the_programs_run_in_a_process_that_cannot_import_weft(nets: dict[str, Exported], tmp_path: Path) -> None:
+    folders, wanted = [], []
+    for name, net in nets.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for path in net.paths.values():
+            (folder / path.name).write_bytes(path.read_bytes())
+        with torch_seeded(name):
+            inputs = net.draw(6)
+        names = [one["name"] for one in json.loads(net.paths["json"].read_text())["inputs"]]
+        np.savez(folder / "case.npz", **{f"in_{n}": v.numpy() for n, v in zip(names, inputs, strict=True)})
+        folders.append(folder)
+        wanted.append(net.wanted(inputs))
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # other counts may round otherwise
+    subprocess.run([sys.executable, "-I", "-c", FRESH, *map(str, folders)], check=True, env=os.environ | threads)
+    for folder, outputs in zip(folders, wanted, strict=True):
+        found = np.load(folder / "found.npz", allow_pickle=False)
+        assert len(found.files) == 2 * len(outputs)
+        assert_same(tuple(torch.from_numpy(found[f"torch_{i}"]) for i in range(len(outputs))), outputs)
+        assert_near([found[f"onnx_{i}"] for i in range(len(outputs))], outputs)
+
+
+def test_no_file_names_the_sources_of_the_module(nets: dict[str, Exported]) -> None:
+    for net in nets.values():
+        parts = [path.read_bytes() for path in net.paths.values()]
+        with zipfile.ZipFile(net.paths["torch"]) as archive:
+            parts += [archive.read(name) for name in archive.namelist()]
+        assert len(parts) > 8
+        for part in parts:
+            assert Path(__file__).name.encode() not in part
+            assert str(Path.home()).encode() + b"/" not in part
+            assert b"site-packages" not in part
+
+
+def fingerprint(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:
+    tensors = [*module.state_dict(keep_vars=True).values(), *inputs]
+    told = [
+        (id(value), value.data_ptr(), value.requires_grad, value.grad is None, str(value.device), value.tolist())
+        for value in tensors
+    ]
+    flags = [(name, part.training, sorted(vars(part))) for name, part in module.named_modules()]
+    marks = [sorted(vars(value)) for value in inputs]
+    return hashlib.sha256(repr((told, flags, marks)).encode()).hexdigest()
+
+
+def test_the_module_and_its_inputs_and_the_process_are_left_as_they_were(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
+    module[0].eval()
+    module[0].weight.requires_grad_(False)
+    module[1].weight.grad = torch.ones(4)
+    inputs = (torch.randn(5, 3, requires_grad=True),)
+    handlers = [handler for handler in logging.getLogger("torch").handlers if handler.filters]
+    before = fingerprint(module, inputs), torch.get_rng_state().tolist(), torch.is_grad_enabled(), handlers
+    streams = sys.stdout, sys.stderr, torch.backends.mha.get_fastpath_enabled(), list(warnings.filters)
+    export(module, inputs, tmp_path)
+    handlers = [handler for handler in logging.getLogger("torch").handlers if handler.filters]
+    assert (fingerprint(module, inputs), torch.get_rng_state().tolist(), torch.is_grad_enabled(), handlers) == before
+    assert (sys.stdout, sys.stderr, torch.backends.mha.get_fastpath_enabled(), list(warnings.filters)) == streams
+    with torch.no_grad():  # dropout is off in the files, whatever the module's own mode
+        found = torch.export.load(tmp_path / "model.pt2").module()(*inputs)
+        assert_same((found,), (copy.deepcopy(module).eval()(*inputs),))
+
+
+def inference() -> Any:
+    return torch.inference_mode()
+
+
+def no_grad() -> Any:
+    return torch.no_grad()
+
+
+def autocast() -> Any:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", [inference, no_grad, autocast])
+def test_the_mode_in_which_export_is_called_is_no_part_of_the_program(mode: Callable[[], Any], tmp_path: Path) -> None:
+    with mode():
+        module, inputs = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval(), (torch.randn(5, 3),)
+        paths = export(module, inputs, tmp_path)
+    described = json.loads(paths["json"].read_text())
+    assert described["dynamic_batch"] == {"torch": True, "onnx": True}
+    assert described["outputs"] == [{"name": "output", "shape": [5, 4], "dtype": "float32"}]
+    program = torch.export.load(paths["torch"])
+    assert [str(node.target) for node in program.graph.nodes if node.op == "call_function"] == [
+        "aten.linear.default",
+        "aten.batch_norm.default",
+    ]
+    rows = torch.randn(2, 3)
+    with torch.no_grad():
+        assert_same((program.module()(rows),), (module(rows),))
+
+
+class Baked(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(4, 2, 3).sum(1)
+
+
+def test_a_module_with_a_fixed_batch_is_exported_for_that_batch_and_the_reason_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inputs = (torch.randn(4, 6),)
+    paths = export(Baked(), inputs, tmp_path)
+    assert json.loads(paths["json"].read_text())["dynamic_batch"] == {"torch": False, "onnx": False}
+    assert [record.name for record in caplog.records] == ["weft.supernet", "weft.supernet"]
+    assert all("constant (4)" in record.getMessage() for record in caplog.records)
+    assert_same((torch.export.load(paths["torch"]).module()(*inputs),), (Baked()(*inputs),))
+    session = onnxruntime.InferenceSession(paths["onnx"], providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[0].shape == [4, 6]
+    assert_near(session.run(None, {"x": inputs[0].numpy()}), (Baked()(*inputs),))
+
+
+class Squares(nn.Module):
+    def forward(self, x: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ square, x.sum()
+
+
+def test_a_second_input_that_only_happens_to_be_as_long_as_the_batch_keeps_its_shape(tmp_path: Path) -> None:
+    paths = export(Squares(), (torch.randn(6, 6), torch.randn(6, 6)), tmp_path)
+    assert json.loads(paths["json"].read_text())["dynamic_batch"] == {"torch": True, "onnx": True}
+    x, square = torch.randn(9, 6), torch.randn(6, 6)
+    assert_same(torch.export.load(paths["torch"]).module()(x, square), Squares()(x, square))
+    session = onnxruntime.InferenceSession(paths["onnx"], providers=["CPUExecutionProvider"])
+    assert [one.shape for one in session.get_inputs()] == [["batch", 6], [6, 6]]
+    assert_near(session.run(None, {"x": x.numpy(), "square": square.numpy()}), Squares()(x, square))
+
+
+def test_an_example_of_a_single_row_gives_a_program_for_any_batch(tmp_path: Path) -> None:
+    module = nn.Linear(3, 2)
+    paths = export(module, (torch.randn(1, 3),), tmp_path, "torch")
+    described = json.loads(paths["json"].read_text())
+    assert described["dynamic_batch"] == {"torch": True}
+    assert described["inputs"] == [{"name": "input", "shape": [1, 3], "dtype": "float32"}]
+    program = torch.export.load(paths["torch"]).module()
+    for rows in (1, 2, 5):
+        x = torch.randn(rows, 3)
+        assert_same((program(x),), (module(x),))
+
+
+def test_an_attention_layer_is_exported_although_its_fused_path_rounds_otherwise(tmp_path: Path) -> None:
+    with torch_seeded("attention"):
+        layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(3, 5, 8)
+    paths = export(layer, (x,), tmp_path, ["torch"])
+    found = torch.export.load(paths["torch"]).module()(x)
+    assert_same((found,), (layer(x),))  # with gradients, the layer itself takes the path that was traced
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.out = nn.Linear(4, 5, bias=False)
+        self.out.weight = self.table.weight
+        self.register_buffer("turned", torch.arange(6.0).reshape(2, 3).T)
+        self.register_buffer("slice", torch.arange(10.0)[2:5])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.table(tokens))
+
+
+def test_tied_weights_and_views_are_saved_as_they_look(tmp_path: Path) -> None:
+    module = Tied()
+    paths = export(module, (torch.randint(5, (3, 2)),), tmp_path, ["safetensors"])
+    saved = load_file(paths["safetensors"])
+    assert sorted(saved) == ["out.weight", "slice", "table.weight", "turned"]
+    for name, value in module.state_dict().items():
+        assert_same((saved[name],), (value,))
+    assert not (tmp_path / "model.pt2").exists()
+
+
+def test_weights_too_large_for_one_onnx_file_are_moved_along_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = "torch.onnx._internal.exporter._onnx_program"
+    __import__(where)
+    if not hasattr(sys.modules[where], "_LARGE_MODEL_THRESHOLD"):
+        pytest.skip("this version of torch keeps its limit elsewhere")
+    monkeypatch.setattr(f"{where}._LARGE_MODEL_THRESHOLD", 0)  # as if the model were larger than 2 GB
+    module, x = nn.Linear(64, 64), torch.randn(2, 64)
+    paths = export(module, (x,), tmp_path, ["onnx"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.json", "model.onnx", "model.onnx.data"]
+    session = onnxruntime.InferenceSession(paths["onnx"], providers=["CPUExecutionProvider"])
+    assert_near(session.run(None, {"input": x.numpy()}), (module(x).detach(),))
+
+
+def test_a_mistyped_format_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    with pytest.raises(SupernetError, match="unknown format 'onxx'; did you mean 'onnx'"):
+        export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new", ["torch", "onxx"])
+    with pytest.raises(SupernetError, match="at least one format of safetensors, torch, onnx"):
+        export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new", [])
+    assert contents(tmp_path) == {}
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+def test_a_missing_package_is_named_before_anything_is_written(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # import now fails, as if it were not installed
+    with pytest.raises(SupernetError, match=rf"the package {package}: pip install weft\[onnx\]"):
+        export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+    export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new", ["safetensors"])  # which needs none of them
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        (torch.ones(1, 2), "tuple of example tensors"),
+        ((), "tuple of example tensors"),
+        (([1.0, 2.0],), "tuple of example tensors"),
+        ((torch.ones(1, 3),), "cannot be exported with these inputs: .*mat"),
+        ((torch.ones(1, 2), torch.ones(1, 2)), "cannot be exported with these inputs: .*arguments"),
+    ],
+)
+def test_inputs_that_the_module_does_not_take_are_refused(inputs: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(SupernetError, match=told):
+        export(nn.Linear(2, 2), inputs, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("metadata", "told"),
+    [
+        ({"inputs": []}, "the key 'inputs' of model.json is written by export"),
+        ({"scores": {"loss": float("nan")}}, "cannot be written to model.json"),
+        ({"subnet": object()}, "neither a number, a text, a list nor a mapping"),
+    ],
+)
+def test_metadata_that_cannot_be_kept_is_refused(metadata: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(SupernetError, match=told):
+        export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new", metadata=metadata)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Dice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else 2 * x
+
+
+class Chatter(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"x": x}
+
+
+@pytest.mark.parametrize(
+    ("module", "formats", "told"),
+    [
+        (Dice(), ["safetensors", "torch"], "does not repeat the outputs of the module to the last bit"),
+        (Dice(), ["onnx"], "ONNX cannot hold the module: .*differs from that of the module; leave 'onnx' out"),
+        (Branch(), ["safetensors", "torch"], r"torch.export cannot trace .*formats=\('safetensors',\)"),
+        (nn.Linear(4, 4).bfloat16(), ["torch", "onnx"], "ONNX cannot hold the module"),
+        (Chatter(), ["safetensors"], "return a tensor or a tuple of tensors"),
+    ],
+)
+def test_an_export_that_fails_leaves_the_folder_as_it_was(
+    module: nn.Module, formats: list[str], told: str, tmp_path: Path
+) -> None:
+    old = tmp_path / "old"
+    export(nn.Linear(4, 4), (torch.ones(2, 4),), old, ["safetensors", "torch"])
+    before = contents(tmp_path)
+    x = torch.ones(2, 4, dtype=next(iter(module.state_dict().values()), torch.ones(1)).dtype)
+    for folder in (old, tmp_path / "new"):
+        with pytest.raises(SupernetError, match=told):
+            export(module, (x,), folder, formats)
+    assert contents(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert len(list(old.iterdir())) == 3
+
+
+def test_a_second_export_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    for size in (2, 3):
+        module = nn.Linear(size, size)
+        paths = export(module, (torch.ones(2, size),), tmp_path, ["safetensors"])
+        assert_same((load_file(paths["safetensors"])["weight"],), (module.weight.detach(),))
+        assert json.loads(paths["json"].read_text())["inputs"][0]["shape"] == [2, size]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["model.json", "model.safetensors"]
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine")
+    with pytest.raises(SupernetError, match=r"cannot write to '.*taken'"):
+        export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "taken", ["safetensors"])
+    assert contents(tmp_path) == {"taken": b"mine"}
+
+
+class Loud(nn.Module):
+    def __init__(self, streams: list[Any]) -> None:
+        super().__init__()
+        self.note = streams.append
+
+    def __deepcopy__(self, memo: Any) -> Loud:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note(sys.stderr)
+        print("mine")
+        print("mine", file=sys.stderr)
+        warnings.warn("mine", stacklevel=1)
+        return x + 1
+
+
+def test_what_this_thread_prints_is_dropped_until_the_export_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    streams: list[Any] = []
+
+    class Other(Loud):
+        def forward(self, x: Tensor) -> Tensor:
+            other = threading.Thread(target=lambda: print("another's", file=sys.stderr))
+            other.start()
+            other.join()
+            return super().forward(x)
+
+    export(Other(streams), (torch.ones(2, 2),), tmp_path, ["safetensors"])
+    assert capsys.readouterr() == ("", "another's\n")
+    assert len(recwarn) == 0
+    print("kept", file=streams[0])  # a log handler made meanwhile keeps the stream that it found
+    assert capsys.readouterr() == ("", "kept\n")
+
+
+QUIET = """
+import sys
+import weft.supernet
+heavy = {"onnx", "onnxscript", "onnxruntime", "torch.onnx._internal.exporter._core", "torch._dynamo"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+import logging, warnings
+import torch
+from torch import nn
+
+class Branch(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else 2 * x
+
+logging.getLogger("weft").addHandler(logging.NullHandler())
+warnings.simplefilter("always")
+try:
+    weft.supernet.export(Branch(), (torch.ones(2, 2),), sys.argv[1], ["torch"])
+except weft.errors.SupernetError:
+    pass
+weft.supernet.export(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()), (torch.ones(2, 1, 5, 5),), sys.argv[1])
+logging.getLogger("torch.export").warning("heard again")
+print("printed")
+"""
+
+
+def test_nothing_is_printed_and_heavy_packages_are_imported_only_when_needed(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", QUIET, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "printed\n"
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.strip().endswith("heard again")
+
+
+def test_onnx_outputs_are_held_to_the_scale_of_the_whole_output() -> None:
+    wanted = np.array([100.0, -1.0, 0.0, np.nan, np.inf], dtype=np.float32)
+    _check_near("output", wanted + np.float32([9e-3, 9e-4, 9e-4, 0, 0]), wanted)
+    for element, error in ((0, 2e-2), (1, 2e-3), (2, 2e-3), (3, -np.inf), (4, -np.inf)):
+        found = np.nan_to_num(wanted) if not np.isfinite(error) else wanted.copy()
+        if np.isfinite(error):
+            found[element] += error
+        with pytest.raises(SupernetError, match="differs"):
+            _check_near("output", found, wanted)
+    _check_near("output", np.array([1, 2]), np.array([1, 2]))
+    with pytest.raises(SupernetError, match="differs"):
+        _check_near("output", np.array([100001]), np.array([100000]))
+    with pytest.raises(SupernetError, match="int32"):
+        _check_near("output", np.array([1], dtype=np.int32), np.array([1], dtype=np.int64))
+    with pytest.raises(SupernetError, match=r"\(1, 1\)"):
+        _check_near("output", np.ones((1, 1)), np.ones(1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 6),
+    seed=st.integers(0, 999),
+    place=st.integers(0, 5),
+    factor=st.sampled_from([0.0, 0.5, 2.0, 9.0]),
+)
+def test_the_tolerance_is_what_it_says(size: int, seed: int, place: int, factor: float) -> None:
+    wanted = np.random.Generator(np.random.PCG64(key(seed, "near"))).normal(size=size) * 10.0 ** (seed % 7 - 3)
+    allowed = 1e-5 * np.abs(wanted).max() + 1e-4 * np.abs(wanted)
+    found = wanted.copy()
+    found[place % size] += factor * allowed[place % size]
+    if factor < 1:
+        _check_near("output", found, wanted)
+    else:
+        with pytest.raises(SupernetError, match="differs"):
+            _check_near("output", found, wanted)

@@ -1,0 +1,195 @@
+"""Building: weights are a function of the seed and the layer's name, wherever and however they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from weft.errors import SupernetError
+from weft.space import Space
+from weft.supernet import Chain, Choice, Shared, Unbuilt, initialise
+
+
+def candidate(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.GELU(), nn.Linear(width, 3))
+
+
+def build(order: tuple[str, ...] = ("thin", "wide")) -> Chain:
+    space = Space()
+    widths = {"thin": 2, "wide": 5}
+    return Chain(
+        Shared(partial(nn.Linear, 4, 3), "stem"),
+        Choice(space, "b", {name: partial(candidate, widths[name]) for name in order}),
+        Shared(partial(nn.Linear, 3, 2), "head"),
+    )
+
+
+def state(chain: Chain) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in chain.state_dict().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_same_seed_gives_the_same_supernet_and_another_another() -> None:
+    assert same(state(initialise(build, 1)), state(initialise(build, 1)))
+    one, two = state(initialise(build, 1)), state(initialise(build, 2))
+    assert not any(torch.equal(one[name], two[name]) for name in one if name.endswith("0.weight"))
+
+
+def test_a_layers_weights_do_not_depend_on_the_other_layers() -> None:
+    a, b = state(initialise(build, 1)), state(initialise(lambda: build(("wide", "thin")), 1))
+    assert same(a, {name: b[name] for name in a})
+    alone = initialise(lambda: Chain(Shared(partial(nn.Linear, 3, 2), "head")), 1)
+    assert torch.equal(alone.module("head").weight, a["head.weight"])
+
+
+def test_layers_made_by_one_factory_differ_by_their_names() -> None:
+    space = Space()
+    chain = initialise(
+        lambda: Chain(Choice(space, "b", {"p": partial(nn.Linear, 3, 3), "q": partial(nn.Linear, 3, 3)}))
+    )
+    assert not torch.equal(chain.module("b.p").weight, chain.module("b.q").weight)
+
+
+def test_building_neither_draws_from_nor_moves_the_users_generator() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one = state(initialise(build, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert same(one, state(initialise(build, 1)))
+
+
+def test_a_module_keeps_its_values_and_a_factory_is_called_once() -> None:
+    stem, calls = nn.Linear(3, 3), []
+
+    def make() -> nn.Module:
+        calls.append(1)
+        return nn.Linear(3, 3)
+
+    chain = Chain(Shared(stem, "stem"), Shared(make, "head"))
+    assert not calls
+    before = stem.weight.detach().clone()
+    initialise(chain, 1)
+    head = chain.module("head").weight.detach().clone()
+    initialise(chain, 2)
+    assert len(calls) == 1
+    assert chain.module("stem") is stem
+    assert torch.equal(stem.weight, before)
+    assert torch.equal(chain.module("head").weight, head)
+
+
+def test_a_factory_of_chains_with_ready_modules_is_seeded_too() -> None:
+    def ready() -> Chain:
+        return Chain(Shared(nn.Linear(3, 3), "a"), Shared(nn.Linear(3, 3), "z"))
+
+    assert same(state(initialise(ready, 1)), state(initialise(ready, 1)))
+    assert not torch.equal(initialise(ready, 1).module("a").weight, initialise(ready, 2).module("a").weight)
+
+
+class Mean(nn.Module):
+    """Draws for itself after its parts, as many modules do: the parent has the last word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.empty(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.scale)
+        nn.init.zeros_(self.inner.bias)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(nn.Linear, 3, 4),
+        partial(candidate, 4),
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))),
+        partial(nn.Embedding, 5, 3),
+        partial(nn.GRU, 3, 4),
+        partial(nn.MultiheadAttention, 4, 2),
+        partial(nn.TransformerEncoderLayer, 4, 2, 8),
+        Mean,
+    ],
+    ids=["linear", "mlp", "conv", "embedding", "gru", "attention", "transformer", "own reset"],
+)
+def test_a_module_on_the_meta_device_becomes_what_its_factory_makes(make: Callable[[], nn.Module]) -> None:
+    factory = initialise(lambda: Chain(Shared(make, "a"), Shared(nn.Identity(), "z")), 3)
+    with torch.device("meta"):
+        chain = Chain(Shared(make(), "a"), Shared(nn.Identity(), "z"))
+    assert all(p.is_meta for p in chain.parameters())
+    built = initialise(chain, 3)
+    assert not any(t.is_meta for t in built.state_dict().values())
+    assert same(state(factory), state(built))
+
+
+def test_a_factory_may_be_called_under_the_meta_device_and_resets_later() -> None:
+    with torch.device("meta"):
+        chain = build()
+        initialise(chain, 1, only=[])
+    assert same(state(initialise(chain, 1)), state(initialise(build, 1)))
+
+
+def test_a_part_that_has_values_keeps_them_beside_one_on_the_meta_device() -> None:
+    pretrained = nn.Linear(3, 3)
+    with torch.device("meta"):
+        new = nn.Linear(3, 3)
+    before = pretrained.weight.detach().clone()
+    chain = initialise(Chain(Shared(nn.Sequential(pretrained, new), "a")), 1)
+    assert torch.equal(chain.module("a")[0].weight, before)
+    assert not chain.module("a")[1].weight.is_meta
+
+
+def test_a_meta_module_that_cannot_reset_itself_is_refused_with_a_remedy() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+    with torch.device("meta"):
+        chain = Chain(Shared(nn.Sequential(nn.Linear(3, 3), Bare()), "a"))
+    with pytest.raises(SupernetError, match=r"'a.1' \(Bare\) .* factory"):
+        initialise(chain)
+
+
+def test_only_the_named_layers_are_built() -> None:
+    chain = initialise(build, 1, only=["b.thin", "head"])
+    full = initialise(build, 1)
+    assert isinstance(chain.module("stem"), Unbuilt)
+    assert isinstance(chain.module("b.wide"), Unbuilt)
+    for name in ("b.thin", "head"):
+        for a, b in zip(chain.module(name).parameters(), full.module(name).parameters(), strict=True):
+            assert torch.equal(a, b)
+    with pytest.raises(SupernetError, match="not been built"):
+        chain(torch.ones(2, 4), chain.space.subnet(b="thin"))
+    initialise(chain, 1, only=["stem", "b.wide"])
+    assert same(state(chain), state(full))
+
+
+def test_a_layer_to_build_that_does_not_exist_is_named() -> None:
+    with pytest.raises(SupernetError, match=r"'b.thick'.*'b.thin'"):
+        initialise(build, 1, only=["b.thick"])
+
+
+def test_what_a_factory_must_return_is_said() -> None:
+    with pytest.raises(SupernetError, match=r"returned int, not a weft\.Chain"):
+        initialise(lambda: 3)  # type: ignore[arg-type, return-value]
+    with pytest.raises(SupernetError, match=r"'a' returned int, not an nn.Module"):
+        initialise(lambda: Chain(Shared(lambda: 3, "a")))  # type: ignore[arg-type, return-value]
+
+
+def test_weights_tied_on_the_meta_device_are_refused_since_torch_would_untie_them() -> None:
+    with torch.device("meta"):
+        first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+        second.weight = first.weight
+        chain = Chain(Shared(nn.Sequential(first, second), "a"))
+    with pytest.raises(SupernetError, match=r"'a' has tied weights .* factory"):
+        initialise(chain)
