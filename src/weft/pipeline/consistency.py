@@ -1,0 +1,181 @@
+"""What a layer promises about the version of its weights that a micro-batch sees.
+
+Micro-batches are counted over the run: n = step * m + j. Each belongs to one *slot*, the set of micro-batches whose
+gradients make one update, and the version ``v`` of a layer is its weights after the updates of all slots below v:
+
+    exact             slot = step             forward and backward of step i read version i
+    delayed(D)        slot = step             ... read version max(i - D, 0)
+    lagged(K)         slot = step // K = w    ... read version max(w - 1, 0)
+    bounded(K, depth) slot = n // K           forward reads floor(max(n + 1 - L, 0) / K), backward floor(n / K)
+
+with L = depth - v for a layer in virtual stage v = floor(block * depth / blocks).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weft.errors import ConsistencyError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Sees the updates of every earlier step that uses the layer."""
+
+    name: ClassVar[str] = "exact"
+
+    def __str__(self) -> str:
+        return "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class Delayed:
+    """Step i sees the updates of exactly the steps j < i - steps; one update a step."""
+
+    steps: int
+    name: ClassVar[str] = "delayed"
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ConsistencyError(f"delayed({self.steps}): the delay is a number of steps, 0 or more")
+
+    def __str__(self) -> str:
+        return f"delayed({self.steps})"
+
+
+@dataclass(frozen=True, slots=True)
+class Lagged:
+    """Windows of ``steps`` steps; window w sees the updates of windows 0..w-2; one update a window."""
+
+    steps: int
+    name: ClassVar[str] = "lagged"
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConsistencyError(f"lagged({self.steps}): a window has 1 step or more")
+
+    def __str__(self) -> str:
+        return f"lagged({self.steps})"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """Updates of ``every`` micro-batches in a virtual pipeline of ``depth`` stages; the backward may see newer
+    weights."""
+
+    every: int
+    depth: int
+    name: ClassVar[str] = "bounded"
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.depth < 1:
+            raise ConsistencyError(f"bounded({self.every}, {self.depth}): both are whole numbers, 1 or more")
+
+    def __str__(self) -> str:
+        return f"bounded({self.every}, {self.depth})"
+
+
+Consistency = Exact | Delayed | Lagged | Bounded
+
+_KINDS: dict[str, tuple[int, Callable[..., Consistency]]] = {
+    "exact": (0, Exact),
+    "delayed": (1, Delayed),
+    "lagged": (1, Lagged),
+    "bounded": (2, Bounded),
+}
+
+
+def parse(text: str) -> Consistency:
+    """The consistency that a text such as ``lagged(4)`` names.
+
+    >>> parse("bounded(8, 4)")
+    Bounded(every=8, depth=4)
+    """
+    match = re.fullmatch(r"\s*([A-Za-z]+)\s*(?:\(\s*([\d\s,]*)\s*\))?\s*", text)
+    if match is None or match[1] not in _KINDS:
+        word = match[1] if match else text
+        raise ConsistencyError(f"unknown consistency '{text}'{nearest(word, _KINDS)}")
+    count, kind = _KINDS[match[1]]
+    numbers = [int(number) for number in re.findall(r"\d+", match[2] or "")]
+    if len(numbers) != count:
+        form = {0: "exact", 1: f"{match[1]}(steps)", 2: "bounded(every, depth)"}[count]
+        raise ConsistencyError(f"'{text}' has {len(numbers)} numbers; write it as {form}")
+    return kind(*numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The formulas of one layer in one run: ``m`` micro-batches a step, ``total`` of them in all."""
+
+    consistency: Consistency
+    m: int
+    total: int
+    window: int = 1
+    """L of ``bounded``: how many micro-batches its virtual stage holds."""
+
+    def slot(self, n: int) -> int:
+        """The update that micro-batch n contributes to."""
+        match self.consistency:
+            case Lagged(steps):
+                return n // self.m // steps
+            case Bounded(every, _):
+                return n // every
+            case _:
+                return n // self.m
+
+    def forward_reads(self, n: int) -> int:
+        """The version that the forward of micro-batch n sees."""
+        match self.consistency:
+            case Delayed(steps):
+                return max(n // self.m - steps, 0)
+            case Lagged(steps):
+                return max(n // self.m // steps - 1, 0)
+            case Bounded(every, _):
+                return max(n + 1 - self.window, 0) // every
+            case _:
+                return n // self.m
+
+    def backward_reads(self, n: int) -> int:
+        """The version that the backward of micro-batch n sees; differs from the forward's only under ``bounded``."""
+        return n // self.consistency.every if isinstance(self.consistency, Bounded) else self.forward_reads(n)
+
+    def last(self, slot: int) -> int:
+        """The last micro-batch of a slot; its step's learning rate is the update's. The run's last slot may be
+        short."""
+        return min((slot + 1) * self.span, self.total) - 1
+
+    def steps(self, slot: int) -> int:
+        """Over how many steps the gradients of a slot are averaged."""
+        return -(-(self.last(slot) + 1 - slot * self.span) // self.m)
+
+    @property
+    def span(self) -> int:
+        """Micro-batches in a full slot."""
+        match self.consistency:
+            case Lagged(steps):
+                return steps * self.m
+            case Bounded(every, _):
+                return every
+            case _:
+                return self.m
+
+
+def clock(consistency: Consistency, block: int, blocks: int, m: int, steps: int) -> Clock:
+    """The clock of a layer in the given block; raises ConsistencyError where the run cannot keep the promise."""
+    window = 1
+    if isinstance(consistency, Bounded):
+        if consistency.every % m:
+            raise ConsistencyError(
+                f"{consistency} needs K to be a multiple of the {m} micro-batches of a step: "
+                f"use K = {m * -(-consistency.every // m)}"
+            )
+        if consistency.depth > blocks:
+            raise ConsistencyError(
+                f"{consistency} asks for {consistency.depth} virtual stages, but the chain has {blocks} blocks: "
+                f"use a depth of at most {blocks}"
+            )
+        window = consistency.depth - block * consistency.depth // blocks
+    return Clock(consistency, m, steps * m, window)

@@ -1,0 +1,55 @@
+"""Losses and metrics that most runs need; any function of the outputs and the batch does as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.data import Batch
+from weft.errors import TrainError
+
+_TARGETS = ("label", "targets", "y")
+
+
+def target(batch: Batch) -> Tensor:
+    """The entry of a batch that outputs are compared with: ``label``, ``targets`` or ``y``."""
+    for name in _TARGETS:
+        if name in batch:
+            return batch[name]
+    raise TrainError(
+        f"the batch has {', '.join(sorted(batch))}, and none of {', '.join(_TARGETS)}: give a loss of your own"
+    )
+
+
+def cross_entropy(outputs: Tensor, batch: Batch) -> Tensor:
+    """For classes (n, classes) and for sequences of them (n, length, classes)."""
+    return F.cross_entropy(outputs.flatten(0, -2), target(batch).flatten())
+
+
+def mean_squared_error(outputs: Tensor, batch: Batch) -> Tensor:
+    return F.mse_loss(outputs, target(batch))
+
+
+def accuracy(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    """How many of the targets are at the top, and of how many; a metric for classifiers."""
+    wanted = target(batch)
+    return (outputs.argmax(-1) == wanted).sum(), wanted.numel()
+
+
+def distillation(
+    loss: Callable[[Tensor, Batch], Tensor], weight: float = 0.5, temperature: float = 2.0
+) -> Callable[[Tensor, Batch], Tensor]:
+    """A loss that also follows the teacher's softened outputs, which ``train(teacher=...)`` puts into the batch as
+    ``teacher``."""
+
+    def mixed(outputs: Tensor, batch: Batch) -> Tensor:
+        if "teacher" not in batch:
+            raise TrainError("distillation needs the outputs of a teacher: give train(teacher=...)")
+        student = F.log_softmax(outputs.flatten(0, -2) / temperature, -1)
+        teacher = F.log_softmax(batch["teacher"].flatten(0, -2) / temperature, -1)
+        soft = F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
+        return (1.0 - weight) * loss(outputs, batch) + weight * soft
+
+    return mixed

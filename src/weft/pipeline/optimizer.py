@@ -1,0 +1,178 @@
+"""Optimizers by layer: any class of torch.optim, one call for all the layers of a step, every other layer untouched.
+
+torch.optim keeps its state per parameter, so one optimizer over all layers that is shown only the parameters of the
+layers in question behaves exactly as one optimizer per layer, at the cost of one call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import TrainError, nearest
+
+Groups = Callable[[str, nn.Parameter], Mapping[str, Any]]
+"""Options of torch.optim that a parameter gets beside the common ones, by its global name."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Which optimizer, with which options: ``Optimizer("adamw", lr=3e-4, weight_decay=0.1)``.
+
+    ``kind`` is the name of a class of torch.optim in any case, or the class itself. Muon takes the matrices, and
+    ``others`` (AdamW if not given) what is not a matrix. ``groups`` gives single parameters other options, such as no
+    weight decay.
+    """
+
+    kind: str | type[torch.optim.Optimizer] = "sgd"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    groups: Groups | None = None
+    others: Optimizer | None = None
+
+    def __init__(
+        self,
+        kind: str | type[torch.optim.Optimizer] = "sgd",
+        *,
+        groups: Groups | None = None,
+        others: Optimizer | None = None,
+        **options: Any,
+    ) -> None:
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "options", dict(options))
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "others", others)
+        accepted = inspect.signature(self.cls).parameters
+        for name in options:
+            if name not in accepted:
+                raise TrainError(
+                    f"{self.cls.__name__} has no option '{name}'{nearest(name, set(accepted) - {'params', 'self'})}"
+                )
+
+    @property
+    def cls(self) -> type[torch.optim.Optimizer]:
+        if isinstance(self.kind, type):
+            return self.kind
+        known = {
+            name.lower(): cls
+            for name, cls in vars(torch.optim).items()
+            if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+        }
+        if self.kind.lower() not in known or self.kind.lower() == "lbfgs":
+            raise TrainError(f"unknown optimizer '{self.kind}'{nearest(self.kind.lower(), set(known) - {'lbfgs'})}")
+        return known[self.kind.lower()]
+
+    def describe(self) -> dict[str, Any]:
+        """For a run's manifest."""
+        told: dict[str, Any] = {"kind": self.cls.__name__, **self.options}
+        if self.others is not None:
+            told["others"] = self.others.describe()
+        return told
+
+
+class Updater:
+    """Applies updates to the parameters it was made with; a parameter that an update does not name stays as it is."""
+
+    def __init__(self, spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._group: dict[int, tuple[int, int]] = {}
+        self._full: list[list[list[nn.Parameter]]] = []
+        self._base: list[list[float]] = []
+        if issubclass(spec.cls, getattr(torch.optim, "Muon", ())):
+            matrices = {name: p for name, p in self.parameters.items() if p.dim() == 2}
+            rest = {name: p for name, p in self.parameters.items() if p.dim() != 2}
+            self._make(spec, matrices)
+            self._make(spec.others or Optimizer("adamw", lr=spec.options.get("lr", 1e-3)), rest)
+        else:
+            self._make(spec, self.parameters)
+
+    def _make(self, spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        if not parameters:
+            return
+        special = {name: dict(spec.groups(name, p)) if spec.groups else {} for name, p in parameters.items()}
+        kinds: list[dict[str, Any]] = []
+        members: list[list[nn.Parameter]] = []
+        for name, parameter in parameters.items():
+            if special[name] not in kinds:
+                kinds.append(special[name])
+                members.append([])
+            members[kinds.index(special[name])].append(parameter)
+        options = dict(spec.options)
+        if "fused" in inspect.signature(spec.cls).parameters and "foreach" not in options:
+            options.setdefault("fused", True)
+        groups = [{"params": list(group), **kind} for group, kind in zip(members, kinds, strict=True)]
+        try:
+            optimizer = spec.cls(groups, **options)
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise TrainError(f"{spec.cls.__name__} refuses its options: {problem}") from problem
+        for index, group in enumerate(members):
+            for parameter in group:
+                self._group[id(parameter)] = (len(self._optimizers), index)
+        self._optimizers.append(optimizer)
+        self._full.append(members)
+        self._base.append([float(group["lr"]) for group in optimizer.param_groups])
+
+    def apply(self, parameters: Sequence[nn.Parameter], gradients: Iterable[Tensor], factor: float) -> None:
+        """One update of these parameters at ``factor`` times their base learning rate."""
+        shown: dict[tuple[int, int, bool], list[nn.Parameter]] = {}
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            # Fused kernels walk over memory, and autograd may hand out a gradient that lies turned or expanded there.
+            alike = gradient.stride() == parameter.stride()
+            parameter.grad = gradient if alike else torch.empty_like(parameter).copy_(gradient)
+            number, index = self._group[id(parameter)]
+            # Fused kernels take either parameters that all have state or parameters that all have none.
+            known = bool(self._optimizers[number].state.get(parameter))
+            shown.setdefault((number, index, known), []).append(parameter)
+        for number, optimizer in enumerate(self._optimizers):
+            for known in (False, True):
+                used = False
+                for index, group in enumerate(optimizer.param_groups):
+                    group["params"] = shown.get((number, index, known), [])
+                    group["lr"] = self._base[number][index] * factor
+                    used = used or bool(group["params"])
+                if used:
+                    optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The optimizer's state of a parameter, plain numbers under names with a "!"; empty before its first update."""
+        optimizer = self._optimizers[self._group[id(parameter)][0]]
+        entry: Mapping[str, Any] = optimizer.state.get(parameter, {})
+        tensors = {key: value for key, value in entry.items() if isinstance(value, Tensor)}
+        numbers = {key: value for key, value in entry.items() if isinstance(value, int | float)}
+        return tensors | {
+            f"{key}!": torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+            for key, value in numbers.items()
+        }
+
+    def load(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Puts back what ``state`` gave, by parameter name."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        for number, optimizer in enumerate(self._optimizers):
+            for group, members in zip(optimizer.param_groups, self._full[number], strict=True):
+                group["params"] = list(members)
+            # Not by load_state_dict, which would cast every state, such as NAdam's product, to the parameter's type.
+            for group in optimizer.param_groups:
+                counts_on_device = bool(group.get("capturable") or group.get("fused"))
+                for p in group["params"]:
+                    if saved := states.get(names[id(p)]):
+                        restored = {key: _restored(key, value, p, counts_on_device) for key, value in saved.items()}
+                        optimizer.state[p] = {key.removesuffix("!"): value for key, value in restored.items()}
+
+
+def _restored(key: str, value: Tensor, parameter: nn.Parameter, counts_on_device: bool) -> Any:
+    if key.endswith("!"):
+        return value.item()
+    if key == "step" and not counts_on_device:
+        return value.cpu().clone()
+    moved = value.to(parameter.device, copy=True)
+    if moved.dim() < 2 or moved.shape != parameter.shape:
+        return moved
+    # Kernels over many tensors want a parameter and its state to lie in memory alike (channels last, for example).
+    return torch.empty_like(parameter, dtype=moved.dtype).copy_(moved)

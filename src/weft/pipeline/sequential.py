@@ -1,0 +1,262 @@
+"""The sequential law: one process, one device, every micro-batch after the other under exactly the versions it must
+see.
+
+Written from the formulas of ``consistency``, with kept versions, and not from an order of execution. This is the oracle
+that every pipeline run must equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.data import Batch
+from weft.errors import NonFiniteError, TrainError
+from weft.pipeline import foreach
+from weft.pipeline.consistency import Consistency, clock
+from weft.pipeline.graphs import Graphs
+from weft.pipeline.optimizer import Optimizer, Updater
+from weft.pipeline.rate import Schedule
+from weft.pipeline.seeding import Seeder
+from weft.pipeline.tape import Tape
+from weft.pipeline.weights import Weights
+from weft.space import Stream, Subnet
+from weft.supernet import Chain, side_inputs
+
+Outputs = Any
+Loss = Callable[[Outputs, Batch], Tensor]
+Metric = Callable[[Outputs, Batch], tuple[Tensor, float]]
+"""Sum and count over a micro-batch, so that metrics add up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """What a training run is, apart from where it runs: the fingerprint is a function of this, the chain and the
+    data."""
+
+    steps: int
+    microbatches: int
+    loss: Loss
+    optimizer: Optimizer
+    schedule: Schedule
+    seed: int
+    consistency: Mapping[str, Consistency]
+    clip: float | None = None
+    precision: str = "fp32"
+    nonfinite: str = "stop"
+    metrics: Mapping[str, Metric] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step leaves behind: per micro-batch its loss (not yet read from the device), and the sums of its
+    metrics."""
+
+    step: int
+    subnets: tuple[Subnet, ...]
+    losses: tuple[Tensor, ...]
+    metrics: Mapping[str, tuple[Tensor, float]]
+    skipped: int = 0
+
+
+class Sequential:
+    """Trains a chain step by step on one device."""
+
+    def __init__(
+        self, chain: Chain, law: Law, stream: Stream, device: torch.device, graphs: Graphs | None = None
+    ) -> None:
+        self.chain = chain
+        self.law = law
+        self.stream = stream
+        self.device = device
+        self.seeder = Seeder(law.seed, device)
+        compute = torch.bfloat16 if law.precision == "bf16" else None
+        self.weights = {
+            name: Weights(
+                layer,
+                chain.module(layer),
+                clock(law.consistency[name], layer.block, len(chain.blocks), law.microbatches, law.steps),
+                compute,
+            )
+            for name, layer in chain.layers.items()
+        }
+        for weights in self.weights.values():
+            weights.revocable = law.nonfinite == "skip"
+        self.updater = Updater(
+            law.optimizer,
+            {
+                f"{name}.{path}": p
+                for name, w in self.weights.items()
+                for path, p in zip(w.names, w.parameters, strict=True)
+            },
+        )
+        self._waiting: dict[str, Weights] = {}
+        self._keeping: dict[str, Weights] = {}
+        m = law.microbatches
+        # The mean over the step's micro-batches enters as the gradient of each loss, so that every layer is divided by
+        # m.
+        self._seed_gradient = None if m == 1 else torch.full((), 1.0 / m, device=device)
+        self._precision: Callable[[], AbstractContextManager[Any]] = (
+            (lambda: torch.autocast(device.type, torch.bfloat16)) if law.precision == "bf16" else nullcontext
+        )
+        self.graphs = graphs
+
+    def step(self, i: int, batch: Batch) -> StepResult:
+        """Forward, backward and every update that falls due in step i."""
+        m = self.law.microbatches
+        picks = self.stream[i]
+        if len(picks) not in (1, m):
+            raise TrainError(
+                f"the stream '{self.stream.name}' gives {len(picks)} subnets a step, but a step has {m} micro-batches: "
+                f"set microbatches={len(picks)}"
+            )
+        losses: list[Tensor] = []
+        sums: dict[str, tuple[Tensor, float]] = {}
+        skipped = 0
+        for j, part in enumerate(split(batch, m)):
+            loss, metrics, counted = self._microbatch(i, j, picks[j % len(picks)], part)
+            losses.append(loss)
+            skipped += not counted
+            for name, (total, count) in metrics.items():
+                before = sums.get(name)
+                sums[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
+            self._update(i * m + j)
+        return StepResult(i, picks, tuple(losses), sums, skipped)
+
+    def _microbatch(
+        self, i: int, j: int, subnet: Subnet, batch: Batch
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, float]], bool]:
+        n = i * self.law.microbatches + j
+        tape = Tape(n, self.chain.enter(batch), self.graphs)
+        with self._precision():
+            for layer in self.chain.route(subnet):
+                self.seeder.set(i, j, layer.name)
+                tape.forward(self.weights[layer.name], side_inputs(layer, batch))
+            carry = tape.outputs()
+            outputs = carry[0] if len(carry) == 1 else carry
+            self.seeder.set(i, j, "loss")
+            loss = self.law.loss(outputs, batch)
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise TrainError(f"the loss must return a tensor with one number, not {got}")
+        metrics = {}
+        if self.law.metrics:
+            with torch.no_grad():
+                metrics = {name: metric(outputs, batch) for name, metric in self.law.metrics.items()}
+        # On the CPU looking costs nothing; on a GPU it would stall every step, so there the run looks later.
+        looks = self.device.type == "cpu" or self.law.nonfinite == "skip"
+        if looks and not math.isfinite(loss.item()):
+            if self.law.nonfinite == "stop":
+                raise self.non_finite(i, j, subnet, batch)
+            for weights in tape.used:
+                weights.forget()
+            return loss.detach(), {}, False
+        found = tape.backward((loss,), (self._seed_gradient,))
+        for weights in tape.used:
+            if weights.parameters or weights.statistics.norms:
+                weights.add(n, found[weights.layer.name])
+                self._waiting[weights.layer.name] = weights
+        return loss.detach(), metrics, True
+
+    def _update(self, n: int) -> None:
+        due = [weights for weights in self._waiting.values() if weights.due(n)]
+        by_factor: dict[float, list[Weights]] = {}
+        for weights in due:
+            del self._waiting[weights.layer.name]
+            assert weights.pending is not None
+            step = weights.clock.last(weights.pending.slot) // self.law.microbatches
+            by_factor.setdefault(self.law.schedule(step, self.law.steps), []).append(weights)
+        for factor, group in by_factor.items():
+            self._apply(n, factor, group)
+        # A layer that is not used again must let go of its old versions too.
+        for weights in list(self._keeping.values()):
+            weights.prune(n)
+            if not weights.kept:
+                del self._keeping[weights.layer.name]
+
+    def _apply(self, n: int, factor: float, group: Sequence[Weights]) -> None:
+        parameters = []
+        gradients: list[Tensor] = []
+        applied = []
+        for weights in group:
+            own = weights.take(n)
+            good = True
+            if own and (self.law.clip is not None or self.law.nonfinite == "skip"):
+                norm = foreach.norm(own)
+                good = self.law.nonfinite != "skip" or bool(torch.isfinite(norm))
+                if good and self.law.clip is not None:
+                    own = foreach.mul(own, torch.clamp(self.law.clip / (norm + 1e-6), max=1.0))
+            applied.append(good)
+            if good:
+                parameters += weights.parameters
+                gradients += own
+        if parameters:
+            self.updater.apply(parameters, gradients, factor)
+        for weights, good in zip(group, applied, strict=True):
+            weights.updated(n, good)
+            if weights.kept:
+                self._keeping[weights.layer.name] = weights
+
+    def resume(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """After the layers were restored: the optimizer's state comes back, and unfinished slots wait again."""
+        self.updater.load(states)
+        self._waiting = {name: w for name, w in self.weights.items() if w.pending is not None}
+        self._keeping = {name: w for name, w in self.weights.items() if w.kept}
+
+    def train_mode(self) -> None:
+        """Every layer trains: its norms write into scratch buffers."""
+        self.chain.train()
+        for weights in self.weights.values():
+            weights.statistics.attach()
+
+    def eval_mode(self) -> None:
+        """Every layer evaluates, with its running buffers."""
+        for weights in self.weights.values():
+            weights.statistics.detach()
+        self.chain.eval()
+
+    def non_finite(self, i: int, j: int, subnet: Subnet, batch: Batch) -> NonFiniteError:
+        """The error for a loss that is not a number: runs the forward again and names the first layer that makes
+        one."""
+        where = "the loss function"
+        carry = self.chain.enter(batch)
+        if any(not torch.isfinite(x).all() for x in carry if x.is_floating_point()):
+            where = "the batch itself"
+        else:
+            with torch.no_grad(), self._precision():
+                for layer in self.chain.route(subnet):
+                    self.seeder.set(i, j, layer.name)
+                    weights = self.weights[layer.name]
+                    carry, _ = weights.forward(i * self.law.microbatches + j, carry, side_inputs(layer, batch))
+                    if any(not torch.isfinite(x).all() for x in carry if x.is_floating_point()):
+                        broken = any(not torch.isfinite(p).all() for p in weights.parameters)
+                        where = f"layer '{layer.name}'" + (", whose weights are not finite" if broken else "")
+                        break
+        return NonFiniteError(
+            f"the loss is not a number in step {i}, micro-batch {j}, subnet {subnet}: it first appears in {where}. "
+            "Try a lower learning rate, clipping, or nonfinite='skip'"
+        )
+
+
+def split(batch: Batch, m: int) -> list[Batch]:
+    """The batch as m micro-batches of equal size, in order."""
+    if m == 1:
+        return [batch]
+    sizes = {key: len(value) if value.dim() else 0 for key, value in batch.items()}
+    size = next(iter(sizes.values()))
+    if len(set(sizes.values())) > 1:
+        raise TrainError(
+            f"the entries of a batch must have as many rows to be split into micro-batches; these have {sizes}"
+        )
+    if size % m:
+        raise TrainError(
+            f"a batch of {size} cannot be split into {m} micro-batches of equal size: use a multiple of {m}"
+        )
+    part = size // m
+    return [{key: value[j * part : (j + 1) * part] for key, value in batch.items()} for j in range(m)]

@@ -1,0 +1,249 @@
+"""A training session: the sequential law in a run directory, with its log, validation, checkpoints and resume."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.data import Batch, Data, IterableLoader, Loader
+from weft.errors import CheckpointError, NonFiniteError, WeftError
+from weft.keys import generator
+from weft.pipeline.callbacks import Callback
+from weft.pipeline.determinism import deterministic
+from weft.pipeline.evaluate import evaluate, recalibrated
+from weft.pipeline.fingerprint import LossDigest, fingerprint
+from weft.pipeline.graphs import Graphs
+from weft.pipeline.readback import Readback, mean
+from weft.pipeline.sequential import Law, Sequential, split
+from weft.pipeline.settings import Settings
+from weft.pipeline.state import capture, layer_digest, optimizer_states, restore
+from weft.runs import Run
+from weft.space import Subnet
+from weft.supernet import Chain
+
+Teacher = nn.Module | Callable[[Batch], Tensor]
+
+
+class Session:
+    """One run, from its first or its next step to its last. The run must be locked."""
+
+    def __init__(
+        self,
+        run: Run,
+        chain: Chain,
+        data: Data,
+        settings: Settings,
+        teacher: Teacher | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.run = run
+        self.chain = chain
+        self.data = data
+        self.settings = s = settings
+        self.callbacks = tuple(callbacks)
+        law = Law(
+            s.steps,
+            s.microbatches,
+            s.loss,
+            s.optimizer,
+            s.schedule,
+            s.seed,
+            s.consistency,
+            s.clip,
+            s.precision,
+            s.nonfinite,
+            s.metrics,
+        )
+        graphs = Graphs() if s.device.type == "cuda" and s.cuda_graphs else None
+        self.sequential = Sequential(chain, law, s.stream, s.device, graphs)
+        self.losses = LossDigest()
+        self.start = 0
+        self.loader = make_loader(data.train, s)
+        self._teacher = teacher
+        self._readback = Readback(s.device)
+
+    def run_to_end(self, checkpoint_every: int) -> str:
+        """Trains what is left and returns the fingerprint; on any way out the run is left so that it can be resumed."""
+        s = self.settings
+        self._emit("started", law=dict(self.run.manifest.get("law") or {}), at=self.start, steps=s.steps)
+        step = self.start
+        try:
+            with deterministic(s.device), self.sequential.seeder.preserved(), _stop_requested() as stop:
+                self.sequential.train_mode()
+                batches = self.loader.iterate(self.start, s.steps)
+                try:
+                    for batch in batches:
+                        self.step(step, batch)
+                        step += 1
+                        if stop():
+                            self._checkpoint(step)
+                            raise KeyboardInterrupt
+                        if step % checkpoint_every == 0 or step == s.steps:
+                            self._checkpoint(step)
+                        if s.validate and (step % s.validate.every == 0 or step == s.steps):
+                            self._validate(step)
+                finally:
+                    batches.close()
+                self.sequential.eval_mode()
+                digest = self.fingerprint()
+        except KeyboardInterrupt:
+            self._emit("stopped", at=step)
+            raise
+        except WeftError as problem:
+            self._emit("failed", at=step, reason=str(problem))
+            raise
+        except Exception as problem:
+            self._emit("failed", at=step, reason=f"{type(problem).__name__}: {problem}")
+            raise
+        finally:
+            self.sequential.eval_mode()
+        self._emit("finished", steps=s.steps, fingerprint=digest)
+        return digest
+
+    def fingerprint(self) -> str:
+        """SHA-256 over all weights, optimizer states and losses so far."""
+        self._log(self._readback.drain())
+        weights = self.sequential.weights
+        return fingerprint({n: layer_digest(w, self.sequential.updater) for n, w in weights.items()}, self.losses)
+
+    def restore(self) -> bool:
+        """Goes back to the newest good checkpoint; False where there is none and the run begins anew."""
+        if not self.run.checkpoints.steps():
+            self.run.events.drop_from(0)
+            return False
+        saved = self.run.checkpoints.load()
+        if saved.meta.get("space") != self.chain.space.id:
+            raise CheckpointError(
+                f"the checkpoint is of the space {saved.meta.get('space')}, "
+                f"not of this supernet's {self.chain.space.id}"
+            )
+        layers = saved.meta["layers"]
+        if set(layers) != set(self.sequential.weights):
+            other = sorted(set(layers) ^ set(self.sequential.weights))[0]
+            raise CheckpointError(
+                f"the checkpoint and the supernet have different layers: '{other}' is in one of them only"
+            )
+        for name, weights in self.sequential.weights.items():
+            restore(weights, saved.tensors, layers[name])
+        self.sequential.resume(optimizer_states(saved.tensors))
+        self.losses = LossDigest(saved.meta["losses"])
+        self.start = saved.step
+        self.run.events.drop_from(saved.step)
+        self.run.checkpoints.drop_after(saved.step)
+        return True
+
+    def step(self, i: int, batch: Batch) -> None:
+        """Trains step i on its batch, and logs whatever losses have arrived by now."""
+        result = self.sequential.step(i, self._taught(batch))
+        self._log(self._readback.add(result))
+
+    def _taught(self, batch: Batch) -> Batch:
+        if self._teacher is None:
+            return batch
+        with torch.no_grad():
+            if isinstance(self._teacher, nn.Module):
+                return {**batch, "teacher": self._teacher.eval()(*self.chain.enter(batch))}
+            return {**batch, "teacher": self._teacher(batch)}
+
+    def _log(self, arrived: Iterator[tuple[Any, list[float], dict[str, float]]]) -> None:
+        for result, losses, metrics in arrived:
+            loss = mean(losses)
+            if self.settings.nonfinite == "stop" and not all(map(math.isfinite, losses)):
+                raise self._late_non_finite(result.step, result.subnets, losses)
+            self.losses.add(losses)
+            fields: dict[str, Any] = {"step": result.step, "loss": loss, **metrics}
+            fields["rate"] = self.settings.schedule(result.step, self.settings.steps)
+            fields["subnets"] = [subnet.id for subnet in result.subnets]
+            if result.skipped:
+                fields["skipped"] = result.skipped
+            self._emit("step", **fields)
+
+    def _late_non_finite(self, step: int, subnets: tuple[Subnet, ...], losses: list[float]) -> NonFiniteError:
+        # On a GPU the loss is seen some steps later; the batch is a function of its number, so the forward can be run
+        # again.
+        j = next(index for index, loss in enumerate(losses) if not math.isfinite(loss))
+        part = split(self._taught(self.loader.batch(step)), self.settings.microbatches)[j]
+        return self.sequential.non_finite(step, j, subnets[j % len(subnets)], part)
+
+    def _checkpoint(self, step: int) -> None:
+        self._log(self._readback.drain())
+        tensors: dict[str, Tensor] = {}
+        layers: dict[str, Any] = {}
+        for name, weights in self.sequential.weights.items():
+            found, layers[name] = capture(weights, self.sequential.updater)
+            tensors.update(found)
+        meta = {"space": self.chain.space.id, "seed": self.settings.seed, "losses": self.losses.value, "layers": layers}
+        self.run.events.flush()
+        began = time.perf_counter()
+        self.run.checkpoints.save(step, tensors, meta)
+        self._emit("checkpoint", at=step, seconds=time.perf_counter() - began)
+
+    def _validate(self, step: int) -> None:
+        options = self.settings.validate
+        if options is None or self.data.validation is None:
+            return
+        self._log(self._readback.drain())
+        rng = generator(self.settings.seed, "validate")
+        picks = {"largest": self.chain.largest(), "smallest": self.chain.smallest()}
+        if self.chain.space.choices:
+            picks |= {f"random{k}": self.chain.space.sample(rng) for k in range(options.random)}
+        self.sequential.eval_mode()
+        loader = Loader(self.data.validation, options.batch_size, 0, shuffle=False, device=self.settings.device)
+        for name, subnet in picks.items():
+            with recalibrated(self.chain, subnet, (self.loader.batch(k) for k in range(options.recalibrate))):
+                scores = evaluate(
+                    self.chain, subnet, loader.all(), self.settings.loss, self.settings.metrics, self.settings.precision
+                )
+            self._emit("validation", step=step - 1, pick=name, subnet=subnet.id, scores=scores)
+        self.sequential.train_mode()
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        self.run.events.append(event, **fields)
+        for callback in self.callbacks:
+            callback({"event": event, **fields})
+
+
+def make_loader(source: Any, settings: Settings) -> Loader | IterableLoader:
+    """Batches by number from a source; a foreign loader is taken as it is."""
+    if isinstance(source, IterableLoader):
+        return source
+    return Loader(
+        source,
+        settings.batch_size,
+        settings.seed,
+        augment=settings.augment,
+        workers=settings.workers,
+        device=settings.device,
+    )
+
+
+@contextmanager
+def _stop_requested() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM ask for a stop after the step; a second Ctrl-C acts at once. Only the main thread can
+    listen."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,106 @@
+"""What a checkpoint holds of each layer: weights, optimizer state, older versions still to be read, gradients that
+wait.
+
+block0.conv3.weight              the newest weight or buffer
+block0.conv3.weight#exp_avg      optimizer state
+block0.conv3.weight@12           the version that began with slot 12
+block0.conv3.weight+             the ordered sum of the gradients of an unfinished slot
+block0.conv3+3.0                 batch statistics of that slot: third micro-batch, first buffer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import CheckpointError
+from weft.pipeline.fingerprint import tensors_digest
+from weft.pipeline.optimizer import Updater
+from weft.pipeline.weights import Pending, Weights
+
+
+def layer_tensors(weights: Weights, updater: Updater) -> dict[str, Tensor]:
+    """The newest weights, buffers and optimizer state of a layer, by global name."""
+    attached = weights.statistics.attached
+    weights.statistics.detach()
+    name = weights.layer.name
+    found = {f"{name}.{path}": tensor for path, tensor in weights.module.state_dict().items()}
+    found |= {f"{name}.{path}": tensor for path, tensor in weights.volatile().items()}
+    if attached:
+        weights.statistics.attach()
+    for path, parameter in zip(weights.names, weights.parameters, strict=True):
+        for key, value in updater.state(parameter).items():
+            found[f"{name}.{path}#{key}"] = value
+    return found
+
+
+def layer_digest(weights: Weights, updater: Updater) -> str:
+    """The layer's part of the fingerprint."""
+    return tensors_digest(layer_tensors(weights, updater))
+
+
+def capture(weights: Weights, updater: Updater) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors of a layer for a checkpoint, and the numbers that go with them."""
+    tensors = layer_tensors(weights, updater)
+    name = weights.layer.name
+    for begin, version in weights.kept.items():
+        for path, tensor in zip(weights.names, version, strict=True):
+            tensors[f"{name}.{path}@{begin}"] = tensor
+    numbers: dict[str, Any] = {
+        "newest": weights.newest,
+        "kept": sorted(weights.kept),
+        "volatile": sorted(weights.volatile()),
+    }
+    if weights.pending is not None:
+        numbers["pending"] = weights.pending.slot
+        numbers["records"] = len(weights.pending.records)
+        for path, tensor in zip(weights.names, weights.pending.gradients, strict=True):
+            tensors[f"{name}.{path}+"] = tensor
+        for number, record in enumerate(weights.pending.records):
+            for index, tensor in enumerate(record):
+                tensors[f"{name}+{number}.{index}"] = tensor
+    return tensors, numbers
+
+
+def optimizer_states(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The optimizer states in a checkpoint by parameter name, as ``Updater.load`` takes them."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        parameter, mark, key = name.partition("#")
+        if mark:
+            states.setdefault(parameter, {})[key] = tensor
+    return states
+
+
+def restore(weights: Weights, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+    """Puts a layer back as ``capture`` found it, but for the optimizer's state."""
+    name = weights.layer.name
+    device = next((p.device for p in weights.module.parameters()), torch.device("cpu"))
+    volatile = set(numbers["volatile"])
+    saved = {full.removeprefix(f"{name}."): tensor for full, tensor in tensors.items() if full.startswith(f"{name}.")}
+    plain = {path: tensor for path, tensor in saved.items() if not set("#@+") & set(path) and path not in volatile}
+    for path in volatile:
+        part, _, label = path.rpartition(".")
+        setattr(weights.module.get_submodule(part), label, saved[path].to(device, copy=True))
+    try:
+        weights.module.load_state_dict(plain)
+    except RuntimeError as problem:
+        raise CheckpointError(f"the checkpoint does not fit layer '{name}': {' '.join(str(problem).split())}") from None
+
+    def version(mark: str) -> list[Tensor]:
+        saved = (tensors[f"{name}.{path}{mark}"] for path in weights.names)
+        return [torch.empty_like(p).copy_(tensor) for p, tensor in zip(weights.parameters, saved, strict=True)]
+
+    weights.newest = int(numbers["newest"])
+    weights.kept = {int(begin): [t.requires_grad_() for t in version(f"@{begin}")] for begin in numbers["kept"]}
+    weights.pending = None
+    if "pending" in numbers:
+        count = 2 * len(weights.statistics.norms)
+        records = [
+            [tensors[f"{name}+{number}.{index}"].to(device, copy=True) for index in range(count)]
+            for number in range(int(numbers["records"]))
+        ]
+        weights.pending = Pending(int(numbers["pending"]), version("+"), records)

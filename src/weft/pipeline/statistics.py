@@ -1,0 +1,97 @@
+"""Batch statistics: what a training forward learns beside gradients, folded into the running buffers in micro-batch
+order.
+
+While a layer trains, each of its batch norms writes the plain statistics of the batch into scratch buffers (momentum
+1), so a forward never touches the running buffers. They are folded in when the micro-batch's update is applied.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase as NormBase  # the common base of batch norm and instance norm
+
+from weft.errors import ConsistencyError
+from weft.pipeline import foreach
+
+Record = list[Tensor]
+"""What one forward saw: the scratch buffers, one after another."""
+
+
+def running_norms(module: nn.Module) -> list[NormBase]:
+    """The norms in a module that keep running statistics."""
+    return [part for part in module.modules() if isinstance(part, NormBase) and part.running_mean is not None]
+
+
+class Statistics:
+    """The running buffers of one layer's norms, taken over from the modules while it trains."""
+
+    def __init__(self, name: str, module: nn.Module, exact_single: bool) -> None:
+        self.norms = running_norms(module)
+        for norm in self.norms:
+            if norm.momentum is None and not exact_single:
+                raise ConsistencyError(
+                    f"layer '{name}' has a norm with momentum=None, whose forward reads its own buffers: "
+                    "that needs 'exact' and one micro-batch a step. Give the norm a momentum"
+                )
+        # A cumulative average reads its count in the forward, so it stays as torch runs it.
+        self.norms = [norm for norm in self.norms if norm.momentum is not None]
+        self.momenta = [float(norm.momentum or 0.0) for norm in self.norms]
+        self._running: list[Tensor] = []
+        self._counts: list[Tensor] = []
+        self._scratch: list[Tensor] = []
+        self._folded = 0  # counted on the host: one launch a norm and step would be a high price for a number
+        self._frozen: set[int] = set()
+        self.attached = False
+
+    def attach(self) -> None:
+        """From here on the modules write into scratch buffers."""
+        if self.attached:
+            return
+        self._running = [
+            buffer for norm in self.norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None
+        ]
+        self._counts = [norm.num_batches_tracked for norm in self.norms if norm.num_batches_tracked is not None]
+        self._scratch = self._scratch or [buffer.clone() for buffer in self._running]
+        self._frozen = {index for index, norm in enumerate(self.norms) if not norm.training}
+        for index, norm in enumerate(self.norms):
+            if index not in self._frozen:  # a norm that the user holds in evaluation mode reads its running buffers
+                norm.running_mean, norm.running_var = self._scratch[2 * index], self._scratch[2 * index + 1]
+                norm.num_batches_tracked = None
+                norm.momentum = 1.0
+        self.attached = True
+
+    def detach(self) -> None:
+        """The modules have their running buffers again, as evaluation needs them."""
+        if not self.attached:
+            return
+        for index, count in enumerate(self._counts):
+            if index not in self._frozen:
+                count.add_(self._folded)
+        self._folded = 0
+        for index, norm in enumerate(self.norms):
+            norm.running_mean, norm.running_var = self._running[2 * index], self._running[2 * index + 1]
+            norm.num_batches_tracked = self._counts[index]
+            norm.momentum = self.momenta[index]
+        self.attached = False
+
+    def record(self, copy: bool) -> Record:
+        """What the last forward saw; without a copy it is overwritten by the next one."""
+        return [tensor.clone() for tensor in self._scratch] if copy else self._scratch
+
+    def clear(self) -> None:
+        """Forgets a forward that does not count (its loss was not a number), lest 0 * nan survive in the scratch."""
+        for tensor in self._scratch:
+            tensor.zero_()
+
+    def fold(self, record: Record) -> None:
+        """The record of one micro-batch goes into the running buffers."""
+        if not self.norms:
+            return
+        if len(set(self.momenta)) == 1 and not self._frozen:
+            foreach.lerp_(self._running, record, self.momenta[0])
+        else:
+            for index, momentum in enumerate(self.momenta):
+                if index not in self._frozen:
+                    pair = slice(2 * index, 2 * index + 2)
+                    foreach.lerp_(self._running[pair], record[pair], momentum)
+        self._folded += 1

@@ -1,0 +1,241 @@
+"""weft.train: a supernet, its data and a stream in; a run directory with trained weights out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.data import Augment, Data, as_data
+from weft.errors import CheckpointError, RunError, TrainError
+from weft.pipeline.callbacks import Callback, TensorBoard
+from weft.pipeline.consistency import Consistency
+from weft.pipeline.initial import load_initial
+from weft.pipeline.losses import cross_entropy
+from weft.pipeline.optimizer import Optimizer
+from weft.pipeline.rate import Schedule
+from weft.pipeline.sequential import Loss, Metric
+from weft.pipeline.session import Session, Teacher
+from weft.pipeline.settings import Settings, Validate, make_settings
+from weft.runs import Run
+from weft.runs.files import plain
+from weft.space import Stream, Subnet
+from weft.supernet import Chain, Factory, initialise
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run with its supernet in memory, trained; what ``weft.search`` and ``weft.retrain`` start from."""
+
+    run: Run
+    chain: Chain
+    data: Data
+    settings: Settings
+    net: Chain | Factory
+    fingerprint: str | None = None
+    """Over all weights, optimizer states and losses; None for a run that was loaded and not trained here."""
+
+    @property
+    def path(self) -> Path:
+        return self.run.path
+
+
+def train(
+    net: Chain | Factory,
+    data: Any,
+    *,
+    steps: int,
+    loss: Loss = cross_entropy,
+    stream: str | Stream | Subnet = "spaced",
+    batch_size: int = 64,
+    microbatches: int = 1,
+    optimizer: Optimizer | str | None = None,
+    schedule: str | Schedule = "cosine",
+    warmup: int = 0,
+    clip: float | None = None,
+    consistency: str | Consistency | Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    validate: int | Validate | None = None,
+    augment: Augment | None = None,
+    precision: str = "fp32",
+    nonfinite: str = "stop",
+    device: str | torch.device = "cpu",
+    init: Any = None,
+    teacher: Teacher | None = None,
+    callbacks: Sequence[Callback] = (),
+    seed: int = 0,
+    run: str | None = None,
+    runs: Path | str = "runs",
+    resume: bool = False,
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    workers: int = 0,
+    cuda_graphs: bool = True,
+    channels_last: bool = False,
+    config: Mapping[str, Any] | None = None,
+) -> Trained:
+    """Trains a supernet and returns the finished run.
+
+    ``net`` is a Chain, trained in place, or a function that makes one. A step is ``microbatches`` parts of one batch;
+    each layer is updated as its consistency says. The result depends on these arguments alone, never on time, workers
+    or graphs.
+
+    ``run`` names the directory under ``runs``. With ``resume`` an existing run of that name goes on from its newest
+    good checkpoint and ends with the fingerprint of an undisturbed run; arguments that would change the result are
+    refused. ``checkpoint_every`` is a number of steps (a tenth of the run if not given). ``channels_last`` lays images
+    and filters out with the channels innermost, which is up to twice as fast on a GPU and gives a fingerprint of its
+    own.
+
+    Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt; a second Ctrl-C stops at once.
+    """
+    where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise TrainError(f"device='{device}', but torch sees no CUDA device: use device='cpu'")
+    chain = initialise(net, seed, where)
+    settings = make_settings(
+        chain,
+        steps=steps,
+        loss=loss,
+        stream=stream,
+        batch_size=batch_size,
+        microbatches=microbatches,
+        optimizer=optimizer,
+        schedule=schedule,
+        warmup=warmup,
+        clip=clip,
+        consistency=consistency,
+        metrics=metrics,
+        validate=validate,
+        augment=augment,
+        precision=precision,
+        nonfinite=nonfinite,
+        device=where,
+        seed=seed,
+        workers=workers,
+        cuda_graphs=cuda_graphs,
+        channels_last=channels_last,
+    )
+    lay_out(chain, settings)
+    loaded = as_data(data, seed)
+    law = settings.law(chain, loaded)
+    folder = open_run(runs, run, resume, law, config, where, keep)
+    session = Session(folder, chain, loaded, settings, teacher, (TensorBoard(folder.tensorboard), *callbacks))
+    with folder.locked():
+        if not (resume and session.restore()):
+            load_initial(chain, init)
+        digest = session.run_to_end(checkpoint_every or max(1, steps // 10))
+    return Trained(folder, chain, loaded, settings, net, digest)
+
+
+def load_run(path: Path | str, net: Chain | Factory, data: Any, **options: Any) -> Trained:
+    """A run from disk with the weights of its newest good checkpoint, ready to be searched.
+
+    ``net``, ``data`` and the options of ``train`` are those that the run was made with.
+    """
+    run = Run.open(path)
+    seed = int(options.get("seed", run.manifest.get("seed") or 0))
+    options = {
+        **options,
+        "seed": seed,
+        "steps": options.get("steps") or int((run.manifest.get("law") or {}).get("steps", 1)),
+    }
+    chain = initialise(net, seed, torch.device(options.get("device", "cpu")))
+    if run.manifest.get("space") not in (None, chain.space.id):
+        raise CheckpointError(
+            f"run '{run.name}' is of the space {run.manifest['space']}, not of this supernet's {chain.space.id}"
+        )
+    load_initial(chain, run)
+    settings = make_settings(chain, **options)
+    return Trained(run, lay_out(chain, settings).eval(), as_data(data, seed), settings, net)
+
+
+def lay_out(chain: Chain, settings: Settings) -> Chain:
+    """The chain with its filters laid out as the settings say; activations follow the filters."""
+    return chain.to(memory_format=torch.channels_last) if settings.channels_last else chain  # type: ignore[call-overload]
+
+
+def retrain(
+    pick: Any,
+    subnet: Subnet | None = None,
+    *,
+    steps: int | None = None,
+    inherit: bool = False,
+    run: str | None = None,
+    **changes: Any,
+) -> Trained:
+    """Trains one subnet alone, with the settings of the run that it was found in unless they are given anew.
+
+    ``pick`` comes from a front, as ``weft.retrain(front.best())``, or is a trained run, with the subnet beside it. With
+    ``inherit`` it goes on from the supernet's weights; else it starts from scratch, for which the run must have been
+    started from a function that makes the supernet, not from a Chain. The supernet itself stays as it is.
+    """
+    trained = pick if isinstance(pick, Trained) else getattr(pick, "origin", None)
+    subnet = subnet or getattr(pick, "subnet", None)
+    if not isinstance(trained, Trained) or subnet is None:
+        raise TrainError("retrain takes a pick from a front that weft.search made, or a trained run and a subnet")
+    if isinstance(trained.net, Chain):
+        raise TrainError(
+            "retrain needs the function that makes the supernet: start the run with train(build, ...), not with a Chain"
+        )
+    old = trained.settings
+    weights = {name: tensor.clone() for name, tensor in trained.chain.state_dict().items()} if inherit else None
+    settings: dict[str, Any] = {
+        "loss": old.loss,
+        "stream": subnet,
+        "batch_size": old.batch_size,
+        "microbatches": old.microbatches,
+        "optimizer": old.optimizer,
+        "schedule": old.schedule,
+        "clip": old.clip,
+        "consistency": old.consistency,
+        "nonfinite": old.nonfinite,
+        "workers": old.workers,
+        "cuda_graphs": old.cuda_graphs,
+        "metrics": old.metrics,
+        "augment": old.augment,
+        "precision": old.precision,
+        "channels_last": old.channels_last,
+        "device": old.device,
+        "seed": old.seed,
+        "runs": trained.run.path.parent,
+        "run": run or f"{trained.run.name}-{subnet.id}",
+        "init": weights,
+    }
+    return train(trained.net, trained.data, steps=steps or old.steps, **{**settings, **changes})
+
+
+def open_run(
+    runs: Path | str,
+    name: str | None,
+    resume: bool,
+    law: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
+    device: torch.device,
+    keep: int,
+) -> Run:
+    """The run's directory: a new one, or on resume the one that is there, which must be a run of the same law."""
+    if resume and name is None:
+        raise RunError("resume needs the name of the run: give run='...'")
+    if resume and (Path(runs) / str(name) / "manifest.json").exists():
+        found = Run.open(Path(runs) / str(name), keep=keep)
+        before = found.manifest.get("law") or {}
+        for key in sorted({*before, *law}):
+            if before.get(key) != plain(law.get(key)):
+                raise RunError(
+                    f"run '{name}' was made with {key} = {before.get(key)}, now it is {law.get(key)}: "
+                    "resume it as it was, or choose another name"
+                )
+        return found
+    manifest = {
+        "config": config,
+        "law": law,
+        "seed": law["seed"],
+        "device": str(device),
+        "data": law["data"],
+        "space": law["space"],
+        "threads": torch.get_num_threads(),
+    }
+    return Run.create(runs, name, manifest=manifest, keep=keep)

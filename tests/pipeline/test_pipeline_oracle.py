@@ -1,0 +1,298 @@
+"""The sequential law against a literal reference that keeps every version and derives every gradient by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from weft.pipeline import Optimizer, Sequential
+from weft.space import Space, Subnet
+from weft.supernet import Chain, Choice, Shared
+
+WIDTH, BATCH = 3, 8
+LR, MOMENTUM, DECAY = 0.002, 0.9, 0.01
+
+
+class Affine(nn.Module):
+    """relu(x W' + b), in operations whose gradients a person can write down; without ReLU at the end of a chain."""
+
+    def __init__(self, rectify: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.empty(WIDTH))
+        self.rectify = rectify
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x @ self.weight.t() + self.bias
+        return torch.relu(out) if self.rectify else out
+
+
+def build(middle: int, seed: int) -> Chain:
+    space = Space()
+    blocks = [
+        Choice(space, f"b{i}", {"p": Affine(), "q": Affine(), "skip": nn.Identity()}, consistency=None)
+        for i in range(middle)
+    ]
+    chain = Chain(Shared(Affine(), "stem"), *blocks, Shared(Affine(rectify=False), "head"))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in chain.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.6)
+    return chain
+
+
+@dataclass
+class Told:
+    """One layer of the reference: `versions[v]` holds its weights after the updates of all slots below v."""
+
+    kind: str
+    numbers: tuple[int, ...]
+    block: int
+    blocks: int
+    rectify: bool
+    versions: list[tuple[Tensor, Tensor]]
+    momentum: tuple[Tensor, Tensor] | None = None
+    sums: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    # The table of the design, a line each.
+    def slot(self, n: int, m: int) -> int:
+        if self.kind == "lagged":
+            return (n // m) // self.numbers[0]
+        return n // self.numbers[0] if self.kind == "bounded" else n // m
+
+    def sees_forward(self, n: int, m: int) -> int:
+        step = n // m
+        if self.kind == "exact":
+            return step
+        if self.kind == "delayed":
+            return len([j for j in range(step) if j < step - self.numbers[0]])
+        if self.kind == "lagged":
+            return len([w for w in range(step // self.numbers[0]) if w <= step // self.numbers[0] - 2])
+        every, depth = self.numbers
+        window = depth - (self.block * depth) // self.blocks
+        return max(n + 1 - window, 0) // every
+
+    def sees_backward(self, n: int, m: int) -> int:
+        return n // self.numbers[0] if self.kind == "bounded" else self.sees_forward(n, m)
+
+    def members(self, slot: int, m: int, steps: int) -> list[int]:
+        return [n for n in range(steps * m) if self.slot(n, m) == slot]
+
+
+class Reference:
+    """Every version of every layer, in plain tensor operations without autograd."""
+
+    def __init__(
+        self, chain: Chain, consistency: dict[str, str], m: int, steps: int, rate: Callable[[int], float]
+    ) -> None:
+        self.m, self.steps, self.rate = m, steps, rate
+        self.layers: dict[str, Told] = {}
+        for name, layer in chain.layers.items():
+            module = chain.module(name)
+            if isinstance(module, Affine):
+                kind, _, rest = consistency[name].partition("(")
+                numbers = tuple(int(part) for part in rest.rstrip(")").split(",") if part)
+                start = (module.weight.detach().clone(), module.bias.detach().clone())
+                self.layers[name] = Told(kind, numbers, layer.block, len(chain.blocks), module.rectify, [start])
+
+    def microbatch(self, n: int, used: list[str], x: Tensor, y: Tensor) -> Tensor:
+        inputs, outputs = [], []
+        for name in used:
+            layer = self.layers[name]
+            weight, bias = layer.versions[layer.sees_forward(n, self.m)]
+            inputs.append(x)
+            x = x @ weight.t() + bias
+            x = torch.relu(x) if layer.rectify else x
+            outputs.append(x)
+        difference = x - y
+        loss = (difference * difference).sum()
+        share = torch.full((), 1.0 / self.m)
+        grad = share * difference + share * difference
+        for name, entered, left in reversed(list(zip(used, inputs, outputs, strict=True))):
+            layer = self.layers[name]
+            weight, _ = layer.versions[layer.sees_backward(n, self.m)]
+            if layer.rectify:
+                grad = torch.where(left > 0, grad, torch.zeros(()))
+            own = (grad.t() @ entered, grad.sum(0))
+            grad = grad @ weight
+            slot = layer.slot(n, self.m)
+            before = layer.sums.get(slot)
+            layer.sums[slot] = own if before is None else (before[0] + own[0], before[1] + own[1])
+        self._close(n)
+        return loss
+
+    def _close(self, n: int) -> None:
+        for layer in self.layers.values():
+            slot = layer.slot(n, self.m)
+            members = layer.members(slot, self.m, self.steps)
+            if members[-1] != n:
+                continue
+            assert len(layer.versions) == slot + 1
+            newest = layer.versions[slot]
+            total = layer.sums.pop(slot, None)
+            if total is not None:
+                steps = len({member // self.m for member in members})
+                newest = self._updated(layer, newest, tuple(part / steps for part in total), self.rate(n // self.m))
+            layer.versions.append(newest)
+
+    def _updated(
+        self, layer: Told, weights: tuple[Tensor, Tensor], gradients: tuple[Tensor, ...], rate: float
+    ) -> tuple[Tensor, Tensor]:
+        new, velocity = [], []
+        for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
+            decayed = torch.add(gradient, weight, alpha=DECAY)
+            moved = decayed if layer.momentum is None else torch.add(layer.momentum[index] * MOMENTUM, decayed)
+            velocity.append(moved)
+            new.append(torch.add(weight, moved, alpha=-LR * rate))
+        layer.momentum = (velocity[0], velocity[1])
+        return new[0], new[1]
+
+
+def compare(
+    make: Callable[..., Sequential],
+    chain: Chain,
+    consistency: dict[str, str],
+    m: int,
+    picks: list[tuple[Subnet, ...]],
+    seed: int = 0,
+) -> None:
+    """Trains both and compares every element of every layer, and every loss, after every step."""
+    steps = len(picks)
+
+    def rate(step: int) -> float:
+        return 1.0 - step / (2 * steps)
+
+    reference = Reference(chain, consistency, m, steps, rate)
+    sequential = make(
+        chain,
+        picks,
+        consistency=consistency,
+        m=m,
+        optimizer=Optimizer("sgd", lr=LR, momentum=MOMENTUM, weight_decay=DECAY, fused=False),
+        schedule=lambda step, of: rate(step),
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for step, subnets in enumerate(picks):
+        x = torch.randn(BATCH, WIDTH, generator=generator)
+        y = torch.randn(BATCH, WIDTH, generator=generator)
+        result = sequential.step(step, {"x": x, "y": y})
+        part = BATCH // m
+        for j in range(m):
+            used = [layer.name for layer in chain.route(subnets[j % len(subnets)]) if layer.name in reference.layers]
+            rows = slice(j * part, (j + 1) * part)
+            loss = reference.microbatch(step * m + j, used, x[rows], y[rows])
+            assert torch.equal(loss, result.losses[j]), f"loss of step {step}, micro-batch {j}"
+        for name, layer in reference.layers.items():
+            for mine, true in zip(sequential.weights[name].parameters, layer.versions[-1], strict=True):
+                assert torch.equal(mine.detach(), true), f"'{name}' ({consistency[name]}, m={m}) after step {step}"
+    assert all(not weights.kept and weights.pending is None for weights in sequential.weights.values())
+
+
+def irregular(chain: Chain, steps: int, per_step: int, seed: int) -> list[tuple[Subnet, ...]]:
+    """Subnets in which some layers come often, some seldom, some never."""
+    draw = random.Random(seed)
+    names = [block.name for block in chain.blocks if not block.shared]
+    bias = {name: [draw.random() ** 3 + 1e-3 for _ in range(3)] for name in names}
+
+    def one() -> Subnet:
+        return chain.space.subnet({name: draw.choices(["p", "q", "skip"], bias[name])[0] for name in names})
+
+    return [tuple(one() for _ in range(per_step)) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("m", [1, 2, 4])
+@pytest.mark.parametrize(
+    "consistency",
+    [
+        "exact",
+        "delayed(0)",
+        "delayed(1)",
+        "delayed(3)",
+        "lagged(1)",
+        "lagged(3)",
+        "bounded(4,4)",
+        "bounded(8,3)",
+        "bounded(4,1)",
+    ],
+)
+def test_every_weight_is_that_of_the_table_after_every_step(
+    make: Callable[..., Sequential], consistency: str, m: int
+) -> None:
+    chain = build(3, seed=1)
+    compare(make, chain, dict.fromkeys(chain.layers, consistency), m, irregular(chain, 11, m, seed=2))
+
+
+def test_bounded_with_one_micro_batch_an_update_keeps_several_versions(make: Callable[..., Sequential]) -> None:
+    chain = build(4, seed=3)
+    compare(make, chain, dict.fromkeys(chain.layers, "bounded(1,6)"), 1, irregular(chain, 14, 1, seed=4))
+
+
+def test_the_reference_tells_the_consistencies_apart(make: Callable[..., Sequential]) -> None:
+    """The oracle would prove nothing if every line of the table gave the same weights."""
+    found = set()
+    for text in ("exact", "delayed(1)", "delayed(2)", "lagged(1)", "lagged(2)", "bounded(2,2)", "bounded(2,4)"):
+        chain = build(2, seed=5)
+        consistency = dict.fromkeys(chain.layers, text)
+        picks = [(chain.space.subnet(b0="p", b1="q"),)] * 8
+        compare(make, chain, consistency, 1, picks)
+        found.add(tuple(torch.cat([p.detach().flatten() for p in chain.parameters()]).tolist()))
+    # delayed(1) and lagged(1) are the same promise: one step late, an update a step.
+    assert len(found) == 6
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[int, int, int, int, list[str], int]:
+    middle = draw(st.integers(1, 4))
+    blocks = middle + 2
+    m = draw(st.sampled_from([1, 2, 4]))
+    steps = draw(st.integers(1, 12))
+    per_step = draw(st.sampled_from([1, m]))
+    promises = st.one_of(
+        st.just("exact"),
+        st.integers(0, 5).map("delayed({})".format),
+        st.integers(1, 5).map("lagged({})".format),
+        st.tuples(st.integers(1, 4), st.integers(1, blocks)).map(lambda kd: f"bounded({kd[0] * m},{kd[1]})"),
+    )
+    layers = 2 + 3 * middle
+    texts = draw(st.lists(promises, min_size=layers, max_size=layers))
+    return middle, m, steps, per_step, texts, draw(st.integers(0, 10**6))
+
+
+@settings(max_examples=100, deadline=None)
+@given(run=runs())
+def test_any_mixture_of_consistencies_follows_the_table(
+    make: Callable[..., Sequential], run: tuple[int, int, int, int, list[str], int]
+) -> None:
+    middle, m, steps, per_step, texts, seed = run
+    chain = build(middle, seed)
+    compare(make, chain, dict(zip(chain.layers, texts, strict=True)), m, irregular(chain, steps, per_step, seed), seed)
+
+
+def test_bounded_drift_is_read_by_the_backward_alone(make: Callable[..., Sequential]) -> None:
+    """By hand: one update a micro-batch, three virtual stages of which the stem is the first, so L = 3."""
+    chain = build(1, seed=8)
+    skip = chain.space.subnet(b0="skip")
+    consistency = {"stem": "bounded(1,3)", "b0.p": "exact", "b0.q": "exact", "head": "exact", "b0.skip": "exact"}
+    sequential = make(chain, [skip] * 6, consistency=consistency, optimizer=Optimizer("sgd", lr=LR))
+    start = [p.detach().clone() for p in chain.module("stem").parameters()]
+    batches = [
+        {"x": torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(i)), "y": torch.zeros(BATCH, WIDTH)}
+        for i in range(3)
+    ]
+    sequential.step(0, batches[0])
+    after = [p.detach().clone() for p in chain.module("stem").parameters()]
+    assert not torch.equal(start[0], after[0])
+    # Micro-batch 1 still reads version 0 in its forward, though version 1 is there: its loss is that of the old stem.
+    head = chain.module("head")
+    with torch.no_grad():
+        out = head(torch.relu(batches[1]["x"] @ start[0].t() + start[1]))
+        expected = (out * out).sum()
+    assert torch.equal(sequential.step(1, batches[1]).losses[0], expected)
+    assert len(sequential.weights["stem"].kept) == 2

@@ -1,0 +1,391 @@
+"""Resume: a run that crashed and went on ends with the fingerprint of one that nothing disturbed."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from weft.data import Draws
+from weft.errors import CheckpointError, RunError
+from weft.pipeline import Optimizer, cross_entropy, distillation, mean_squared_error
+from weft.space import Space
+from weft.supernet import Chain, Choice, Shared
+
+STEPS, BATCH, WIDTH = 11, 8, 4
+
+
+def mlp() -> Chain:
+    space = Space()
+
+    def layer(hidden: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, WIDTH))
+
+    blocks = [
+        Choice(space, f"b{i}", {"p": partial(layer, 3), "q": partial(layer, 5), "skip": nn.Identity}) for i in range(2)
+    ]
+    return Chain(
+        Shared(partial(nn.Linear, WIDTH, WIDTH), "stem"), *blocks, Shared(partial(nn.Linear, WIDTH, WIDTH), "head")
+    )
+
+
+def noisy() -> Chain:
+    """Dropout, batch norms, an embedding of side inputs and weights tied within a layer."""
+    space = Space()
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.two.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(torch.tanh(self.one(x)))
+
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=0.2), nn.Dropout(0.3))
+
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, WIDTH)
+
+        def forward(self, x: Tensor, *, kind: Tensor) -> Tensor:
+            return x + self.table(kind)
+
+    blocks = [Choice(space, f"b{i}", {"p": layer, "q": layer, "tied": Tied}) for i in range(2)]
+    return Chain(
+        Shared(Told, "stem", side=["kind"]), *blocks, Shared(partial(nn.Linear, WIDTH, WIDTH), "head"), inputs="x"
+    )
+
+
+def data() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "x": torch.randn(40, WIDTH, generator=generator),
+        "y": torch.randn(40, WIDTH, generator=generator),
+        "kind": torch.randint(0, 5, (40,), generator=generator),
+    }
+
+
+class Crash(Exception):
+    pass
+
+
+def crashing(at: int) -> Any:
+    """Raises from the event of a step, as a user's callback or a full disk would."""
+
+    def callback(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] == at:
+            raise Crash
+
+    return callback
+
+
+OPTIONS: dict[str, Any] = {
+    "steps": STEPS,
+    "batch_size": BATCH,
+    "loss": mean_squared_error,
+    "stream": "iid",
+    "checkpoint_every": 3,
+}
+
+
+def undisturbed_and_resumed(
+    tmp_path: Path, build: Any, crashes: tuple[int, ...] = (4, 7), **options: Any
+) -> tuple[weft.Trained, weft.Trained]:
+    given = {**OPTIONS, **options}
+    whole = weft.train(build, data(), run="whole", runs=tmp_path, **given)
+    for at in crashes:
+        with pytest.raises(Crash):
+            weft.train(build, data(), run="x", runs=tmp_path, resume=True, callbacks=[crashing(at)], **given)
+    # The crash came after a checkpoint, and not at the last moment of a window.
+    assert weft.Run.open(tmp_path / "x").checkpoints.steps()[-1] == crashes[-1] // 3 * 3
+    resumed = weft.train(build, data(), run="x", runs=tmp_path, resume=True, **given)
+    return whole, resumed
+
+
+def assert_same(whole: weft.Trained, resumed: weft.Trained) -> None:
+    for (name, a), b in zip(whole.chain.state_dict().items(), resumed.chain.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    assert whole.fingerprint == resumed.fingerprint
+    steps = [
+        [(e["step"], e["loss"], e["subnets"], e["rate"]) for e in trained.run.events.read() if e["event"] == "step"]
+        for trained in (whole, resumed)
+    ]
+    assert steps[0] == steps[1]
+    assert [step for step, *_ in steps[0]] == list(range(STEPS))
+    # At the end nothing is kept or waits, in layers that were not used again after the crash either.
+    for numbers in resumed.run.checkpoints.load().meta["layers"].values():
+        assert numbers["kept"] == []
+        assert "pending" not in numbers
+
+
+OPTIMIZERS = {
+    "sgd": Optimizer("sgd", lr=0.02, momentum=0.9, weight_decay=0.01),
+    "adamw": Optimizer("adamw", lr=0.01, amsgrad=True),
+    "nadam": Optimizer("nadam", lr=0.01),
+    "muon": Optimizer("muon", lr=0.01, others=Optimizer("sgd", lr=0.01, momentum=0.5)),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("consistency", ["exact", "delayed(2)", "lagged(4)", "bounded(8,4)", "bounded(2,4)"])
+def test_a_resumed_run_has_the_fingerprint_of_an_undisturbed_one(
+    tmp_path: Path, consistency: str, m: int, optimizer: str
+) -> None:
+    assert_same(
+        *undisturbed_and_resumed(
+            tmp_path, mlp, consistency=consistency, microbatches=m, optimizer=OPTIMIZERS[optimizer]
+        )
+    )
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps plain numbers in its state, as many optimizers outside torch do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["n"] = state.get("n", 0) + 1
+                state["scale"] = state.get("scale", 1.0) * 0.7
+                p.add_(p.grad, alpha=-group["lr"] * state["scale"] / state["n"])
+
+
+@pytest.mark.parametrize("kind", ["nadam", "asgd", "adamw", Counting])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_optimizers_state_comes_back_in_its_own_type(tmp_path: Path, kind: Any, dtype: torch.dtype) -> None:
+    def build() -> Chain:
+        layers = {name: lambda: nn.Linear(WIDTH, WIDTH).to(dtype) for name in "pq"}
+        return Chain(Choice(Space(), "b", layers), Shared(nn.Identity(), "end"))
+
+    source = {key: value.to(dtype) for key, value in data().items() if key != "kind"}
+    given = {**OPTIONS, "optimizer": Optimizer(kind, lr=0.05)}
+    whole = weft.train(build, source, run="whole", runs=tmp_path, **given)
+    with pytest.raises(Crash):
+        weft.train(build, source, run="x", runs=tmp_path, callbacks=[crashing(7)], **given)
+    assert_same(whole, weft.train(build, source, run="x", runs=tmp_path, resume=True, **given))
+
+
+MIXED = {"shared": "lagged(4)", "b0": "delayed(3)", "b1.p": "bounded(4,4)", "b1.q": "exact", "b1.tied": "bounded(8,3)"}
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"precision": "bf16"},
+        {"clip": 0.1, "schedule": "cosine", "warmup": 5},
+        {"schedule": lambda step, steps: 1 / (step + 1), "optimizer": Optimizer("adamw", lr=0.01)},
+        {"nonfinite": "skip", "validate": 4},
+    ],
+    ids=["plain", "bf16", "clip, cosine, warm-up", "own schedule", "skip, validate"],
+)
+def test_dropout_norms_ties_and_mixed_consistencies_resume_too(tmp_path: Path, m: int, options: dict[str, Any]) -> None:
+    assert_same(*undisturbed_and_resumed(tmp_path, noisy, microbatches=m, consistency=MIXED, **options))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("consistency", ["exact", "lagged(4)", "bounded(4,3)"])
+def test_images_with_channels_innermost_resume_too(tmp_path: Path, consistency: str, fused: bool) -> None:
+    """Checkpoints hold tensors in row-major order; weights, momenta and old versions must come back as they lay."""
+
+    def build() -> Chain:
+        space = Space()
+        layers = {"p": partial(nn.Conv2d, 3, 3, 3, padding=1), "q": partial(nn.Conv2d, 3, 3, (3, 1), padding=(1, 0))}
+        return Chain(
+            Shared(partial(nn.Conv2d, 2, 3, 3, padding=1), "stem"),
+            Choice(space, "b", layers),
+            Shared(nn.Flatten(), "head"),
+        )
+
+    generator = torch.Generator().manual_seed(0)
+    images = {"x": torch.randn(40, 2, 4, 4, generator=generator), "y": torch.randn(40, 48, generator=generator)}
+    given = {
+        **OPTIONS,
+        "channels_last": True,
+        "consistency": consistency,
+        "optimizer": Optimizer("sgd", lr=0.01, momentum=0.9, fused=fused),
+    }
+    whole = weft.train(build, images, run="whole", runs=tmp_path, **given)
+    with pytest.raises(Crash):
+        weft.train(build, images, run="x", runs=tmp_path, callbacks=[crashing(4)], **given)
+    assert_same(whole, weft.train(build, images, run="x", runs=tmp_path, resume=True, **given))
+
+
+def test_a_sandwich_of_subnets_resumes(tmp_path: Path) -> None:
+    assert_same(*undisturbed_and_resumed(tmp_path, noisy, microbatches=4, stream="sandwich:2", consistency="lagged(2)"))
+
+
+def test_augmentation_and_a_teacher_resume(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    teacher = nn.Linear(WIDTH, WIDTH)
+    loss = distillation(mean_squared_error)
+
+    def augment(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
+        return {**batch, "x": batch["x"] + torch.from_numpy(draws.uniform("shift")).float().view(-1, 1)}
+
+    assert_same(*undisturbed_and_resumed(tmp_path, mlp, teacher=teacher, loss=loss, augment=augment, workers=2))
+
+
+def test_a_layer_that_counts_in_a_buffer_of_its_own_resumes(tmp_path: Path) -> None:
+    class Counts(nn.Module):
+        def __init__(self, persistent: bool = True) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+            self.register_buffer("seen", torch.zeros(()), persistent=persistent)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.seen += 1
+            return x * self.scale / (1 + self.seen)
+
+    for persistent in (True, False):
+        build = partial(
+            lambda persistent: Chain(
+                Choice(Space(), "b", {"p": partial(Counts, persistent), "q": Counts}),
+                Shared(partial(nn.Linear, WIDTH, WIDTH), "head"),
+            ),
+            persistent,
+        )
+        folder = tmp_path / str(persistent)
+        assert_same(*undisturbed_and_resumed(folder, build))
+
+
+def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path: Path) -> None:
+    given = {**OPTIONS, "consistency": "lagged(4)"}
+    whole = weft.train(mlp, data(), run="whole", runs=tmp_path, **given)
+    with pytest.raises(Crash):
+        weft.train(mlp, data(), run="x", runs=tmp_path, callbacks=[crashing(7)], **given)
+    checkpoints = weft.Run.open(tmp_path / "x").checkpoints
+    assert checkpoints.steps() == [3, 6]
+    shard = next((tmp_path / "x" / "checkpoints").glob("*6*/*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(bytes(content))
+    assert_same(whole, weft.train(mlp, data(), run="x", runs=tmp_path, resume=True, **given))
+
+
+def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
+    given = {**OPTIONS, "checkpoint_every": 100}
+    whole = weft.train(mlp, data(), run="whole", runs=tmp_path, **given)
+    with pytest.raises(Crash):
+        weft.train(mlp, data(), run="x", runs=tmp_path, callbacks=[crashing(7)], **given)
+    assert_same(whole, weft.train(mlp, data(), run="x", runs=tmp_path, resume=True, **given))
+
+
+def test_resuming_a_finished_run_trains_nothing_and_gives_its_fingerprint(tmp_path: Path) -> None:
+    first = weft.train(mlp, data(), run="x", runs=tmp_path, **OPTIONS)
+    events: list[str] = []
+    again = weft.train(
+        mlp, data(), run="x", runs=tmp_path, resume=True, callbacks=[lambda e: events.append(e["event"])], **OPTIONS
+    )
+    assert events == ["started", "finished"]
+    assert_same(first, again)
+
+
+def test_resume_of_a_run_that_is_not_there_starts_it(tmp_path: Path) -> None:
+    assert weft.train(mlp, data(), run="new", runs=tmp_path, resume=True, **OPTIONS).run.name == "new"
+    with pytest.raises(RunError, match="name of the run"):
+        weft.train(mlp, data(), runs=tmp_path, resume=True, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"batch_size": 4}, "batch_size"),
+        ({"microbatches": 2}, "microbatches"),
+        ({"steps": 12}, "steps"),
+        ({"stream": "fair"}, "stream"),
+        ({"optimizer": Optimizer("sgd", lr=0.5)}, "optimizer"),
+        ({"schedule": "linear"}, "schedule"),
+        ({"warmup": 1}, "schedule"),
+        ({"clip": 1.0}, "clip"),
+        ({"precision": "bf16"}, "precision"),
+        ({"consistency": "delayed(1)"}, "consistency"),
+        ({"loss": cross_entropy}, "loss"),
+        ({"nonfinite": "skip"}, "nonfinite"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arguments_that_would_change_the_result_are_refused_on_resume(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(Crash):
+        weft.train(mlp, data(), run="x", runs=tmp_path, callbacks=[crashing(4)], **OPTIONS)
+    with pytest.raises(RunError, match=f"made with {named} = "):
+        weft.train(mlp, data(), run="x", runs=tmp_path, resume=True, **{**OPTIONS, **change})
+
+
+def test_other_data_and_another_supernet_are_refused_on_resume(tmp_path: Path) -> None:
+    with pytest.raises(Crash):
+        weft.train(mlp, data(), run="x", runs=tmp_path, callbacks=[crashing(4)], **OPTIONS)
+    other = data()
+    other["x"][0, 0] += 1
+    with pytest.raises(RunError, match="made with data = "):
+        weft.train(mlp, other, run="x", runs=tmp_path, resume=True, **OPTIONS)
+    with pytest.raises(RunError, match="made with space = "):
+        weft.train(noisy, data(), run="x", runs=tmp_path, resume=True, **OPTIONS)
+
+    def wider() -> Chain:
+        chain = mlp()
+        chain.module("head").factory = partial(nn.Linear, WIDTH, WIDTH, bias=False)
+        return chain
+
+    with pytest.raises(CheckpointError, match="does not fit layer 'head'"):
+        weft.train(wider, data(), run="x", runs=tmp_path, resume=True, **OPTIONS)
+
+
+def weighted(outputs: Tensor, batch: dict[str, Tensor], weight: float) -> Tensor:
+    return weight * mean_squared_error(outputs, batch)
+
+
+class Weighted:
+    def __call__(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return mean_squared_error(outputs, batch)
+
+
+def test_losses_that_print_their_address_can_be_resumed_in_another_process(tmp_path: Path) -> None:
+    """A partial function or an object shows where it lies in memory, which another process cannot repeat."""
+    for make in (lambda: partial(weighted, weight=0.5), Weighted):
+        folder = tmp_path / str(make())[:10].strip("<>").replace(".", "")
+        kept = [make()]  # so that the second one lies elsewhere
+        with pytest.raises(Crash):
+            weft.train(mlp, data(), run="x", runs=folder, callbacks=[crashing(4)], **{**OPTIONS, "loss": kept[0]})
+        manifest = weft.Run.open(folder / "x").manifest
+        assert "0x" not in str(manifest["law"]["loss"])
+        weft.train(mlp, data(), run="x", runs=folder, resume=True, **{**OPTIONS, "loss": make()})
+    with pytest.raises(RunError, match="made with loss"):
+        weft.train(
+            mlp, data(), run="x", runs=folder, resume=True, **{**OPTIONS, "loss": partial(weighted, weight=0.25)}
+        )
+
+
+def test_a_run_of_that_name_is_not_overwritten(tmp_path: Path) -> None:
+    weft.train(mlp, data(), run="x", runs=tmp_path, **OPTIONS)
+    with pytest.raises(RunError):
+        weft.train(mlp, data(), run="x", runs=tmp_path, **OPTIONS)
+
+
+def test_a_layer_that_is_not_used_after_the_crash_lets_go_of_its_old_versions(tmp_path: Path, listed: Any) -> None:
+    space = mlp().space
+    p, q = space.subnet(b0="p", b1="p"), space.subnet(b0="q", b1="q")
+    given = {**OPTIONS, "stream": listed(space, [(p,)] * 5 + [(q,)] * 6), "consistency": "delayed(3)"}
+    with pytest.raises(Crash):
+        weft.train(mlp, data(), run="x", runs=tmp_path, callbacks=[crashing(6)], **given)
+    assert weft.Run.open(tmp_path / "x").checkpoints.load().meta["layers"]["b0.p"]["kept"] == [3, 4]
+    whole = weft.train(mlp, data(), run="whole", runs=tmp_path, **given)
+    assert_same(whole, weft.train(mlp, data(), run="x", runs=tmp_path, resume=True, **given))
