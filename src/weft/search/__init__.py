@@ -1,0 +1,48 @@
+"""Which subnet is best: objectives, search methods, the loop that runs them, fronts and costs."""
+
+from weft.callable import make_callable
+from weft.search.cache import Cache
+from weft.search.cost import flops, latencies, latency, parameters, peak_memory
+from weft.search.entry import search
+from weft.search.evolution import Evolution
+from weft.search.front import Front
+from weft.search.loop import SearchResult, run_search
+from weft.search.method import METHODS, Method, make_method
+from weft.search.nsga2 import NSGA2
+from weft.search.objective import Constraint, Objective, dominates, parse_constraints, parse_objectives
+from weft.search.random import Random
+from weft.search.rank import kendall_tau, regret, top_hit
+from weft.search.score import Scorer
+from weft.search.scored import Picked, Scored
+
+__all__ = [
+    "METHODS",
+    "NSGA2",
+    "Cache",
+    "Constraint",
+    "Evolution",
+    "Front",
+    "Method",
+    "Objective",
+    "Picked",
+    "Random",
+    "Scored",
+    "Scorer",
+    "SearchResult",
+    "dominates",
+    "flops",
+    "kendall_tau",
+    "latencies",
+    "latency",
+    "make_method",
+    "parameters",
+    "parse_constraints",
+    "parse_objectives",
+    "peak_memory",
+    "regret",
+    "run_search",
+    "search",
+    "top_hit",
+]
+
+make_callable(__name__, search)

@@ -1,0 +1,145 @@
+"""The search loop: ask a method, score what is new, tell the method, until the budget or the space is spent."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.errors import SearchError
+from weft.search.cache import Cache
+from weft.search.front import Front
+from weft.search.method import Method, count, make_method
+from weft.search.objective import Constraint, Objective, metrics, parse_constraints, require
+from weft.search.scored import Extract, Scored
+from weft.space import Space, Subnet
+
+log = logging.getLogger("weft.search")
+Score = Callable[[Subnet], Mapping[str, float]]
+OnScore = Callable[[Scored, bool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """What a search saw (`scored`, in order) and found (`front`).
+
+    `evaluations` counts calls of the score function and `cache_hits` scores read instead; together they are
+    `len(scored)`. `skipped` counts subnets that missed a constraint on a cheap metric and cost no budget.
+    """
+
+    scored: tuple[Scored, ...]
+    front: Front
+    evaluations: int
+    cache_hits: int
+    skipped: int = 0
+
+
+def run_search(
+    space: Space,
+    score: Score,
+    method: str | Method,
+    objectives: Sequence[Objective],
+    constraints: str | Constraint | Iterable[str | Constraint] = (),
+    *,
+    budget: int,
+    seed: int = 0,
+    cache: Cache | None = None,
+    cheap: Score | None = None,
+    on_score: OnScore | None = None,
+    extract: Extract | None = None,
+    draws: int = 5000,
+) -> SearchResult:
+    """Scores up to `budget` distinct subnets and returns them with their front.
+
+    The same seed asks the same subnets, so a search that stopped is resumed by running it again over its cache: known
+    scores are read, and it goes on as if never stopped; a larger budget extends a smaller one. A method that is passed
+    as an object must be a fresh one, and its own seed counts.
+
+    `cheap` gives metrics that cost little (parameters, flops). They are added to the scores, and a subnet that misses a
+    constraint on them is told to the method without being scored. After `draws` subnets in a row that brought nothing
+    to score the search ends early; where none at all could be scored, SearchError gives the range seen.
+
+    `on_score(scored, cached)` is called after each subnet that counts.
+    """
+    if budget < 1:
+        raise SearchError(f"a search needs a budget of at least 1 subnet, not {budget}")
+    rules = parse_constraints(constraints)
+    searcher = make_method(method, space, objectives, rules, seed) if isinstance(method, str) else method
+    judge = _Judge(score, cheap, cache, tuple(objectives), rules)
+    known: dict[Subnet, Scored] = {}
+    scored: list[Scored] = []
+    barren, size = 0, count(space)
+    while len(scored) < budget and len(known) < size and barren < draws:
+        batch = searcher.ask()
+        if not batch:
+            break
+        told = []
+        for subnet in batch:
+            barren += 1
+            if subnet not in known:
+                if len(scored) == budget:
+                    break
+                found, counts, cached = judge(subnet)
+                known[subnet] = found
+                if counts:
+                    barren = 0
+                    scored.append(found)
+                    if on_score:
+                        on_score(found, cached)
+            told.append(known[subnet])
+        searcher.tell(told)
+    if not scored:
+        raise SearchError(judge.nothing_found())
+    if len(scored) < budget:
+        log.info("the search ended after %d of %d subnets: it found no further one to score", len(scored), budget)
+    front = Front(scored, objectives, rules, extract)
+    return SearchResult(tuple(scored), front, judge.evaluations, judge.cache_hits, judge.skipped)
+
+
+class _Judge:
+    """Turns a subnet into scores: cheap metrics first, then the cache, then the score function."""
+
+    def __init__(
+        self,
+        score: Score,
+        cheap: Score | None,
+        cache: Cache | None,
+        objectives: tuple[Objective, ...],
+        constraints: tuple[Constraint, ...],
+    ) -> None:
+        self.score, self.cheap, self.cache, self.constraints = score, cheap, cache, constraints
+        self.names = metrics(objectives, constraints)
+        self.evaluations = self.cache_hits = self.skipped = 0
+        self.low: dict[str, float] = {}
+        self.high: dict[str, float] = {}
+
+    def __call__(self, subnet: Subnet) -> tuple[Scored, bool, bool]:
+        """The scores, whether they count against the budget, and whether they were read from the cache."""
+        costs = dict(self.cheap(subnet)) if self.cheap else {}
+        for name, value in costs.items():
+            self.low[name] = min(value, self.low.get(name, math.inf))
+            self.high[name] = max(value, self.high.get(name, -math.inf))
+        if any(rule.violation(costs) > 0 for rule in self.constraints):
+            self.skipped += 1
+            return Scored(subnet, costs), False, False
+        wanted = [name for name in self.names if name not in costs]
+        found = self.cache.get(subnet) if self.cache is not None else None
+        cached = found is not None and all(name in found for name in wanted)
+        if found is None or not cached:
+            found = dict(self.score(subnet))
+            require({**costs, **found}, wanted)
+            self.evaluations += 1
+            if self.cache is not None:
+                self.cache.put(subnet, found)
+        else:
+            self.cache_hits += 1
+        return Scored(subnet, {**found, **costs}), True, cached
+
+    def nothing_found(self) -> str:
+        if not self.skipped:
+            return "the search method asked for no subnet at all: the space is empty or the method is used up"
+        bound = [rule for rule in self.constraints if rule.name in self.low]
+        seen = "; ".join(f"{rule.name} was {self.low[rule.name]:g} to {self.high[rule.name]:g}" for rule in bound)
+        wanted = " and ".join(f"{rule.name} {rule.op} {rule.bound:g}" for rule in bound)
+        return f"none of {self.skipped} subnets drawn has {wanted}; {seen}: move a bound into that range"

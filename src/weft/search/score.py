@@ -1,0 +1,115 @@
+"""The scores of subnets with inherited weights: accuracy on validation data, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.data import Batch, Data, IterableLoader, Loader, Source
+from weft.errors import SearchError
+from weft.pipeline import evaluate, recalibrated
+from weft.pipeline.fingerprint import tensors_digest
+from weft.pipeline.settings import Settings
+from weft.search import cost
+from weft.space import Subnet
+from weft.supernet import Chain, extract
+
+CHEAP = ("parameters", "flops")
+MEASURED = ("latency", "memory")
+
+
+class Scorer:
+    """Scores the subnets of a trained supernet, on validation data alone; training data sets their batch norms."""
+
+    def __init__(
+        self, chain: Chain, data: Data, settings: Settings, recalibrate: int = 2, batch_size: int = 256
+    ) -> None:
+        if data.validation is None:
+            raise SearchError(
+                "search needs validation data, and this data set has none: split some off with weft.data.split"
+            )
+        self.chain, self.data, self.settings = chain.eval(), data, settings
+        # Held once: every subnet is scored on the same batches.
+        self._validation = list(self._loader(data.validation, batch_size).all())
+        train = self._loader(data.train, batch_size, shuffle=True)
+        self.calibration = [train.batch(k) for k in range(recalibrate)]
+        self._example = {name: tensor[:1] for name, tensor in self._validation[0].items()}
+        self._costs: dict[Subnet, dict[str, float]] = {}
+
+    def quality(self, subnet: Subnet) -> dict[str, float]:
+        """Loss and the run's metrics on the validation data."""
+        return self._score(subnet, self._validation)
+
+    def test(self, subnet: Subnet) -> dict[str, float]:
+        """Loss and the run's metrics on the test data; for the end, once."""
+        if self.data.test is None:
+            raise SearchError("this data set has no test part")
+        return self._score(subnet, list(self._loader(self.data.test, 256).all()))
+
+    def cheap(self, subnet: Subnet) -> dict[str, float]:
+        """Parameters, and FLOPs of one sample (a multiply-add counts as two)."""
+        if subnet not in self._costs:
+            plain = extract(self.chain, subnet, self._example)
+            self._costs[subnet] = {
+                "parameters": cost.parameters(plain),
+                "flops": cost.flops(plain, self.inputs(self._example)),
+            }
+        return dict(self._costs[subnet])
+
+    def measured(self, subnet: Subnet, names: tuple[str, ...]) -> dict[str, float]:
+        """Latency of one sample in milliseconds and peak memory of its activations in bytes, as asked for."""
+        if not names:
+            return {}
+        found: dict[str, float] = {}
+        plain = extract(self.chain, subnet, self._example)
+        if "latency" in names:
+            found["latency"] = cost.latency(plain, self.inputs(self._example))
+        if "memory" in names:
+            found["memory"] = cost.peak_memory(plain, self.inputs(self._example))
+        return found
+
+    def extract(self, subnet: Subnet) -> nn.Module:
+        """The subnet as a plain module, its batch norms set as they were when it was scored."""
+        with recalibrated(self.chain, subnet, self.calibration):
+            return extract(self.chain, subnet, self._example)
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """A batch as the plain module takes it: what enters the chain, then the side inputs by their first use."""
+        names = self.chain.inputs or tuple(batch)[:1]
+        side = dict.fromkeys(name for layer in self.chain.layers.values() for name in layer.side)
+        return tuple(batch[name] for name in dict.fromkeys((*names, *side)))
+
+    def example(self) -> Mapping[str, Tensor]:
+        return self._example
+
+    def _loader(self, source: Source, batch_size: int, shuffle: bool = False) -> Loader | IterableLoader:
+        if isinstance(source, IterableLoader):  # a foreign loader has batches of its own
+            return source
+        seed, size = self.settings.seed, min(batch_size, len(source)) if shuffle else batch_size
+        return Loader(source, size, seed, shuffle=shuffle, device=self.settings.device)
+
+    def _score(self, subnet: Subnet, batches: list[Batch]) -> dict[str, float]:
+        s = self.settings
+        with recalibrated(self.chain, subnet, self.calibration):
+            return evaluate(self.chain, subnet, batches, s.loss, s.metrics, s.precision)
+
+
+def known_metrics(settings: Settings) -> tuple[str, ...]:
+    """The names that objectives and constraints may use."""
+    return ("loss", *settings.metrics, *CHEAP, *MEASURED)
+
+
+def context(chain: Chain, data: Data, settings: Settings, **options: Any) -> dict[str, Any]:
+    """All that scores depend on beside the subnet, for the cache."""
+    return {
+        "weights": tensors_digest(chain.state_dict()),
+        "data": data.fingerprint(),
+        "loss": getattr(settings.loss, "__qualname__", type(settings.loss).__name__),
+        "precision": settings.precision,
+        "device": settings.device.type,
+        "threads": torch.get_num_threads(),
+        **options,
+    }

@@ -1,0 +1,304 @@
+"""The search loop and its cache: budgets, constraints, crashes and resumption."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import SearchError
+from weft.search.cache import Cache
+from weft.search.loop import SearchResult, run_search
+from weft.search.method import METHODS
+from weft.search.objective import parse_objectives
+from weft.search.scored import Scored
+from weft.space import Space, Subnet
+
+GOALS = parse_objectives("good", "cost")
+
+
+def make_space(blocks: int = 5) -> Space:
+    space = Space()
+    for i in range(blocks):
+        space.categorical(f"block{i}", [0, 1, 2])
+    return space
+
+
+def score(subnet: Subnet) -> dict[str, float]:
+    levels = [int(value) for value in subnet.values.values()]
+    return {"good": math.sqrt(sum(level * (i + 1) for i, level in enumerate(levels))) / 3, "cost": float(sum(levels))}
+
+
+class Counted:
+    """Scores, remembers whom, and may break off after some."""
+
+    def __init__(self, *metrics: str, stop: int | None = None) -> None:
+        self.seen: list[Subnet] = []
+        self.metrics, self.stop = metrics or ("good", "cost"), stop
+
+    def __call__(self, subnet: Subnet) -> dict[str, float]:
+        if self.stop is not None and len(self.seen) >= self.stop:
+            raise KeyboardInterrupt
+        self.seen.append(subnet)
+        return {name: score(subnet)[name] for name in self.metrics}
+
+
+def same(a: SearchResult, b: SearchResult) -> bool:
+    return a.scored == b.scored and list(a.front) == list(b.front)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_budget_counts_distinct_subnets(name: str) -> None:
+    counted = Counted()
+    result = run_search(make_space(), counted, name, GOALS, budget=70, seed=0)
+    assert len(counted.seen) == len(set(counted.seen)) == len(result.scored) == result.evaluations == 70
+    assert [one.subnet for one in result.scored] == counted.seen
+    assert (result.cache_hits, result.skipped) == (0, 0)
+    assert same(result, run_search(make_space(), score, name, GOALS, budget=70, seed=0))
+    assert not same(result, run_search(make_space(), score, name, GOALS, budget=70, seed=1))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_search_ends_when_a_small_space_is_exhausted(name: str) -> None:
+    space = make_space(blocks=3)
+    result = run_search(space, score, name, GOALS, budget=1000, seed=0)
+    assert {one.subnet for one in result.scored} == set(space.enumerate())
+    assert result.evaluations == 27
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("stop", [0, 1, 31, 32, 33, 50])
+def test_a_killed_search_goes_on_as_if_never_stopped_and_scores_nobody_twice(
+    name: str, stop: int, tmp_path: Path
+) -> None:
+    undisturbed = run_search(make_space(), score, name, GOALS, budget=60, seed=7)
+    first, second = Counted(stop=stop), Counted()
+    with pytest.raises(KeyboardInterrupt):
+        run_search(make_space(), first, name, GOALS, budget=60, seed=7, cache=Cache(tmp_path / "scores", "weights 1"))
+    cache = Cache(tmp_path / "scores", "weights 1")
+    resumed = run_search(make_space(), second, name, GOALS, budget=60, seed=7, cache=cache)
+    assert same(resumed, undisturbed)
+    assert first.seen + second.seen == [one.subnet for one in undisturbed.scored]
+    assert (resumed.cache_hits, resumed.evaluations) == (stop, 60 - stop)
+
+
+DYING = """
+import os, sys
+from weft.search import Cache, parse_objectives, run_search
+from weft.space import Space
+
+space = Space()
+for i in range(5):
+    space.categorical(f"block{i}", [0, 1, 2])
+left = 37
+
+def score(subnet):
+    global left
+    left -= 1
+    if left < 0:
+        os._exit(9)
+    return {"good": sum(subnet.values.values()) / 3}
+
+run_search(space, score, "evolution", parse_objectives("good"), budget=60, seed=2, cache=Cache(sys.argv[1]))
+"""
+
+
+def test_scores_outlive_a_process_that_dies_without_a_word(tmp_path: Path) -> None:
+    died = subprocess.run([sys.executable, "-c", DYING, str(tmp_path / "scores")], check=False)
+    assert died.returncode == 9
+
+    def search(cache: Cache | None) -> SearchResult:
+        return run_search(
+            make_space(), lambda s: {"good": sum(int(v) for v in s.values.values()) / 3}, "evolution", GOALS[:1],
+            budget=60, seed=2, cache=cache,
+        )  # fmt: skip
+
+    resumed = search(Cache(tmp_path / "scores"))
+    assert (resumed.cache_hits, resumed.evaluations) == (37, 23)
+    assert same(resumed, search(None))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_larger_budget_extends_a_smaller_one(name: str) -> None:
+    small = run_search(make_space(), score, name, GOALS, budget=45, seed=3)
+    large = run_search(make_space(), score, name, GOALS, budget=80, seed=3)
+    assert large.scored[:45] == small.scored
+
+
+def test_scores_of_another_context_are_not_used(tmp_path: Path) -> None:
+    space = make_space()
+    for context in ("weights 1", {"weights": "2", "data": "test"}):
+        result = run_search(space, score, "random", GOALS, budget=9, cache=Cache(tmp_path / "s", context))
+        assert result.evaluations == 9
+    again = Cache(tmp_path / "s", {"data": "test", "weights": "2"})
+    assert run_search(space, score, "random", GOALS, budget=9, cache=again).cache_hits == 9
+
+
+def test_cached_scores_that_lack_a_metric_are_scored_again(tmp_path: Path) -> None:
+    space, path = make_space(), tmp_path / "scores"
+    run_search(space, lambda s: {"good": 1.0}, "random", GOALS[:1], budget=5, cache=Cache(path))
+    assert run_search(space, score, "random", GOALS, budget=5, cache=Cache(path)).evaluations == 5
+    assert run_search(space, score, "random", GOALS, budget=5, cache=Cache(path)).cache_hits == 5
+
+
+@settings(deadline=None, max_examples=40)
+@given(cut=st.integers(0, 400))
+def test_a_cache_cut_anywhere_keeps_its_whole_lines_and_can_be_written_on(
+    cut: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("cache") / "scores.jsonl"
+    subnets = list(make_space().enumerate())[:5]
+    cache = Cache(path)
+    for i, subnet in enumerate(subnets):
+        cache.put(subnet, {"good": i / 3, "odd": math.inf})
+    whole = path.read_bytes()
+    path.write_bytes(whole[:cut])
+    kept = whole[:cut].count(b"\n")
+    cut_short = Cache(path)
+    assert [cut_short.get(s) is not None for s in subnets] == [i < kept for i in range(5)]
+    for i, subnet in enumerate(subnets[kept:], start=kept):
+        cut_short.put(subnet, {"good": i / 3, "odd": math.inf})
+    assert path.read_bytes() == whole
+    assert [Cache(path).get(s) for s in subnets] == [{"good": i / 3, "odd": math.inf} for i in range(5)]
+
+
+def test_damage_in_the_middle_of_a_cache_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "scores"
+    cache = Cache(path)
+    for subnet in list(make_space().enumerate())[:3]:
+        cache.put(subnet, {"good": 1.0})
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1][:20], lines[2]]) + "\n")
+    with pytest.raises(SearchError, match="line 2"):
+        Cache(path)
+
+
+def test_a_cache_is_plain_json_lines_and_the_newest_line_counts(tmp_path: Path) -> None:
+    subnet = next(iter(make_space().enumerate()))
+    cache = Cache(tmp_path / "deep" / "scores", "c")
+    assert len(cache) == 0
+    assert cache.get(subnet) is None
+    cache.put(subnet, {"good": 1})
+    cache.put(subnet, {"good": math.nan})
+    lines = [json.loads(line) for line in cache.path.read_text().splitlines()]
+    assert [line["scores"] for line in lines] == [{"good": 1.0}, {"good": "nan"}]
+    assert {(line["subnet"], line["context"]) for line in lines} == {(subnet.id, cache.context)}
+    read = Cache(cache.path, "c")
+    found = read.get(subnet)
+    assert len(read) == 1
+    assert found is not None
+    assert math.isnan(found["good"])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_infeasible_subnets_by_a_cheap_metric_are_never_scored(name: str) -> None:
+    counted = Counted("good")
+    result = run_search(
+        make_space(), counted, name, GOALS, "cost<=3", budget=40, seed=0, cheap=lambda s: {"cost": score(s)["cost"]}
+    )
+    assert all(score(subnet)["cost"] <= 3 for subnet in counted.seen)
+    assert len(result.scored) == len(counted.seen) == 40
+    assert result.skipped > 0
+    assert all(one.scores == score(one.subnet) for one in result.scored)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_feasible_part_of_a_small_space_is_found_whole(name: str) -> None:
+    space = make_space(blocks=4)
+    result = run_search(
+        space, score, name, GOALS, "cost<=1", budget=40, seed=0, cheap=lambda s: {"cost": score(s)["cost"]}
+    )
+    assert {one.subnet for one in result.scored} == {s for s in space.enumerate() if score(s)["cost"] <= 1}
+    assert (result.evaluations, result.skipped) == (5, 81 - 5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_resumed_search_with_cheap_metrics_is_the_same_too(name: str, tmp_path: Path) -> None:
+    def search(counted: Counted, cache: Cache | None = None) -> SearchResult:
+        return run_search(
+            make_space(), counted, name, GOALS, "cost<=4", budget=40, seed=5, cache=cache,
+            cheap=lambda s: {"cost": score(s)["cost"]},
+        )  # fmt: skip
+
+    undisturbed, second = search(Counted()), Counted()
+    with pytest.raises(KeyboardInterrupt):
+        search(Counted(stop=17), Cache(tmp_path / "scores"))
+    assert same(search(second, Cache(tmp_path / "scores")), undisturbed)
+    assert len(second.seen) == 23
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_bound_that_no_subnet_meets_is_answered_with_the_range_seen(name: str) -> None:
+    with pytest.raises(SearchError, match=r"none of \d+ subnets drawn has cost < -1; cost was 0 to 6"):
+        run_search(make_space(3), score, name, GOALS, "cost<-1", budget=9, cheap=lambda s: {"cost": score(s)["cost"]})
+
+
+def test_the_draws_without_anything_to_score_are_limited() -> None:
+    drawn: list[Subnet] = []
+
+    def cheap(subnet: Subnet) -> dict[str, float]:
+        drawn.append(subnet)
+        return {"cost": 1.0}
+
+    with pytest.raises(SearchError, match="none of 96 subnets"):
+        run_search(make_space(), score, "random", GOALS, "cost<=0", budget=9, cheap=cheap, draws=90)
+    assert len(drawn) == 96  # whole batches of 32
+
+
+def test_a_method_that_repeats_itself_ends_and_is_told_the_known_scores() -> None:
+    only = next(iter(make_space().enumerate()))
+    told: list[list[Scored]] = []
+
+    class Stubborn:
+        def ask(self) -> list[Subnet]:
+            return [only]
+
+        def tell(self, scored: list[Scored]) -> None:
+            told.append(scored)
+
+    result = run_search(make_space(), score, Stubborn(), GOALS, budget=9, draws=20)  # type: ignore[arg-type]
+    assert [one.subnet for one in result.scored] == [only]
+    assert told == [[Scored(only, score(only))]] * 21
+
+
+def test_when_no_subnet_is_feasible_by_an_expensive_metric_the_front_is_empty() -> None:
+    result = run_search(make_space(), score, "nsga2", GOALS, "good>=1000", budget=40, seed=0)
+    assert len(result.scored) == 40
+    assert len(result.front) == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_scores_that_are_all_nan_end_in_an_empty_front(name: str) -> None:
+    result = run_search(make_space(), lambda s: {"good": math.nan, "cost": 1.0}, name, GOALS, budget=50, seed=0)
+    assert len(result.scored) == 50
+    assert len(result.front) == 0
+
+
+def test_each_score_is_reported_with_whether_it_was_known(tmp_path: Path) -> None:
+    calls: list[tuple[Subnet, bool]] = []
+    for _ in range(2):
+        result = run_search(
+            make_space(), score, "random", GOALS, budget=4, cache=Cache(tmp_path / "s"),
+            on_score=lambda one, cached: calls.append((one.subnet, cached)),
+        )  # fmt: skip
+    expected = [one.subnet for one in result.scored]
+    assert calls == [(s, False) for s in expected] + [(s, True) for s in expected]
+
+
+def test_the_front_of_a_search_extracts_through_the_bound_function() -> None:
+    result = run_search(make_space(), score, "random", GOALS, budget=20, extract=lambda subnet: ("module", subnet))
+    best = result.front.best()
+    assert best.extract() == ("module", best.subnet)
+
+
+def test_a_score_without_an_objective_and_a_budget_of_none_are_refused() -> None:
+    with pytest.raises(SearchError, match="'cost'"):
+        run_search(make_space(), lambda s: {"good": 1.0}, "random", GOALS, budget=3)
+    with pytest.raises(SearchError, match="not 0"):
+        run_search(make_space(), score, "random", GOALS, budget=0)

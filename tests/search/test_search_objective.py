@@ -1,0 +1,157 @@
+"""Objectives and constraints: reading them, and what they say of scores."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.errors import SearchError, WeftError
+from weft.search.objective import (
+    Constraint,
+    Objective,
+    dominates,
+    losses,
+    parse_constraints,
+    parse_objectives,
+    require,
+    violations,
+)
+
+GOALS = parse_objectives("accuracy", "flops")
+
+
+def test_objectives_to_maximize_come_first_and_a_single_name_is_not_split_into_letters() -> None:
+    assert parse_objectives("accuracy", ["flops", "latency"]) == (
+        Objective("accuracy", True),
+        Objective("flops", False),
+        Objective("latency", False),
+    )
+    assert parse_objectives(minimize="loss") == (Objective("loss", False),)
+
+
+@pytest.mark.parametrize(("maximize", "minimize"), [((), ()), ("a", "a"), (["a", "b", "a"], ()), ("", ())])
+def test_no_objective_and_one_named_twice_are_refused(maximize: object, minimize: object) -> None:
+    with pytest.raises(SearchError):
+        parse_objectives(maximize, minimize)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("flops<=5e7", Constraint("flops", "<=", 5e7)),
+        (" top.1 >= .75 ", Constraint("top.1", ">=", 0.75)),
+        ("loss<-3", Constraint("loss", "<", -3.0)),
+        ("a_b>0", Constraint("a_b", ">", 0.0)),
+    ],
+)
+def test_a_constraint_is_read_from_text(text: str, expected: Constraint) -> None:
+    assert Constraint.parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "flops",
+        "flops<=",
+        "<=5",
+        "flops=5",
+        "flops==5",
+        "flops<=big",
+        "flops<=nan",
+        "flops<=inf",
+        "3<=5",
+        "a<=1<=2",
+        "flops=<5",
+    ],
+)
+def test_nonsense_is_no_constraint_and_the_error_repeats_it_or_its_value(text: str) -> None:
+    with pytest.raises(SearchError) as caught:
+        Constraint.parse(text)
+    assert text in str(caught.value) or "finite" in str(caught.value)
+    assert isinstance(caught.value, WeftError)
+
+
+def test_an_unknown_comparison_is_refused() -> None:
+    with pytest.raises(SearchError, match="'=='"):
+        Constraint("flops", "==", 1.0)
+
+
+@given(st.sampled_from(["<=", ">=", "<", ">"]), st.floats(-1e12, 1e12), st.text("abc_", min_size=1))
+def test_a_constraint_survives_being_written_and_read(op: str, bound: float, name: str) -> None:
+    assert Constraint.parse(str(Constraint(name, op, bound))) == Constraint(name, op, bound)
+
+
+@given(st.sampled_from(["<=", ">=", "<", ">"]), st.floats(-10, 10), st.floats(allow_nan=True, allow_infinity=True))
+def test_the_violation_is_zero_exactly_where_the_comparison_holds(op: str, bound: float, value: float) -> None:
+    holds = {"<=": value <= bound, ">=": value >= bound, "<": value < bound, ">": value > bound}[op]
+    violation = Constraint("m", op, bound).violation({"m": value})
+    assert (violation == 0) == holds
+    assert violation >= 0
+
+
+def test_the_violation_is_in_units_of_the_bound_and_an_absent_metric_is_no_violation() -> None:
+    assert Constraint("flops", "<=", 100.0).violation({"flops": 150.0}) == 0.5
+    assert Constraint("top", ">=", 0.8).violation({"top": 0.4}) == 0.5
+    assert Constraint("gap", "<=", 0.0).violation({"gap": 3.0}) == 3.0
+    assert Constraint("flops", "<=", 100.0).violation({"flops": math.nan}) == math.inf
+    assert Constraint("flops", "<=", 100.0).violation({}) == 0.0
+
+
+def test_domination_by_hand() -> None:
+    good, dear, bad = {"accuracy": 0.9, "flops": 1.0}, {"accuracy": 0.9, "flops": 2.0}, {"accuracy": 0.8, "flops": 3.0}
+    assert dominates(good, dear, GOALS)
+    assert dominates(good, bad, GOALS)
+    assert not dominates(dear, good, GOALS)
+    assert not dominates(good, good, GOALS)
+    assert not dominates({"accuracy": 0.95, "flops": 5.0}, good, GOALS)
+    assert not dominates(good, {"accuracy": math.nan, "flops": 9.0}, GOALS)
+    assert not dominates({"accuracy": math.nan, "flops": 0.0}, bad, GOALS)
+
+
+numbers = st.integers(0, 3).map(float)
+points = st.fixed_dictionaries({"accuracy": numbers, "flops": numbers})
+
+
+@given(points, points, points)
+def test_domination_is_irreflexive_asymmetric_and_transitive(
+    a: dict[str, float], b: dict[str, float], c: dict[str, float]
+) -> None:
+    assert not dominates(a, a, GOALS)
+    assert not (dominates(a, b, GOALS) and dominates(b, a, GOALS))
+    if dominates(a, b, GOALS) and dominates(b, c, GOALS):
+        assert dominates(a, c, GOALS)
+
+
+def test_losses_turn_signs_and_keep_the_order_of_the_objectives() -> None:
+    rows = losses([{"accuracy": 0.5, "flops": 2.0}, {"flops": 3.0}], GOALS)
+    np.testing.assert_array_equal(rows, [[-0.5, 2.0], [math.nan, 3.0]])
+    assert losses([], GOALS).shape == (0, 2)
+
+
+def test_violations_add_up_and_a_nan_objective_is_infinitely_bad_only_for_the_feasible() -> None:
+    rules = parse_constraints(["flops<=10", "params<=100"])
+    scores = [
+        {"accuracy": 0.5, "flops": 10.0, "params": 100.0},
+        {"accuracy": 0.5, "flops": 15.0, "params": 200.0},
+        {"accuracy": math.nan, "flops": 1.0, "params": 1.0},
+        {"flops": 20.0},
+    ]
+    assert violations(scores, GOALS, rules).tolist() == [0.0, 1.5, math.inf, 1.0]
+    assert violations([], GOALS, rules).shape == (0,)
+
+
+def test_a_missing_metric_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(SearchError, match=r"'acuracy'.*did you mean 'accuracy'"):
+        require({"accuracy": 1.0, "flops": 2.0}, ["flops", "acuracy"])
+    require({"accuracy": 1.0}, ["accuracy"])
+
+
+def test_constraints_come_as_one_or_several_as_text_or_values() -> None:
+    one = Constraint("flops", "<=", 5.0)
+    assert parse_constraints("flops<=5") == parse_constraints(one) == parse_constraints([one]) == (one,)
+    assert parse_constraints(()) == ()
