@@ -238,7 +238,8 @@ def test_one_bad_micro_batch_stops_a_run_that_looks_at_its_losses_later(tmp_path
     data = {"x": torch.randn(16, WIDTH), "y": torch.randn(16, WIDTH)}
     chain = build()
     settings = make_settings(chain, steps=4, batch_size=4, microbatches=2, loss=mean_squared_error, stream="iid")
-    session = Session(weft.Run.create(tmp_path, "x", manifest={}), chain, as_data(data), settings)
+    session = Session(chain, as_data(data), settings)
+    session.open(weft.Run.create(tmp_path, "x", manifest={}))
     session.sequential.train_mode()
     subnets = settings.stream[0]
     late = StepResult(0, subnets, (torch.tensor(1.0), torch.tensor(float("inf"))), {})

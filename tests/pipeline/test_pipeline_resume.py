@@ -100,13 +100,14 @@ def undisturbed_and_resumed(
     tmp_path: Path, build: Any, crashes: tuple[int, ...] = (4, 7), **options: Any
 ) -> tuple[weft.Trained, weft.Trained]:
     given = {**OPTIONS, **options}
-    whole = weft.train(build, data(), run="whole", runs=tmp_path, **given)
+    parts = weft.Data("rows", weft.Tensors(**data()), weft.Tensors(**{key: rows[:8] for key, rows in data().items()}))
+    whole = weft.train(build, parts, run="whole", runs=tmp_path, **given)
     for at in crashes:
         with pytest.raises(Crash):
-            weft.train(build, data(), run="x", runs=tmp_path, resume=True, callbacks=[crashing(at)], **given)
+            weft.train(build, parts, run="x", runs=tmp_path, resume=True, callbacks=[crashing(at)], **given)
     # The crash came after a checkpoint, and not at the last moment of a window.
     assert weft.Run.open(tmp_path / "x").checkpoints.steps()[-1] == crashes[-1] // 3 * 3
-    resumed = weft.train(build, data(), run="x", runs=tmp_path, resume=True, **given)
+    resumed = weft.train(build, parts, run="x", runs=tmp_path, resume=True, **given)
     return whole, resumed
 
 

@@ -548,3 +548,40 @@ def test_a_stream_that_is_too_short_is_told_before_anything_is_trained(tmp_path:
             chain, data(), runs=tmp_path, callbacks=[lambda e: seen.append(e["event"])], **{**OPTIONS, "stream": stream}
         )
     assert not seen
+
+
+# -- what was found later
+
+
+def test_a_pick_from_a_front_is_retrained_without_naming_its_run(tmp_path: Path) -> None:
+    trained = weft.train(build, data(), runs=tmp_path, **OPTIONS)
+    pick = weft.search(trained, minimize=["loss", "parameters"], budget=4).best()
+    by_pick = weft.retrain(pick, steps=2, run="by-pick")
+    by_name = weft.retrain(trained, pick.subnet, steps=2, run="by-name")
+    assert by_pick.fingerprint == by_name.fingerprint
+    with pytest.raises(TrainError, match="a pick from a front"):
+        weft.retrain(pick.subnet)
+
+
+def test_validation_without_validation_data_is_refused(tmp_path: Path) -> None:
+    alone = weft.Data("alone", data().train)
+    with pytest.raises(TrainError, match="validate needs validation data"):
+        weft.train(build, alone, runs=tmp_path, **{**OPTIONS, "validate": 1})
+
+
+def test_weights_that_are_not_finite_never_reach_a_checkpoint(tmp_path: Path) -> None:
+    class Overflow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * float("inf")
+
+    def loss(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return Overflow.apply(outputs).sum() * 1e-3
+
+    with pytest.raises(weft.WeftError, match=r"weights of layer '\w+' are not finite after step 0"):
+        weft.train(build, data(), runs=tmp_path, run="x", checkpoint_every=1, **{**OPTIONS, "loss": loss})
+    assert weft.Run.open(tmp_path / "x").checkpoints.steps() == []

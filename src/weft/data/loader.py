@@ -77,8 +77,9 @@ class Loader:
         return self._read(self._prepare_plain, range(-(-len(self.source) // self.batch_size)))
 
     def _read(self, task: Callable[[int], Batch], numbers: Iterable[int]) -> Generator[Batch, None, None]:
-        # Kernels launched by another thread go to that thread's stream: a source on a device is read by its user. Indexing
-        # memory takes less time than handing the batch from thread to thread, so a plain source in memory is too.
+        # Kernels launched by another thread go to that thread's stream: a source on a device is read by its user.
+        # Indexing memory takes less time than handing the batch from thread to thread, so a plain source in memory is
+        # too.
         plain = self.workers == 0 and self.augment is None and in_memory(self.source)
         if device_of(self.source).type != "cpu" or (plain and (self.device is None or self.device.type == "cpu")):
             prepared = in_order(task, numbers, ahead=0)

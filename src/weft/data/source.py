@@ -181,7 +181,7 @@ class Text:
 def checked(indices: Indices, length: int) -> Indices:
     """The indices as torch can use them (int64, writable), or a DataError for one that is out of range."""
     indices = np.asarray(indices, dtype=np.int64)
-    if indices.size and (indices.min() < 0 or indices.max() >= length):
+    if indices.size and indices.view(np.uint64).max() >= length:  # a negative one is huge without its sign
         raise DataError(f"sample numbers run from 0 to {length - 1}; got {indices.min()} to {indices.max()}")
     return indices if indices.flags.writeable else indices.copy()
 

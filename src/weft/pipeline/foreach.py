@@ -35,7 +35,8 @@ def copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def norm(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm of all tensors taken together, in float32, in one fixed order of summation."""
-    norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
+    """The 2-norm of all tensors taken together, in float32 or wider, in one fixed order of summation."""
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    norms = torch._foreach_norm(tensors, 2.0, dtype=wide)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total

@@ -165,15 +165,14 @@ class Sequential:
         return loss.detach(), metrics, True
 
     def _update(self, n: int) -> None:
-        due = [weights for weights in self._waiting.values() if weights.due(n)]
-        by_factor: dict[float, list[Weights]] = {}
-        for weights in due:
-            del self._waiting[weights.layer.name]
-            assert weights.pending is not None
-            step = weights.clock.last(weights.pending.slot) // self.law.microbatches
-            by_factor.setdefault(self.law.schedule(step, self.law.steps), []).append(weights)
-        for factor, group in by_factor.items():
-            self._apply(n, factor, group)
+        by_step: dict[int, list[Weights]] = {}
+        for weights in list(self._waiting.values()):
+            last = weights.completes()
+            if last <= n:
+                del self._waiting[weights.layer.name]
+                by_step.setdefault(last // self.law.microbatches, []).append(weights)
+        for step, group in by_step.items():
+            self._apply(n, self.law.schedule(step, self.law.steps), group)
         # A layer that is not used again must let go of its old versions too.
         for weights in list(self._keeping.values()):
             weights.prune(n)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.data import Batch, Data, IterableLoader, Loader
-from weft.errors import CheckpointError, NonFiniteError, WeftError
+from weft.errors import CheckpointError, NonFiniteError, TrainError, WeftError
 from weft.keys import generator
+from weft.pipeline import foreach
 from weft.pipeline.callbacks import Callback
 from weft.pipeline.determinism import deterministic
 from weft.pipeline.evaluate import evaluate, recalibrated
@@ -33,22 +34,22 @@ Teacher = nn.Module | Callable[[Batch], Tensor]
 
 
 class Session:
-    """One run, from its first or its next step to its last. The run must be locked."""
+    """One run, from its first or its next step to its last.
 
-    def __init__(
-        self,
-        run: Run,
-        chain: Chain,
-        data: Data,
-        settings: Settings,
-        teacher: Teacher | None = None,
-        callbacks: Sequence[Callback] = (),
-    ) -> None:
-        self.run = run
+    Every mistake in the settings shows when it is made, before there is a run directory; then ``open`` gives it one.
+    """
+
+    run: Run
+
+    def __init__(self, chain: Chain, data: Data, settings: Settings, teacher: Teacher | None = None) -> None:
         self.chain = chain
         self.data = data
         self.settings = s = settings
-        self.callbacks = tuple(callbacks)
+        self.callbacks: tuple[Callback, ...] = ()
+        if s.validate and data.validation is None:
+            raise TrainError(
+                "validate needs validation data, and this data set has none: split some off it, or leave it out"
+            )
         law = Law(
             s.steps,
             s.microbatches,
@@ -69,6 +70,11 @@ class Session:
         self.loader = make_loader(data.train, s)
         self._teacher = teacher
         self._readback = Readback(s.device)
+
+    def open(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
+        """From here on events and checkpoints go into this run, which must be locked."""
+        self.run = run
+        self.callbacks = tuple(callbacks)
 
     def run_to_end(self, checkpoint_every: int) -> str:
         """Trains what is left and returns the fingerprint; on any way out the run is left so that it can be resumed."""
@@ -175,6 +181,12 @@ class Session:
 
     def _checkpoint(self, step: int) -> None:
         self._log(self._readback.drain())
+        for name, weights in self.sequential.weights.items():
+            if weights.parameters and not bool(torch.isfinite(foreach.norm(list(weights.parameters)))):
+                raise NonFiniteError(
+                    f"the weights of layer '{name}' are not finite after step {step - 1}, so no checkpoint is written. "
+                    "Try a lower learning rate or clipping"
+                )
         tensors: dict[str, Tensor] = {}
         layers: dict[str, Any] = {}
         for name, weights in self.sequential.weights.items():

@@ -96,14 +96,16 @@ class Settings:
             "space": chain.space.id,
             "layers": len(chain.layers),
             "data": data.fingerprint(),
-            "loss": _told(self.loss),
+            "loss": told(self.loss),
             "optimizer": self.optimizer.describe(),
             "schedule": self.schedule_name,
             "clip": self.clip,
             "precision": self.precision,
             "nonfinite": self.nonfinite,
             "channels_last": self.channels_last,
-            "augment": None if self.augment is None else _told(self.augment),
+            "device": self.device.type,
+            "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
+            "augment": None if self.augment is None else told(self.augment),
             "consistency": {name: str(c) for name, c in sorted(self.consistency.items()) if c != Exact()},
         }
 
@@ -138,7 +140,7 @@ def make_settings(
     extremes = {}
     if isinstance(stream, str) and stream.partition(":")[0] == "sandwich":
         extremes = {"largest": chain.largest(), "smallest": chain.smallest()}
-    named = schedule if isinstance(schedule, str) else _told(schedule)
+    named = schedule if isinstance(schedule, str) else told(schedule)
     if optimizer is None:
         optimizer = Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=5e-4)
     return Settings(
@@ -194,7 +196,7 @@ def one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
         raise TrainError(f"{what}='{value}' is unknown{nearest(str(value), allowed)}")
 
 
-def _told(thing: Any) -> str:
+def told(thing: Any) -> str:
     name = getattr(thing, "__qualname__", None)
     # An address in memory is another one in the process that resumes.
     return f"{thing.__module__}.{name}" if name else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))

@@ -19,7 +19,7 @@ from weft.pipeline.optimizer import Optimizer
 from weft.pipeline.rate import Schedule
 from weft.pipeline.sequential import Loss, Metric
 from weft.pipeline.session import Session, Teacher
-from weft.pipeline.settings import Settings, Validate, make_settings
+from weft.pipeline.settings import Settings, Validate, make_settings, told
 from weft.runs import Run
 from weft.runs.files import plain
 from weft.space import Stream, Subnet
@@ -120,12 +120,14 @@ def train(
     )
     lay_out(chain, settings)
     loaded = as_data(data, seed)
-    law = settings.law(chain, loaded)
+    session = Session(chain, loaded, settings, teacher)
+    load_initial(chain, init)
+    law = {**settings.law(chain, loaded), "teacher": None if teacher is None else told(teacher)}
     folder = open_run(runs, run, resume, law, config, where, keep)
-    session = Session(folder, chain, loaded, settings, teacher, (TensorBoard(folder.tensorboard), *callbacks))
     with folder.locked():
-        if not (resume and session.restore()):
-            load_initial(chain, init)
+        session.open(folder, (TensorBoard(folder.tensorboard), *callbacks))
+        if resume:
+            session.restore()
         digest = session.run_to_end(checkpoint_every or max(1, steps // 10))
     return Trained(folder, chain, loaded, settings, net, digest)
 

@@ -48,6 +48,7 @@ class Weights:
         """Whether a forward can be taken back by ``forget``, which costs a copy of the buffers that it may change."""
         self._own_buffers: dict[str, Tensor] = {}
         self._born = {name: (id(b), b._version) for name, b in module.named_buffers()}
+        self._several = clock.span > 1
         self._working: list[Tensor] | None = None
         self._working_version = -1
         if isinstance(clock.consistency, Bounded) and clock.window > 1:
@@ -77,10 +78,16 @@ class Weights:
             leaves = list(self.parameters)
         else:
             leaves = self._at(version)
-        if leaves is self._working or version < self.newest:
-            out = functional_call(self.module, dict(zip(self.names, leaves, strict=True)), carry, dict(side))
-        else:
-            out = self.module(*carry, **side)
+        try:
+            if leaves is self._working or version < self.newest:
+                out = functional_call(self.module, dict(zip(self.names, leaves, strict=True)), carry, dict(side))
+            else:
+                out = self.module(*carry, **side)
+        except RuntimeError as problem:
+            if isinstance(problem, torch.OutOfMemoryError):
+                raise
+            shapes = ", ".join(str(tuple(x.shape)) for x in carry)
+            raise SupernetError(f"layer '{self.layer.name}' fails on inputs of shape {shapes}: {problem}") from problem
         if before is not None:
             self._check_buffers(before)
         return as_carry(out, self.layer.name), leaves
@@ -112,7 +119,7 @@ class Weights:
         pairs = zip(self.parameters, gradients, strict=True)
         filled = [torch.zeros_like(p) if g is None else g if g.dtype is p.dtype else g.to(p.dtype) for p, g in pairs]
         # The last of a slot is used at once; an earlier one has to outlive what autograd and the norms do next.
-        kept = self.clock.span > 1 and self.clock.last(slot) != n
+        kept = self._several and self.clock.last(slot) != n
         if self.pending is None:
             self.pending = Pending(slot, [g.clone() for g in filled] if kept else filled, [])
         else:
@@ -120,9 +127,10 @@ class Weights:
         if self.statistics.norms:
             self.pending.records.append(self.statistics.record(copy=kept))
 
-    def due(self, n: int) -> bool:
-        """Whether micro-batch n is the last of a slot in which the layer was used."""
-        return self.pending is not None and self.clock.last(self.pending.slot) <= n
+    def completes(self) -> int:
+        """The micro-batch with which the slot that waits is complete; its step's learning rate is the update's."""
+        assert self.pending is not None
+        return self.clock.last(self.pending.slot)
 
     def take(self, n: int) -> list[Tensor]:
         """The mean gradient of the finished slot; the version before its update is kept if a later micro-batch still

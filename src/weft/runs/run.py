@@ -134,6 +134,7 @@ class Run:
             uses[name] = {"scores": scores, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
             self.save_result("test", uses)
             self.events.append("test", name=name, scores=scores)
+            self.events.flush()
         elif uses[name]["scores"] != scores:
             raise RunError(
                 f"the test set was already used for '{name}' on {uses[name]['time']} with {uses[name]['scores']}, "
