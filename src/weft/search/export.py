@@ -41,15 +41,23 @@ class Searched(Protocol):
 
 
 def export_subnet(trained: Trained, wanted: Wanted, searched: Searched, command: str = "") -> dict[str, Path]:
-    """Writes the subnet under ``results/<its id>`` of the run, in the formats asked for, after checking each."""
+    """Writes the subnet under ``results/<its id>`` of the run, in the formats asked for, after checking each.
+
+    This is the end of the way, so here the subnet meets the test data, where there is any; the run records it.
+    """
     subnet, scores = choose(trained, wanted, searched.name)
     scorer = Scorer(trained.chain, trained.data, trained.settings, searched.recalibrate, searched.batch_size)
+    tested = scorer.test(subnet) if trained.data.test is not None else None
+    if tested is not None:
+        trained.run.record_test(subnet.id, tested)
+        trained.run.events.close()
     plain = scorer.extract(subnet).cpu()
-    inputs = tuple(tensor.cpu() for tensor in scorer.inputs(dict(scorer.example())))
+    inputs = tuple(tensor.cpu() for tensor in scorer.inputs(subnet))
     metadata = {
         "subnet": subnet.to_json(),
         "id": subnet.id,
         "scores": dict(scores),
+        "test": tested,
         "run": trained.run.name,
         "command": command,
     }
@@ -93,6 +101,6 @@ def same_bits(trained: Trained, scorer: Scorer, subnet: Subnet, batch: Mapping[s
     plain = scorer.extract(subnet)
     with torch.inference_mode(), recalibrated(trained.chain, subnet, scorer.calibration):
         ours = trained.chain(batch, subnet)
-        theirs = plain(*scorer.inputs(dict(batch)))
+        theirs = plain(*scorer.inputs(subnet, batch))
     pairs = [(ours, theirs)] if isinstance(ours, torch.Tensor) else list(zip(ours, theirs, strict=True))
     return all(torch.equal(a, b) for a, b in pairs)

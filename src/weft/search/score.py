@@ -55,7 +55,7 @@ class Scorer:
             plain = extract(self.chain, subnet, self._example)
             self._costs[subnet] = {
                 "parameters": cost.parameters(plain),
-                "flops": cost.flops(plain, self.inputs(self._example)),
+                "flops": cost.flops(plain, self.inputs(subnet)),
             }
         return dict(self._costs[subnet])
 
@@ -66,9 +66,9 @@ class Scorer:
         found: dict[str, float] = {}
         plain = extract(self.chain, subnet, self._example)
         if "latency" in names:
-            found["latency"] = cost.latency(plain, self.inputs(self._example))
+            found["latency"] = cost.latency(plain, self.inputs(subnet))
         if "memory" in names:
-            found["memory"] = cost.peak_memory(plain, self.inputs(self._example))
+            found["memory"] = cost.peak_memory(plain, self.inputs(subnet))
         return found
 
     def extract(self, subnet: Subnet) -> nn.Module:
@@ -76,14 +76,15 @@ class Scorer:
         with recalibrated(self.chain, subnet, self.calibration):
             return extract(self.chain, subnet, self._example)
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """A batch as the plain module takes it: what enters the chain, then the side inputs by their first use."""
-        names = self.chain.inputs or tuple(batch)[:1]
-        side = dict.fromkeys(name for layer in self.chain.layers.values() for name in layer.side)
-        return tuple(batch[name] for name in dict.fromkeys((*names, *side)))
+    def inputs(self, subnet: Subnet, batch: Mapping[str, Tensor] | None = None) -> tuple[Tensor, ...]:
+        """A batch, or one sample if none is given, as the subnet's plain module takes it.
 
-    def example(self) -> Mapping[str, Tensor]:
-        return self._example
+        What enters the chain comes first, then the side inputs by their first use.
+        """
+        batch = self._example if batch is None else batch
+        names = self.chain.inputs or tuple(batch)[:1]
+        side = dict.fromkeys(name for layer in self.chain.route(subnet) for name in layer.side)
+        return tuple(batch[name] for name in dict.fromkeys((*names, *side)))
 
     def _loader(self, source: Source, batch_size: int, shuffle: bool = False) -> Loader | IterableLoader:
         if isinstance(source, IterableLoader):  # a foreign loader has batches of its own
