@@ -1,0 +1,41 @@
+"""One supernet under four promises about the versions of weights that a step sees.
+
+Trains the same supernet on the same stream with every layer exact, delayed, lagged and bounded. Prints the mean loss of
+the last steps and the fingerprint of each. They are different runs with different results, each of them the same
+whenever it is run again; `delayed(0)` is another word for `exact`, and has its fingerprint. The last two make one
+update in four steps, so that they are behind after as many steps:
+
+    exact           loss 0.1577  fingerprint 64510d25...
+    delayed(0)      loss 0.1577  fingerprint 64510d25...
+    delayed(3)      loss 0.2641  fingerprint e0502e09...
+    lagged(4)       loss 0.8215  fingerprint 10293d9f...
+    bounded(4, 3)   loss 0.7854  fingerprint 1f775cb9...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import mean
+from typing import Any
+
+import weft
+from weft.zoo import digits_mlp
+
+OPTIONS: dict[str, Any] = {"steps": 300, "batch_size": 32, "optimizer": weft.Optimizer("sgd", lr=0.3), "seed": 0}
+
+
+def main() -> None:
+    data = weft.data.digits()
+    for promise in ("exact", "delayed(0)", "delayed(3)", "lagged(4)", "bounded(4, 3)"):
+        losses: list[float] = []
+
+        def note(event: Mapping[str, Any], losses: list[float] = losses) -> None:
+            if event["event"] == "step":
+                losses.append(event["loss"])
+
+        run = weft.train(digits_mlp, data, consistency=promise, callbacks=[note], **OPTIONS)
+        print(f"{promise:15} loss {mean(losses[-50:]):.4f}  fingerprint {run.fingerprint}")
+
+
+if __name__ == "__main__":
+    main()

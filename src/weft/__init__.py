@@ -1,0 +1,107 @@
+"""weft finds neural architectures and trains them on as many devices as there are, with bit-identical results."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.data import Data, Loader, ShiftFlip, Tensors
+    from weft.errors import WeftError
+    from weft.pipeline import (
+        Bounded,
+        Delayed,
+        Exact,
+        Lagged,
+        Optimizer,
+        Trained,
+        Validate,
+        accuracy,
+        cross_entropy,
+        distillation,
+        load_run,
+        retrain,
+        train,
+    )
+    from weft.runs import Run
+    from weft.search.entry import search
+    from weft.search.front import Front
+    from weft.space import Space, Stream, Subnet, make_stream
+    from weft.supernet import Chain, Choice, Optional, Shared, extract, initialise
+
+__version__ = "0.1.0"
+
+# Where each public name lives. `import weft` itself stays light: torch is imported with the first name that needs it.
+_HOME = {
+    "weft.data": ("Data", "Loader", "ShiftFlip", "Tensors"),
+    "weft.errors": ("WeftError",),
+    "weft.pipeline": (
+        "Bounded",
+        "Delayed",
+        "Exact",
+        "Lagged",
+        "Optimizer",
+        "Trained",
+        "Validate",
+        "accuracy",
+        "cross_entropy",
+        "distillation",
+        "load_run",
+        "retrain",
+        "train",
+    ),
+    "weft.runs": ("Run",),
+    "weft.search": ("Front",),
+    "weft.space": ("Space", "Stream", "Subnet", "make_stream"),
+    "weft.supernet": ("Chain", "Choice", "Optional", "Shared", "extract", "initialise"),
+}
+_PACKAGES = ("data", "pipeline", "runs", "search", "space", "supernet", "zoo")
+_NAMES = {name: module for module, names in _HOME.items() for name in names}
+_PACKAGES = ("data", "pipeline", "runs", "search", "space", "supernet", "zoo")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"weft.{name}")
+    raise AttributeError(f"module 'weft' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted([*_NAMES, *_PACKAGES, "__version__"])
+
+
+__all__ = [
+    "Bounded",
+    "Chain",
+    "Choice",
+    "Data",
+    "Delayed",
+    "Exact",
+    "Front",
+    "Lagged",
+    "Loader",
+    "Optimizer",
+    "Optional",
+    "Run",
+    "Shared",
+    "ShiftFlip",
+    "Space",
+    "Stream",
+    "Subnet",
+    "Tensors",
+    "Trained",
+    "Validate",
+    "WeftError",
+    "accuracy",
+    "cross_entropy",
+    "distillation",
+    "extract",
+    "initialise",
+    "load_run",
+    "make_stream",
+    "retrain",
+    "search",
+    "train",
+]

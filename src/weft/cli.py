@@ -1,0 +1,280 @@
+"""The command line: one verb for each thing a user does, each ``weft <verb> config.toml [--a.b=c] [--json]``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shlex
+import sys
+import sysconfig
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+
+from weft import __version__
+from weft.errors import ConfigError, WeftError, nearest
+
+if TYPE_CHECKING:
+    from weft.config import Config
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+console = Console(markup=False, emoji=False, highlight=False)
+errors = Console(stderr=True, markup=False, emoji=False, highlight=False)
+
+_EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
+Target = Annotated[str, typer.Argument(help="A config.toml, or the directory of a run.", metavar="CONFIG|RUN")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def main() -> None:
+    """The entry point: mistakes of the user end with one line and exit code 2, never with a traceback."""
+    handler = RichHandler(console=errors, show_time=False, show_path=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 200  # a file or a pipe has no width to fit in
+    try:
+        sys.exit(app(standalone_mode=False))  # verbs return nothing, and what ends them early is a code
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except typer.Exit as end:
+        sys.exit(end.exit_code)
+    except WeftError as problem:
+        _fail(str(problem))
+    except Exception as problem:
+        if hasattr(problem, "format_message"):  # a mistake in the command line itself, told by click
+            _fail(_usage(problem.format_message()))
+        place = _place_in_own_code(problem)
+        if place is None:
+            raise
+        _fail(f"{type(problem).__name__}: {problem} ({place})")
+
+
+@app.callback(invoke_without_command=True)
+def weft(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    """Finds neural architectures and trains them on as many devices as there are."""
+    if version:
+        print(f"weft {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def demo(
+    as_json: AsJson = False,
+    runs: Annotated[str, typer.Option(help="Where the run goes.")] = "runs",
+    steps: Annotated[int, typer.Option(help="Steps of training.", min=1)] = 2000,
+    budget: Annotated[int, typer.Option(help="Subnets that the search scores.", min=1)] = 120,
+) -> None:
+    """Train a small supernet on real digits, search it and extract the best subnet: about a minute."""
+    from weft.demo import run_demo
+
+    result = run_demo(Path(runs), Console(quiet=True) if as_json else console, steps, budget)
+    if as_json:
+        _print_json(result)
+
+
+@app.command(context_settings=_EXTRA)
+def train(
+    context: typer.Context,
+    config: Target,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and run nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train the supernet that the config names."""
+    settings, folder = _config(config, context)
+    import weft as library
+    from weft import assembly
+    from weft.config import to_dict
+    from weft.progress import Bar
+
+    assembly.set_threads(settings)
+    net, data = assembly.supernet_of(settings, folder), assembly.data_of(settings, folder)
+    arguments = assembly.train_arguments(settings, folder)
+    path = Path(settings.runs) / str(settings.run)
+    if dry_run:
+        from weft.dryrun import describe
+
+        _show(describe(net, data, arguments, path), as_json, "what would be run")
+        return
+    arguments |= assembly.extra_arguments(settings, folder)
+    saved = {**to_dict(settings), "folder": str(folder.resolve())}
+    try:
+        with Bar(errors, "train", settings.train.steps) as bar:
+            trained = library.train(net, data, **arguments, callbacks=[bar.train], resume=resume, config=saved)
+    except KeyboardInterrupt:
+        _say_how_to_resume(path, shlex.join(["weft", "train", config, *context.args, "--resume"]))
+        raise
+    except WeftError as problem:
+        if "already holds a run" in str(problem):
+            raise ConfigError(f"{problem} (--resume, or --run=NAME)") from None
+        raise
+    _show(
+        {"run": str(trained.path), "steps": settings.train.steps, "fingerprint": trained.fingerprint},
+        as_json,
+        "trained",
+    )
+
+
+@app.command(context_settings=_EXTRA)
+def search(context: typer.Context, config: Target, as_json: AsJson = False) -> None:
+    """Search a trained supernet with inherited weights and print its Pareto front."""
+    settings, folder = _config(config, context)
+    import weft as library
+    from weft import assembly
+    from weft.progress import Bar
+
+    trained = assembly.open_trained(settings, folder)
+    s = settings.search
+    try:
+        with Bar(errors, "search", s.budget) as bar:
+            front = library.search(
+                trained,
+                maximize=s.maximize,
+                minimize=s.minimize,
+                constraints=s.constraints,
+                budget=s.budget,
+                method=s.method,
+                seed=s.seed,
+                recalibrate=s.recalibrate,
+                batch_size=s.batch_size,
+                name=s.name,
+                on_score=bar.search,
+            )
+    except KeyboardInterrupt:
+        again = shlex.join(["weft", "search", config, *context.args])
+        print(f"stopped; the scores so far are kept. Go on with: {again}", file=sys.stderr)
+        raise
+    where = trained.path / "results" / s.name
+    if as_json:
+        _print_json({"run": str(trained.path), "results": str(where), "front": front.to_json()})
+        return
+    console.print(front.table())
+    console.print(f"saved as front.json and front.csv in {where}", soft_wrap=True)
+
+
+@app.command(context_settings=_EXTRA)
+def export(context: typer.Context, config: Target, as_json: AsJson = False) -> None:
+    """Write the best subnet, or the one named by --export.subnet, as plain PyTorch and ONNX files."""
+    settings, folder = _config(config, context)
+    from weft import assembly
+    from weft.search.export import export_subnet
+
+    trained = assembly.open_trained(settings, folder)
+    command = shlex.join(["weft", "export", config, *context.args])
+    written = export_subnet(trained, settings.export, settings.search, command)
+    _show({name: str(path) for name, path in written.items()}, as_json, "exported")
+
+
+@app.command()
+def runs(
+    folder: Annotated[str, typer.Argument(help="The directory that holds the runs.")] = "runs", as_json: AsJson = False
+) -> None:
+    """List the runs: state, progress, loss."""
+    from weft.runs import list_runs
+
+    found = list_runs(folder)
+    if as_json:
+        _print_json([asdict(run) for run in found])
+        return
+    if not found:
+        console.print(f"no runs in {folder} yet: try `weft demo`", soft_wrap=True)
+        return
+    table = Table()
+    for column in ("run", "state", "steps", "loss", "created"):
+        table.add_column(column)
+    for run in found:
+        loss = "" if run.loss is None else f"{run.loss:.4f}"
+        table.add_row(run.name, run.state, f"{run.done}/{run.total or '?'}", loss, run.created or "")
+    console.print(table)
+
+
+def _config(target: str, context: typer.Context) -> tuple[Config, Path]:
+    """The configuration in a file, or that a run was started from; and the folder that its code is found from."""
+    from weft.config import make_config, read_config, to_dict
+
+    known = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
+    for argument in context.args:
+        if not re.match(r"--[\w.-]+=", argument):
+            raise ConfigError(
+                f"unknown option '{argument}' (settings are written --a.b=c){nearest(argument, [*known, '--help'])}"
+            )
+    path = Path(target)
+    if path.is_dir():
+        from weft.runs import Run
+
+        run = Run.open(path.resolve())
+        saved = dict(run.manifest.get("config") or {})
+        if not saved:
+            raise ConfigError(f"run '{path}' was not started from a config: use weft.load_run in Python")
+        folder = Path(saved.pop("folder", "."))
+        return make_config({**saved, "runs": str(run.path.parent), "run": run.path.name}, context.args), folder
+    config = read_config(path, context.args)
+    if config.run is None:
+        config = make_config({**to_dict(config), "run": path.stem})
+    return config, path.parent
+
+
+def _say_how_to_resume(path: Path, command: str) -> None:
+    from weft.runs import Checkpoints
+
+    steps = Checkpoints(path / "checkpoints").steps()
+    what = f"a checkpoint after {steps[-1]} steps is written" if steps else "there is no checkpoint yet"
+    print(f"stopped; {what}. Resume with: {command}", file=sys.stderr)
+
+
+def _show(values: Mapping[str, Any], as_json: bool, title: str) -> None:
+    if as_json:
+        _print_json(values)
+        return
+    from weft.dryrun import size
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in values.items():
+        shown = size(value) if name.startswith("memory") and isinstance(value, int) else value
+        table.add_row(name.replace("_", " "), f"{shown:,}" if isinstance(shown, int) else str(shown))
+    console.print(table)
+
+
+def _print_json(value: Any) -> None:
+    from weft.runs.files import plain
+
+    print(json.dumps(plain(value), allow_nan=False))
+
+
+def _usage(message: str) -> str:
+    """Click's words for a mistake, with the nearest verb."""
+    unknown = re.match(r"No such command '(.*?)'", message)
+    verbs = [str(command.name or getattr(command.callback, "__name__", "")) for command in app.registered_commands]
+    return f"unknown verb '{unknown[1]}'{nearest(unknown[1], verbs)}" if unknown else message
+
+
+def _place_in_own_code(problem: BaseException) -> str | None:
+    """The innermost line of the user's own code that an error went through, if it did."""
+    others = ("<", str(Path(__file__).parent), sysconfig.get_paths()["stdlib"])
+    for frame in reversed(traceback.extract_tb(problem.__traceback__)):
+        if not frame.filename.startswith(others) and "-packages" not in frame.filename:
+            return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return None
+
+
+def _fail(message: str) -> None:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

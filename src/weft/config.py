@@ -1,0 +1,240 @@
+"""What a run is, as typed values from TOML with ``--a.b=c`` overrides; unknown keys and wrong types are refused."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from weft.errors import ConfigError, nearest
+
+Names = str | tuple[str, ...]
+"""One name or several: ``maximize = "accuracy"`` and ``maximize = ["accuracy"]`` mean the same."""
+
+SGD = {"kind": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something named, with options: ``"digits"``, a path, or ``module:attribute`` in the config's folder."""
+
+    source: str
+    options: dict[str, Any] = {}
+
+
+class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the supernet is trained; the names are those of ``weft.train``."""
+
+    steps: int = 1000
+    batch_size: int = 64
+    microbatches: int = 1
+    stream: str = "spaced"
+    seed: int = 0
+    schedule: str = "cosine"
+    warmup: int = 0
+    clip: float | None = None
+    precision: str = "fp32"
+    nonfinite: str = "stop"
+    device: str = "cpu"
+    loss: str = "cross_entropy"
+    metrics: Names = ("accuracy",)
+    augment: str | None = None
+    teacher: str | None = None
+    init: str | None = None
+    validate: int | None = None
+    checkpoint_every: int | None = None
+    keep: int = 3
+    workers: int = 0
+    threads: int | None = None
+    cuda_graphs: bool = True
+    channels_last: bool = False
+
+
+class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the trained supernet is searched; the names are those of ``weft.search``."""
+
+    maximize: Names = ()
+    minimize: Names = ()
+    constraints: Names = ()
+    budget: int = 200
+    method: str | None = None
+    seed: int = 0
+    recalibrate: int = 2
+    batch_size: int = 256
+    name: str = "search"
+
+
+class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which subnet leaves the run, and in which formats."""
+
+    subnet: str | None = None
+    limits: dict[str, float] = {}
+    formats: Names = ("safetensors", "torch")
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One run: a supernet, its data, and what is done with them."""
+
+    supernet: str | Source
+    data: str | Source = "digits"
+    run: str | None = None
+    runs: str = "runs"
+    train: Train = Train()
+    optimizer: dict[str, Any] = {}
+    """Options of a class of torch.optim; without a ``kind`` they change single values of ``SGD``."""
+    consistency: str | dict[str, str] = {}
+    search: Search = Search()
+    export: Export = Export()
+
+
+def read_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a TOML file, with ``--a.b=c`` overrides applied; raises ConfigError in one clear line."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"cannot read the config '{path}': {getattr(problem, 'strerror', None) or problem}") from None
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise ConfigError(f"'{path}' is not TOML: {problem}") from None
+    return make_config(values, overrides)
+
+
+def make_config(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The configuration that a nested mapping means."""
+    merged = _copy(values)
+    for override in overrides:
+        _apply(merged, override)
+    try:
+        return msgspec.convert(merged, Config, strict=True)
+    except msgspec.ValidationError as problem:
+        raise ConfigError(_explain(str(problem))) from None
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain values, for a run's manifest; ``make_config`` reads them back."""
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    return plain
+
+
+def locate(spec: str, folder: Path) -> Any:
+    """What ``module:attribute`` names, the module found from the config's folder first."""
+    module_name, _, attribute = spec.partition(":")
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", module_name) or not re.fullmatch(r"[A-Za-z_][\w.]*", attribute):
+        raise ConfigError(f"'{spec}' does not name code: write it as 'module:attribute'")
+    where = str(folder.resolve())
+    if where not in sys.path:
+        sys.path.insert(0, where)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as problem:
+        if problem.name is not None and (module_name == problem.name or module_name.startswith(problem.name + ".")):
+            raise ConfigError(
+                f"'{spec}': no module '{module_name}' in {folder} or among the installed packages"
+            ) from None
+        raise ConfigError(f"'{spec}': importing '{module_name}' fails: {problem}") from problem
+    except Exception as problem:
+        raise ConfigError(
+            f"'{spec}': importing '{module_name}' fails: {type(problem).__name__}: {problem}"
+        ) from problem
+    beside = [folder / f"{module_name.split('.')[0]}{end}" for end in (".py", "/__init__.py")]
+    file = getattr(module, "__file__", None)
+    if any(path.is_file() for path in beside) and not (file and Path(file).resolve().is_relative_to(where)):
+        raise ConfigError(
+            f"'{spec}': the name '{module_name}' is taken by {file or 'Python itself'}: rename your module in {folder}"
+        )
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(
+                f"'{spec}': '{module_name}' has no '{part}'{nearest(part, [n for n in dir(found) if n[0] != '_'])}"
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    match = re.fullmatch(r"--([A-Za-z_][\w.-]*)=(.*)", override, re.DOTALL)
+    if match is None:
+        raise ConfigError(f"cannot read '{override}': an override is written --a.b=c")
+    head, dot, rest = match[1].partition(".")
+    # What follows `consistency` is the name of a layer, in which dots and dashes have their place.
+    names = [head, rest] if head == "consistency" and dot else match[1].replace("-", "_").split(".")
+    at = values
+    for part in names[:-1]:
+        below = at.setdefault(part, {})
+        if isinstance(below, str) and part in ("data", "supernet"):  # the short form of a table: `data = "digits"`
+            below = at[part] = {"source": below}
+        if not isinstance(below, dict):
+            raise ConfigError(f"'{override}': '{part}' is a value, not a table")
+        at = below
+    at[names[-1]] = _value(match[2], names)
+
+
+def _value(text: str, names: Sequence[str]) -> Any:
+    """The text as a TOML value or a number such as ``.5``; as it is where text is wanted (a run called 7)."""
+    wanted = _kinds(names)
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        value = float(text) if str not in wanted and re.fullmatch(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", text) else text
+    return text if str in wanted and not isinstance(value, (str, list, dict)) else value
+
+
+def _explain(message: str) -> str:
+    place = re.search(r" - at `\$\.?(.*?)`$", message)
+    path = place[1] if place else ""
+    unknown = re.match(r"Object contains unknown field `(.*?)`", message)
+    if unknown:
+        full = f"{path}.{unknown[1]}" if path else unknown[1]
+        return f"unknown key '{full}'{_hint(path, unknown[1])}"
+    missing = re.match(r"Object missing required field `(.*?)`", message)
+    if missing:
+        full = f"{path}.{missing[1]}" if path else missing[1]
+        return f'the config lacks \'{full}\': for example supernet = "digits-conv", or "mynet:build" for your own code'
+    wrong = re.match(r"Expected `(.*?)`, got `(.*?)`", message)
+    if wrong is None:
+        return f"'{path}': {message}"
+    wanted, got = (re.sub(r"\w+", lambda word: _WORDS.get(word[0], word[0]), kinds) for kinds in wrong.groups())
+    return f"'{path}' must be {wanted.replace(' | ', ' or ')}, not {got}"
+
+
+_WORDS = {"array": "list", "object": "table", "null": "nothing"}
+
+
+def _hint(path: str, key: str) -> str:
+    """The nearest key of the same table; at the top also of the tables, for a key that was put beside its own."""
+    keys = {name: f"{path}.{name}" if path else name for name in _fields(path)}
+    inner = {} if path else {name: f"{table}.{name}" for table in keys for name in _fields(table)}
+    close = difflib.get_close_matches(key, [*keys, *inner], n=1)
+    return f"; did you mean '{keys.get(close[0]) or inner[close[0]]}'?" if close else f"; known: {', '.join(keys)}"
+
+
+def _fields(path: str) -> tuple[str, ...]:
+    table = next((kind for kind in _kinds(path.split(".") if path else ()) if _is_struct(kind)), None)
+    return () if table is None else tuple(field.name for field in msgspec.structs.fields(table))
+
+
+def _kinds(names: Sequence[str]) -> tuple[Any, ...]:
+    """The types that the value under these names may have; none if there is no such key."""
+    kinds: tuple[Any, ...] = (Config,)
+    for name in names:
+        table = next((kind for kind in kinds if _is_struct(kind)), None)
+        field = next((f for f in msgspec.structs.fields(table) if f.name == name), None) if table is not None else None
+        kinds = () if field is None else get_args(field.type) or (field.type,)
+    return kinds
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}

@@ -1,0 +1,63 @@
+"""Progress on a terminal: a bar with the loss, the rate and the time left; nothing at all elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from weft.search.scored import Scored
+
+
+class Bar:
+    """A bar for one piece of work; ``train`` and ``search`` are its callbacks."""
+
+    def __init__(self, console: Console, title: str, total: int) -> None:
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}", markup=False),
+            Rate("steps" if title == "train" else "subnets"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._progress.add_task(title, total=total, note="")
+        self._loss: float | None = None
+
+    def train(self, event: Any) -> None:
+        """Sees the events of a run."""
+        if event["event"] == "started":
+            self._progress.update(self._task, completed=event["at"])
+        elif event["event"] == "step":
+            loss = event["loss"]
+            self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
+            self._progress.update(self._task, completed=event["step"] + 1, note=f"loss {self._loss:.3f}")
+
+    def search(self, scored: Scored, cached: bool) -> None:
+        """Sees every score of a search."""
+        name, value = next(iter(scored.scores.items()))
+        self._progress.update(self._task, advance=1, note=f"last {name} {value:.4g}")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._progress.stop()
+
+
+class Rate(ProgressColumn):
+    """How many units a second; worked out when the bar is drawn, not at every step."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:.3g} {self._unit}/s" if task.speed else "")

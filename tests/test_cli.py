@@ -1,0 +1,554 @@
+"""The command line: what each verb does and prints, and how it answers a mistake: with one line and exit code 2."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.cli import main
+from weft.runs import Run
+
+CONFIG = """
+supernet = "cli_net:build"
+data = "cli_net:load"
+[train]
+steps = 40
+batch_size = 8
+augment = "cli_net:slowly"
+checkpoint_every = 10
+threads = 1
+[search]
+budget = 6
+"""
+
+CODE = """
+import os, time
+from functools import partial
+import torch
+from torch import nn
+from weft import Chain, Choice, Data, Shared, Space, Tensors
+
+def build(width=6):
+    space = Space()
+    paths = {"one": partial(nn.Linear, width, width), "two": partial(nn.Linear, width, width), "skip": nn.Identity}
+    blocks = [Choice(space, f"b{i}", paths) for i in range(2)]
+    return Chain(Shared(partial(nn.Linear, 4, width), "stem"), *blocks, Shared(partial(nn.Linear, width, 3), "head"))
+
+def load(samples=64):
+    def part(seed):
+        x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(seed))
+        return Tensors(x=x, y=x[:, :3].argmax(-1))
+    return Data("numbers", part(0), part(1), part(2))
+
+def load_train_only():
+    return {"x": torch.ones(16, 4), "y": torch.zeros(16, dtype=torch.long)}
+
+def slowly(batch, draws):
+    time.sleep(float(os.environ.get("CLI_PAUSE", "0")))
+    return batch
+
+calls = 0
+
+def counted(outputs, batch):
+    global calls
+    calls += 1
+    if str(calls) == os.environ.get("CLI_STOP"):
+        raise KeyboardInterrupt
+    return outputs.sum(), len(outputs)
+
+def no_candidates():
+    return Chain(Choice(Space(), "b", {}))
+
+def no_subnets():
+    space = Space()
+    block = Choice(space, "b", {"p": partial(nn.Linear, 4, 3), "q": partial(nn.Linear, 4, 3)})
+    space.require((space.handle("b") == "p") & (space.handle("b") == "q"))
+    return Chain(block)
+
+def no_luck():
+    raise LookupError("no luck")
+
+def no_chain():
+    return 3
+
+class NoForward(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("broken\\non two lines")
+
+def no_forward():
+    return Chain(Choice(Space(), "b", {"p": NoForward(), "q": NoForward()}))
+
+def no_number(outputs, batch):
+    return outputs.sum() * float("nan")
+
+def no_loss(outputs, batch):
+    return outputs.no_such_thing
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a call ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The one JSON document on standard output, strictly read; nothing is on standard error."""
+        assert (self.code, self.err) == (0, "")
+        assert self.out.endswith("\n")
+        assert "\n" not in self.out[:-1]
+        return json.loads(self.out, parse_constant=pytest.fail)
+
+
+def weft(*arguments: object, cwd: Path | None = None) -> Done:
+    """Calls the command line in this process, as it would be called in the folder."""
+    argv, paths, modules, here = sys.argv, list(sys.path), set(sys.modules), Path.cwd()
+    threads, out, err, code = torch.get_num_threads(), io.StringIO(), io.StringIO(), 0
+    try:
+        os.chdir(cwd or here)
+        sys.argv = ["weft", *map(str, arguments)]
+        with redirect_stdout(out), redirect_stderr(err):
+            main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        os.chdir(here)
+        sys.argv, sys.path[:] = argv, paths
+        torch.set_num_threads(threads)
+        for name in set(sys.modules) - modules:
+            if name.startswith("cli_"):
+                del sys.modules[name]
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "weft.cli", *map(str, arguments)]
+
+
+def write_project(folder: Path) -> Path:
+    (folder / "c.toml").write_text(CONFIG)
+    (folder / "cli_net.py").write_text(CODE)
+    return folder
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return write_project(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder whose config was trained, searched and exported, and what was said; only to be read."""
+    folder = write_project(tmp_path_factory.mktemp("trained"))
+    said = {verb: weft(verb, "c.toml", "--json", cwd=folder).json for verb in ("train", "search", "export")}
+    return folder, said
+
+
+@pytest.fixture
+def copied(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
+    shutil.copytree(trained[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_config_is_trained_searched_and_exported(trained: tuple[Path, dict[str, Any]]) -> None:
+    folder, said = trained
+    assert said["train"]["run"] == "runs/c"
+    assert said["train"]["steps"] == 40
+    assert re.fullmatch("[0-9a-f]{64}", said["train"]["fingerprint"])
+    run = Run.open(folder / "runs" / "c")
+    assert run.state() == "finished"
+    assert run.manifest["config"]["folder"] == str(folder)
+    front = json.loads((folder / said["search"]["results"] / "front.json").read_text())
+    assert front == said["search"]["front"]
+    assert len(front["members"]) >= 1
+    assert set(said["export"]) == {"safetensors", "torch", "json"}
+    about = json.loads((folder / said["export"]["json"]).read_text())
+    assert about["subnet"] == front["members"][0]["subnet"]
+    assert about["command"] == "weft export c.toml"
+    outputs = torch.export.load(folder / said["export"]["torch"]).module()(torch.ones(5, 4))
+    assert outputs.shape == (5, 3)
+
+
+def test_for_a_person_results_are_tables_without_escape_codes(copied: Path) -> None:
+    for verb, words in {
+        "search": ("accuracy (max)", "saved as front.json and front.csv in runs/c/results/search"),
+        "export": ("exported", "model.safetensors"),
+        "train": ("trained", "fingerprint"),
+    }.items():
+        done = weft(verb, "c.toml", *(["--run=again"] if verb == "train" else []), cwd=copied)
+        assert (done.code, done.err) == (0, "")
+        assert all(word in done.out for word in words)
+        assert "\x1b" not in done.out
+    listed = weft("runs", cwd=copied)
+    assert re.search(r"\bc\b.*finished.*40/40", listed.out)
+    assert re.search(r"again.*finished.*40/40", listed.out)
+
+
+def test_the_directory_of_a_run_stands_for_its_config_wherever_one_is(
+    trained: tuple[Path, dict[str, Any]], copied: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run = copied / "runs" / "c"
+    shutil.rmtree(run / "results")
+    # The run was moved; the code that it names still lies where the config was.
+    found = weft("search", run, "--json", cwd=elsewhere).json
+    assert found["front"] == trained[1]["search"]["front"]
+    exported = weft("export", os.path.relpath(run, elsewhere), "--json", cwd=elsewhere).json
+    assert Path(exported["json"]).is_file()
+    assert (run / "results" / "search" / "front.json").is_file()
+    assert weft("search", ".", "--json", "--search.name=here", cwd=run).json["results"] == str(run / "results" / "here")
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_json_is_one_document_for_every_verb(copied: Path) -> None:
+    assert weft("train", "c.toml", "--dry-run", "--json", cwd=copied).json["steps"] == 40
+    assert weft("train", "c.toml", "--run=j", "--json", cwd=copied).json["run"] == "runs/j"
+    assert weft("search", "c.toml", "--json", cwd=copied).json["run"] == "runs/c"
+    assert weft("export", "c.toml", "--json", "--export.formats=safetensors", cwd=copied).json.keys() == {
+        "safetensors",
+        "json",
+    }
+    listed = weft("runs", "--json", cwd=copied).json
+    assert [(run["name"], run["state"], run["done"], run["total"]) for run in listed] == [
+        ("c", "finished", 40, 40),
+        ("j", "finished", 40, 40),
+    ]
+    assert weft("runs", "nowhere", "--json", cwd=copied).json == []
+    assert "no runs in nowhere yet" in weft("runs", "nowhere", cwd=copied).out
+
+
+def test_settings_on_the_command_line_count(copied: Path) -> None:
+    result = weft("train", "c.toml", "--run=7", "--train.steps=3", "--supernet.options.width=5", "--json", cwd=copied)
+    assert result.json["run"] == "runs/7"
+    run = Run.open(copied / "runs" / "7")
+    assert run.manifest["law"]["steps"] == 3
+    subnet = json.dumps({"b0": "skip", "b1": "two"})
+    done = weft("export", "runs/7", f"--export.subnet={subnet}", "--export.formats=safetensors", "--json", cwd=copied)
+    assert json.loads((copied / "runs" / "7" / Path(done.json["json"])).read_text())["subnet"]["values"] == {
+        "b0": "skip",
+        "b1": "two",
+    }
+    front = weft("search", "c.toml", "--search.minimize=parameters", "--json", cwd=copied).json["front"]
+    assert front["objectives"] == [{"name": "parameters", "maximize": False}]
+    one = front["members"][0]["id"]
+    named = weft(
+        "export", "c.toml", f"--export.subnet={one[:10]}", "--export.formats=safetensors", "--json", cwd=copied
+    )
+    assert one in named.json["json"]
+
+
+def test_a_dry_run_tells_what_would_be_run_and_writes_nothing(project: Path) -> None:
+    before = sorted(path.name for path in project.rglob("*") if "__pycache__" not in path.parts)
+    done = weft("train", "c.toml", "--dry-run", cwd=project)
+    assert (done.code, done.err) == (0, "")
+    for name in ("steps", "subnets", "parameters", "memory weights", "memory activations", "runs/c"):
+        assert name in done.out
+    assert sorted(path.name for path in project.rglob("*") if "__pycache__" not in path.parts) == before
+
+
+def test_help_and_version_are_printed(project: Path) -> None:
+    for arguments in ([], ["--help"]):
+        done = weft(*arguments)
+        assert (done.code, done.err) == (0, "")
+        assert all(verb in done.out for verb in ("demo", "train", "search", "export", "runs"))
+    assert weft("train", "--help").out.count("--resume") == 1
+    assert re.fullmatch(r"weft \d+\.\d+\.\d+\n", weft("--version").out)
+
+
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "no file": (["train", "none.toml"], r"cannot read the config 'none\.toml': No such file"),
+    "not TOML": (["train", "broken.toml"], r"'broken\.toml' is not TOML"),
+    "unknown key": (
+        ["train", "c.toml", "--train.microbatch=2"],
+        r"unknown key 'train\.microbatch'; did you mean 'train\.microbatches'\?",
+    ),
+    "wrong type": (["train", "c.toml", "--train.steps=many"], r"'train\.steps' must be int, not str"),
+    "unknown verb": (["trian"], r"unknown verb 'trian'; did you mean 'train'\?"),
+    "unknown option": (["train", "c.toml", "--resum"], r"unknown option '--resum' .*; did you mean '--resume'\?"),
+    "option of a verb without settings": (["runs", "--jsn"], r"--jsn.*--json"),
+    "override with a blank": (["search", "c.toml", "--search.budget", "5"], r"settings are written --a\.b=c"),
+    "no config": (["train"], r"Missing argument"),
+    "two configs": (["train", "c.toml", "d.toml"], r"unknown option 'd\.toml'"),
+    "demo of no steps": (["demo", "--steps=0"], r"--steps"),
+    "unknown supernet": (
+        ["train", "c.toml", "--supernet=digits-cnv"],
+        r"no supernet 'digits-cnv' in the zoo; did you mean 'digits-conv'\?",
+    ),
+    "absent module": (["train", "c.toml", "--supernet=cli_none:build"], r"no module 'cli_none' in"),
+    "broken module": (["train", "c.toml", "--supernet=cli_broken:build"], r"fails: NameError: name 'oops'"),
+    "absent attribute": (["train", "c.toml", "--supernet=cli_net:buld"], r"has no 'buld'; did you mean 'build'\?"),
+    "wrong options": (["train", "c.toml", "--supernet.options.wdth=3"], r"supernet\.options do not fit .*'wdth'"),
+    "supernet that fails": (
+        ["train", "c.toml", "--supernet=cli_net:no_luck"],
+        r"LookupError: no luck \(.*cli_net\.py, line \d+, in no_luck\)",
+    ),
+    "no chain": (["train", "c.toml", "--supernet=cli_net:no_chain"], r"returned int, not a weft\.Chain"),
+    "no candidates": (["train", "c.toml", "--supernet=cli_net:no_candidates"], r"'b' has no candidates"),
+    "empty space": (
+        ["train", "c.toml", "--run=n", "--supernet=cli_net:no_subnets", "--train.stream=iid"],
+        r"the space is empty: no subnet satisfies",
+    ),
+    "layer that fails": (
+        ["train", "c.toml", "--run=l", "--supernet=cli_net:no_forward", "--train.stream=iid"],
+        r"layer 'b.p' fails on inputs of shape \(8, 4\): broken on two lines",
+    ),
+    "loss that fails": (["train", "c.toml", "--run=o", "--train.loss=cli_net:no_loss"], r"no_such_thing.*in no_loss"),
+    "unknown data": (["train", "c.toml", "--data=digts"], r"did you mean 'digits'\?"),
+    "large batch": (
+        ["train", "c.toml", "--run=n", "--train.batch_size=100"],
+        r"a batch of 100 is larger than the data",
+    ),
+    "micro-batches": (["train", "c.toml", "--run=n", "--train.microbatches=3"], r"batch_size=8 cannot be split into 3"),
+    "spacing": (["train", "c.toml", "--run=n", "--train.stream=spaced:9"], r"spacing 9 is impossible"),
+    "unknown stream": (["train", "c.toml", "--run=n", "--train.stream=spced"], r"did you mean 'spaced'\?"),
+    "unknown device": (["train", "c.toml", "--run=n", "--train.device=gpu"], r"'gpu' is no device"),
+    "unknown layer": (["train", "c.toml", "--run=n", "--consistency.stm=exact"], r"'stm'; did you mean 'stem'\?"),
+    "no threads": (["train", "c.toml", "--train.threads=0"], r"train\.threads = 0: it is 1 or more"),
+    "name of a run": (["train", "c.toml", "--run=a/b"], r"a run cannot be called 'a/b'"),
+    "second run": (
+        ["train", "c.toml"],
+        r"'runs/c' already holds a run; resume it, or choose another name \(--resume, or --run=NAME\)",
+    ),
+    "resume with another seed": (
+        ["train", "c.toml", "--resume", "--train.seed=3"],
+        r"run 'c' was made with seed = 0, now it is 3",
+    ),
+    "resume with another space": (
+        ["train", "c.toml", "--resume", "--supernet=digits-mlp"],
+        r"run 'c' was made with (layers|space) = \w+, now it is \w+",
+    ),
+    "weights that are not there": (["train", "c.toml", "--run=n", "--train.init=no.safetensors"], r"init: 'no\.safete"),
+    "resume with another rate": (["train", "c.toml", "--resume", "--optimizer.lr=1"], r"was made with optimizer = "),
+    "not a number": (
+        ["train", "c.toml", "--run=n", "--optimizer.lr=1e30"],
+        r"the loss is not a number in step \d+, micro-batch 0, subnet b0=\w+ b1=\w+: it first appears in layer '\w+",
+    ),
+    "search before training": (["search", "c.toml", "--run=none"], r"there is no run in 'runs/none': train it first"),
+    "not a run": (["search", "."], r"is not a run: it has no manifest\.json"),
+    "other space": (["search", "c.toml", "--supernet=digits-mlp"], r"run 'c' is of the space \w+, not of this"),
+    "unknown objective": (["search", "c.toml", "--search.maximize=acuracy"], r"no metric 'acuracy'; did you mean 'acc"),
+    "unknown method": (["search", "c.toml", "--search.method=evolve"], r"unknown search method 'evolve'"),
+    "no budget": (["search", "c.toml", "--search.budget=0"], r"a budget of at least 1 subnet, not 0"),
+    "bad constraint": (["search", "c.toml", "--search.constraints=flops=3"], r"cannot read constraint 'flops=3'"),
+    "hard constraint": (
+        ["search", "c.toml", "--search.constraints=flops<=1"],
+        r"none of \d+ subnets drawn has flops <=",
+    ),
+    "name of a search": (["search", "c.toml", "--search.name=../x"], r"a search cannot be called '\.\./x'"),
+    "export before search": (["export", "c.toml", "--search.name=other"], r"no front 'other' yet: run `weft search`"),
+    "unknown subnet": (["export", "c.toml", "--export.subnet=zz"], r"no subnet 'zz' on the front: it has \w{16}"),
+    "no subnet": (["export", "c.toml", "--export.subnet="], r"'' begins several ids|no subnet ''"),
+    "bad JSON": (["export", "c.toml", "--export.subnet={"], r"the subnet is not JSON"),
+    "other JSON": (["export", "c.toml", '--export.subnet={"b9": "one"}'], r"b9"),
+    "unknown format": (["export", "c.toml", "--export.formats=onx"], r"unknown format 'onx'; did you mean 'onnx'\?"),
+    "unknown limit": (["export", "c.toml", "--export.limits.flps=1"], r"no metric 'flps' on the front; did you mean"),
+    "hard limit": (["export", "c.toml", "--export.limits.flops=1"], r"no subnet on the front has flops <= 1"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_ends_with_one_clear_line_and_code_2(trained: tuple[Path, dict[str, Any]], case: str) -> None:
+    arguments, words = MISTAKES[case]
+    folder = trained[0]
+    (folder / "broken.toml").write_text("supernet = ")
+    (folder / "cli_broken.py").write_text("oops")
+    try:
+        done = weft(*arguments, cwd=folder)
+    finally:
+        for name in ("n", "l", "o"):
+            shutil.rmtree(folder / "runs" / name, ignore_errors=True)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert re.search(words, done.err), done.err
+    assert Run.open(folder / "runs" / "c").state() == "finished"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "--train.stream=spaced:9",
+        "--train.microbatches=3",
+        "--train.batch_size=100",
+        "--train.init=nowhere",
+        "--supernet=cli_net:no_chain",
+        "--train.clip=-1",
+    ],
+)
+def test_a_mistake_in_the_settings_leaves_no_run_behind(project: Path, mistake: str) -> None:
+    assert weft("train", "c.toml", mistake, cwd=project).code == 2
+    assert not (project / "runs").exists()
+
+
+def test_a_mistake_in_a_real_process_has_no_traceback(project: Path) -> None:
+    done = subprocess.run(command("train", "c.toml", "--train.step=3"), cwd=project, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: unknown key 'train.step'; did you mean 'train.steps'?\n"
+
+
+def test_an_error_of_weft_itself_keeps_its_traceback(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> None:
+        raise KeyError("a bug")
+
+    broken.__code__ = broken.__code__.replace(co_filename=str(Path(main.__code__.co_filename).parent / "dryrun.py"))
+    monkeypatch.setattr("weft.dryrun.describe", broken)
+    with pytest.raises(KeyError, match="a bug"):
+        weft("train", "c.toml", "--dry-run", cwd=project)
+
+
+def test_a_search_needs_validation_data(project: Path) -> None:
+    options = ["--data=cli_net:load_train_only", "--train.steps=2"]
+    assert weft("train", "c.toml", *options, cwd=project).code == 0
+    done = weft("search", "c.toml", *options, cwd=project)
+    assert done.code == 2
+    assert "search needs validation data" in done.err
+
+
+def test_a_run_that_was_started_in_python_has_no_config(project: Path) -> None:
+    Run.create(project / "runs", "plain", manifest={})
+    done = weft("search", "runs/plain", cwd=project)
+    assert done.code == 2
+    assert "was not started from a config: use weft.load_run in Python" in done.err
+
+
+def test_runs_whose_loss_is_no_number_are_listed_in_strict_json(project: Path) -> None:
+    assert weft("train", "c.toml", "--optimizer.lr=1e30", cwd=project).code == 2
+    skipping = ["--run=d", "--train.loss=cli_net:no_number", "--train.nonfinite=skip", "--json"]
+    assert weft("train", "c.toml", *skipping, cwd=project).json["steps"] == 40
+    failed, finished = weft("runs", "--json", cwd=project).json
+    assert (failed["name"], failed["state"], failed["total"]) == ("c", "failed", 40)
+    assert (finished["name"], finished["state"], finished["loss"]) == ("d", "finished", "nan")
+
+
+def wait_for(happened: Callable[[], bool], process: subprocess.Popen[Any]) -> None:
+    limit = time.monotonic() + 60
+    while not happened():
+        assert process.poll() is None, "the process ended too early"
+        assert time.monotonic() < limit, "it took too long"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def running(project: Path) -> Iterator[subprocess.Popen[str]]:
+    """A real training that would take long, after its first checkpoint."""
+    process = subprocess.Popen(
+        command("train", "c.toml", "--train.checkpoint_every=2"),
+        cwd=project,
+        env={**os.environ, "CLI_PAUSE": "0.4"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(lambda: any(project.glob("runs/c/checkpoints/*/manifest.json")), process)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_the_resumed_run_is_the_undisturbed_one(
+    project: Path, trained: tuple[Path, dict[str, Any]], running: subprocess.Popen[str]
+) -> None:
+    assert weft("runs", "--json", cwd=project).json[0]["state"] == "running"
+    locked = weft("train", "c.toml", "--resume", cwd=project)
+    assert (locked.code, locked.out) == (2, "")
+    assert f"is in use by process {running.pid} on " in locked.err
+
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, out) == (130, "")
+    steps = Run.open(project / "runs" / "c").checkpoints.steps()
+    assert 2 <= steps[-1] < 40
+    again = "weft train c.toml --train.checkpoint_every=2 --resume"
+    assert err == f"stopped; a checkpoint after {steps[-1]} steps is written. Resume with: {again}\n"
+    assert weft("runs", "--json", cwd=project).json[0]["state"] == "stopped"
+
+    resumed = weft(*again.split()[1:], "--json", cwd=project).json
+    assert resumed["fingerprint"] == trained[1]["train"]["fingerprint"]
+    assert weft("runs", "--json", cwd=project).json[0]["state"] == "finished"
+    losses = [
+        [event["loss"] for event in Run.open(folder / "runs" / "c").events.read() if event["event"] == "step"]
+        for folder in (project, trained[0])
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_search_that_is_stopped_keeps_its_scores_and_ends_as_if_it_had_not_been(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["search", "c.toml", "--train.metrics=cli_net:counted", "--search.minimize=counted"]
+    shutil.rmtree(copied / "runs" / "c" / "results")
+    shutil.copytree(copied / "runs" / "c", copied / "runs" / "d")
+    monkeypatch.setenv("CLI_STOP", "4")
+    done = weft(*arguments, cwd=copied)
+    assert (done.code, done.out) == (130, "")
+    again = "weft search c.toml --train.metrics=cli_net:counted --search.minimize=counted"
+    assert done.err.strip() == f"stopped; the scores so far are kept. Go on with: {again}"
+    scores = copied / "runs" / "c" / "results" / "scores.jsonl"
+    kept = scores.read_text()
+    assert kept.count("\n") == 3
+    monkeypatch.delenv("CLI_STOP")
+    resumed = weft(*arguments, "--json", cwd=copied).json
+    assert scores.read_text().startswith(kept)
+    assert scores.read_text().count("\n") == 6
+    assert resumed["front"] == weft(*arguments, "--run=d", "--json", cwd=copied).json["front"]
+
+
+def test_a_bar_with_loss_rate_and_time_left_is_drawn_on_a_terminal_and_taken_away(project: Path) -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "CLI_PAUSE": "0.05", "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "30"}
+    process = subprocess.Popen(
+        command("train", "c.toml"), cwd=project, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    seen = read_terminal(ours, process)
+    assert process.wait(timeout=60) == 0
+    drawn, _, result = seen.rpartition("\x1b[2K")  # the last line that was cleared is that of the bar
+    assert re.search(r"train\b.*\b\d+/40\b", drawn)
+    assert re.search(r"loss \d\.\d{3}", drawn)
+    assert re.search(r"\d steps/s", drawn)
+    assert re.search(r"m00:0[1-9]\x1b", drawn)
+    assert "fingerprint" in result
+    assert "steps/s" not in result
+
+
+def read_terminal(handle: int, process: subprocess.Popen[Any]) -> str:
+    """All that the process writes to its terminal until it closes it."""
+    seen, limit = b"", time.monotonic() + 60
+    while time.monotonic() < limit:
+        ready, _, _ = select.select([handle], [], [], 0.2)
+        if not ready:
+            continue
+        try:
+            part = os.read(handle, 65536)
+        except OSError:  # Linux says so when the other side is closed
+            break
+        if not part:
+            break
+        seen += part
+    else:
+        process.kill()
+    os.close(handle)
+    return seen.decode()

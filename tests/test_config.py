@@ -1,0 +1,367 @@
+"""Configurations: what TOML and overrides mean, what is refused and in which words, and how code is found by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft import assembly, zoo
+from weft.config import SGD, Config, Export, Search, Source, Train, locate, make_config, read_config, to_dict
+from weft.errors import ConfigError, RunError, SupernetError, TrainError, WeftError
+from weft.supernet import Chain
+
+LEAST = {"supernet": "digits-mlp"}
+
+
+@pytest.fixture(autouse=True)
+def own_code_is_forgotten() -> Iterator[None]:
+    paths, modules, threads = list(sys.path), set(sys.modules), torch.get_num_threads()
+    yield
+    sys.path[:] = paths
+    torch.set_num_threads(threads)
+    for name in set(sys.modules) - modules:
+        if name.startswith("cfg_"):
+            del sys.modules[name]
+
+
+def refusal(values: dict[str, Any], *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_config(values, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_supernet_is_all_that_a_config_must_name() -> None:
+    config = make_config(LEAST)
+    assert config == Config("digits-mlp", data="digits", train=Train(), search=Search(), export=Export())
+    assert "supernet" in refusal({})
+
+
+def test_a_file_and_overrides_make_one_config(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('supernet = "mine:build"\n[train]\nsteps = 7\nseed = 1\n[search]\nmaximize = ["accuracy"]\n')
+    config = read_config(path, ["--train.steps=9", "--train.batch-size=8", "--search.minimize=flops", "--run=a"])
+    assert (config.supernet, config.run) == ("mine:build", "a")
+    assert (config.train.steps, config.train.seed, config.train.batch_size) == (9, 1, 8)
+    assert (config.search.maximize, config.search.minimize) == (("accuracy",), "flops")
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("--train.steps=12", lambda c: c.train.steps == 12),
+        ("--train.clip=1", lambda c: c.train.clip == 1.0),
+        ("--train.clip=.5", lambda c: c.train.clip == 0.5),
+        ("--train.cuda_graphs=false", lambda c: c.train.cuda_graphs is False),
+        ('--train.metrics=["accuracy", "m:f"]', lambda c: c.train.metrics == ("accuracy", "m:f")),
+        ("--search.constraints=flops<=5e7", lambda c: c.search.constraints == "flops<=5e7"),
+        ("--search.constraints=", lambda c: c.search.constraints == ""),
+        ("--optimizer.lr=.1", lambda c: c.optimizer == {"lr": 0.1}),
+        ("--optimizer.betas=[0.9, 0.99]", lambda c: c.optimizer == {"betas": [0.9, 0.99]}),
+        ("--consistency=lagged(2)", lambda c: c.consistency == "lagged(2)"),
+        ("--consistency.my-block.k-3=exact", lambda c: c.consistency == {"my-block.k-3": "exact"}),
+        ("--supernet.options.blocks=3", lambda c: c.supernet == Source("digits-mlp", {"blocks": 3})),
+        ("--data.source=x.npz", lambda c: c.data == Source("x.npz")),
+        ("--export.limits.flops=2", lambda c: c.export.limits == {"flops": 2.0}),
+    ],
+)
+def test_an_override_sets_the_value_that_it_names(override: str, value: Any) -> None:
+    assert value(make_config(LEAST, [override] if "data" not in override else ["--data=x.npy", override]))
+
+
+@pytest.mark.parametrize("text", ["7", "001", "5e12", "12e34567", "true", "1.5", "2026-01-01", "inf", "-3"])
+def test_where_text_is_wanted_a_number_stays_text(text: str) -> None:
+    config = make_config(LEAST, [f"--run={text}", f"--export.subnet={text}", f"--train.teacher={text}"])
+    assert (config.run, config.export.subnet, config.train.teacher) == (text, text, text)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--train.microbatch=3"], "unknown key 'train.microbatch'; did you mean 'train.microbatches'?"),
+        (["--trian.steps=3"], "unknown key 'trian'; did you mean 'train'?"),
+        (["--steps=3"], "unknown key 'steps'; did you mean 'train.steps'?"),
+        (["--data.sorce=3"], "unknown key 'data.sorce'; did you mean 'data.source'?"),
+        (["--export.sub=3"], "unknown key 'export.sub'; did you mean 'export.subnet'?"),
+        (["--search.zzz=3"], "unknown key 'search.zzz'; known: maximize, minimize, constraints"),
+        (["--train.steps=x"], "'train.steps' must be int, not str"),
+        (["--train.steps=2.5"], "'train.steps' must be int, not float"),
+        (["--train.clip=true"], "'train.clip' must be float or nothing, not bool"),
+        (["--train.cuda_graphs=1"], "'train.cuda_graphs' must be bool, not int"),
+        (["--train=3"], "'train' must be table, not int"),
+        (["--train.metrics=[1]"], "'train.metrics[0]' must be str, not int"),
+        (["--search.maximize={a=1}"], "must be str or list, not table"),
+        (["--export.limits.flops=many"], "must be float, not str"),
+        (["--run.name=x"], "'run' must be str"),
+        (["--consistency=exact", "--consistency.stem=exact"], "'consistency' is a value, not a table"),
+        (["--train.steps=1", "--train.steps.x=1"], "'steps' is a value, not a table"),
+        (["train.steps=1"], "cannot read 'train.steps=1': an override is written --a.b=c"),
+    ],
+)
+def test_a_key_or_type_that_is_wrong_is_refused_in_these_words(overrides: list[str], words: str) -> None:
+    assert words in refusal(LEAST, *overrides)
+
+
+def test_of_two_overrides_the_later_one_counts() -> None:
+    assert make_config(LEAST, ["--train.steps=1", "--train.steps=2"]).train.steps == 2
+
+
+@given(
+    table=st.sampled_from(["train", "search", "export"]),
+    key=st.text(st.sampled_from("abcdefghij_"), min_size=1, max_size=12),
+)
+def test_every_key_is_either_known_or_refused_with_its_name(table: str, key: str) -> None:
+    known: Any = {"train": Train, "search": Search, "export": Export}[table]
+    if key in {field.name for field in msgspec.structs.fields(known)}:
+        return
+    assert refusal({**LEAST, table: {key: 1}}).startswith(f"unknown key '{table}.{key}'; ")
+
+
+@given(
+    steps=st.integers(1, 10**6),
+    clip=st.none() | st.floats(0.01, 100),
+    names=st.lists(st.sampled_from(["accuracy", "m:f", "flops"]), max_size=3),
+    options=st.dictionaries(st.sampled_from(["lr", "momentum"]), st.floats(0, 1)),
+)
+def test_a_config_reads_back_what_it_wrote(
+    steps: int, clip: float | None, names: list[str], options: dict[str, float]
+) -> None:
+    train = {"steps": steps, "clip": clip, "metrics": names}
+    config = make_config({**LEAST, "train": train, "optimizer": options, "search": {"maximize": names}})
+    assert make_config(to_dict(config)) == config
+
+
+def test_what_is_given_is_not_changed() -> None:
+    values: dict[str, Any] = {"supernet": "a", "data": "b", "train": {"steps": 1}}
+    make_config(values, ["--train.steps=2", "--data.options.x=1"])
+    assert values == {"supernet": "a", "data": "b", "train": {"steps": 1}}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file or directory"),
+        (b"supernet = ", "is not TOML: Invalid value"),
+        (b"supernet = 'a'\nsupernet = 'b'", "is not TOML: Cannot overwrite a value"),
+        (b"\xff\xfe", "cannot read the config"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
+    path = tmp_path / "c.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        read_config(path)
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_code_is_found_in_the_folder_of_the_config(tmp_path: Path) -> None:
+    (tmp_path / "cfg_found.py").write_text("class A:\n    b = 5\nvalue = 3\n")
+    (tmp_path / "cfg_package").mkdir()
+    (tmp_path / "cfg_package" / "__init__.py").write_text("")
+    (tmp_path / "cfg_package" / "inner.py").write_text("value = 4\n")
+    assert locate("cfg_found:value", tmp_path) == 3
+    assert locate("cfg_found:A.b", tmp_path) == 5
+    assert locate("cfg_package.inner:value", tmp_path) == 4
+    assert locate("weft.zoo:digits_conv", tmp_path) is zoo.digits_conv
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("cfg_none:build", "no module 'cfg_none' in"),
+        ("cfg_some:buld", "'cfg_some' has no 'buld'; did you mean 'build'?"),
+        ("cfg_some:build.x", "has no 'x'"),
+        ("cfg_broken:build", "importing 'cfg_broken' fails: ZeroDivisionError: division by zero"),
+        ("cfg_needs:build", "importing 'cfg_needs' fails: No module named 'cfg_absent'"),
+        ("cfg_syntax:build", "importing 'cfg_syntax' fails: SyntaxError"),
+        ("cfg_some:", "write it as 'module:attribute'"),
+        (":build", "write it as 'module:attribute'"),
+        ("../cfg_some:build", "write it as 'module:attribute'"),
+        ("cfg_some:build()", "write it as 'module:attribute'"),
+        ("textwrap:build", "the name 'textwrap' is taken by"),
+        ("sys:build", "the name 'sys' is taken by Python itself"),
+    ],
+)
+def test_code_that_cannot_be_had_is_told_with_its_name(tmp_path: Path, spec: str, words: str) -> None:
+    import textwrap  # noqa: F401, already imported, as Python's own modules often are
+
+    for name, text in {
+        "cfg_some": "def build(): ...",
+        "cfg_broken": "1 / 0",
+        "cfg_needs": "import cfg_absent",
+        "cfg_syntax": "def",
+        "textwrap": "def build(): ...",
+        "sys": "def build(): ...",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        locate(spec, tmp_path)
+    assert words in str(caught.value)
+    assert spec in str(caught.value)
+
+
+OWN = """
+import torch
+from functools import partial
+from torch import nn
+from weft import Chain, Choice, Shared, Space, Tensors, Data
+
+def build(width=4):
+    space = Space()
+    return Chain(Choice(space, "a", {"p": partial(nn.Linear, 4, width), "q": partial(nn.Linear, 4, width)}))
+
+ready = build()
+number = 3
+
+def load(samples=8):
+    return {"x": torch.ones(samples, 4), "y": torch.zeros(samples, 4)}
+
+def loss(outputs, batch):
+    return ((outputs - batch["y"]) ** 2).mean()
+
+def metric(outputs, batch):
+    return outputs.sum(), len(outputs)
+
+def schedule(step, steps):
+    return 0.5
+
+class Augment:
+    def __call__(self, batch, draws):
+        return batch
+
+class Fails:
+    def __init__(self):
+        raise ValueError("no luck")
+
+def make_teacher():
+    return nn.Linear(4, 4)
+
+def teach(batch):
+    return batch["x"]
+
+class Lion(torch.optim.SGD):
+    pass
+
+def groups(name, parameter):
+    return {"weight_decay": 0.0}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "cfg_own.py").write_text(OWN)
+    return tmp_path
+
+
+def test_a_supernet_comes_from_the_zoo_or_from_ones_own_code(own: Path) -> None:
+    assert assembly.supernet_of(make_config(LEAST), own) is zoo.digits_mlp
+    made = assembly.supernet_of(make_config({"supernet": {"source": "cfg_own:build", "options": {"width": 6}}}), own)
+    assert not isinstance(made, Chain)
+    assert isinstance(made(), Chain)
+    assert isinstance(assembly.supernet_of(make_config({"supernet": "cfg_own:ready"}), own), Chain)
+    smaller = assembly.supernet_of(make_config(LEAST, ["--supernet.options.blocks=2"]), own)
+    assert not isinstance(smaller, Chain)
+    assert len(smaller().blocks) == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "words"),
+    [
+        (["--supernet=digits-mpl"], SupernetError, "no supernet 'digits-mpl' in the zoo; did you mean 'digits-mlp'?"),
+        (["--supernet=cfg_own:number"], ConfigError, "supernet 'cfg_own:number' is int"),
+        (["--supernet.options.blcks=2"], ConfigError, "supernet.options do not fit 'digits-mlp'"),
+        (["--data=digts"], WeftError, "did you mean 'digits'"),
+        (["--data=cfg_own:load", "--data.options.n=2"], ConfigError, "data.options do not fit 'cfg_own:load'"),
+        (["--data=digits", "--data.options.sed=2"], WeftError, "unknown option 'sed' for digits; did you mean 'seed'?"),
+        (["--data=cfg_own:number"], WeftError, "cannot make data of int"),
+        (["--train.loss=cross_entrpy"], ConfigError, "did you mean 'cross_entropy'"),
+        (["--train.loss=cfg_own:number"], ConfigError, "train.loss: 'cfg_own:number' is int, which cannot be called"),
+        (["--train.metrics=acuracy"], ConfigError, "train.metrics: 'acuracy'"),
+        (["--train.augment=cfg_own:Fails"], ConfigError, "'cfg_own:Fails' cannot be made: ValueError: no luck"),
+        (["--train.schedule=cfg_own:number"], ConfigError, "train.schedule"),
+        (["--train.device=gpu"], ConfigError, "train.device = 'gpu' is no device"),
+        (["--optimizer.kind=sdg"], TrainError, "unknown optimizer 'sdg'; did you mean 'sgd'?"),
+        (["--optimizer.learning_rate=1"], TrainError, "SGD has no option 'learning_rate'"),
+        (["--optimizer.kind=3"], ConfigError, "optimizer.kind must be text, not int"),
+        (["--optimizer.kind=cfg_own:build"], ConfigError, "is not a class of optimizers"),
+        (["--optimizer.kind=muon", "--optimizer.others=sgd"], ConfigError, "optimizer.others must be a table"),
+    ],
+)
+def test_what_a_config_names_and_does_not_exist_is_refused(
+    own: Path, overrides: list[str], error: type[Exception], words: str
+) -> None:
+    def assemble() -> None:
+        config = make_config(LEAST, overrides)
+        assembly.supernet_of(config, own)
+        assembly.data_of(config, own)
+        assembly.train_arguments(config, own)
+
+    with pytest.raises(error) as caught:
+        assemble()
+    assert words in str(caught.value)
+
+
+def test_every_function_of_a_run_can_be_ones_own(own: Path) -> None:
+    names = ("loss", "schedule")
+    overrides = [f"--train.{name}=cfg_own:{name}" for name in names]
+    overrides += ["--train.metrics=cfg_own:metric", "--train.augment=cfg_own:Augment"]
+    config = make_config(LEAST, overrides)
+    arguments = assembly.train_arguments(config, own)
+    module = sys.modules["cfg_own"]
+    assert all(arguments[name] is getattr(module, name) for name in names)
+    assert arguments["metrics"] == {"metric": module.metric}
+    assert isinstance(arguments["augment"], module.Augment)
+    teachers = [
+        assembly.extra_arguments(make_config(LEAST, [f"--train.teacher=cfg_own:{name}"]), own)["teacher"]
+        for name in ("make_teacher", "teach")
+    ]
+    assert isinstance(teachers[0], torch.nn.Linear)
+    assert teachers[1] is module.teach
+
+
+def test_an_optimizer_without_a_kind_changes_single_values_of_the_usual_one(own: Path) -> None:
+    def optimizer(*overrides: str) -> Any:
+        return assembly.train_arguments(make_config(LEAST, overrides), own)["optimizer"]
+
+    usual = {name: value for name, value in SGD.items() if name != "kind"}
+    assert optimizer().options == usual
+    assert optimizer("--optimizer.lr=0.5").options == {**usual, "lr": 0.5}
+    assert optimizer("--optimizer.kind=adamw", "--optimizer.lr=0.5").options == {"lr": 0.5}
+    mine = optimizer("--optimizer.kind=cfg_own:Lion", "--optimizer.groups=cfg_own:groups")
+    assert (mine.kind, mine.groups) == (sys.modules["cfg_own"].Lion, sys.modules["cfg_own"].groups)
+    mixed = optimizer("--optimizer.kind=muon", "--optimizer.others.kind=sgd", "--optimizer.others.lr=0.1")
+    assert (mixed.others.kind, mixed.others.options) == ("sgd", {"lr": 0.1})
+
+
+def test_data_files_are_found_from_the_folder_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "words.txt").write_text("a text of some length, with letters in it. " * 20)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    values = {**LEAST, "data": {"source": "words.txt", "options": {"context": 4}}}
+    assert assembly.data_of(make_config(values), tmp_path).name == "words"
+    with pytest.raises(WeftError, match=r"words\.txt"):
+        assembly.data_of(make_config(values), tmp_path / "elsewhere")
+
+
+def test_the_number_of_threads_is_the_configs(own: Path) -> None:
+    assembly.set_threads(make_config(LEAST, ["--train.threads=1"]))
+    assert torch.get_num_threads() == 1
+    with pytest.raises(ConfigError, match=r"train\.threads = 0"):
+        assembly.set_threads(make_config(LEAST, ["--train.threads=0"]))
+
+
+def test_a_run_that_is_not_there_is_told_with_the_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "spirals").mkdir()
+    (tmp_path / "spirals" / "manifest.json").write_text("{}")
+    with pytest.raises(RunError, match=r"train it first \(weft train\); did you mean 'spirals'\?"):
+        assembly.open_trained(make_config(LEAST, ["--run=spirls", f"--runs={tmp_path}"]), tmp_path)

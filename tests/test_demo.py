@@ -1,0 +1,102 @@
+"""The demo: run for real, with fewer steps, from the search space to the files of the extracted model."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from weft.data import digits
+from weft.demo import run_demo
+from weft.runs import Run, list_runs
+from weft.search import Front
+from weft.supernet import extract, initialise
+from weft.zoo import digits_conv
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "weft.cli", "demo", "--json", "--runs", "kept", "--steps", "200", "--budget", "12"]
+    one_core = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=one_core, capture_output=True, text=True, check=True)
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
+    return folder, json.loads(done.stdout, parse_constant=pytest.fail)
+
+
+def test_the_extracted_model_is_the_subnet_in_the_supernet_to_the_last_bit(demo: tuple[Path, dict[str, Any]]) -> None:
+    folder, said = demo
+    assert said["extraction_bit_equal"] is True
+    data = digits()
+    assert data.test is not None
+    images = data.test.take(np.arange(len(data.test)))["image"]
+    program = torch.export.load(folder / said["files"]["torch"]).module()
+    chain = initialise(digits_conv)
+    front = Front.from_json(chain.space, said["front"])
+    plain = extract(chain, front.best().subnet)
+    plain.load_state_dict(load_file(folder / said["files"]["safetensors"]))
+    with torch.inference_mode():
+        assert torch.equal(program(images), plain(images))
+        right = (plain(images).argmax(-1) == data.test.take(np.arange(len(data.test)))["label"]).sum()
+    assert float(right) / len(images) == pytest.approx(said["test"]["chosen"]["accuracy"], abs=0.01)
+
+
+def test_the_front_is_found_on_validation_data_and_tested_once(demo: tuple[Path, dict[str, Any]]) -> None:
+    folder, said = demo
+    assert len(said["front"]["members"]) >= 1
+    assert set(said["test"]) == {"chosen", "random search", "largest"}
+    for scores in said["test"].values():
+        assert 0.5 < scores["accuracy"] <= 1.0
+        assert set(scores) == {"loss", "accuracy", "parameters", "flops"}
+    run = Run.open(folder / said["run"])
+    recorded = json.loads((run.path / "results" / "test.json").read_text())
+    assert recorded == run.test_scores
+    for name, kept in recorded.items():
+        assert kept["scores"] == {key: said["test"][name][key] for key in ("loss", "accuracy")}
+    assert [event["name"] for event in run.events.read() if event["event"] == "test"] == list(said["test"])
+    with pytest.raises(Exception, match="a test score is taken once"):
+        run.record_test("chosen", {"accuracy": 1.0})
+
+
+def test_the_run_is_finished_and_holds_what_was_said(demo: tuple[Path, dict[str, Any]]) -> None:
+    folder, said = demo
+    (listed,) = list_runs(folder / "kept")
+    assert (listed.state, listed.done, listed.total) == ("finished", 200, 200)
+    run = Run.open(folder / said["run"])
+    assert run.state() == "finished"
+    finished = [event for event in run.events.read() if event["event"] == "finished"]
+    assert [event["fingerprint"] for event in finished] == [said["fingerprint"]]
+    assert json.loads((run.path / "results" / "search" / "front.json").read_text()) == said["front"]
+    about = json.loads((folder / said["files"]["json"]).read_text())
+    assert about["subnet"] == said["front"]["members"][0]["subnet"]
+    assert about["test"] == said["test"]["chosen"]
+
+
+def test_for_a_person_it_tells_every_part_in_order(tmp_path: Path) -> None:
+    console = Console(record=True, file=io.StringIO(), width=160)
+    said = run_demo(tmp_path / "runs", console, steps=20, budget=3)
+    text = console.export_text()
+    parts = ["1  train", "4,096 subnets", said["fingerprint"], "2  search", "3  test", "random search", "4  extract"]
+    parts += ["to the last bit: yes", "5  where", said["run"], "model.safetensors", "done in"]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)

@@ -1,0 +1,236 @@
+"""Dry runs: what they tell of a run is what the run would be, and they change and write nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from weft import zoo
+from weft.data import Data, Tensors, as_data
+from weft.dryrun import activations, describe, kept_bytes, on_meta, size, state_ratio
+from weft.errors import DataError, SupernetError, WeftError
+from weft.pipeline import Optimizer, mean_squared_error
+from weft.pipeline.session import Session
+from weft.pipeline.settings import make_settings
+from weft.runs import Run
+from weft.space import Space
+from weft.supernet import Chain, Choice, Shared, initialise
+
+CHOICES: dict[str, Callable[[], nn.Module]] = {"big": partial(nn.Linear, 4, 4), "none": nn.Identity}
+
+
+def build() -> Chain:
+    space = Space()
+    blocks = [Choice(space, f"b{i}", CHOICES) for i in range(2)]
+    return Chain(Shared(partial(nn.Linear, 3, 4), "stem"), *blocks, Shared(partial(nn.Linear, 4, 2), "head"))
+
+
+def data(samples: int = 32) -> Data:
+    return Data("numbers", Tensors(x=torch.ones(samples, 3), y=torch.zeros(samples, 2)))
+
+
+def told(net: Any = build, source: Data | None = None, **options: Any) -> dict[str, Any]:
+    arguments = {"steps": 10, "batch_size": 8, "stream": "iid", "loss": mean_squared_error, **options}
+    return describe(net, source or data(), arguments, Path("runs/name"))
+
+
+def test_a_small_run_is_told_as_counted_by_hand() -> None:
+    stem, big, head = 3 * 4 + 4, 4 * 4 + 4, 4 * 2 + 2
+    found = told(optimizer=Optimizer("sgd", lr=0.1, momentum=0.9), microbatches=2)
+    assert found.pop("stream").startswith("iid: every step draws every choice anew")
+    # A micro-batch of 4: the stem and both choices keep their inputs (3, 4, 4), the head its input (4), and the error
+    # its outputs and targets (2, 2); the weights of a layer are no activations.
+    assert found == {
+        "run": "runs/name",
+        "device": "cpu",
+        "steps": 10,
+        "batch_size": 8,
+        "microbatches": 2,
+        "epochs": 2.5,
+        "subnets": 4,
+        "blocks": 4,
+        "layers": 6,
+        "parameters": stem + 2 * big + head,
+        "parameters_largest": stem + 2 * big + head,
+        "parameters_smallest": stem + head,
+        "memory_weights": 4 * (stem + 2 * big + head),
+        "memory_optimizer": 4 * (stem + 2 * big + head),
+        "memory_versions": 0,
+        "memory_gradients": 4 * (stem + 2 * big + head),
+        "memory_activations": 4 * 4 * (3 + 4 + 4 + 4 + 2 + 2),
+    }
+
+
+@pytest.mark.parametrize("make", [zoo.digits_conv, zoo.digits_mlp, zoo.nas_bench_macro])
+def test_parameters_without_data_are_those_of_the_real_supernet(make: Callable[[], Chain]) -> None:
+    flat, real = on_meta(make), initialise(make)
+    assert all(tensor.is_meta for tensor in flat.state_dict().values())
+    assert {name: tensor.shape for name, tensor in flat.state_dict().items()} == {
+        name: tensor.shape for name, tensor in real.state_dict().items()
+    }
+    assert flat.largest() == real.largest()
+    assert flat.smallest() == real.smallest()
+
+
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_activations_without_data_are_those_of_a_real_forward(m: int) -> None:
+    real = initialise(zoo.digits_conv)
+    options = make_settings(real, steps=1, batch_size=8, microbatches=m)
+    batch = {"image": torch.rand(8, 1, 8, 8), "label": torch.arange(8)}
+    flat = {name: tensor.to("meta") for name, tensor in batch.items()}
+    seen = activations(on_meta(zoo.digits_conv), real.largest(), flat, options)
+    assert isinstance(seen, int)
+    assert seen > 0
+    there = activations(real, real.largest(), batch, options)
+    assert isinstance(there, int)
+    assert there == seen
+    if m == 1:
+        halves = activations(
+            on_meta(zoo.digits_conv), real.largest(), flat, make_settings(real, steps=1, batch_size=8, microbatches=2)
+        )
+        assert isinstance(halves, int)
+        assert abs(halves * 2 - seen) < seen / 20
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ratio"),
+    [
+        (Optimizer("sgd", lr=0.1), 0),
+        (Optimizer("sgd", lr=0.1, momentum=0.9), 1),
+        (Optimizer("adamw", lr=0.1), 2),
+        (Optimizer("adam", lr=0.1, amsgrad=True), 3),
+    ],
+)
+def test_the_state_of_an_optimizer_is_seen_by_using_it(optimizer: Optimizer, ratio: int) -> None:
+    assert state_ratio(optimizer) == ratio
+    assert told(optimizer=optimizer)["memory_optimizer"] == ratio * told()["memory_weights"]
+
+
+@pytest.mark.parametrize("consistency", ["exact", "delayed(3)", "lagged(2)", "bounded(2,4)", "bounded(4,3)"])
+@pytest.mark.parametrize("m", [1, 2])
+def test_kept_versions_are_the_most_that_a_real_run_keeps(consistency: str, m: int, tmp_path: Path) -> None:
+    chain = initialise(build)
+    options: dict[str, Any] = {"loss": mean_squared_error, "consistency": consistency, "microbatches": m}
+    chosen = make_settings(chain, steps=16, batch_size=4, stream=chain.largest(), **options)
+    session = Session(chain, data(), chosen)
+    session.open(Run.create(tmp_path, "r", manifest={}))
+    weights = {
+        name: sum(p.numel() * p.element_size() for p in chain.module(name).parameters()) for name in chain.layers
+    }
+    most = dict.fromkeys(weights, 0)
+    session.sequential.train_mode()
+    for i in range(16):
+        session.step(i, session.loader.batch(i))
+        for name, kept in session.sequential.weights.items():
+            most[name] = max(most[name], len(kept.kept))
+    assert kept_bytes(on_meta(build), chosen) == sum(most[name] * weights[name] for name in weights)
+
+
+def test_a_supernet_larger_than_any_memory_can_be_described() -> None:
+    def huge() -> Chain:
+        return Chain(Choice(Space(), "b", {name: partial(nn.Linear, 3, 10**9) for name in ("p", "q")}))
+
+    wide = Data("wide", Tensors(x=torch.ones(8, 3), y=torch.zeros(8, 1)))
+    found = told(huge, wide, loss=lambda outputs, batch: outputs.mean())
+    assert found["parameters"] == 2 * 4 * 10**9
+    assert found["memory_weights"] == 32 * 10**9
+
+
+def test_nothing_is_written_and_nothing_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    chain = initialise(build)
+    before = {name: tensor.clone() for name, tensor in chain.state_dict().items()}
+    state, training = torch.get_rng_state(), chain.training
+    for net in (build, chain):
+        told(net)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert chain.training == training
+    assert list(chain.state_dict()) == list(before)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in chain.state_dict().items())
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_supernet_that_reads_values_while_it_is_made_is_made_for_real() -> None:
+    def curious() -> Chain:
+        rates = torch.linspace(0.0, 0.5, 2).tolist()
+        return Chain(
+            Choice(Space(), "b", {f"p{i}": nn.Sequential(nn.Dropout(r), nn.Linear(3, 2)) for i, r in enumerate(rates)})
+        )
+
+    assert told(curious)["parameters"] == 16
+
+
+class Reads(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :2] * (1.0 if bool(x.sum() > 0) else 2.0)
+
+
+def test_activations_that_cannot_be_followed_say_why() -> None:
+    def reading() -> Chain:
+        return Chain(Choice(Space(), "b", {"p": Reads()}))
+
+    assert told(reading)["memory_activations"].startswith("unknown: ")
+
+    def misfit() -> Chain:
+        return Chain(Choice(Space(), "b", {"p": partial(nn.Linear, 5, 2)}))
+
+    assert "unknown: RuntimeError without data: " in told(misfit)["memory_activations"]
+
+
+def test_a_space_with_real_choices_is_too_large_to_count() -> None:
+    def real() -> Chain:
+        space = Space()
+        space.real("rate", 0.0, 1.0)
+        return Chain(Choice(space, "b", {"p": partial(nn.Linear, 3, 2), "q": partial(nn.Linear, 3, 2)}))
+
+    assert told(real)["subnets"] == "too many to count"
+
+
+def test_a_foreign_loader_is_described_by_its_own_batches() -> None:
+    loader = DataLoader(TensorDataset(torch.ones(12, 3), torch.zeros(12, 2)), batch_size=4)
+    found = told(source=as_data(loader))
+    assert found["epochs"] == round(10 / 3, 2)
+    assert found["memory_activations"] == 4 * 4 * (3 + 4 + 4 + 4 + 2 + 2)
+
+
+def test_a_mistake_is_told_as_training_would_tell_it() -> None:
+    def fails() -> Chain:
+        raise LookupError("nothing here")
+
+    with pytest.raises(DataError, match="a batch of 64 is larger than the data"):
+        told(batch_size=64)
+    with pytest.raises(SupernetError, match="returned int, not a weft"):
+        told(lambda: 3)
+    with pytest.raises(LookupError, match="nothing here"):
+        told(fails)
+    with pytest.raises(WeftError, match="spacing 9 is impossible"):
+        told(stream="spaced:9")
+    with pytest.raises(WeftError, match="3 micro-batches"):
+        told(microbatches=3)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (5 * 2**50, "5120.0 TiB")],
+)
+def test_bytes_are_told_in_the_unit_that_fits(number: int, words: str) -> None:
+    assert size(number) == words
+
+
+@given(st.integers(0, 2**60))
+@settings(max_examples=200)
+def test_bytes_told_are_near_the_bytes(number: int) -> None:
+    value, unit = size(number).split()
+    factor = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
+    assert abs(float(value) * factor - number) <= 0.051 * factor
+    assert float(value) <= 1024 or unit == "TiB"

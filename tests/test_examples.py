@@ -1,0 +1,95 @@
+"""The examples: each is run as a user would run it, and says what its docstring promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.runs import list_runs
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run_example(name: str, folder: Path) -> str:
+    return run(folder, str(EXAMPLES / f"{name}.py"))
+
+
+def run(folder: Path, *arguments: str) -> str:
+    one_core = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=one_core, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_every_example_is_run_here() -> None:
+    found = {path.stem for path in EXAMPLES.iterdir() if not path.name.startswith(("_", "."))}
+    assert found == {"own_supernet", "text", "resume", "consistency", "own_config"}
+
+
+def test_a_supernet_of_ones_own_is_trained_searched_and_extracted(tmp_path: Path) -> None:
+    lines = run_example("own_supernet", tmp_path).splitlines()
+    assert lines[0].startswith("81 subnets, trained in runs/run-")
+    front = [re.fullmatch(r"accuracy (0\.\d{4}|1\.0000)  flops +([\d,]+)  (.*)", line) for line in lines[1:-1]]
+    assert len(front) >= 1
+    points = [(float(found[1]), int(found[2].replace(",", ""))) for found in front if found]
+    assert len(points) == len(front)
+    assert points == sorted(points, reverse=True)
+    last = re.fullmatch(r"extracted: Sequential with 6 layers, test accuracy (\d\.\d\d)", lines[-1])
+    assert last is not None
+    assert float(last[1]) > 0.9
+    assert [run.state for run in list_runs(tmp_path / "runs")] == ["finished"]
+
+
+def test_a_model_of_text_is_better_than_guessing_and_than_its_smallest_subnet(tmp_path: Path) -> None:
+    lines = run_example("text", tmp_path).splitlines()
+    bits = {line.split()[0]: float(line.split()[1]) for line in lines[:3]}
+    assert bits["best"] < bits["smallest"] < bits["guessing"]
+    assert lines[1].endswith("skip skip skip")
+    assert lines[3].startswith("it writes: 'The ")
+
+
+def test_a_run_that_was_stopped_and_resumed_has_the_fingerprint_of_an_undisturbed_one(tmp_path: Path) -> None:
+    lines = run_example("resume", tmp_path).splitlines()
+    whole, stopped, resumed, verdict = (line.split(maxsplit=1) for line in lines)
+    assert re.fullmatch("[0-9a-f]{64}", whole[1])
+    assert resumed[1] == whole[1]
+    assert stopped[1] == "after 60 of 150 steps, with a checkpoint"
+    assert verdict[1].endswith("yes")
+
+
+def test_consistencies_differ_and_delayed_by_nothing_is_exact(tmp_path: Path) -> None:
+    lines = run_example("consistency", tmp_path).splitlines()
+    told = {line[:15].strip(): line[15:].split() for line in lines}
+    assert list(told) == ["exact", "delayed(0)", "delayed(3)", "lagged(4)", "bounded(4, 3)"]
+    assert told["exact"] == told["delayed(0)"]
+    assert len({words[-1] for words in told.values()}) == 4
+    assert all(float(words[1]) < 2.0 for words in told.values())
+
+
+def test_a_config_with_ones_own_code_goes_through_every_verb_from_anywhere(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES / "own_config", tmp_path / "code", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def weft(*arguments: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(run(tmp_path, "-m", "weft.cli", *arguments, "--json"))
+        return found
+
+    assert weft("train", "code/config.toml", "--train.steps=200")["run"] == "runs/spirals"
+    front = weft("search", "runs/spirals")["front"]
+    assert front["objectives"] == [{"name": "accuracy", "maximize": True}, {"name": "parameters", "maximize": False}]
+    assert all(set(member["scores"]) >= {"accuracy", "confidence", "loss"} for member in front["members"])
+    files = weft("export", "code/config.toml")
+    assert sorted(files) == ["json", "safetensors", "torch"]
+    assert all((tmp_path / path).is_file() for path in files.values())
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.stem)
+def test_an_example_says_what_it_is_for(path: Path) -> None:
+    assert path.read_text().startswith('"""')

@@ -1,0 +1,77 @@
+"""The public face: light to import, every name where it says it is, and a package that can be called."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import weft
+
+LOOK = """
+import json, sys
+import weft
+heavy = {"torch", "numpy", "rich", "typer", "msgspec", "sklearn", "safetensors"} & set(sys.modules)
+assert weft.__version__ and weft.WeftError and not {"torch", "numpy"} & set(sys.modules)
+package = weft.search
+print(json.dumps({
+    "heavy": sorted(heavy),
+    "called": callable(package) and callable(weft.search),
+    "package": package.__name__,
+    "inner": package.Front is weft.Front,
+    "torch": "torch" in sys.modules,
+}))
+"""
+
+
+def test_importing_weft_imports_nothing_heavy_and_search_can_be_called_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, check=True)
+    seen = json.loads(done.stdout)
+    assert seen == {"heavy": [], "called": True, "package": "weft.search", "inner": True, "torch": True}
+
+
+@pytest.mark.parametrize("name", weft.__all__)
+def test_a_public_name_is_there_and_listed(name: str) -> None:
+    found = getattr(weft, name)
+    assert found is not None
+    assert name in dir(weft)
+    if name != "search":
+        home = next(module for module, names in weft._HOME.items() if name in names)
+        assert found is getattr(importlib.import_module(home), name)
+
+
+def test_the_public_names_are_told_alike_in_all_places() -> None:
+    assert sorted(weft.__all__) == sorted([*weft._NAMES, "search"])
+    source = inspect.getsource(weft)
+    for_types = source[source.index("if TYPE_CHECKING") : source.index("__version__ =")]
+    told = set(re.findall(r"\b\w+\b", re.sub(r"from [\w.]+ import|if TYPE_CHECKING:", "", for_types)))
+    assert told == set(weft.__all__)
+
+
+def test_packages_are_attributes_without_being_imported_first() -> None:
+    for name in ("data", "pipeline", "runs", "search", "space", "supernet", "zoo"):
+        assert getattr(weft, name) is importlib.import_module(f"weft.{name}")
+        assert name in dir(weft)
+    with pytest.raises(AttributeError, match="module 'weft' has no attribute 'serach'"):
+        weft.serach  # noqa: B018
+
+
+def test_search_is_a_package_and_the_function_in_it() -> None:
+    from weft.search.entry import search as function
+
+    assert inspect.ismodule(weft.search)
+    assert inspect.signature(weft.search) == inspect.signature(function)
+    assert next(iter(inspect.signature(weft.search).parameters)) == "trained"
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'trained'"):
+        weft.search()
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'\nversion = "{weft.__version__}"\n' in text
