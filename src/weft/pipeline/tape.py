@@ -8,6 +8,7 @@ across. A layer captured as a CUDA graph is an island of its own. Where islands 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +26,7 @@ Gradients = Sequence[Tensor | None]
 class _Island:
     inputs: Carry
     outputs: Carry = ()
-    leaves: list[Tensor] = field(default_factory=list)
+    layers: list[tuple[Weights, list[Tensor]]] = field(default_factory=list)
 
 
 class Tape:
@@ -49,7 +50,7 @@ class Tape:
         island = self._open()
         carry, leaves = weights.forward(self.n, self.carry, side)
         self.carry = boundary(carry)
-        island.leaves += leaves
+        island.layers.append((weights, leaves))
 
     def outputs(self) -> Carry:
         """What the last layer left, as part of an open island: the loss is computed from it."""
@@ -99,9 +100,15 @@ class Tape:
 def _backward(island: _Island, gradients: Gradients) -> tuple[list[Tensor | None], Gradients]:
     pairs = [(out, g) for out, g in zip(island.outputs, gradients, strict=True) if out.requires_grad]
     wanted = [x for x in island.inputs if x.requires_grad]
-    sources = [*island.leaves, *wanted]
-    if not pairs or not sources:
-        return [None] * len(island.leaves), [None] * len(island.inputs)
-    found = torch.autograd.grad([p[0] for p in pairs], sources, [p[1] for p in pairs], allow_unused=True)
-    back = iter(found[len(island.leaves) :])
-    return list(found[: len(island.leaves)]), [next(back) if x.requires_grad else None for x in island.inputs]
+    leaves = [leaf for _, own in island.layers for leaf in own]
+    if not pairs or not (leaves or wanted):
+        return [None] * len(leaves), [None] * len(island.inputs)
+    with ExitStack() as stack:
+        for weights, own in island.layers:
+            block = weights.bound(own)
+            if block is not None:
+                stack.enter_context(block)
+        outputs, seeds = [out for out, _ in pairs], [g for _, g in pairs]
+        found = torch.autograd.grad(outputs, [*leaves, *wanted], seeds, allow_unused=True)
+    back = iter(found[len(leaves) :])
+    return list(found[: len(leaves)]), [next(back) if x.requires_grad else None for x in island.inputs]

@@ -4,14 +4,15 @@ that wait."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from weft.errors import ConsistencyError, SupernetError
 from weft.pipeline import foreach
+from weft.pipeline.binding import Binding
 from weft.pipeline.consistency import Bounded, Clock, Exact
 from weft.pipeline.statistics import Record, Statistics
 from weft.supernet import Carry, Layer, as_carry
@@ -37,6 +38,7 @@ class Weights:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.names = list(trained)
         self.parameters: list[nn.Parameter] = list(trained.values())
+        self._binding = Binding(module, self.parameters)
         self.newest = 0
         self.kept: dict[int, list[Tensor]] = {}
         self.pending: Pending | None = None
@@ -79,10 +81,12 @@ class Weights:
         else:
             leaves = self._at(version)
         try:
-            if leaves is self._working or version < self.newest:
-                out = functional_call(self.module, dict(zip(self.names, leaves, strict=True)), carry, dict(side))
-            else:
+            block = self.bound(leaves)
+            if block is None:
                 out = self.module(*carry, **side)
+            else:
+                with block:
+                    out = self.module(*carry, **side)
         except RuntimeError as problem:
             if isinstance(problem, torch.OutOfMemoryError):
                 raise
@@ -91,6 +95,13 @@ class Weights:
         if before is not None:
             self._check_buffers(before)
         return as_carry(out, self.layer.name), leaves
+
+    def bound(self, leaves: list[Tensor]) -> AbstractContextManager[None] | None:
+        """A block in which the module computes with the leaves; None where they are its own parameters anyway.
+
+        The backward needs it too: a checkpointed layer is recomputed there.
+        """
+        return None if not leaves or leaves[0] is self.parameters[0] else self._binding.to(leaves)
 
     def forget(self) -> None:
         """Takes back what the last forward did to the buffers: its micro-batch does not count."""
