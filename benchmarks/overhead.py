@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from machine import write
@@ -55,7 +56,11 @@ class PlainLoop:
     def step(self, i: int) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = 0.05 * 0.5 * (1 + math.cos(math.pi * i / self.steps))
-        where = torch.from_numpy(self.orders.samples(i)).to(self.x.device)
+        place = i % self.orders.per_epoch
+        if place == 0:  # the order of an epoch goes to the device once
+            samples = [self.orders.samples(i + k) for k in range(self.orders.per_epoch)]
+            self.order = torch.from_numpy(np.concatenate(samples)).to(self.x.device)
+        where = self.order[place * self.batch : (place + 1) * self.batch]
         x, y = self.x[where], self.y[where]
         for layer in self.chain.route(self.stream[i][0]):
             x = self.chain.get_submodule(layer.name)(x)

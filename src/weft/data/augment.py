@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weft.data.source import Batch, Indices
+from weft.data.source import Batch, Indices, to_device
 from weft.errors import DataError
 from weft.keys import key
 
@@ -70,12 +70,16 @@ class ShiftFlip:
             mirrored = draws.uniform(f"{self.name} flip") < 0.5
             columns[mirrored] = columns[mirrored, ::-1]
         columns = columns + shifts[:, 1:]
-        # One gather from the flat image, in which an extra last pixel holds the zero that comes in from outside.
-        outside = ((rows < 0) | (rows >= height))[:, :, None] | ((columns < 0) | (columns >= width))[:, None, :]
-        flat = np.where(outside, height * width, rows[:, :, None] * width + columns[:, None, :])
-        where = torch.from_numpy(flat.reshape(count, 1, height * width)).to(images.device)
+        # One gather from the flat image, in which an extra last pixel holds the zero that comes in from outside. A
+        # pixel is outside as soon as its row or its column is, so each is marked by a number that no sum can bring
+        # back.
+        zero = height * width
+        rows = np.where((rows < 0) | (rows >= height), zero, rows * width)
+        columns = np.where((columns < 0) | (columns >= width), zero, columns)
+        down, across = to_device(rows, images.device), to_device(columns, images.device)
+        where = (down[:, :, None] + across[:, None, :]).clamp_(max=zero).view(count, 1, zero)
         padded = torch.nn.functional.pad(images.flatten(2), (0, 1))
-        gathered = padded.gather(2, where.expand(count, channels, height * width))
+        gathered = padded.gather(2, where.expand(count, channels, zero))
         return {**batch, self.key: gathered.view(images.shape)}
 
 

@@ -70,9 +70,7 @@ class Tensors:
         return self._length
 
     def take(self, indices: Indices) -> Batch:
-        where = torch.from_numpy(checked(indices, self._length))
-        if self.device.type != "cpu":
-            where = where.to(self.device)
+        where = to_device(checked(indices, self._length), self.device)
         return {name: tensor.index_select(0, where) for name, tensor in self._named.items()}
 
     def column(self, name: str) -> torch.Tensor:
@@ -162,7 +160,7 @@ class Text:
         return self._length
 
     def take(self, indices: Indices) -> Batch:
-        where = torch.from_numpy(checked(indices, self._length)).to(self.device)
+        where = to_device(checked(indices, self._length), self.device)
         windows = (self.tokens[shift:].unfold(0, self.context, self.stride) for shift in (0, 1))
         tokens, targets = (window.index_select(0, where).long() for window in windows)
         return {"tokens": tokens, "targets": targets}
@@ -184,6 +182,13 @@ def checked(indices: Indices, length: int) -> Indices:
     if indices.size and indices.view(np.uint64).max() >= length:  # a negative one is huge without its sign
         raise DataError(f"sample numbers run from 0 to {length - 1}; got {indices.min()} to {indices.max()}")
     return indices if indices.flags.writeable else indices.copy()
+
+
+def to_device(numbers: Indices, device: torch.device) -> torch.Tensor:
+    """Indices as a tensor on the device. A copy from ordinary memory would wait until the device has done all its
+    work."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def column(source: Source, name: str) -> torch.Tensor:
