@@ -177,6 +177,46 @@ def export(context: typer.Context, config: Target, as_json: AsJson = False) -> N
     _show({name: str(path) for name, path in written.items()}, as_json, "exported")
 
 
+@app.command(context_settings=_EXTRA)
+def simulate(
+    context: typer.Context,
+    config: Target,
+    stages: Annotated[str, typer.Option(help="Numbers of stages, separated by commas.")] = "1,2,4,8",
+    steps: Annotated[int, typer.Option(help="How many steps of the run are simulated at most.")] = 400,
+    window: Annotated[
+        int | None, typer.Option(help="Micro-batches in flight on a stage; 2 x stages if not given.")
+    ] = None,
+    latency: Annotated[float, typer.Option(help="Time of a message between stages, in the unit of the costs.")] = 0.0,
+    jitter: Annotated[float, typer.Option(help="Operation times vary by up to this share, such as 0.25.")] = 0.0,
+    costs: Annotated[str, typer.Option(help="measured (on this machine) or equal")] = "measured",
+    as_json: AsJson = False,
+) -> None:
+    """Say how the run would fare on several stages: throughput, bubble, activations, and what would help."""
+    settings, folder = _config(config, context)
+    counts = _stages(stages)
+    if costs not in ("measured", "equal"):
+        raise ConfigError(f"unknown costs '{costs}'{nearest(costs, ('measured', 'equal'))}")
+    from weft import assembly
+    from weft.simulation import simulate_run
+
+    assembly.set_threads(settings)
+    net, data = assembly.supernet_of(settings, folder), assembly.data_of(settings, folder)
+    arguments = assembly.train_arguments(settings, folder)
+    found = simulate_run(
+        net, data, arguments, counts, steps=steps, window=window, latency=latency, spread=jitter, costs=costs
+    )
+    if as_json:
+        _print_json(found)
+        return
+    console.print(
+        f"{found['stream']}; {found['steps']} steps, time in {found['unit']}", highlight=False, soft_wrap=True
+    )
+    _simulated(found["rows"], "stages")
+    if found["advice"]:
+        console.print(f"what would help on {found['advice'][0]['stages']} stages:")
+        _simulated(found["advice"], "change")
+
+
 @app.command()
 def runs(
     folder: Annotated[str, typer.Argument(help="The directory that holds the runs.")] = "runs", as_json: AsJson = False
@@ -247,6 +287,28 @@ def _show(values: Mapping[str, Any], as_json: bool, title: str) -> None:
         shown = size(value) if name.startswith("memory") and isinstance(value, int) else value
         table.add_row(name.replace("_", " "), f"{shown:,}" if isinstance(shown, int) else str(shown))
     console.print(table)
+
+
+def _simulated(rows: list[dict[str, Any]], first: str) -> None:
+    table = Table(first, "time a step", "speed-up", "bubble", "steady bubble", "most in flight", "cut before block")
+    for row in rows:
+        if "note" in row:
+            table.add_row(str(row[first]), row["note"])
+            continue
+        shown = [f"{row['time_per_step']:.4g}", f"{row['speedup']:.2f}", f"{row['bubble']:.3f}"]
+        cut = " ".join(str(block) for block in row.get("cut", ()))
+        table.add_row(str(row[first]), *shown, f"{row['steady_bubble']:.3f}", str(row["peak_in_flight"]), cut)
+    console.print(table)
+
+
+def _stages(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise ConfigError(f"--stages takes whole numbers from 1 on, such as 1,2,4, not '{text}'")
+    return counts
 
 
 def _print_json(value: Any) -> None:

@@ -1,0 +1,192 @@
+"""The one rule: what a stage does next, as a pure state machine. Events go in, operations come out.
+
+An operation is ready when its input has arrived and every layer that it uses has the version that its consistency
+demands. Among ready backwards the smallest micro-batch goes first, else the smallest ready forward; at most ``window``
+micro-batches are in flight on a stage, and the last place is kept for the oldest, without which windows deadlock.
+
+    2F0   forward of micro-batch 0 on stage 2          1B3   backward of micro-batch 3 on stage 1
+
+The simulator steps this very object, and so does the runtime.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from weft.errors import ConsistencyError, nearest
+
+Kind = Literal["F", "B"]
+
+
+class Op(NamedTuple):
+    """The forward or backward of one micro-batch on one stage."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class Need(NamedTuple):
+    """A layer that a micro-batch uses: the slot that its gradient joins, and the versions that it must see."""
+
+    layer: Hashable
+    slot: int
+    forward: int
+    backward: int
+
+
+Uses = Callable[[int], Sequence[Need]]
+"""The layers of the stage that a micro-batch uses; a pure function, known to every stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How ready operations are chosen. ``prefer`` is ``backward``, ``forward`` (GPipe) or ``alternate`` (NASPipe)."""
+
+    window: int
+    prefer: str = "backward"
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ConsistencyError(f"window={self.window}: at least one micro-batch must be in flight")
+        if self.prefer not in ("backward", "forward", "alternate"):
+            raise ConsistencyError(
+                f"unknown rule '{self.prefer}'{nearest(self.prefer, ('backward', 'forward', 'alternate'))}"
+            )
+
+
+@dataclass(slots=True)
+class _Layer:
+    """The users of a layer whose gradients are not yet applied, oldest first, and the operations that wait for them."""
+
+    users: deque[tuple[int, int]] = field(default_factory=deque)  # (micro-batch, slot)
+    early: set[int] = field(default_factory=set)  # backward done, but an older user's is not
+    waiting: list[tuple[int, int, Kind]] = field(default_factory=list)  # heap of (version, micro-batch, kind)
+
+    def has(self, version: int) -> bool:
+        """Whether the updates of all slots below the version are applied."""
+        return not self.users or self.users[0][1] >= version
+
+
+class Scheduler:
+    """The state of one stage. A decision costs no more than the layers that the micro-batch uses here."""
+
+    def __init__(self, stage: int, stages: int, uses: Uses, total: int, rule: Rule) -> None:
+        self.stage, self.stages, self.total, self.rule = stage, stages, total, rule
+        self.in_flight: set[int] = set()
+        self.finished_count = 0
+        self._uses = uses
+        self._layers: dict[Hashable, _Layer] = {}
+        self._needs: dict[int, Sequence[Need]] = {}
+        self._known = 0  # micro-batches below this are registered with their layers
+        self._oldest = 0  # the oldest micro-batch whose backward is not finished here
+        self._done: set[int] = set()
+        self._missing: dict[tuple[Kind, int], int] = {}  # layers that an operation still waits for
+        self._ready: dict[Kind, list[int]] = {"F": [], "B": []}
+        self._waiting_forwards = 0
+        self._last: Kind = "B"
+        self._admit()
+
+    def arrived(self, kind: Kind, microbatch: int) -> None:
+        """The input of an operation is here: activations for a forward, a gradient for a backward."""
+        if kind == "F":
+            self._waiting_forwards += 1
+        self._register(microbatch + 1)
+        missing = 0
+        for need in self._needs[microbatch]:
+            version = need.forward if kind == "F" else need.backward
+            layer = self._layers[need.layer]
+            if not layer.has(version):
+                heapq.heappush(layer.waiting, (version, microbatch, kind))
+                missing += 1
+        if missing:
+            self._missing[kind, microbatch] = missing
+        else:
+            heapq.heappush(self._ready[kind], microbatch)
+
+    def next(self) -> Op | None:
+        """The operation to start now, which is then in flight; None where the stage has to wait."""
+        for kind in self._order():
+            ready = self._ready[kind]
+            if ready and (kind == "B" or self._may_start(ready[0])):
+                microbatch = heapq.heappop(ready)
+                if kind == "F":
+                    self.in_flight.add(microbatch)
+                    self._waiting_forwards -= 1
+                    self._admit()
+                self._last = kind
+                return Op(self.stage, kind, microbatch)
+        return None
+
+    def finished(self, op: Op) -> None:
+        """An operation is over. After a backward its gradients are applied, as far as their turn has come."""
+        if op.kind == "F":
+            if self.stage == self.stages - 1:
+                self.arrived("B", op.microbatch)
+            return
+        self.in_flight.remove(op.microbatch)
+        self.finished_count += 1
+        self._done.add(op.microbatch)
+        while self._oldest in self._done:
+            self._done.remove(self._oldest)
+            self._oldest += 1
+        for layer in dict.fromkeys(need.layer for need in self._needs.pop(op.microbatch)):  # tied weights: once
+            self._apply(layer, op.microbatch)
+
+    def version(self, layer: Hashable) -> int | None:
+        """Updates of all slots below this are applied; None where nobody known uses the layer any more."""
+        known = self._layers.get(layer)
+        return known.users[0][1] if known and known.users else None
+
+    @property
+    def done(self) -> bool:
+        return self.finished_count == self.total
+
+    def _order(self) -> tuple[Kind, Kind]:
+        if self.rule.prefer == "backward" or (self.rule.prefer == "alternate" and self._last == "F"):
+            return ("B", "F")
+        return ("F", "B")
+
+    def _may_start(self, microbatch: int) -> bool:
+        free = self.rule.window - len(self.in_flight)
+        reserved = microbatch != self._oldest and self._oldest not in self.in_flight
+        return free > (1 if reserved else 0)
+
+    def _admit(self) -> None:
+        # The first stage makes its own inputs; it looks ahead no further than the others' receive buffers hold.
+        if self.stage == 0:
+            while self._known < self.total and self._waiting_forwards < self.rule.window:
+                self.arrived("F", self._known)
+
+    def _register(self, until: int) -> None:
+        for microbatch in range(self._known, until):
+            needs = self._needs[microbatch] = self._uses(microbatch)
+            for need in needs:
+                layer = self._layers.get(need.layer)
+                if layer is None:
+                    layer = self._layers[need.layer] = _Layer()
+                if not layer.users or layer.users[-1][0] != microbatch:
+                    layer.users.append((microbatch, need.slot))
+        self._known = max(self._known, until)
+
+    def _apply(self, key: Hashable, microbatch: int) -> None:
+        layer = self._layers[key]
+        if layer.users[0][0] != microbatch:
+            layer.early.add(microbatch)
+            return
+        layer.users.popleft()
+        while layer.users and layer.users[0][0] in layer.early:
+            layer.early.remove(layer.users.popleft()[0])
+        while layer.waiting and layer.has(layer.waiting[0][0]):
+            _, waiting, kind = heapq.heappop(layer.waiting)
+            self._missing[kind, waiting] -= 1
+            if not self._missing[kind, waiting]:
+                del self._missing[kind, waiting]
+                heapq.heappush(self._ready[kind], waiting)
