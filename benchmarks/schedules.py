@@ -6,8 +6,8 @@ Every block costs 1 forward and 2 backward, stages are cut evenly, messages are 
 `naspipe` (whole-stage gate, one batch a subnet, forward and backward in turn, no window to speak of), `weft` (backward
 first, window 2S), `gpipe` and `1f1b` (a flush after every step). `rows` has costs that divide by the number of
 micro-batches; `rows_small` lets each micro-batch cost 5 % of a whole batch more; `rows_jitter` lets operation times
-vary by 25 %, at windows of S, 2S and 3S. `over_bound` is how much longer `weft` takes than the critical path or the busiest
-stage of the same stream, whichever is longer: what no exact schedule can beat.
+vary by 25 %, at windows of S, 2S and 3S. `over_bound` is how much longer `weft` takes than the critical path or the
+busiest stage of the same stream, whichever is longer: what no exact schedule can beat.
 """
 
 from __future__ import annotations

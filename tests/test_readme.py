@@ -51,3 +51,17 @@ def test_every_figure_of_the_ranking_table_is_in_a_result_file() -> None:
         pair = [by[stream, 0], by[stream, 1]]
         assert figures == [*(f"{row['tau']:.2f}" for row in pair), *(str(row["pick_rank"]) for row in pair)]
     assert len(table) == 3
+
+
+def test_every_figure_of_the_bubble_table_is_in_a_result_file() -> None:
+    table = re.findall(r"^\| (NLP\.c\d|CV\.c\d) \| (\S+) \| (\S+) \| (\S+) \|", README, re.M)
+    by = {
+        (row["space"], row["rule"], row["stream"], row["microbatches"]): f"{row['steady_bubble']:.3f}"
+        for row in rows("schedules")
+        if row["stages"] == 8
+    }
+    assert len(table) == 7
+    for space, naspipe, finer, spaced in table:
+        assert naspipe == by[space, "naspipe", "iid", 1]
+        assert finer == by[space, "weft", "iid", 4]
+        assert spaced == by[space, "weft", "spaced", 1]
