@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -68,9 +68,9 @@ class Case:
         """The micro-batches that use each layer, in order."""
         found: dict[Layer, list[int]] = {}
         for n in range(self.total):
-            for layer in enumerate(self.picks[n]):
-                if layer[1] is not None:
-                    found.setdefault(layer, []).append(n)
+            for block, choice in enumerate(self.picks[n]):
+                if choice is not None:
+                    found.setdefault((block, choice), []).append(n)
         return found
 
     def clock(self, layer: Layer) -> Clock:
@@ -297,6 +297,8 @@ class Pipeline:
             assert all(position["F", n] < position["B", n] for n in range(self.case.total))
             assert self.asked[stage] == list(range(self.case.total))
             assert scheduler.done
+            assert not any((scheduler.in_flight, scheduler._needs, scheduler._missing, scheduler._done))  # no leaks
+            assert not any(layer.users or layer.early or layer.waiting for layer in scheduler._layers.values())
         assert self.applied == self.case.users
 
     def state(self) -> str:
@@ -677,7 +679,7 @@ def test_every_law_holds_in_all_interleavings_of_small_cases(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("promise", [Exact(), Delayed(1), Lagged(1), Bounded(1, 2), Bounded(1, 1)], ids=str)
+@pytest.mark.parametrize("promise", [Exact(), Delayed(1), Lagged(1), Bounded(1, 2)], ids=str)
 @pytest.mark.parametrize(
     ("prefer", "windows"), [("backward", (2, 1)), ("backward", (3, 2)), ("forward", (2, 2)), ("alternate", (2, 2))]
 )
@@ -768,7 +770,7 @@ def test_a_decision_costs_the_same_in_a_wide_window(monkeypatch: pytest.MonkeyPa
     total = 150
     looks, executed = {}, {}
     for window in (4, 64):
-        executed[window] = operations(lambda window=window: lockstep(wide(window, total)))
+        executed[window] = operations(partial(lockstep, wide(window, total)))
         with monkeypatch.context() as patch:
             heap = CountedHeap()
             patch.setattr(scheduler_module, "heapq", heap)
