@@ -99,8 +99,7 @@ class Sequential:
         self._waiting: dict[str, Weights] = {}
         self._keeping: dict[str, Weights] = {}
         m = law.microbatches
-        # The mean over the step's micro-batches enters as the gradient of each loss, so that every layer is divided by
-        # m.
+        # The mean over the step's micro-batches enters as the gradient of each loss: every layer is divided by m.
         self._seed_gradient = None if m == 1 else torch.full((), 1.0 / m, device=device)
         self._precision: Callable[[], AbstractContextManager[Any]] = (
             (lambda: torch.autocast(device.type, torch.bfloat16)) if law.precision == "bf16" else nullcontext

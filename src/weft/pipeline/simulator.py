@@ -35,18 +35,14 @@ class Simulated:
     busy: tuple[float, ...]
     peak: tuple[int, ...]
     """The most micro-batches in flight on each stage: their activations are held there."""
-    steady_idle: float
+    steady_bubble: float
+    """The idle share from the moment that the last stage first works until the first stage has no forward left."""
     spans: tuple[Span, ...] = field(repr=False, default=())
 
     @property
     def bubble(self) -> float:
         """The share of all stages' time that is idle, filling and draining included."""
         return 1.0 - sum(self.busy) / (self.stages * self.time) if self.time else 0.0
-
-    @property
-    def steady_bubble(self) -> float:
-        """The idle share from the moment that the last stage first works until the first stage has no forward left."""
-        return self.steady_idle
 
     @property
     def speedup(self) -> float:
