@@ -76,17 +76,22 @@ class _Layer:
 
 
 class Scheduler:
-    """The state of one stage. A decision costs no more than the layers that the micro-batch uses here."""
+    """The state of one stage that does the micro-batches ``first`` to ``total - 1``.
 
-    def __init__(self, stage: int, stages: int, uses: Uses, total: int, rule: Rule) -> None:
+    A decision costs no more than the layers that the micro-batch uses here.
+    """
+
+    def __init__(self, stage: int, stages: int, uses: Uses, total: int, rule: Rule, first: int = 0) -> None:
         self.stage, self.stages, self.total, self.rule = stage, stages, total, rule
         self.in_flight: set[int] = set()
-        self.finished_count = 0
+        self.finished_count = first
+        self.oldest = first
+        """The oldest micro-batch whose backward is not finished here."""
+        self.known = first
+        """Micro-batches below this are registered with their layers."""
         self._uses = uses
         self._layers: dict[Hashable, _Layer] = {}
         self._needs: dict[int, Sequence[Need]] = {}
-        self._known = 0  # micro-batches below this are registered with their layers
-        self._oldest = 0  # the oldest micro-batch whose backward is not finished here
         self._done: set[int] = set()
         self._missing: dict[tuple[Kind, int], int] = {}  # layers that an operation still waits for
         self._ready: dict[Kind, list[int]] = {"F": [], "B": []}
@@ -125,25 +130,45 @@ class Scheduler:
                 return Op(self.stage, kind, microbatch)
         return None
 
-    def finished(self, op: Op) -> None:
-        """An operation is over. After a backward its gradients are applied, as far as their turn has come."""
+    def finished(self, op: Op) -> list[tuple[Hashable, int]]:
+        """An operation is over. After a backward, the (layer, micro-batch) pairs whose gradients' turn has come now.
+
+        In the order of the list a layer gets its gradients in micro-batch order; one that is early comes up later.
+        """
         if op.kind == "F":
             if self.stage == self.stages - 1:
                 self.arrived("B", op.microbatch)
-            return
+            return []
         self.in_flight.remove(op.microbatch)
         self.finished_count += 1
         self._done.add(op.microbatch)
-        while self._oldest in self._done:
-            self._done.remove(self._oldest)
-            self._oldest += 1
+        while self.oldest in self._done:
+            self._done.remove(self.oldest)
+            self.oldest += 1
+        turns: list[tuple[Hashable, int]] = []
         for layer in dict.fromkeys(need.layer for need in self._needs.pop(op.microbatch)):  # tied weights: once
-            self._apply(layer, op.microbatch)
+            turns += self._apply(layer, op.microbatch)
+        return turns
 
     def version(self, layer: Hashable) -> int | None:
         """Updates of all slots below this are applied; None where nobody known uses the layer any more."""
         known = self._layers.get(layer)
         return known.users[0][1] if known and known.users else None
+
+    def end(self, total: int) -> None:
+        """Nothing from this micro-batch on will be done; none of it may have been admitted."""
+        if total < self.known:
+            raise ConsistencyError(f"the run cannot end at micro-batch {total}: {self.known - 1} is already under way")
+        self.total = total
+
+    def needs(self, microbatch: int) -> Sequence[Need]:
+        """The layers that a micro-batch under way uses here."""
+        return self._needs[microbatch]
+
+    def complete(self, layer: Hashable, slot: int, last: int) -> bool:
+        """Whether every gradient of a slot of the layer, whose last micro-batch is ``last``, has had its turn."""
+        known = self._layers.get(layer)
+        return last < self.known and (known is None or known.has(slot + 1))
 
     @property
     def done(self) -> bool:
@@ -156,17 +181,17 @@ class Scheduler:
 
     def _may_start(self, microbatch: int) -> bool:
         free = self.rule.window - len(self.in_flight)
-        reserved = microbatch != self._oldest and self._oldest not in self.in_flight
+        reserved = microbatch != self.oldest and self.oldest not in self.in_flight
         return free > (1 if reserved else 0)
 
     def _admit(self) -> None:
         # The first stage makes its own inputs; it looks ahead no further than the others' receive buffers hold.
         if self.stage == 0:
-            while self._known < self.total and self._waiting_forwards < self.rule.window:
-                self.arrived("F", self._known)
+            while self.known < self.total and self._waiting_forwards < self.rule.window:
+                self.arrived("F", self.known)
 
     def _register(self, until: int) -> None:
-        for microbatch in range(self._known, until):
+        for microbatch in range(self.known, until):
             needs = self._needs[microbatch] = self._uses(microbatch)
             for need in needs:
                 layer = self._layers.get(need.layer)
@@ -174,19 +199,23 @@ class Scheduler:
                     layer = self._layers[need.layer] = _Layer()
                 if not layer.users or layer.users[-1][0] != microbatch:
                     layer.users.append((microbatch, need.slot))
-        self._known = max(self._known, until)
+        self.known = max(self.known, until)
 
-    def _apply(self, key: Hashable, microbatch: int) -> None:
+    def _apply(self, key: Hashable, microbatch: int) -> list[tuple[Hashable, int]]:
         layer = self._layers[key]
         if layer.users[0][0] != microbatch:
             layer.early.add(microbatch)
-            return
+            return []
         layer.users.popleft()
+        turns = [(key, microbatch)]
         while layer.users and layer.users[0][0] in layer.early:
-            layer.early.remove(layer.users.popleft()[0])
+            early = layer.users.popleft()[0]
+            layer.early.remove(early)
+            turns.append((key, early))
         while layer.waiting and layer.has(layer.waiting[0][0]):
             _, waiting, kind = heapq.heappop(layer.waiting)
             self._missing[kind, waiting] -= 1
             if not self._missing[kind, waiting]:
                 del self._missing[kind, waiting]
                 heapq.heappush(self._ready[kind], waiting)
+        return turns
