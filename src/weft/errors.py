@@ -46,6 +46,10 @@ class NonFiniteError(TrainError):
     """A loss that is not a number; names the step, the subnet and the layer."""
 
 
+class PipelineError(TrainError):
+    """Stages that cannot work together: one is lost, hangs, or disagrees with the others."""
+
+
 class SearchError(WeftError):
     """A search that cannot be run as asked."""
 

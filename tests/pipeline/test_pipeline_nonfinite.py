@@ -68,7 +68,7 @@ def batch(seed: int, rows: int = 4, bad: slice | None = None, value: float = 60.
 
 
 def whole(sequential: Sequential, name: str) -> dict[str, Tensor]:
-    tensors, _ = capture(sequential.weights[name], sequential.updater)
+    tensors, _ = capture(sequential.weights[name], sequential.updater, 0)
     return {key: tensor.detach().clone() for key, tensor in tensors.items()}
 
 

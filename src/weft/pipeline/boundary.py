@@ -23,6 +23,29 @@ class _Boundary(torch.autograd.Function):
         return gradients
 
 
+class _Entry(torch.autograd.Function):
+    # An alias and not a view: a layer may work on what it gets in place, as nn.ReLU(inplace=True) does.
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.data for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return gradients
+
+
+def entered(leaves: Carry) -> Carry:
+    """The leaves as a layer behind a cut may use them; their gradients are summed as at any border."""
+    places = [index for index, tensor in enumerate(leaves) if tensor.requires_grad]
+    passed = list(leaves)
+    if places:
+        behind = _Entry.apply(*(leaves[index] for index in places))  # type: ignore[no-untyped-call]
+        for index, tensor in zip(places, behind, strict=True):
+            passed[index] = tensor
+    return tuple(passed)
+
+
 def boundary(carry: Carry) -> Carry:
     """The same tensors behind a border. A single tensor that needs a gradient is a border by itself."""
     places = [index for index, tensor in enumerate(carry) if tensor.requires_grad]

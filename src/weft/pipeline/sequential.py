@@ -27,7 +27,7 @@ from weft.pipeline.seeding import Seeder
 from weft.pipeline.tape import Tape
 from weft.pipeline.weights import Weights
 from weft.space import Stream, Subnet
-from weft.supernet import Chain, side_inputs
+from weft.supernet import Carry, Chain, side_inputs
 
 Outputs = Any
 Loss = Callable[[Outputs, Batch], Tensor]
@@ -51,6 +51,39 @@ class Law:
     precision: str = "fp32"
     nonfinite: str = "stop"
     metrics: Mapping[str, Metric] | None = None
+
+    def autocast(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+        """Blocks in which forwards compute in the run's precision."""
+        if self.precision == "bf16":
+            return lambda: torch.autocast(device.type, torch.bfloat16)
+        return nullcontext
+
+    def loss_of(self, carry: Carry, batch: Batch) -> tuple[Outputs, Tensor]:
+        """The outputs as the loss sees them, and the loss; raises TrainError where it is not one number."""
+        outputs = carry[0] if len(carry) == 1 else carry
+        loss = self.loss(outputs, batch)
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise TrainError(f"the loss must return a tensor with one number, not {got}")
+        return outputs, loss
+
+    def measured(self, outputs: Outputs, batch: Batch) -> dict[str, tuple[Tensor, float]]:
+        """Sum and count of every metric over a micro-batch."""
+        if not self.metrics:
+            return {}
+        with torch.no_grad():
+            return {name: metric(outputs, batch) for name, metric in self.metrics.items()}
+
+    def clipped(self, gradients: list[Tensor]) -> list[Tensor] | None:
+        """A layer's gradients, clipped to the run's norm; None where they are not finite and are to be skipped."""
+        if not gradients or (self.clip is None and self.nonfinite != "skip"):
+            return gradients
+        norm = foreach.norm(gradients)
+        if self.nonfinite == "skip" and not bool(torch.isfinite(norm)):
+            return None
+        if self.clip is None:
+            return gradients
+        return foreach.mul(gradients, torch.clamp(self.clip / (norm + 1e-6), max=1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +133,8 @@ class Sequential:
         self._keeping: dict[str, Weights] = {}
         m = law.microbatches
         # The mean over the step's micro-batches enters as the gradient of each loss: every layer is divided by m.
-        self._seed_gradient = None if m == 1 else torch.full((), 1.0 / m, device=device)
-        self._precision: Callable[[], AbstractContextManager[Any]] = (
-            (lambda: torch.autocast(device.type, torch.bfloat16)) if law.precision == "bf16" else nullcontext
-        )
+        self._seed_gradient = torch.full((), 1.0 / m, device=device)
+        self._precision = law.autocast(device)
         self.graphs = graphs
 
     def step(self, i: int, batch: Batch) -> StepResult:
@@ -124,7 +155,7 @@ class Sequential:
             skipped += not counted
             for name, (total, count) in metrics.items():
                 before = sums.get(name)
-                sums[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
+                sums[name] = (total, count) if before is None else (_wide(before[0]) + total, before[1] + count)
             self._update(i * m + j)
         return StepResult(i, picks, tuple(losses), sums, skipped)
 
@@ -138,16 +169,9 @@ class Sequential:
                 self.seeder.set(i, j, layer.name)
                 tape.forward(self.weights[layer.name], side_inputs(layer, batch))
             carry = tape.outputs()
-            outputs = carry[0] if len(carry) == 1 else carry
             self.seeder.set(i, j, "loss")
-            loss = self.law.loss(outputs, batch)
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
-            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise TrainError(f"the loss must return a tensor with one number, not {got}")
-        metrics = {}
-        if self.law.metrics:
-            with torch.no_grad():
-                metrics = {name: metric(outputs, batch) for name, metric in self.law.metrics.items()}
+            outputs, loss = self.law.loss_of(carry, batch)
+        metrics = self.law.measured(outputs, batch)
         # On the CPU looking costs nothing; on a GPU it would stall every step, so there the run looks later.
         looks = self.device.type == "cpu" or self.law.nonfinite == "skip"
         if looks and not math.isfinite(loss.item()):
@@ -174,7 +198,7 @@ class Sequential:
             self._apply(n, self.law.schedule(step, self.law.steps), group)
         # A layer that is not used again must let go of its old versions too.
         for weights in list(self._keeping.values()):
-            weights.prune(n)
+            weights.prune(n + 1)
             if not weights.kept:
                 del self._keeping[weights.layer.name]
 
@@ -183,21 +207,15 @@ class Sequential:
         gradients: list[Tensor] = []
         applied = []
         for weights in group:
-            own = weights.take(n)
-            good = True
-            if own and (self.law.clip is not None or self.law.nonfinite == "skip"):
-                norm = foreach.norm(own)
-                good = self.law.nonfinite != "skip" or bool(torch.isfinite(norm))
-                if good and self.law.clip is not None:
-                    own = foreach.mul(own, torch.clamp(self.law.clip / (norm + 1e-6), max=1.0))
-            applied.append(good)
-            if good:
+            own = self.law.clipped(weights.take(n + 1))
+            applied.append(own is not None)
+            if own is not None:
                 parameters += weights.parameters
                 gradients += own
         if parameters:
             self.updater.apply(parameters, gradients, factor)
         for weights, good in zip(group, applied, strict=True):
-            weights.updated(n, good)
+            weights.updated(n + 1, good)
             if weights.kept:
                 self._keeping[weights.layer.name] = weights
 
@@ -240,6 +258,10 @@ class Sequential:
             f"the loss is not a number in step {i}, micro-batch {j}, subnet {subnet}: it first appears in {where}. "
             "Try a lower learning rate, clipping, or nonfinite='skip'"
         )
+
+
+def _wide(total: Tensor | float) -> Tensor:
+    return torch.as_tensor(total, dtype=torch.float64)
 
 
 def split(batch: Batch, m: int) -> list[Batch]:

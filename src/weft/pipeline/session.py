@@ -190,7 +190,7 @@ class Session:
         tensors: dict[str, Tensor] = {}
         layers: dict[str, Any] = {}
         for name, weights in self.sequential.weights.items():
-            found, layers[name] = capture(weights, self.sequential.updater)
+            found, layers[name] = capture(weights, self.sequential.updater, step * self.settings.microbatches)
             tensors.update(found)
         meta = {"space": self.chain.space.id, "seed": self.settings.seed, "losses": self.losses.value, "layers": layers}
         self.run.events.flush()

@@ -42,16 +42,17 @@ def layer_digest(weights: Weights, updater: Updater) -> str:
     return tensors_digest(layer_tensors(weights, updater))
 
 
-def capture(weights: Weights, updater: Updater) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All tensors of a layer for a checkpoint, and the numbers that go with them."""
+def capture(weights: Weights, updater: Updater, at: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors of a layer for a checkpoint before micro-batch ``at``, and the numbers that go with them."""
     tensors = layer_tensors(weights, updater)
     name = weights.layer.name
-    for begin, version in weights.kept.items():
-        for path, tensor in zip(weights.names, version, strict=True):
+    kept = weights.needed(at)
+    for begin in kept:
+        for path, tensor in zip(weights.names, weights.kept[begin], strict=True):
             tensors[f"{name}.{path}@{begin}"] = tensor
     numbers: dict[str, Any] = {
         "newest": weights.newest,
-        "kept": sorted(weights.kept),
+        "kept": kept,
         "volatile": sorted(weights.volatile()),
     }
     if weights.pending is not None:

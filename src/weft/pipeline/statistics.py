@@ -81,7 +81,7 @@ class Statistics:
     def clear(self) -> None:
         """Forgets a forward that does not count (its loss was not a number), lest 0 * nan survive in the scratch."""
         for tensor in self._scratch:
-            tensor.zero_()
+            tensor.data.zero_()  # autograd has noted the buffers of a norm, though a training backward reads none
 
     def fold(self, record: Record) -> None:
         """The record of one micro-batch goes into the running buffers."""

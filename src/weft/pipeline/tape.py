@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from weft.pipeline.boundary import boundary
+from weft.pipeline.boundary import boundary, entered
 from weft.pipeline.graphs import Captured, Graphs
 from weft.pipeline.weights import Weights
 from weft.supernet import Carry
@@ -30,13 +30,19 @@ class _Island:
 
 
 class Tape:
-    """The layers that a micro-batch has used so far, and what is needed to go back through them."""
+    """The layers that a micro-batch has used so far, and what is needed to go back through them.
 
-    def __init__(self, n: int, carry: Carry, graphs: Graphs | None = None) -> None:
+    A carry that was ``received`` comes from another stage: what of it requires a gradient gets one of its own.
+    """
+
+    def __init__(self, n: int, carry: Carry, graphs: Graphs | None = None, received: bool = False) -> None:
         self.n = n
         self.carry = carry
         self.used: list[Weights] = []
+        self.back: Gradients = ()
+        """After the backward: the gradients of the carry that the tape began with."""
         self._graphs = graphs
+        self._received = received
         self._islands: list[_Island | Captured] = []
 
     def forward(self, weights: Weights, side: Mapping[str, Tensor]) -> None:
@@ -69,6 +75,7 @@ class Tape:
             else:
                 own, gradients = _backward(island, gradients)
             leaves[:0] = own
+        self.back = gradients
         self._islands.clear()
         found: dict[str, list[Tensor | None]] = {}
         start = 0
@@ -82,9 +89,11 @@ class Tape:
         last = self._islands[-1] if self._islands else None
         if isinstance(last, _Island):
             return last
-        if last is not None:  # the output of a captured layer is overwritten in place: autograd gets an alias
-            self.carry = tuple(x.detach().requires_grad_(x.requires_grad) for x in self.carry)
-        island = _Island(self.carry)
+        leaves = self.carry
+        if last is not None or self._received:
+            leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in self.carry)
+            self.carry = entered(leaves)
+        island = _Island(leaves)
         self._islands.append(island)
         return island
 
@@ -98,7 +107,7 @@ class Tape:
 
 
 def _backward(island: _Island, gradients: Gradients) -> tuple[list[Tensor | None], Gradients]:
-    pairs = [(out, g) for out, g in zip(island.outputs, gradients, strict=True) if out.requires_grad]
+    pairs = [(o, g) for o, g in zip(island.outputs, gradients, strict=True) if o.requires_grad and g is not None]
     wanted = [x for x in island.inputs if x.requires_grad]
     leaves = [leaf for _, own in island.layers for leaf in own]
     if not pairs or not (leaves or wanted):

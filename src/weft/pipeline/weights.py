@@ -21,8 +21,10 @@ from weft.supernet import Carry, Layer, as_carry
 class Weights:
     """A layer's versions under its clock.
 
-    The newest version lies in the module's own parameters and is updated in place. Version v is "after the updates of
-    all slots below v"; ``kept`` maps the number at which an older version began to its tensors.
+    The newest version lies in the module's own parameters. Version v is "after the updates of all slots below v";
+    ``kept`` maps the number at which an older version began to its tensors. Where micro-batches that read different
+    versions can be in flight at once, they compute with aliases of the parameters; an update then gives the parameters
+    new memory, and the aliases, with the memory that they know, become the older version.
     """
 
     def __init__(self, layer: Layer, module: nn.Module, clock: Clock, compute: torch.dtype | None = None) -> None:
@@ -39,6 +41,11 @@ class Weights:
         self.names = list(trained)
         self.parameters: list[nn.Parameter] = list(trained.values())
         self._binding = Binding(module, self.parameters)
+        self._aliases: list[Tensor] | None = None
+        # Every reader of a version is through with it before the update that ends it: one set of tensors is enough.
+        self._single = isinstance(clock.consistency, Exact) or (
+            isinstance(clock.consistency, Bounded) and clock.window == 1
+        )
         self.newest = 0
         self.kept: dict[int, list[Tensor]] = {}
         self.pending: Pending | None = None
@@ -77,7 +84,7 @@ class Weights:
             self._load(version)
             leaves = self._working
         elif version >= self.newest:
-            leaves = list(self.parameters)
+            leaves = self._newest()
         else:
             leaves = self._at(version)
         try:
@@ -103,6 +110,10 @@ class Weights:
         """
         return None if not leaves or leaves[0] is self.parameters[0] else self._binding.to(leaves)
 
+    def refuse_buffers(self) -> None:
+        """A forward that changes the layer's own buffers raises: nothing would keep such forwards in order."""
+        self._reads_buffers = False
+
     def forget(self) -> None:
         """Takes back what the last forward did to the buffers: its micro-batch does not count."""
         self.statistics.clear()
@@ -124,8 +135,11 @@ class Weights:
         if self._working is not None:
             self._load(self.clock.backward_reads(n))
 
-    def add(self, n: int, gradients: list[Tensor | None]) -> None:
-        """The gradient of micro-batch n joins those of its slot, in micro-batch order."""
+    def add(self, n: int, gradients: list[Tensor | None], record: Record | None = None) -> None:
+        """The gradient of micro-batch n joins those of its slot, in micro-batch order.
+
+        ``record`` holds the batch statistics of its forward; None: it is the last forward that this layer did.
+        """
         slot = self.clock.slot(n)
         pairs = zip(self.parameters, gradients, strict=True)
         filled = [torch.zeros_like(p) if g is None else g if g.dtype is p.dtype else g.to(p.dtype) for p, g in pairs]
@@ -136,29 +150,32 @@ class Weights:
         else:
             foreach.add_(self.pending.gradients, filled)
         if self.statistics.norms:
-            self.pending.records.append(self.statistics.record(copy=kept))
+            self.pending.records.append(self.statistics.record(copy=kept) if record is None else record)
 
     def completes(self) -> int:
         """The micro-batch with which the slot that waits is complete; its step's learning rate is the update's."""
         assert self.pending is not None
         return self.clock.last(self.pending.slot)
 
-    def take(self, n: int) -> list[Tensor]:
-        """The mean gradient of the finished slot; the version before its update is kept if a later micro-batch still
-        reads it."""
+    def take(self, oldest: int) -> list[Tensor]:
+        """The mean gradient of the finished slot; the version before its update is kept if a micro-batch from
+        ``oldest``, the first that is not through, still reads it."""
         assert self.pending is not None
         slot = self.pending.slot
         steps = self.clock.steps(slot)
         # Never in place: autograd may have handed one tensor to several parameters.
         gradients = foreach.div(self.pending.gradients, steps) if steps > 1 else self.pending.gradients
-        last = self.clock.total - 1
         # The versions that are read only grow, so this one has a reader yet if those to come reach from below to above
         # it.
-        if n < last and self.clock.forward_reads(n + 1) <= slot and self.newest <= self.clock.forward_reads(last):
-            self.kept[self.newest] = [p.detach().clone().requires_grad_() for p in self.parameters]
+        begun = oldest < self.clock.total and self.clock.forward_reads(oldest) <= slot
+        if not self._single and begun and self.newest <= self.clock.forward_reads(self.clock.total - 1):
+            self.kept[self.newest] = self._newest()
+            for parameter in self.parameters:
+                parameter.data = parameter.data.clone()
+            self._aliases = None
         return gradients
 
-    def updated(self, n: int, applied: bool) -> None:
+    def updated(self, oldest: int, applied: bool) -> None:
         """Called after the update of the finished slot: it is the newest version now; versions that nobody reads any
         more go."""
         assert self.pending is not None
@@ -168,18 +185,27 @@ class Weights:
         self.newest = self.pending.slot + 1
         self._working_version = -1
         self.pending = None
-        self.prune(n)
+        self.prune(oldest)
 
-    def prune(self, n: int) -> None:
-        """Forgets the versions that no micro-batch after n reads."""
-        if n + 1 >= self.clock.total:
-            self.kept.clear()
-        if self.kept:
-            oldest = self.clock.forward_reads(n + 1)
-            begins = sorted(self.kept)
-            for begin, following in zip(begins, begins[1:] + [self.newest], strict=True):
-                if following <= oldest:
-                    del self.kept[begin]
+    def prune(self, oldest: int) -> None:
+        """Forgets the versions that no micro-batch from ``oldest`` on reads."""
+        for begin in set(self.kept) - set(self.needed(oldest)):
+            del self.kept[begin]
+
+    def needed(self, oldest: int) -> list[int]:
+        """Those of the kept versions that a micro-batch from ``oldest`` on reads, by where they began."""
+        if not self.kept or oldest >= self.clock.total:
+            return []
+        begins = sorted(self.kept)
+        read = self.clock.forward_reads(oldest)
+        return [begin for begin, end in zip(begins, begins[1:] + [self.newest], strict=True) if end > read]
+
+    def _newest(self) -> list[Tensor]:
+        if self._single:
+            return list(self.parameters)
+        if self._aliases is None:  # .data has a version counter of its own: an update is not seen as a change of these
+            self._aliases = [p.data.requires_grad_() for p in self.parameters]
+        return self._aliases
 
     def _at(self, version: int) -> list[Tensor]:
         return self.kept[max(begin for begin in self.kept if begin <= version)]
@@ -200,8 +226,9 @@ class Weights:
         self._watched = bool(before) and not self._reads_buffers
         if self.buffer_state() != before and not self._reads_buffers:
             raise ConsistencyError(
-                f"layer '{self.layer.name}' changes its own buffers in training, which needs 'exact' and one "
-                f"micro-batch a step; here it is {self.clock.consistency} with {self.clock.m}"
+                f"layer '{self.layer.name}' changes its own buffers in training, which needs 'exact', one "
+                "micro-batch a step and, on several stages, weights that are trained; "
+                f"here it is {self.clock.consistency} with {self.clock.m}"
             )
 
 

@@ -1,0 +1,321 @@
+"""One stage: its own layers, the micro-batches in flight on it, and the updates that fall due. No processes here.
+
+A forward keeps a tape until the gradient of what it gave comes back. A backward gives gradients; each layer gets them
+in micro-batch order (the scheduler says whose turn it is), and is updated when those of a slot are all there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.data import Batch
+from weft.errors import NonFiniteError, TrainError
+from weft.pipeline import foreach
+from weft.pipeline.consistency import clock
+from weft.pipeline.cut import Cut, stage_of
+from weft.pipeline.graphs import Graphs
+from weft.pipeline.optimizer import Updater
+from weft.pipeline.scheduler import Need, Scheduler
+from weft.pipeline.seeding import Seeder
+from weft.pipeline.sequential import Law
+from weft.pipeline.state import capture
+from weft.pipeline.statistics import Record
+from weft.pipeline.tape import Gradients, Tape
+from weft.pipeline.weights import Weights
+from weft.space import Stream, Subnet
+from weft.supernet import Carry, Chain, Layer, side_inputs
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A micro-batch between its forward and its backward."""
+
+    tape: Tape
+    inputs: Carry
+    batch: Batch
+    outputs: Carry
+    records: dict[str, Record]
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The layers of a stage as they are before micro-batch ``at``, each taken when it is there; see rule 8."""
+
+    at: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class Stage:
+    """Trains the blocks of one stage of a cut; only their layers need to be built."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        law: Law,
+        stream: Stream,
+        device: torch.device,
+        cut: Cut,
+        index: int,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self.chain, self.law, self.stream, self.device = chain, law, stream, device
+        self.index, self.stages = index, len(cut) + 1
+        of = stage_of(cut, len(chain.blocks))
+        self._blocks = {block for block, stage in enumerate(of) if stage == index}
+        compute = torch.bfloat16 if law.precision == "bf16" else None
+        blocks, m = len(chain.blocks), law.microbatches
+        self.weights = {
+            name: Weights(
+                layer, chain.module(name), clock(law.consistency[name], layer.block, blocks, m, law.steps), compute
+            )
+            for name, layer in chain.layers.items()
+            if layer.block in self._blocks
+        }
+        self.ordered = {name for name, w in self.weights.items() if w.parameters or w.statistics.norms}
+        """Layers whose micro-batches must keep to an order; the others hold nothing that training changes."""
+        for name, weights in self.weights.items():
+            weights.revocable = law.nonfinite == "skip"
+            if name not in self.ordered and self.stages > 1:
+                weights.refuse_buffers()
+        self.updater = Updater(
+            law.optimizer,
+            {
+                f"{name}.{path}": parameter
+                for name, w in self.weights.items()
+                for path, parameter in zip(w.names, w.parameters, strict=True)
+            },
+        )
+        self.updates = 0
+        self.snapshots: list[Snapshot] = []
+        self._graphs = graphs
+        self._seeder = Seeder(law.seed, device)
+        self._precision = law.autocast(device)
+        self._seed_gradient = torch.full((), 1.0 / m, device=device)
+        self._flights: dict[int, _Flight] = {}
+        self._early: dict[tuple[str, int], tuple[list[Tensor | None], Record | None]] = {}
+        self._keeping: dict[str, Weights] = {}
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.stages - 1
+
+    def reads_batch(self) -> bool:
+        """Whether this stage needs batches: for the chain's input, the loss, or a layer's side inputs."""
+        return self.is_first or self.is_last or any(w.layer.side for w in self.weights.values())
+
+    def uses(self, n: int) -> list[Need]:
+        """What micro-batch n needs here, as the scheduler takes it."""
+        found = []
+        for layer in self._route(n):
+            if layer.name in self.ordered:
+                at = self.weights[layer.name].clock
+                found.append(Need(layer.name, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
+        return found
+
+    def forward(self, n: int, carry: Carry, batch: Batch) -> tuple[Carry, Tensor | None]:
+        """Runs micro-batch n through the stage's layers; on the last stage also its loss, as a report."""
+        i, j = divmod(n, self.law.microbatches)
+        if self.is_first:
+            carry = self.chain.enter(batch)
+        tape = Tape(n, carry, self._graphs, received=not self.is_first)
+        records: dict[str, Record] = {}
+        report = None
+        with self._precision():
+            for layer in self._route(n):
+                weights = self.weights[layer.name]
+                self._seeder.set(i, j, layer.name)
+                tape.forward(weights, side_inputs(layer, batch))
+                if weights.statistics.norms:
+                    records[layer.name] = weights.statistics.record(copy=True)
+                    if weights.revocable:
+                        weights.statistics.clear()
+            outputs = tape.carry
+            if self.is_last:
+                self._seeder.set(i, j, "loss")
+                seen, loss = self.law.loss_of(tape.outputs(), batch)
+                outputs = (loss,)
+        if self.is_last:
+            report = self._report(loss, self.law.measured(seen, batch))
+        self._flights[n] = _Flight(tape, carry, batch, outputs, records)
+        return outputs, report
+
+    def backward(self, n: int, gradients: Gradients, counts: bool) -> Gradients:
+        """The gradients of what the stage took, from those of what it gave; those of its layers wait for their turn.
+
+        A micro-batch that does not ``count``, because its loss is not a number, leaves no trace.
+        """
+        flight = self._flights.pop(n)
+        if not counts:
+            for weights in flight.tape.used:
+                weights.forget()
+            return ()
+        seeds = (self._seed_gradient,) if self.is_last else gradients
+        found = flight.tape.backward(flight.outputs, seeds)
+        for name, own in found.items():
+            if name in self.ordered:
+                self._early[name, n] = (own, flight.records.get(name))
+        return flight.tape.back
+
+    def prepare(self, needs: Iterable[Need], kind: str, oldest: int) -> None:
+        """Updates that the next operation must see are applied, if they have waited so far."""
+        late = []
+        for need in needs:
+            pending = self.weights[str(need.layer)].pending
+            if pending is not None and pending.slot < (need.forward if kind == "F" else need.backward):
+                late.append(self.weights[str(need.layer)])
+        self._update(late, oldest)
+
+    def settle(self, turns: Sequence[tuple[Hashable, int]], scheduler: Scheduler) -> None:
+        """Gradients whose turn has come join their slots, and every slot that is full becomes an update."""
+        touched: dict[str, Weights] = {}
+        for layer, n in turns:
+            name = str(layer)
+            weights = self.weights[name]
+            self._capture_before(weights, n, scheduler.oldest)
+            if weights.pending is not None and weights.pending.slot < weights.clock.slot(n):
+                self._update([weights], scheduler.oldest)
+            own = self._early.pop((name, n), None)
+            if own is not None:
+                weights.add(n, *own)
+                touched[name] = weights
+        full = [w for name, w in touched.items() if w.pending and self._is_full(scheduler, name, w)]
+        self._update(full, scheduler.oldest)
+        for name, weights in list(self._keeping.items()):
+            weights.prune(scheduler.oldest)
+            if not weights.kept:
+                del self._keeping[name]
+
+    def finish(self, until: int) -> None:
+        """All micro-batches below ``until`` are through: the slots that end there are applied."""
+        waiting = [w for w in self.weights.values() if w.pending is not None and w.completes() < until]
+        self._update(waiting, until)
+
+    def taken(self, oldest: int) -> list[Snapshot]:
+        """The snapshots that are whole now, since every earlier micro-batch is through; in order."""
+        ready = [snapshot for snapshot in self.snapshots if snapshot.at <= oldest]
+        for snapshot in ready:
+            for name in self.weights:
+                self._capture(snapshot, name, oldest)
+        self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.at > oldest]
+        return ready
+
+    def resume(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """After the layers were restored: the optimizer's state comes back too."""
+        self.updater.load(states)
+        self._keeping = {name: w for name, w in self.weights.items() if w.kept}
+
+    def train_mode(self) -> None:
+        """The stage's layers train: their norms write into scratch buffers."""
+        for weights in self.weights.values():
+            weights.module.train()
+            weights.statistics.attach()
+
+    def eval_mode(self) -> None:
+        """The stage's layers evaluate, with their running buffers."""
+        for weights in self.weights.values():
+            weights.statistics.detach()
+            weights.module.eval()
+
+    def culprit(self, n: int) -> str:
+        """What on this stage first makes a number of micro-batch n not finite; empty where it came in so already."""
+        flight = self._flights[n]
+        i, j = divmod(n, self.law.microbatches)
+        carry = flight.inputs
+        if _broken(carry):
+            return "the batch itself" if self.is_first else ""
+        with torch.no_grad(), self._precision():
+            for layer in self._route(n):
+                self._seeder.set(i, j, layer.name)
+                weights = self.weights[layer.name]
+                carry, _ = weights.forward(n, carry, side_inputs(layer, flight.batch))
+                if _broken(carry):
+                    worn = any(not torch.isfinite(p).all() for p in weights.parameters)
+                    return f"layer '{layer.name}'" + (", whose weights are not finite" if worn else "")
+        return "the loss function" if self.is_last else ""
+
+    def subnet(self, n: int) -> Subnet:
+        """The subnet of micro-batch n."""
+        picks = self.stream[n // self.law.microbatches]
+        m = self.law.microbatches
+        if len(picks) not in (1, m):
+            raise TrainError(
+                f"the stream '{self.stream.name}' gives {len(picks)} subnets a step, but a step has {m} micro-batches: "
+                f"set microbatches={len(picks)}"
+            )
+        return picks[n % m % len(picks)]
+
+    def _route(self, n: int) -> list[Layer]:
+        return [layer for layer in self.chain.route(self.subnet(n)) if layer.block in self._blocks]
+
+    def _report(self, loss: Tensor, metrics: Mapping[str, tuple[Tensor, float]]) -> Tensor:
+        if self.device.type == "cpu" or self.law.nonfinite == "skip":
+            counts = math.isfinite(loss.item())
+        else:  # looking would stall the device; the first stage looks when the report is on the host
+            counts = True
+        numbers = [loss.detach(), float(counts)]
+        for total, count in metrics.values():
+            numbers += [total, float(count)]
+        wide = [torch.as_tensor(x, dtype=torch.float64, device=self.device).reshape(()) for x in numbers]
+        return torch.stack(wide)
+
+    def _is_full(self, scheduler: Scheduler, name: str, weights: Weights) -> bool:
+        assert weights.pending is not None
+        return scheduler.complete(name, weights.pending.slot, weights.completes())
+
+    def _update(self, group: Sequence[Weights], oldest: int) -> None:
+        by_step: dict[int, list[Weights]] = {}
+        for weights in group:
+            self._capture_before(weights, weights.completes(), oldest)
+            by_step.setdefault(weights.completes() // self.law.microbatches, []).append(weights)
+        for step, members in by_step.items():
+            parameters: list[Any] = []
+            gradients: list[Tensor] = []
+            applied = []
+            for weights in members:
+                own = self.law.clipped(weights.take(oldest))
+                applied.append(own is not None)
+                if own is not None:
+                    parameters += weights.parameters
+                    gradients += own
+            if parameters:
+                self.updater.apply(parameters, gradients, self.law.schedule(step, self.law.steps))
+            for weights, good in zip(members, applied, strict=True):
+                weights.updated(oldest, good)
+                if weights.kept:
+                    self._keeping[weights.layer.name] = weights
+            self.updates += len(members)
+
+    def _capture_before(self, weights: Weights, n: int, oldest: int) -> None:
+        """A checkpoint reads the layer before micro-batch n, or an update that holds it, changes anything."""
+        for snapshot in self.snapshots:
+            if snapshot.at <= n:
+                self._capture(snapshot, weights.layer.name, oldest)
+
+    def _capture(self, snapshot: Snapshot, name: str, oldest: int) -> None:
+        if name in snapshot.layers:
+            return
+        weights = self.weights[name]
+        if weights.pending is not None and weights.completes() < snapshot.at:
+            self._update([weights], oldest)
+        if weights.parameters and not bool(torch.isfinite(foreach.norm(list(weights.parameters)))):
+            raise NonFiniteError(
+                f"the weights of layer '{name}' are not finite before step {snapshot.at // self.law.microbatches}, "
+                "so no checkpoint is written. Try a lower learning rate or clipping"
+            )
+        found, snapshot.layers[name] = capture(weights, self.updater, snapshot.at)
+        snapshot.tensors.update({key: tensor.detach().clone() for key, tensor in found.items()})
+
+
+def _broken(carry: Carry) -> bool:
+    return any(not torch.isfinite(x).all() for x in carry if x.is_floating_point())

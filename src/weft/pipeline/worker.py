@@ -1,0 +1,192 @@
+"""A stage at work: messages in, the scheduler's choice done, messages out. Where they come from and go to is not known
+here, so that tests can step many workers in one process under any timing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from weft.data import Batch
+from weft.errors import NonFiniteError, TrainError
+from weft.pipeline.message import Message
+from weft.pipeline.scheduler import Op, Rule, Scheduler
+from weft.pipeline.stage import Snapshot, Stage
+from weft.supernet import Carry
+
+Send = Callable[[int, Message], None]
+"""Takes the number of a stage and what goes to it."""
+
+Parts = Callable[[int], Batch]
+"""The batch of a micro-batch; asked for once."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """What a stage has done so far, for progress and traces."""
+
+    busy: float = 0.0
+    deciding: float = 0.0
+    ops: int = 0
+    peak: int = 0
+
+
+@dataclass(slots=True)
+class Done:
+    """An operation that is over: when it ran, and from when to when its updates did."""
+
+    op: Op
+    start: float
+    end: float
+    update: tuple[float, float] | None = None
+    snapshots: list[Snapshot] = field(default_factory=list)
+
+
+class Worker:
+    """Steps one stage from micro-batch ``first`` to ``until``; a checkpoint reads it every ``every`` steps."""
+
+    def __init__(
+        self, stage: Stage, rule: Rule, first: int, until: int, parts: Parts, send: Send, every: int | None = None
+    ) -> None:
+        self.stage = stage
+        self.scheduler = Scheduler(stage.index, stage.stages, stage.uses, until, rule, first)
+        self.figures = Figures()
+        self.reports: list[tuple[int, Tensor]] = []
+        """Loss and metrics by micro-batch, in order of arrival; whoever keeps them takes them out."""
+        self._parts = parts
+        self._send = send
+        self._inbox: dict[tuple[str, int], Message] = {}
+        self._own: dict[int, Tensor] = {}
+        span = (every or 0) * stage.law.microbatches
+        self._span = span
+        self._boundary = -(-(first + 1) // span) * span if span else 0
+
+    @property
+    def done(self) -> bool:
+        return self.scheduler.done
+
+    def receive(self, message: Message) -> None:
+        """Activations or gradients from a neighbour, or word that the run ends early."""
+        if message.kind == "end":
+            self.end(message.microbatch)
+            return
+        self._inbox[message.kind, message.microbatch] = message
+        if message.kind == "B" and message.report is not None:
+            self.reports.append((message.microbatch, message.report))
+        self.scheduler.arrived("F" if message.kind == "F" else "B", message.microbatch)
+
+    def end(self, until: int) -> None:
+        """Stops before micro-batch ``until``; the stages behind are told."""
+        self.scheduler.end(until)
+        if not self.stage.is_last:
+            self._send(self.stage.index + 1, Message("end", until))
+
+    def work(self) -> Done | None:
+        """Does the next operation; None where there is nothing to do before something arrives."""
+        before = time.perf_counter()
+        op = self.scheduler.next()
+        if op is None:
+            return None
+        self.figures.peak = max(self.figures.peak, len(self.scheduler.in_flight))
+        needs = self.scheduler.needs(op.microbatch)
+        start = time.perf_counter()
+        self._register_snapshots()
+        self.stage.prepare(needs, op.kind, self.scheduler.oldest)
+        if op.kind == "F":
+            self._forward(op.microbatch)
+            end = time.perf_counter()
+            done = Done(op, start, end)
+            self.scheduler.finished(op)
+            now = time.perf_counter()
+        else:
+            self._backward(op.microbatch)
+            between = time.perf_counter()
+            turns = self.scheduler.finished(op)
+            decided = time.perf_counter()
+            self.figures.deciding += decided - between
+            self.stage.settle(turns, self.scheduler)
+            end = now = time.perf_counter()
+            done = Done(op, start, end, (decided, end))
+            done.snapshots = self.stage.taken(self.scheduler.oldest) if self.stage.snapshots else []
+        self.figures.deciding += start - before + (now - end)
+        self.figures.busy += end - start
+        self.figures.ops += 1
+        return done
+
+    def finish(self) -> list[Snapshot]:
+        """After the last operation: what still waits is applied, and the last snapshots are taken."""
+        until = self.scheduler.total
+        self._register_snapshots(until)
+        self.stage.finish(until)
+        return self.stage.taken(until)
+
+    def _register_snapshots(self, until: int | None = None) -> None:
+        reach = self.scheduler.known if until is None else until
+        while self._span and self._boundary <= reach:
+            self.stage.snapshots.append(Snapshot(self._boundary))
+            self._boundary += self._span
+
+    def _forward(self, n: int) -> None:
+        message = self._inbox.pop(("F", n), None)
+        carry: Carry = ()
+        if message is not None:
+            carry = tuple(
+                x.requires_grad_(wanted)  # type: ignore[union-attr]
+                for x, wanted in zip(message.tensors, message.wanted, strict=True)
+            )
+        batch = self._parts(n) if self.stage.reads_batch() else {}
+        outputs, report = self.stage.forward(n, carry, batch)
+        if self.stage.is_last:
+            assert report is not None
+            self._own[n] = report
+            if self.stage.is_first:
+                self.reports.append((n, report))
+            return
+        self._send(self.stage.index + 1, Message("F", n, outputs, tuple(x.requires_grad for x in outputs)))
+
+    def _backward(self, n: int) -> None:
+        message = self._inbox.pop(("B", n), None)
+        report = self._own.pop(n, None) if message is None else message.report
+        assert report is not None
+        # A report on a device is of the last stage itself; it is looked at only where that is worth the wait.
+        looks = report.device.type == "cpu" or self.stage.law.nonfinite == "skip"
+        counts = not looks or bool(report[1])
+        note = ""
+        if not counts and self.stage.law.nonfinite == "stop":
+            note = self.stage.culprit(n) or (message.note if message is not None else "")
+        gradients = self.stage.backward(n, () if message is None else message.tensors, counts)
+        if not self.stage.is_first:
+            self._send(self.stage.index - 1, Message("B", n, tuple(gradients), (), report, note))
+        if note or (not counts and self.stage.law.nonfinite == "stop"):
+            raise self.non_finite(n, note)
+
+    def non_finite(self, n: int, where: str) -> NonFiniteError:
+        """The error for a loss that is not a number."""
+        i, j = divmod(n, self.stage.law.microbatches)
+        first = f"it first appears in {where}" if where else "it first appears on an earlier stage"
+        return NonFiniteError(
+            f"the loss is not a number in step {i}, micro-batch {j}, subnet {self.stage.subnet(n)}: {first}. "
+            "Try a lower learning rate, clipping, or nonfinite='skip'"
+        )
+
+
+class Parted:
+    """Batches from a loader as micro-batches in any order within a window; each is given out once."""
+
+    def __init__(self, batches: Callable[[int], list[Batch]], m: int) -> None:
+        self._batches, self._m = batches, m
+        self._held: dict[int, list[Batch | None]] = {}
+
+    def __call__(self, n: int) -> Batch:
+        i, j = divmod(n, self._m)
+        if i not in self._held:
+            self._held[i] = list(self._batches(i))
+        held = self._held[i]
+        part, held[j] = held[j], None
+        if part is None:
+            raise TrainError(f"micro-batch {n} was asked for twice")
+        if not any(other is not None for other in held):
+            del self._held[i]
+        return part

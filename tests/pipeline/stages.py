@@ -1,0 +1,327 @@
+"""Supernets for pipeline tests, and many stages stepped in one process under an adversary's clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.pipeline import Consistency, Law, Optimizer, Sequential, make_schedule, parse
+from weft.pipeline.cut import Cut
+from weft.pipeline.message import Message, decode, encode, offsets, pack
+from weft.pipeline.scheduler import Rule
+from weft.pipeline.sequential import split
+from weft.pipeline.stage import Stage
+from weft.pipeline.state import layer_digest, optimizer_states, restore
+from weft.pipeline.worker import Parted, Worker
+from weft.space import Space, Stream, make_stream
+from weft.supernet import Chain, Choice, Optional, Shared, initialise
+
+CPU = torch.device("cpu")
+Batch = dict[str, Tensor]
+
+
+class Residual(nn.Module):
+    """A convolution with a norm and dropout beside a way around it, which sums two gradients at its input."""
+
+    def __init__(self, size: int, dropout: float = 0.2, inplace: bool = True) -> None:
+        super().__init__()
+        self.first = nn.ReLU(inplace=inplace)
+        self.conv = nn.Conv2d(4, 4, size, padding=size // 2)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x + self.drop(self.norm(self.conv(x)))
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x).mean((2, 3)))
+
+
+def convolutional(blocks: int = 4) -> Chain:
+    """Norms, dropout, layers that work in place, a block that may be skipped, and one without weights."""
+    space = Space()
+    middle: list[Any] = [
+        Choice(
+            space,
+            f"b{k}",
+            {"c3": lambda: Residual(3), "c1": lambda: Residual(1), "none": nn.Identity, "pool": pooling},
+        )
+        for k in range(blocks - 1)
+    ]
+    middle.insert(1, Optional(space, "maybe", lambda: Residual(3, 0.0)))
+    return Chain(Shared(lambda: nn.Conv2d(1, 4, 3, padding=1), "stem"), *middle, Shared(Head, "head"))
+
+
+def pooling() -> nn.Module:
+    return nn.AvgPool2d(3, 1, 1)
+
+
+class Attend(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], self.heads, -1)
+        q, k, v = (part.reshape(shape).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+def text(blocks: int = 3) -> Chain:
+    """Integer inputs, an embedding, attention or a plain layer."""
+    space = Space()
+    return Chain(
+        Shared(lambda: nn.Embedding(11, 8), "embed"),
+        *[
+            Choice(
+                space,
+                f"b{k}",
+                {
+                    "one": lambda: Attend(1),
+                    "two": lambda: Attend(2),
+                    "mlp": lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.1)),
+                },
+            )
+            for k in range(blocks)
+        ],
+        Shared(lambda: nn.LayerNorm(8), "norm"),
+        Shared(lambda: nn.Linear(8, 11), "out"),
+        inputs=("tokens",),
+    )
+
+
+class Encode(nn.Module):
+    """Changes the source and passes the target's tokens (integers) and a mask on as they are."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, width), nn.Linear(width, 6)
+
+    def forward(self, source: Tensor, tokens: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        return source + self.down(torch.tanh(self.up(source))) * mask.unsqueeze(-1), tokens, mask
+
+
+class Begin(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+
+    def forward(self, source: Tensor, tokens: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        return self.embed(tokens), source, mask
+
+
+class Decode(nn.Module):
+    """Reads the memory (which every later block reads too, so its gradients come from many) and a side input."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale = scale
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        context = (self.other(memory) * mask.unsqueeze(-1)).mean(1, keepdim=True)
+        return x + self.scale * torch.relu(self.own(x) + context) * weight[:, None, None], memory, mask
+
+
+class Finish(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 7)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        return self.out(x + memory.mean(1, keepdim=True))
+
+
+def encoder_decoder() -> Chain:
+    """A tuple travels: two tensors with gradients, integers, a mask of booleans; side inputs in the middle."""
+    space = Space()
+    return Chain(
+        *[Choice(space, f"e{k}", {"s": lambda: Encode(4), "l": lambda: Encode(9)}) for k in range(2)],
+        Shared(Begin, "begin"),
+        *[
+            Choice(space, f"d{k}", {"s": lambda: Decode(0.5), "l": lambda: Decode(1.0)}, side=("weight",))
+            for k in range(2)
+        ],
+        Shared(Finish, "finish"),
+        inputs=("source", "tokens", "mask"),
+    )
+
+
+def images(step: int, rows: int = 4) -> Batch:
+    draw = torch.Generator().manual_seed(step)
+    return {
+        "x": torch.randn(rows, 1, 5, 5, generator=draw),
+        "label": torch.randint(0, 3, (rows,), generator=draw),
+    }
+
+
+def words(step: int, rows: int = 4) -> Batch:
+    draw = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 11, (rows, 6), generator=draw)
+    return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
+
+
+def pairs(step: int, rows: int = 4) -> Batch:
+    draw = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 7, (rows, 5), generator=draw)
+    return {
+        "source": torch.randn(rows, 4, 6, generator=draw),
+        "tokens": tokens,
+        "mask": torch.rand(rows, 4, generator=draw) > 0.3,
+        "weight": torch.rand(rows, generator=draw),
+        "targets": tokens.roll(1, 1),
+    }
+
+
+KINDS: dict[str, tuple[Callable[[], Chain], Callable[[int], Batch]]] = {
+    "convolutional": (convolutional, images),
+    "text": (text, words),
+    "encoder-decoder": (encoder_decoder, pairs),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run, apart from where it runs."""
+
+    kind: str
+    law: Law
+    stream: Stream
+
+    def chain(self) -> Chain:
+        return initialise(KINDS[self.kind][0], self.law.seed)
+
+    def batch(self, step: int) -> Batch:
+        return KINDS[self.kind][1](step)
+
+
+def make_task(
+    kind: str,
+    *,
+    steps: int = 8,
+    m: int = 1,
+    consistency: str | Mapping[str, str] = "exact",
+    optimizer: Optimizer | None = None,
+    stream: str = "iid",
+    seed: int = 0,
+    **options: Any,
+) -> Task:
+    from weft.pipeline import accuracy, cross_entropy
+
+    chain = initialise(KINDS[kind][0], seed)
+    said = consistency if isinstance(consistency, Mapping) else dict.fromkeys(chain.layers, consistency)
+    promises: dict[str, Consistency] = {name: parse(said.get(name, "exact")) for name in chain.layers}
+    told = optimizer or Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=1e-3)
+    options = {"metrics": {"accuracy": accuracy}, **options}
+    law = Law(steps, m, cross_entropy, told, make_schedule("cosine"), seed, promises, **options)
+    return Task(kind, law, make_stream(chain.space, stream, seed))
+
+
+@dataclass
+class Outcome:
+    """What a run left: a digest of weights, buffers and optimizer state by layer, and every loss."""
+
+    layers: dict[str, str]
+    losses: list[float]
+    most_in_flight: int = 0
+
+
+def sequentially(task: Task) -> Outcome:
+    sequential = Sequential(task.chain(), task.law, task.stream, CPU)
+    sequential.train_mode()
+    losses = []
+    for step in range(task.law.steps):
+        result = sequential.step(step, task.batch(step))
+        losses += [loss.item() for loss in result.losses]
+    sequential.eval_mode()
+    return Outcome({name: layer_digest(w, sequential.updater) for name, w in sequential.weights.items()}, losses)
+
+
+def through_bytes(message: Message) -> Message:
+    """The message as it arrives on the other side of a wire."""
+    header, parts = encode(message)
+    places, length = offsets(len(header), [layout for layout, _ in parts])
+    block = torch.empty(length, dtype=torch.uint8)
+    pack(header, parts, block, places)
+    return decode(block, len(header), CPU)
+
+
+def in_stages(
+    task: Task,
+    cut: Cut,
+    window: int | Sequence[int],
+    seed: int = 0,
+    *,
+    until: int | None = None,
+    every: int | None = None,
+    saved: Any = None,
+    first_step: int = 0,
+) -> tuple[Outcome, list[Any]]:
+    """Steps the stages in an order drawn from the seed, messages late as it likes; also the snapshots, if asked for.
+
+    With ``saved`` (tensors, layers) it begins at ``first_step`` from there. Links keep their order, as wires do.
+    """
+    rng = random.Random(seed)
+    m, stages = task.law.microbatches, len(cut) + 1
+    total = (task.law.steps if until is None else until) * m
+    links: dict[tuple[int, int], list[Message]] = {}
+
+    def sender(source: int) -> Callable[[int, Message], None]:
+        return lambda to, message: links.setdefault((source, to), []).append(through_bytes(message))
+
+    workers = []
+    for index in range(stages):
+        stage = Stage(task.chain(), task.law, task.stream, CPU, cut, index)
+        if saved is not None:
+            for name, weights in stage.weights.items():
+                restore(weights, saved[0], saved[1][name])
+            own = {k: v for k, v in optimizer_states(saved[0]).items() if k in stage.updater.parameters}
+            stage.resume(own)
+        stage.train_mode()
+        width = window if isinstance(window, int) else window[index]
+        parts = Parted(lambda i: split(task.batch(i), m), m)
+        workers.append(Worker(stage, Rule(width), first_step * m, total, parts, sender(index), every))
+    snapshots: list[Any] = []
+    reports: dict[int, float] = {}
+    while not all(worker.done for worker in workers):
+        progress = False
+        choices: list[Any] = list(workers) + [link for link, queue in links.items() if queue]
+        rng.shuffle(choices)
+        for choice in choices:
+            if isinstance(choice, Worker):
+                done = choice.work()
+                if done is None:
+                    continue
+                snapshots += done.snapshots
+            else:
+                workers[choice[1]].receive(links[choice].pop(0))
+            progress = True
+            break
+        assert progress or any(links.values()), "no stage can go on"
+    losses = []
+    for worker in workers:
+        snapshots += worker.finish()
+        worker.stage.eval_mode()
+    for n, report in workers[0].reports:
+        reports[n] = float(report[0])
+    losses = [reports[n] for n in sorted(reports)]
+    layers = {name: layer_digest(w, wk.stage.updater) for wk in workers for name, w in wk.stage.weights.items()}
+    return Outcome(layers, losses, max(worker.figures.peak for worker in workers)), snapshots
