@@ -53,7 +53,7 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: int = 0
     threads: int | None = None
     cuda_graphs: bool = True
-    channels_last: bool = False
+    channels_last: bool | None = None
 
 
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

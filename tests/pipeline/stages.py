@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.pipeline import Consistency, Law, Optimizer, Sequential, make_schedule, parse
+from weft.pipeline.batches import Batches
 from weft.pipeline.cut import Cut
 from weft.pipeline.message import Message, decode, encode, offsets, pack
 from weft.pipeline.scheduler import Rule
-from weft.pipeline.sequential import split
 from weft.pipeline.stage import Stage
 from weft.pipeline.state import layer_digest, optimizer_states, restore
-from weft.pipeline.worker import Parted, Worker
+from weft.pipeline.worker import Worker
 from weft.space import Space, Stream, make_stream
 from weft.supernet import Chain, Choice, Optional, Shared, initialise
 
@@ -235,6 +235,17 @@ def make_task(
     return Task(kind, law, make_stream(chain.space, stream, seed))
 
 
+class Numbered:
+    """The batches of a task as a loader gives them."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def iterate(self, start: int, stop: int) -> Any:
+        for step in range(start, stop):
+            yield self.task.batch(step)
+
+
 @dataclass
 class Outcome:
     """What a run left: a digest of weights, buffers and optimizer state by layer, and every loss."""
@@ -297,7 +308,7 @@ def in_stages(
             stage.resume(own)
         stage.train_mode()
         width = window if isinstance(window, int) else window[index]
-        parts = Parted(lambda i: split(task.batch(i), m), m)
+        parts = Batches(Numbered(task), first_step, task.law.steps, m)
         workers.append(Worker(stage, Rule(width), first_step * m, total, parts, sender(index), every))
     snapshots: list[Any] = []
     reports: dict[int, float] = {}

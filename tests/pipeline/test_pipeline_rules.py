@@ -49,7 +49,7 @@ def batch(seed: int, rows: int = 4) -> dict[str, Tensor]:
 
 def whole(sequential: Sequential, name: str) -> dict[str, Tensor]:
     """Everything that a layer is, copied: weights, buffers, optimizer state, versions, gradients that wait."""
-    tensors, numbers = capture(sequential.weights[name], sequential.updater)
+    tensors, numbers = capture(sequential.weights[name], sequential.updater, 0)
     found = {key: tensor.detach().clone() for key, tensor in tensors.items()}
     return found | {f"number {key}": torch.tensor(value) for key, value in numbers.items()}
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.data import Batch
 from weft.pipeline.sequential import Loss, Metric
@@ -24,21 +26,12 @@ def evaluate(
     precision: str = "fp32",
 ) -> dict[str, float]:
     """Mean loss and metrics over the batches, weighted by their sizes. The chain must be in evaluation mode."""
-    sums: dict[str, Tensor] = {}
-    counts: dict[str, float] = {}
+    scores = Scores(loss, metrics)
     with torch.inference_mode():
         for batch in batches:
-            size = len(next(iter(batch.values())))
             with torch.autocast(_device(batch).type, torch.bfloat16) if precision == "bf16" else nullcontext():
-                outputs = chain(batch, subnet)
-                found = {name: metric(outputs, batch) for name, metric in (metrics or {}).items()}
-                if loss is not None:
-                    found["loss"] = (loss(outputs, batch) * size, size)
-            for name, (total, count) in found.items():
-                total = torch.as_tensor(total).double()
-                sums[name] = sums[name] + total if name in sums else total
-                counts[name] = counts.get(name, 0.0) + count
-    return {name: float(total) / counts[name] for name, total in sums.items()}
+                scores.add(chain(batch, subnet), batch)
+    return scores.means()
 
 
 @contextmanager
@@ -49,28 +42,63 @@ def recalibrated(chain: Chain, subnet: Subnet, batches: Iterable[Batch]) -> Iter
     buffers are as they were. Without batches nothing changes.
     """
     batches = list(batches)
-    norms = [norm for layer in chain.route(subnet) for norm in running_norms(chain.module(layer))]
-    if not norms or not batches:
-        yield
-        return
-    saved = [(norm, {name: b.clone() for name, b in norm.named_buffers()}, norm.momentum) for norm in norms]
-    try:
+    with Calibration([chain.module(layer) for layer in chain.route(subnet)] if batches else ()) as calibration:
         with torch.no_grad():
-            for norm in norms:
-                norm.reset_running_stats()
-                norm.momentum = None  # a plain average over the batches
-                norm.train()
-            for batch in batches:
+            for batch in batches if calibration.norms else ():
                 chain(batch, subnet)
-            for norm in norms:
-                norm.eval()
+        calibration.freeze()
         yield
-    finally:
-        for norm, buffers, momentum in saved:
-            norm.momentum = momentum
+
+
+class Calibration:
+    """For a block, the batch norms of some modules average over what they see until ``freeze``, and then keep to it."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.norms = [norm for module in modules for norm in running_norms(module)]
+        self._saved: list[tuple[dict[str, Tensor], float | None]] = []
+
+    def __enter__(self) -> Calibration:
+        for norm in self.norms:
+            self._saved.append(({name: b.clone() for name, b in norm.named_buffers()}, norm.momentum))
+            norm.reset_running_stats()
+            norm.momentum = None  # a plain average over the batches
+            norm.train()
+        return self
+
+    def freeze(self) -> None:
+        for norm in self.norms:
             norm.eval()
-            for name, buffer in norm.named_buffers():
-                buffer.copy_(buffers[name])
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with torch.no_grad():
+            for norm, (buffers, momentum) in zip(self.norms, self._saved, strict=True):
+                norm.momentum = momentum
+                norm.eval()
+                for name, buffer in norm.named_buffers():
+                    buffer.copy_(buffers[name])
+
+
+class Scores:
+    """Sums of loss and metrics over batches, in double precision, and their means."""
+
+    def __init__(self, loss: Loss | None, metrics: Mapping[str, Metric] | None) -> None:
+        self._loss, self._metrics = loss, metrics or {}
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, float] = {}
+
+    def add(self, outputs: Any, batch: Batch) -> None:
+        """The outputs of one batch; the loss counts by its size."""
+        size = len(next(iter(batch.values())))
+        found = {name: metric(outputs, batch) for name, metric in self._metrics.items()}
+        if self._loss is not None:
+            found["loss"] = (self._loss(outputs, batch) * size, size)
+        for name, (total, count) in found.items():
+            total = torch.as_tensor(total).double()
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+            self._counts[name] = self._counts.get(name, 0.0) + count
+
+    def means(self) -> dict[str, float]:
+        return {name: float(total) / self._counts[name] for name, total in self._sums.items()}
 
 
 def _device(batch: Batch) -> torch.device:

@@ -18,19 +18,19 @@ from weft.supernet import Chain
 log = logging.getLogger("weft.pipeline")
 
 
-def load_initial(chain: Chain, source: Any) -> None:
+def load_initial(chain: Chain, source: Any, partial: bool = False) -> None:
     """Copies weights from a state dict, a safetensors file, a run (or its directory) or a Chain into the chain, in
     place.
 
     Names that the chain does not have are left out and counted in the log; a shape that differs, or nothing that fits,
-    is a CheckpointError.
+    is a CheckpointError. Of a chain that is built in ``partial``, as on a stage, it may be that nothing fits.
     """
     if source is None:
         return
     found = _weights(source)
     own = chain.state_dict()
     common = [name for name in own if name in found]
-    if not common:
+    if not common and not partial:
         raise CheckpointError(
             f"none of the {len(found)} weights fits the supernet: it has names such as '{next(iter(own), '')}'"
         )

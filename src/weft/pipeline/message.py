@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weft.errors import PipelineError
 
-Kind = Literal["F", "B", "end", "bye"]
+Kind = Literal["F", "B", "end"]
 ALIGNED = 64
 _TYPES = {
     str(kind).removeprefix("torch."): kind
@@ -138,7 +138,7 @@ def decode(block: Tensor, header: int, device: torch.device) -> Message:
         there = [layout for layout in layouts if layout is not None]
         places, end = offsets(header, there)
         sound = all(min((*x.sizes, *x.strides, x.line), default=0) >= 0 and x.line < ALIGNED for x in there)
-        if end > block.numel() or not sound or kind not in ("F", "B", "end", "bye"):
+        if end > block.numel() or not sound or kind not in ("F", "B", "end"):
             raise ValueError(f"{block.numel()} bytes of kind {kind!r}")
         wanted = tuple(bool(flag) for flag in head["w"])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as problem:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ from weft.pipeline.graphs import Graphs
 from weft.pipeline.readback import Readback, mean
 from weft.pipeline.sequential import Law, Sequential, split
 from weft.pipeline.settings import Settings
+from weft.pipeline.signals import stop_requests
 from weft.pipeline.state import capture, layer_digest, optimizer_states, restore
 from weft.runs import Run
 from weft.space import Subnet
@@ -50,19 +48,7 @@ class Session:
             raise TrainError(
                 "validate needs validation data, and this data set has none: split some off it, or leave it out"
             )
-        law = Law(
-            s.steps,
-            s.microbatches,
-            s.loss,
-            s.optimizer,
-            s.schedule,
-            s.seed,
-            s.consistency,
-            s.clip,
-            s.precision,
-            s.nonfinite,
-            s.metrics,
-        )
+        law = make_law(s)
         graphs = Graphs() if s.device.type == "cuda" and s.cuda_graphs else None
         self.sequential = Sequential(chain, law, s.stream, s.device, graphs)
         self.losses = LossDigest()
@@ -82,7 +68,7 @@ class Session:
         self._emit("started", law=dict(self.run.manifest.get("law") or {}), at=self.start, steps=s.steps)
         step = self.start
         try:
-            with deterministic(s.device), self.sequential.seeder.preserved(), _stop_requested() as stop:
+            with deterministic(s.device), self.sequential.seeder.preserved(), stop_requests() as stop:
                 self.sequential.train_mode()
                 batches = self.loader.iterate(self.start, s.steps)
                 try:
@@ -152,12 +138,7 @@ class Session:
         self._log(self._readback.add(result))
 
     def _taught(self, batch: Batch) -> Batch:
-        if self._teacher is None:
-            return batch
-        with torch.no_grad():
-            if isinstance(self._teacher, nn.Module):
-                return {**batch, "teacher": self._teacher.eval()(*self.chain.enter(batch))}
-            return {**batch, "teacher": self._teacher(batch)}
+        return taught(self.chain, self._teacher, batch)
 
     def _log(self, arrived: Iterator[tuple[Any, list[float], dict[str, float]]]) -> None:
         for result, losses, metrics in arrived:
@@ -223,6 +204,33 @@ class Session:
             callback({"event": event, **fields})
 
 
+def make_law(s: Settings) -> Law:
+    """What the settings mean for training, apart from where it runs."""
+    return Law(
+        s.steps,
+        s.microbatches,
+        s.loss,
+        s.optimizer,
+        s.schedule,
+        s.seed,
+        s.consistency,
+        s.clip,
+        s.precision,
+        s.nonfinite,
+        s.metrics,
+    )
+
+
+def taught(chain: Chain, teacher: Teacher | None, batch: Batch) -> Batch:
+    """The batch with what the teacher says of it."""
+    if teacher is None:
+        return batch
+    with torch.no_grad():
+        if isinstance(teacher, nn.Module):
+            return {**batch, "teacher": teacher.eval()(*chain.enter(batch))}
+        return {**batch, "teacher": teacher(batch)}
+
+
 def make_loader(source: Any, settings: Settings) -> Loader | IterableLoader:
     """Batches by number from a source; a foreign loader is taken as it is."""
     if isinstance(source, IterableLoader):
@@ -235,27 +243,3 @@ def make_loader(source: Any, settings: Settings) -> Loader | IterableLoader:
         workers=settings.workers,
         device=settings.device,
     )
-
-
-@contextmanager
-def _stop_requested() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask for a stop after the step; a second Ctrl-C acts at once. Only the main thread can
-    listen."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def ask(number: int, frame: Any) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    for number in before:
-        signal.signal(number, ask)
-    try:
-        yield asked.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from weft.data import Augment, Data
 from weft.errors import ConsistencyError, TrainError, nearest
@@ -132,7 +133,7 @@ def make_settings(
     seed: int = 0,
     workers: int = 0,
     cuda_graphs: bool = True,
-    channels_last: bool = False,
+    channels_last: bool | None = None,
 ) -> Settings:
     """The settings that these arguments, as ``train`` takes them, mean for a chain."""
     if not chain.space.choices and isinstance(stream, str):
@@ -163,8 +164,17 @@ def make_settings(
         validate=Validate(validate) if isinstance(validate, int) else validate,
         workers=workers,
         cuda_graphs=cuda_graphs,
-        channels_last=channels_last,
+        channels_last=images_last(chain, device) if channels_last is None else channels_last,
     )
+
+
+def images_last(chain: Chain, device: str | torch.device) -> bool:
+    """Whether a run lays images out with the channels innermost if it is not told: where 2-d convolutions run on a GPU,
+    which are up to twice as fast so."""
+    convolved = any(isinstance(part, (nn.Conv2d, nn.ConvTranspose2d)) for part in chain.modules())
+    # torch has no such layout for volumes, and refuses to bring a chain that holds any into it.
+    volumes = any(tensor.dim() > 4 for tensor in (*chain.parameters(), *chain.buffers()))
+    return torch.device(device).type == "cuda" and convolved and not volumes
 
 
 def consistencies(chain: Chain, given: str | Consistency | Mapping[str, Any] | None) -> dict[str, Consistency]:

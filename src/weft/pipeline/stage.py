@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.data import Batch
 from weft.errors import NonFiniteError, TrainError
@@ -95,8 +95,8 @@ class Stage:
         self.updates = 0
         self.snapshots: list[Snapshot] = []
         self._graphs = graphs
-        self._seeder = Seeder(law.seed, device)
-        self._precision = law.autocast(device)
+        self.seeder = Seeder(law.seed, device)
+        self.precision = law.autocast(device)
         self._seed_gradient = torch.full((), 1.0 / m, device=device)
         self._flights: dict[int, _Flight] = {}
         self._early: dict[tuple[str, int], tuple[list[Tensor | None], Record | None]] = {}
@@ -131,10 +131,10 @@ class Stage:
         tape = Tape(n, carry, self._graphs, received=not self.is_first)
         records: dict[str, Record] = {}
         report = None
-        with self._precision():
+        with self.precision():
             for layer in self._route(n):
                 weights = self.weights[layer.name]
-                self._seeder.set(i, j, layer.name)
+                self.seeder.set(i, j, layer.name)
                 tape.forward(weights, side_inputs(layer, batch))
                 if weights.statistics.norms:
                     records[layer.name] = weights.statistics.record(copy=True)
@@ -142,7 +142,7 @@ class Stage:
                         weights.statistics.clear()
             outputs = tape.carry
             if self.is_last:
-                self._seeder.set(i, j, "loss")
+                self.seeder.set(i, j, "loss")
                 seen, loss = self.law.loss_of(tape.outputs(), batch)
                 outputs = (loss,)
         if self.is_last:
@@ -234,9 +234,9 @@ class Stage:
         carry = flight.inputs
         if _broken(carry):
             return "the batch itself" if self.is_first else ""
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), self.precision():
             for layer in self._route(n):
-                self._seeder.set(i, j, layer.name)
+                self.seeder.set(i, j, layer.name)
                 weights = self.weights[layer.name]
                 carry, _ = weights.forward(n, carry, side_inputs(layer, flight.batch))
                 if _broken(carry):
@@ -255,8 +255,16 @@ class Stage:
             )
         return picks[n % m % len(picks)]
 
+    def route(self, subnet: Subnet) -> list[Layer]:
+        """The layers of this stage that a subnet uses, in chain order."""
+        return [layer for layer in self.chain.route(subnet) if layer.block in self._blocks]
+
+    def modules(self, subnet: Subnet) -> list[nn.Module]:
+        """The modules of those layers."""
+        return [self.chain.module(layer) for layer in self.route(subnet)]
+
     def _route(self, n: int) -> list[Layer]:
-        return [layer for layer in self.chain.route(self.subnet(n)) if layer.block in self._blocks]
+        return self.route(self.subnet(n))
 
     def _report(self, loss: Tensor, metrics: Mapping[str, tuple[Tensor, float]]) -> Tensor:
         if self.device.type == "cpu" or self.law.nonfinite == "skip":

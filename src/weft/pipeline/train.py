@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,18 @@ from weft.data import Augment, Data, as_data
 from weft.errors import CheckpointError, RunError, TrainError
 from weft.pipeline.callbacks import Callback, TensorBoard
 from weft.pipeline.consistency import Consistency
+from weft.pipeline.cut import check_stages
 from weft.pipeline.initial import load_initial
 from weft.pipeline.losses import cross_entropy
 from weft.pipeline.optimizer import Optimizer
+from weft.pipeline.ranks import ranks
 from weft.pipeline.rate import Schedule
 from weft.pipeline.sequential import Loss, Metric
 from weft.pipeline.session import Session, Teacher
 from weft.pipeline.settings import Settings, Validate, make_settings, told
 from weft.runs import Run
 from weft.runs.files import plain
+from weft.runs.run import fresh_name
 from weft.space import Stream, Subnet
 from weft.supernet import Chain, Factory, initialise
 
@@ -74,8 +77,13 @@ def train(
     keep: int = 3,
     workers: int = 0,
     cuda_graphs: bool = True,
-    channels_last: bool = False,
+    channels_last: bool | None = None,
     config: Mapping[str, Any] | None = None,
+    stages: int | None = None,
+    cut: Sequence[int] | None = None,
+    window: int | None = None,
+    trace: bool = False,
+    restarts: int = 3,
 ) -> Trained:
     """Trains a supernet and returns the finished run.
 
@@ -87,55 +95,91 @@ def train(
     good checkpoint and ends with the fingerprint of an undisturbed run; arguments that would change the result are
     refused. ``checkpoint_every`` is a number of steps (a tenth of the run if not given). ``channels_last`` lays images
     and filters out with the channels innermost, which is up to twice as fast on a GPU and gives a fingerprint of its
-    own.
+    own; if not given, this is done on a GPU where the supernet has 2-d convolutions, and never on a CPU.
+
+    With ``stages`` the chain is cut into that many parts, each in a process of its own, with the same result to the
+    last bit. The processes are started here, which needs ``net``, ``data`` and whatever else is given to be importable
+    or picklable, or by torchrun, under which every process runs the same script. ``cut`` gives the first block of every
+    stage after the first (measured costs decide if not given), ``window`` how many micro-batches may be in flight on a
+    stage (twice the stages if not given), ``trace`` writes what each stage did when, and ``restarts`` says how often
+    all stages are started again after one died.
 
     Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt; a second Ctrl-C stops at once.
     """
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise TrainError(f"device='{device}', but torch sees no CUDA device: use device='cpu'")
+    given: dict[str, Any] = {
+        "steps": steps,
+        "loss": loss,
+        "stream": stream,
+        "batch_size": batch_size,
+        "microbatches": microbatches,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "warmup": warmup,
+        "clip": clip,
+        "consistency": consistency,
+        "metrics": metrics,
+        "validate": validate,
+        "augment": augment,
+        "precision": precision,
+        "nonfinite": nonfinite,
+        "device": where,
+        "seed": seed,
+        "workers": workers,
+        "cuda_graphs": cuda_graphs,
+        "channels_last": channels_last,
+    }
+    every = checkpoint_every or max(1, steps // 10)
+    told_ranks = ranks()
+    count = stages or (told_ranks.world if told_ranks else 1)
+    if told_ranks is not None and told_ranks.world != count:
+        raise TrainError(
+            f"stages={count}, but {told_ranks.world} processes were started: give torchrun as many, or leave it out"
+        )
+    if told_ranks is not None and count > 1:
+        from weft.pipeline.processes import Job, run_stage
+
+        job = Job(net, data, given, init, teacher, run, runs, resume, every, keep, config, cut, window, trace)
+        path, digest = run_stage(job, told_ranks, callbacks)
+        return replace(load_run(path, net, data, built=told_ranks.rank == 0, **given), fingerprint=digest)
     chain = initialise(net, seed, where)
-    settings = make_settings(
-        chain,
-        steps=steps,
-        loss=loss,
-        stream=stream,
-        batch_size=batch_size,
-        microbatches=microbatches,
-        optimizer=optimizer,
-        schedule=schedule,
-        warmup=warmup,
-        clip=clip,
-        consistency=consistency,
-        metrics=metrics,
-        validate=validate,
-        augment=augment,
-        precision=precision,
-        nonfinite=nonfinite,
-        device=where,
-        seed=seed,
-        workers=workers,
-        cuda_graphs=cuda_graphs,
-        channels_last=channels_last,
-    )
+    settings = make_settings(chain, **given)
     lay_out(chain, settings)
     loaded = as_data(data, seed)
     session = Session(chain, loaded, settings, teacher)
     load_initial(chain, init)
     law = {**settings.law(chain, loaded), "teacher": None if teacher is None else told(teacher)}
+    if count > 1:
+        from weft.pipeline.processes import Job, run_stages
+
+        check_stages(count, len(chain.blocks))
+        name = run or fresh_name("run")
+        job = Job(net, data, given, init, teacher, name, runs, True, every, keep, config, cut, window, trace)
+        opened: list[Run] = []
+
+        def open_it() -> Run:
+            opened.append(open_run(runs, name, resume, law, config, where, keep))
+            return opened[0]
+
+        digest = run_stages(count, job, open_it, callbacks, restarts)
+        load_initial(chain, opened[0])
+        return Trained(opened[0], chain.eval(), loaded, settings, net, digest)
     folder = open_run(runs, run, resume, law, config, where, keep)
     with folder.locked():
         session.open(folder, (TensorBoard(folder.tensorboard), *callbacks))
         if resume:
             session.restore()
-        digest = session.run_to_end(checkpoint_every or max(1, steps // 10))
+        digest = session.run_to_end(every)
     return Trained(folder, chain, loaded, settings, net, digest)
 
 
-def load_run(path: Path | str, net: Chain | Factory, data: Any, **options: Any) -> Trained:
+def load_run(path: Path | str, net: Chain | Factory, data: Any, *, built: bool = True, **options: Any) -> Trained:
     """A run from disk with the weights of its newest good checkpoint, ready to be searched.
 
-    ``net``, ``data`` and the options of ``train`` are those that the run was made with.
+    ``net``, ``data`` and the options of ``train`` are those that the run was made with. Unless ``built``, the chain has
+    no weights: stages but the first do without, since the whole supernet may be too large to have it everywhere.
     """
     run = Run.open(path)
     seed = int(options.get("seed", run.manifest.get("seed") or 0))
@@ -144,12 +188,13 @@ def load_run(path: Path | str, net: Chain | Factory, data: Any, **options: Any) 
         "seed": seed,
         "steps": options.get("steps") or int((run.manifest.get("law") or {}).get("steps", 1)),
     }
-    chain = initialise(net, seed, torch.device(options.get("device", "cpu")))
+    chain = initialise(net, seed, torch.device(options.get("device", "cpu")), None if built else ())
     if run.manifest.get("space") not in (None, chain.space.id):
         raise CheckpointError(
             f"run '{run.name}' is of the space {run.manifest['space']}, not of this supernet's {chain.space.id}"
         )
-    load_initial(chain, run)
+    if built:
+        load_initial(chain, run)
     settings = make_settings(chain, **options)
     return Trained(run, lay_out(chain, settings).eval(), as_data(data, seed), settings, net)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from weft.data import Batch
-from weft.errors import NonFiniteError, TrainError
+from weft.errors import NonFiniteError
 from weft.pipeline.message import Message
 from weft.pipeline.scheduler import Op, Rule, Scheduler
 from weft.pipeline.stage import Snapshot, Stage
@@ -35,12 +35,13 @@ class Figures:
 
 @dataclass(slots=True)
 class Done:
-    """An operation that is over: when it ran, and from when to when its updates did."""
+    """An operation that is over: when it ran, with its updates, and from when to when those did."""
 
     op: Op
     start: float
     end: float
     update: tuple[float, float] | None = None
+    updated: int = 0
     snapshots: list[Snapshot] = field(default_factory=list)
 
 
@@ -55,12 +56,14 @@ class Worker:
         self.figures = Figures()
         self.reports: list[tuple[int, Tensor]] = []
         """Loss and metrics by micro-batch, in order of arrival; whoever keeps them takes them out."""
+        self.on_start: Callable[[Op], None] | None = None
+        """Is told which operation begins."""
         self._parts = parts
         self._send = send
         self._inbox: dict[tuple[str, int], Message] = {}
         self._own: dict[int, Tensor] = {}
         span = (every or 0) * stage.law.microbatches
-        self._span = span
+        self._span, self._first = span, first
         self._boundary = -(-(first + 1) // span) * span if span else 0
 
     @property
@@ -91,6 +94,8 @@ class Worker:
             return None
         self.figures.peak = max(self.figures.peak, len(self.scheduler.in_flight))
         needs = self.scheduler.needs(op.microbatch)
+        if self.on_start is not None:
+            self.on_start(op)
         start = time.perf_counter()
         self._register_snapshots()
         self.stage.prepare(needs, op.kind, self.scheduler.oldest)
@@ -106,19 +111,26 @@ class Worker:
             turns = self.scheduler.finished(op)
             decided = time.perf_counter()
             self.figures.deciding += decided - between
+            updates = self.stage.updates
             self.stage.settle(turns, self.scheduler)
             end = now = time.perf_counter()
-            done = Done(op, start, end, (decided, end))
+            updated = self.stage.updates - updates
+            done = Done(op, start, end, (decided, end) if updated else None, updated)
             done.snapshots = self.stage.taken(self.scheduler.oldest) if self.stage.snapshots else []
         self.figures.deciding += start - before + (now - end)
         self.figures.busy += end - start
         self.figures.ops += 1
         return done
 
-    def finish(self) -> list[Snapshot]:
-        """After the last operation: what still waits is applied, and the last snapshots are taken."""
+    def finish(self, save: bool = False) -> list[Snapshot]:
+        """After the last operation: what still waits is applied, and the last snapshots are taken.
+
+        With ``save`` the end is a checkpoint whatever its number.
+        """
         until = self.scheduler.total
         self._register_snapshots(until)
+        if save and until > self._first and (not self._span or until % self._span):
+            self.stage.snapshots.append(Snapshot(until))
         self.stage.finish(until)
         return self.stage.taken(until)
 
@@ -170,23 +182,3 @@ class Worker:
             f"the loss is not a number in step {i}, micro-batch {j}, subnet {self.stage.subnet(n)}: {first}. "
             "Try a lower learning rate, clipping, or nonfinite='skip'"
         )
-
-
-class Parted:
-    """Batches from a loader as micro-batches in any order within a window; each is given out once."""
-
-    def __init__(self, batches: Callable[[int], list[Batch]], m: int) -> None:
-        self._batches, self._m = batches, m
-        self._held: dict[int, list[Batch | None]] = {}
-
-    def __call__(self, n: int) -> Batch:
-        i, j = divmod(n, self._m)
-        if i not in self._held:
-            self._held[i] = list(self._batches(i))
-        held = self._held[i]
-        part, held[j] = held[j], None
-        if part is None:
-            raise TrainError(f"micro-batch {n} was asked for twice")
-        if not any(other is not None for other in held):
-            del self._held[i]
-        return part

@@ -54,9 +54,7 @@ class Run:
         `<prefix>-YYYYmmdd-HHMMSS-xxxx`.
         """
         created = time.gmtime()
-        if name is None:
-            tag = key("run", os.getpid(), time.time_ns()) & 0xFFFF
-            name = f"{prefix}-{time.strftime('%Y%m%d-%H%M%S', created)}-{tag:04x}"
+        name = fresh_name(prefix) if name is None else name
         path = Path(root) / _checked(name, "run")
         with room(path, 0):
             path.mkdir(parents=True, exist_ok=True)
@@ -145,6 +143,12 @@ class Run:
         """How it stands: running means that a process holds the lock, interrupted that it vanished without an end."""
         self.events.flush()
         return state_of(self.path, peek.ended(self.events.path))
+
+
+def fresh_name(prefix: str) -> str:
+    """A name that no other run has: `<prefix>-YYYYmmdd-HHMMSS-xxxx`."""
+    tag = key("run", os.getpid(), time.time_ns()) & 0xFFFF
+    return f"{prefix}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{tag:04x}"
 
 
 def state_of(path: Path, end: str | None) -> State:

@@ -1,0 +1,94 @@
+"""A function that each stage is to run in a fresh process, and how it gets there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.errors import TrainError, WeftError
+from weft.pipeline.parent import connect, die_with_parent, report_death, report_error
+
+STOPPED = 128 + signal.SIGTERM
+"""What a stage exits with that stopped because it was told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function of a module, with its arguments; what it returns is dropped: see `report`.
+
+    A WeftError that it raises ends the launch as if by `report_error`. After a SIGTERM it may return or raise
+    KeyboardInterrupt, as it likes; Ctrl-C does not reach it.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def pickled(call: Call) -> bytes:
+    """The call as `stage` takes it; TrainError names the part that cannot be sent."""
+    try:
+        return pickle.dumps(call)
+    except Exception as whole:
+        parts: dict[str, Any] = {"the function": call.function}
+        parts.update({f"argument {index}": value for index, value in enumerate(call.args)})
+        parts.update({f"argument '{name}'": value for name, value in call.kwargs.items()})
+        for name, value in parts.items():
+            try:
+                pickle.dumps(value)
+            except Exception as problem:
+                raise TrainError(_importable(f"{name}, {_called(value)}, cannot be sent to them: {problem}")) from None
+        raise TrainError(_importable(f"the call cannot be sent to them: {whole}")) from None
+
+
+def stage(payload: bytes) -> None:
+    """What a process that elastic spawned does; the payload comes from the parent by the pipe of multiprocessing."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, but stopping is the parent's to say
+    heard, told = socket.socketpair()
+    heard.setblocking(False)
+    told.setblocking(False)
+    signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    try:
+        call = pickle.loads(payload)
+    except Exception as problem:
+        report_error(connect(), TrainError(_importable(f"they cannot import what they are to run: {problem}")))
+        raise SystemExit(1) from None
+    try:
+        call.function(*call.args, **call.kwargs)
+    except WeftError as problem:
+        report_error(connect(), problem)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(STOPPED) from None
+    except Exception as problem:
+        logging.getLogger("weft").exception("stage %s failed", os.environ["RANK"])
+        with suppress(Exception):
+            report_death(connect(timeout=10.0), int(os.environ["RANK"]), problem)
+        raise SystemExit(1) from None  # torch would leave a pickle of the traceback in the folder of temporary files
+    # From here elastic waits for the other stages and would not hear a SIGTERM, neither a later one nor an earlier.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        if signal.SIGTERM in heard.recv(4096):
+            raise SystemExit(STOPPED)
+    except BlockingIOError:
+        pass
+
+
+def _importable(problem: str) -> str:
+    return (
+        f"more than one stage means new processes, and {problem}; they need importable factories: functions defined in "
+        "a module, rather than in a notebook cell, inside another function or as a lambda"
+    )
+
+
+def _called(value: Any) -> str:
+    name = getattr(value, "__qualname__", None)
+    return f"{getattr(value, '__module__', '')}.{name}" if name else f"a {type(value).__name__}"

@@ -1,0 +1,137 @@
+"""A stage's line to the process that started it: the store that they share, and the end of one with the other."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from weft import errors
+from weft.errors import TrainError, WeftError
+from weft.pipeline.ranks import ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+PARENT = "WEFT_PARENT"
+"""The variable in which `launch` gives its process id to the stages."""
+
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+
+
+def connect(timeout: float = 300.0) -> Store:
+    """The store of all stages, empty at every restart; `timeout` in seconds holds for each wait on it.
+
+    Under `launch` every stage is a client of the parent's store, which listens on loopback. Elsewhere (torchrun over
+    many machines, srun) it is what MASTER_ADDR and MASTER_PORT name, and stage 0 opens it where nobody else has.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    wait = timedelta(seconds=timeout)
+    store: Store
+    if PARENT in os.environ:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
+    else:
+        told = ranks()
+        if told is None:
+            raise TrainError("a stage is started by weft, torchrun or srun, and this process by none of them")
+        store = next(rendezvous("env://", told.rank, told.world, timeout=wait))[0]
+    return PrefixStore(prefix(int(os.environ.get(ATTEMPT, 0))), store)
+
+
+def prefix(attempt: int) -> str:
+    """Before every key of this start of the stages, so that none reads what an earlier one left."""
+    return f"weft/{attempt}"
+
+
+def report(store: Store, outcome: Mapping[str, Any]) -> None:
+    """What `launch` is to return: said once, by stage 0, over the store of `connect`. Plain JSON values only."""
+    store.set("outcome", json.dumps(dict(outcome)))
+
+
+def report_error(store: Store, problem: WeftError) -> None:
+    """The error that `launch` is to raise: nothing is started again, whatever the stages exit with.
+
+    The first report stays, since what other stages meet later mostly follows from it.
+    """
+    store.compare_set("error", "", json.dumps({"class": type(problem).__name__, "text": str(problem)}))
+
+
+def report_death(store: Store, rank: int, problem: BaseException) -> None:
+    """What a stage dies of, for the message about it: unlike `report_error` it does not keep all from a new start."""
+    store.set(f"death/{rank}", f"{type(problem).__name__}: {problem}".splitlines()[0])
+
+
+def death(store: Store, rank: int) -> str:
+    """What `report_death` left, or an empty text."""
+    key = f"death/{rank}"
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def reported(store: Store) -> dict[str, Any]:
+    """What `report` left, or {}; raises what `report_error` left. Classes are looked up by name, nothing is
+    unpickled."""
+    if store.check(["error"]):
+        said = json.loads(store.get("error"))
+        kind = getattr(errors, said["class"], None)
+        if not (isinstance(kind, type) and issubclass(kind, WeftError)):
+            kind = TrainError
+        raise kind(said["text"])
+    if store.check(["outcome"]):
+        outcome: dict[str, Any] = json.loads(store.get("outcome"))
+        return outcome
+    return {}
+
+
+def ask_to_stop(store: Store) -> None:
+    """Said by the parent before it sends SIGTERM because the user wants to stop."""
+    store.set("stop", "")
+
+
+def asked_to_stop(store: Store) -> bool:
+    """After a SIGTERM: True if the user wants to stop, which is worth a checkpoint; False if another stage died and
+    all are about to be started again, when it is best to end at once."""
+    return PARENT not in os.environ or bool(store.check(["stop"]))
+
+
+def die_with_parent() -> None:
+    """From here on this process is killed when the one that called `launch` ends, however that ends.
+
+    Linux does it by itself for a direct child (of the thread that called `launch`); otherwise a thread waits for it.
+    """
+    parent = int(os.environ.get(PARENT, os.getppid()))
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
+        if os.getppid() == parent:
+            return
+    # Under a wrapper, on another system, or where the parent was gone before the call above.
+    threading.Thread(target=_follow, args=(parent,), name="weft-parent", daemon=True).start()
+
+
+def _follow(parent: int) -> None:
+    with suppress(ProcessLookupError):
+        _wait(parent)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait(pid: int) -> None:
+    """Returns, or raises ProcessLookupError, once a process that need not be a child has ended."""
+    if hasattr(os, "pidfd_open"):
+        select.select([os.pidfd_open(pid)], [], [])
+        return
+    while True:
+        with suppress(PermissionError):  # which means that it lives, as another user
+            os.kill(pid, 0)
+        time.sleep(1.0)

@@ -1,0 +1,106 @@
+"""A trace in the Chrome trace event format, for ui.perfetto.dev and chrome://tracing.
+
+Each stage is a process with one thread of operations and updates; arrows are messages. Perfetto reserves process 0 and
+names a thread by its number alone, so processes count from 1 and a thread has the number of its process. Times are
+whole microseconds: Perfetto truncates fractions, and drops an event that overlaps its neighbour by a nanosecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from weft.pipeline.scheduler import Op
+from weft.pipeline.simulator import Simulated, Span
+from weft.pipeline.trace import StageTrace, Trace
+from weft.pipeline.utilisation import idle_shares
+
+Event = dict[str, Any]
+
+_CATEGORIES = {"F": "forward", "B": "backward"}
+_MESSAGES = {"F": "activations", "B": "gradients"}
+_RANKS = {"M": 0, "C": 1, "X": 2, "s": 3, "f": 4}
+"""The order of events of one time: an arrow belongs to the last event of its thread before it."""
+
+
+def perfetto(trace: Trace, simulated: Simulated | None = None) -> dict[str, Any]:
+    """The trace from time 0 on, and as further processes the simulation, its times in seconds.
+
+    That is ``simulated``, or what the trace itself holds.
+    """
+    begin = trace.begin
+    count = len(trace.stages)
+    events: list[Event] = []
+    for stage in trace.stages:
+        events += _process(stage.stage, f"stage {stage.stage}")
+        events += (_complete(span, stage.stage, begin, trace.microbatches) for span in stage.spans)
+        events += _updates(stage, begin)
+        events += _counters(stage, begin, trace.end)
+    events += _arrows(trace)
+    foreseen = trace.simulated if simulated is None else simulated.spans
+    for number in sorted({span.op.stage for span in foreseen}):
+        events += _process(count + number, f"simulated stage {number}")
+    events += (_complete(span, count + span.op.stage, 0.0, trace.microbatches) for span in foreseen)
+    events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0), _RANKS[event["ph"]]))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _process(number: int, name: str) -> Iterator[Event]:
+    where = _where(number)
+    yield {"ph": "M", "name": "process_name", **where, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", **where, "args": {"sort_index": number}}
+    yield {"ph": "M", "name": "thread_name", **where, "args": {"name": "ops"}}
+
+
+def _complete(span: Span, number: int, begin: float, microbatches: int) -> Event:
+    start, end = _microseconds(span.start - begin), _microseconds(span.end - begin)
+    args = {"micro-batch": span.op.microbatch, "step": span.op.microbatch // microbatches}
+    names = {"name": str(span.op), "cat": _CATEGORIES[span.op.kind]}
+    return {"ph": "X", **names, **_where(number), "ts": start, "dur": end - start, "args": args}
+
+
+def _updates(stage: StageTrace, begin: float) -> Iterator[Event]:
+    where = _where(stage.stage)
+    for update in stage.updates:
+        start, end = _microseconds(update.start - begin), _microseconds(update.end - begin)
+        args = {"layers": update.layers, "version": update.version}
+        yield {"ph": "X", "name": "update", "cat": "update", **where, "ts": start, "dur": end - start, "args": args}
+        yield _counter(stage, end, "weights", "version", update.version)
+
+
+def _counters(stage: StageTrace, begin: float, end: float) -> Iterator[Event]:
+    for span, in_flight in zip(stage.spans, stage.in_flight, strict=True):
+        yield _counter(stage, _microseconds(span.start - begin), "in flight", "micro-batches", in_flight)
+    for at, share in idle_shares(stage, begin, end):
+        yield _counter(stage, _microseconds(at - begin), "idle", "share", round(share, 6))
+
+
+def _counter(stage: StageTrace, at: int, name: str, series: str, value: float) -> Event:
+    return {"ph": "C", "name": name, **_where(stage.stage), "ts": at, "args": {series: value}}
+
+
+def _arrows(trace: Trace) -> Iterator[Event]:
+    """From the end of the operation that made a message to the start of the one that takes it, where both are known."""
+    spans = {span.op: span for stage in trace.stages for span in stage.spans}
+    number = 0
+    for stage in trace.stages:
+        for kind, microbatch, _, size in stage.sent:
+            source = spans.get(Op(stage.stage, kind, microbatch))
+            target = spans.get(Op(stage.stage + (1 if kind == "F" else -1), kind, microbatch))
+            if source is None or target is None or target.start < source.start:
+                continue
+            number += 1
+            start, end, to = (_microseconds(at - trace.begin) for at in (source.start, source.end, target.start))
+            # Just before the end: at the very end the next operation may begin, and would get the arrow.
+            at = max(start, min(end - 1, to))
+            names = {"name": _MESSAGES[kind], "cat": "message", "id": number}
+            yield {"ph": "s", **names, **_where(stage.stage), "ts": at, "args": {"bytes": size}}
+            yield {"ph": "f", **names, **_where(target.op.stage), "ts": to, "bp": "e"}
+
+
+def _where(number: int) -> dict[str, int]:
+    return {"pid": number + 1, "tid": number + 1}
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

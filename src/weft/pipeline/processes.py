@@ -1,0 +1,284 @@
+"""weft.train on several stages: a parent that starts them, and what each of them does."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from weft.data import Data, as_data
+from weft.errors import RunError, TrainError, WeftError
+from weft.pipeline.accord import Accord
+from weft.pipeline.call import Call, pickled
+from weft.pipeline.callbacks import Callback, TensorBoard
+from weft.pipeline.cut import Cut, stage_of
+from weft.pipeline.follow import followed
+from weft.pipeline.initial import load_initial
+from weft.pipeline.launch import launch
+from weft.pipeline.parent import PARENT, asked_to_stop, connect, report
+from weft.pipeline.ranks import Ranks, ranks
+from weft.pipeline.runtime import Runtime
+from weft.pipeline.session import Teacher
+from weft.pipeline.settings import Settings, make_settings, told
+from weft.pipeline.signals import stop_requests
+from weft.pipeline.simulator import Span
+from weft.pipeline.staged import Staged
+from weft.pipeline.survey import choose_cut, foresee, measured, warn_of_waiting, workload_of
+from weft.pipeline.tracer import Tracer
+from weft.pipeline.train import lay_out, open_run
+from weft.pipeline.transport import Lost, Transport
+from weft.pipeline.watch import Watch
+from weft.runs import Run
+from weft.space import make_stream
+from weft.supernet import Chain, Factory, initialise
+
+log = logging.getLogger("weft.pipeline")
+
+LOST = 70
+"""The exit code of a stage that stops because another one is lost; all of them are then started again."""
+
+_WAIT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run as every stage gets it; the names are those of ``weft.train``."""
+
+    net: Chain | Factory
+    data: Any
+    given: Mapping[str, Any]
+    """The arguments of ``make_settings``."""
+    init: Any = None
+    teacher: Teacher | None = None
+    run: str | None = None
+    runs: Path | str = "runs"
+    resume: bool = False
+    checkpoint_every: int | None = None
+    keep: int = 3
+    config: Mapping[str, Any] | None = None
+    cut: Sequence[int] | None = None
+    window: int | None = None
+    trace: bool = False
+    threads: int = field(default_factory=torch.get_num_threads)
+    """Of every stage; as many as here, since they are part of what a fingerprint depends on."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a stage works with once the supernet is divided."""
+
+    chain: Chain
+    data: Data
+    settings: Settings
+    cut: Cut
+    window: int
+    extremes: Mapping[str, Any]
+    foreseen: tuple[Span, ...] | None
+
+
+def run_stages(count: int, job: Job, open_it: Callable[[], Run], callbacks: Sequence[Callback], restarts: int) -> str:
+    """Starts the stages of a job on this machine and returns the fingerprint; the run is opened once all is ready."""
+    call = Call(_work, (job,))
+    pickled(call)  # a mistake shows before there is a run
+    cores = os.cpu_count() or 1
+    if count * job.threads > cores and job.given["device"].type == "cpu":
+        log.warning(
+            "%d stages of %d threads share %d cores; torch.set_num_threads(%d) before training would be faster",
+            count,
+            job.threads,
+            cores,
+            max(1, cores // count),
+        )
+    run = open_it()
+    with followed(run.events.path, callbacks):
+        outcome = launch(count, call, restarts=restarts, threads=job.threads)
+    return str(outcome["fingerprint"])
+
+
+def _work(job: Job) -> None:
+    found = ranks()
+    assert found is not None
+    run_stage(job, found)
+
+
+def run_stage(job: Job, me: Ranks, callbacks: Sequence[Callback] = ()) -> tuple[Path, str]:
+    """Trains one stage of a job to its end; the run's directory and the fingerprint, the same on every stage.
+
+    Raises KeyboardInterrupt after a checkpoint where the user stopped the run. A lost neighbour ends the process with
+    exit code 70, since whoever started the stages has to start all of them again.
+    """
+    torch.set_num_threads(job.threads)
+    store = connect()
+    accord = Accord(store, me.rank, me.world)
+    device = _device(torch.device(job.given.get("device", "cpu")), me)
+    part = _divide(job, accord, device)
+    law = {**part.settings.law(part.chain, part.data), "teacher": None if job.teacher is None else told(job.teacher)}
+    accord.same({**law, "cut": part.cut, "window": part.window, "torch": torch.__version__})
+    staged = Staged(part.chain, part.data, part.settings, accord, part.cut, part.window, part.extremes, job.teacher)
+    load_initial(part.chain, job.init, partial=True)
+    meeting = c10d.PrefixStore("gloo", store)
+    dist.init_process_group("gloo", store=meeting, rank=me.rank, world_size=me.world, timeout=_WAIT)
+    transport = Transport(me.rank, me.world, device)
+    try:
+        with Watch(store, me.rank, me.world, _give_up) as watch:
+            found = _train(job, me, callbacks, staged, part, law, transport, watch)
+            transport.close()
+            return found
+    except Lost as lost:
+        _leave(me.rank, lost)
+
+
+def _train(
+    job: Job,
+    me: Ranks,
+    callbacks: Sequence[Callback],
+    staged: Staged,
+    part: Part,
+    law: Mapping[str, Any],
+    transport: Transport,
+    watch: Watch,
+) -> tuple[Path, str]:
+    accord = staged.accord
+    with _opened(job, me, accord, law, part.settings.device) as (run, step), stop_requests() as asked:
+        staged.open(run, (TensorBoard(run.tensorboard), *callbacks) if me.rank == 0 else ())
+        if step is not None:
+            staged.restore(step)
+        tracer = None
+        if job.trace:
+            tracer = Tracer(run.path / "traces" / f"stage{me.rank}.jsonl", me.rank)
+            tracer.start(me.restarts, me.world, part.cut, part.settings.microbatches, part.foreseen)
+        runtime = Runtime(me.rank, transport, watch, tracer, lambda: asked() and _wanted(accord.store))
+        at = staged.start
+        try:
+            digest = staged.run_to_end(runtime, job.checkpoint_every or max(1, part.settings.steps // 10))
+            at = staged.reached
+            if digest is None:
+                staged.emit("stopped", at=at)
+                transport.close()
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise
+        except Lost:
+            if accord.store.check(["error"]):  # another stage has said what is wrong
+                staged.emit("failed", at=staged.reached, reason=json.loads(accord.store.get("error"))["text"])
+            raise
+        except Exception as problem:
+            reason = str(problem) if isinstance(problem, WeftError) else f"{type(problem).__name__}: {problem}"
+            staged.emit("failed", at=staged.reached, reason=reason)
+            raise
+        finally:
+            if tracer is not None:
+                tracer.close()
+        staged.emit("finished", steps=part.settings.steps, fingerprint=digest)
+        if me.rank == 0 and PARENT in os.environ:
+            figures = {"busy": runtime.busy, "deciding": runtime.deciding, "ops": runtime.ops}
+            report(accord.store, {"run": str(run.path), "fingerprint": digest, "stage0": figures})
+        return run.path, digest
+
+
+def _divide(job: Job, accord: Accord, device: torch.device) -> Part:
+    """Stage 0 looks at the whole supernet and decides; every stage builds its own part."""
+    given = {**job.given, "device": device}
+    seed = int(given.get("seed", 0))
+    data = as_data(job.data, seed)
+    foreseen: tuple[Span, ...] | None = None
+    if accord.rank == 0:
+        whole = initialise(job.net, seed)
+        settings = make_settings(whole, **given)
+        costs = measured(whole, data, settings) if job.cut is None or job.trace else None
+        work = workload_of(whole, settings, costs)
+        cut = choose_cut(work, accord.world, job.cut)
+        window = job.window or 2 * accord.world
+        warn_of_waiting(whole, settings, work, cut, window)
+        if job.trace:
+            foreseen = foresee(work, cut, window).spans
+        named = isinstance(given.get("stream", ""), str)
+        accord.tell(
+            "division",
+            {
+                "cut": cut,
+                "window": window,
+                "stream": settings.stream.to_json() if named else None,
+                "channels_last": settings.channels_last,
+                "largest": whole.largest().to_json(),
+                "smallest": whole.smallest().to_json(),
+            },
+        )
+        del whole
+    division = accord.hear("division")
+    cut = tuple(division["cut"])
+    chain = initialise(job.net, seed, device, only=[])
+    of = stage_of(cut, len(chain.blocks))
+    own = [name for name, layer in chain.layers.items() if of[layer.block] == accord.rank]
+    chain = initialise(chain, seed, device, only=own)
+    if division["stream"] is not None:
+        given["stream"] = make_stream(chain.space, division["stream"])
+    given["channels_last"] = division["channels_last"]
+    settings = make_settings(chain, **given)
+    extremes = {name: chain.space.load_subnet(division[name]) for name in ("largest", "smallest")}
+    return Part(lay_out(chain, settings), data, settings, cut, int(division["window"]), extremes, foreseen)
+
+
+@contextmanager
+def _opened(
+    job: Job, me: Ranks, accord: Accord, law: Mapping[str, Any], device: torch.device
+) -> Iterator[tuple[Run, int | None]]:
+    """The run's directory, locked by stage 0, and the step that it goes on from (None: it begins)."""
+    if me.rank > 0:
+        told_of = accord.hear("run")
+        yield Run.open(told_of["path"], keep=job.keep), told_of["step"]
+        return
+    again = me.restarts > 0
+    if again and job.run is None:
+        raise RunError("the stages were started again, but the run has no name to be found by: give run='...'")
+    run = open_run(job.runs, job.run, job.resume or again, law, job.config, device, job.keep)
+    with run.locked():
+        step = None
+        if (job.resume or again) and run.checkpoints.steps():
+            step = run.checkpoints.newest()
+            run.checkpoints.drop_after(step)
+        if job.resume or again:
+            run.events.drop_from(step or 0)
+        accord.tell("run", {"path": str(run.path.resolve()), "step": step})
+        yield run, step
+
+
+def _device(asked: torch.device, me: Ranks) -> torch.device:
+    if asked.type != "cuda":
+        return asked
+    if not torch.cuda.is_available():
+        raise TrainError(f"device='{asked}', but torch sees no CUDA device on {me.host}: use device='cpu'")
+    # More stages than devices share them in turn.
+    device = torch.device("cuda", me.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _wanted(store: Any) -> bool:
+    """After a signal: True if the user wants to stop; if all stages are about to start again, this one ends."""
+    if asked_to_stop(store):
+        return True
+    raise SystemExit(LOST)
+
+
+def _give_up(rank: int, message: str) -> None:
+    """A stage hangs: this one cannot go on either, whatever it waits for."""
+    log.error("%s; this stage stops", message)
+    os._exit(LOST)
+
+
+def _leave(stage: int, lost: Lost) -> NoReturn:
+    """A neighbour is gone, and this stage with it."""
+    log.error("%s; stage %d stops. The run goes on from its last checkpoint once all are started again", lost, stage)
+    logging.shutdown()
+    os._exit(LOST)  # torch's own goodbye would wait for the dead

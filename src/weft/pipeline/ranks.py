@@ -1,0 +1,100 @@
+"""Which stage of how many this process is, as whoever started it says in the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.errors import TrainError
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """`rank` of `world` processes, `local_rank` of the `local_world` on this `host`; `restarts` counts the times that
+    all of them were started again."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    restarts: int
+    host: str
+
+
+def ranks(environment: Mapping[str, str] = os.environ) -> Ranks | None:
+    """What torchrun (or `launch`, or srun) said; None in a process that none of them started.
+
+    Raises TrainError where they said too little to find the other processes.
+
+    >>> ranks({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}).world
+    4
+    >>> ranks({}) is None
+    True
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+        rank, world = (_number(environment, name) for name in names[:2])
+        # A launcher that says nothing of machines is taken to have one.
+        defaults = (rank, world, 0)
+        local_rank, local_world, restarts = (
+            _number(environment, name, default) for name, default in zip(names[2:], defaults, strict=True)
+        )
+    elif (task := _slurm(environment)) is not None:
+        rank, world, local_rank, local_world = task
+        restarts = 0
+        absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+        if absent:
+            raise TrainError(
+                f"srun started {world} tasks, which also need {' and '.join(absent)} to find one another: export "
+                "MASTER_ADDR (the host of the first task) and MASTER_PORT (a free port there) before srun"
+            )
+    else:
+        return None
+    if not (0 <= rank < world and 0 <= local_rank < local_world):
+        raise TrainError(
+            f"a process cannot be rank {rank} of {world} and {local_rank} of {local_world} on its machine: "
+            "ranks count from 0; start the processes with torchrun, or unset RANK and WORLD_SIZE"
+        )
+    return Ranks(rank, world, local_rank, local_world, restarts, socket.gethostname())
+
+
+def _slurm(environment: Mapping[str, str]) -> tuple[int, int, int, int] | None:
+    """(rank, world, local rank, local world) of an srun task; None for a single task.
+
+    The shell of an sbatch script has a SLURM_PROCID too, but is no step and does not stand for its tasks.
+    """
+    if not {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"} <= environment.keys():
+        return None
+    if "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment:
+        return None
+    # A step may have fewer tasks than its job.
+    world = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS"))
+    if world == 1:
+        return None
+    rank, local_rank = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_LOCALID")
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(world)
+    counts = _tasks_per_node(text)
+    node = _number(environment, "SLURM_NODEID", 0)
+    return rank, world, local_rank, counts[node] if node < len(counts) else world
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Slurm's short form, one number a node.
+
+    >>> _tasks_per_node("2(x3),1")
+    [2, 2, 2, 1]
+    """
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in runs for _ in range(int(times or 1))]
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isascii() or not text.isdigit():
+        raise TrainError(f"{name} must be a whole number, but is {text!r} in the environment of this process")
+    return int(text)

@@ -1,0 +1,86 @@
+"""What stage 0 finds out about the whole supernet before the stages divide it: costs, a cut, and what to warn of."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from weft.data import Data
+from weft.errors import ConsistencyError
+from weft.pipeline.consistency import Consistency, Exact, Lagged
+from weft.pipeline.cut import Cut, best_cut, check_stages, stage_of
+from weft.pipeline.profile import profile_chain
+from weft.pipeline.scheduler import Rule
+from weft.pipeline.sequential import split
+from weft.pipeline.session import make_loader
+from weft.pipeline.settings import Settings
+from weft.pipeline.simulator import Simulated, simulate
+from weft.pipeline.workload import Workload, chain_workload
+from weft.supernet import Chain
+
+log = logging.getLogger("weft.pipeline")
+
+LOOKED_AT = 200
+"""Steps of the run that are simulated."""
+
+WORTH_TELLING = 0.15
+"""A share of waiting, because of layers that every subnet uses, that is worth a warning."""
+
+Costs = Mapping[Hashable, tuple[float, float]]
+
+
+def measured(chain: Chain, data: Data, settings: Settings) -> Costs:
+    """Seconds of forward and backward of every layer for one micro-batch; the chain itself is not changed."""
+    loader = make_loader(data.train, settings)
+    batch: Mapping[str, Tensor] = split(loader.batch(0), settings.microbatches)[0]
+    twin = copy.deepcopy(chain).to(settings.device)
+    costs: Costs = dict(profile_chain(twin, batch, repeats=3))
+    return costs
+
+
+def workload_of(chain: Chain, settings: Settings, costs: Costs | None) -> Workload:
+    """The first steps of the run, for simulation."""
+    steps = min(LOOKED_AT, settings.steps)
+    return chain_workload(chain, settings.stream, settings.consistency, settings.microbatches, steps, costs)
+
+
+def choose_cut(work: Workload, stages: int, given: Sequence[int] | None) -> Cut:
+    """The cut that the user gave, checked, or the best one for the expected costs."""
+    check_stages(stages, work.blocks)
+    if given is None:
+        return best_cut(work.expected_costs(), stages)
+    cut = tuple(int(block) for block in given)
+    if len(cut) != stages - 1:
+        raise ConsistencyError(f"the cut {cut} makes {len(cut) + 1} stages, and {stages} were asked for")
+    stage_of(cut, work.blocks)
+    return cut
+
+
+def foresee(work: Workload, cut: Cut, window: int) -> Simulated:
+    """The run as the simulator sees it."""
+    return simulate(work, cut, Rule(window))
+
+
+def warn_of_waiting(chain: Chain, settings: Settings, work: Workload, cut: Cut, window: int) -> None:
+    """Says how much of the time the stages will wait for exact layers that every subnet uses, and what would help."""
+    shared = [name for name, layer in chain.layers.items() if layer.shared and settings.consistency[name] == Exact()]
+    trained = [name for name in shared if any(p.requires_grad for p in chain.module(name).parameters())]
+    if not trained or len(cut) == 0:
+        return
+    before = foresee(work, cut, window).steady_bubble
+    lag = Lagged(-(-2 * (len(cut) + 1) // settings.microbatches))
+    promises: dict[str, Consistency] = {**settings.consistency, **dict.fromkeys(trained, lag)}
+    after = foresee(workload_of(chain, replace(settings, consistency=promises), work.costs), cut, window).steady_bubble
+    if before > WORTH_TELLING and after < before:
+        log.warning(
+            "every subnet uses %s with consistency exact, so about %.0f %% of the time the stages will wait; "
+            "consistency={'shared': '%s'} would leave %.0f %%, with another result",
+            ", ".join(f"'{name}'" for name in trained[:3]) + (" and others" if len(trained) > 3 else ""),
+            100 * before,
+            lag,
+            100 * after,
+        )

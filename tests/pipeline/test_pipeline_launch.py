@@ -1,0 +1,427 @@
+"""Real processes: stages are started, die, are started again, report, are stopped, and never outlive the parent."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from weft.errors import ConfigError, NonFiniteError, TrainError, WeftError
+from weft.pipeline.launch import Call, launch, report, report_error
+from weft.pipeline.parent import PARENT, reported
+
+WORK = '''
+import json, os, signal, sys, time
+from pathlib import Path
+from weft.errors import NonFiniteError
+from weft.pipeline.launch import asked_to_stop, connect, ranks, report
+
+def mark(folder, text=""):
+    told = ranks()
+    (Path(folder) / f"{told.restarts}.{told.rank}").write_text(text or str(os.getpid()))
+
+def listeners(pid):
+    """Local addresses on which a process listens, as the kernel writes them (hexadecimal, no port)."""
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
+                found.append(fields[1].rpartition(":")[0])
+    return found
+
+def reduce(folder):
+    import torch
+    import torch.distributed as dist
+    told = ranks()
+    dist.init_process_group("gloo", init_method="env://")
+    total = torch.tensor([told.rank + 1.0])
+    dist.all_reduce(total)
+    seen = {"stage": listeners(os.getpid()), "parent": listeners(os.getppid()), "sum": total.item(),
+            "threads": torch.get_num_threads(), "restarts": told.restarts, "world": told.world}
+    mark(folder, json.dumps(seen))
+    dist.barrier()
+    if told.rank == 1 and told.restarts == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    if told.rank == 0:
+        report(connect(), {"sum": total.item(), "restarts": told.restarts})
+    dist.destroy_process_group()
+
+def not_finite(folder):
+    mark(folder)
+    if ranks().rank == 1:
+        raise NonFiniteError("the loss of step 3 is nan")
+    time.sleep(600)
+
+def bug():
+    raise ValueError("no such key")
+
+def until_told(folder):
+    """Returns when it is told to stop, as a stage does that has written its checkpoint."""
+    stop = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
+    mark(folder)
+    while not stop:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    mark(folder, f"stopped: {asked_to_stop(connect())}")
+'''
+
+MAIN = """
+import sys
+sys.path.insert(0, {folder!r})
+if __name__ == "__main__":
+    import work
+    from weft.pipeline.launch import Call, launch
+    try:
+        launch({stages}, {work}, restarts=2)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        sys.exit(7)
+"""
+
+PLAIN = "import os, signal, sys, time; from pathlib import Path; rank = os.environ['RANK']; "
+"""The beginning of commands that need no torch, and so start at once."""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The module that stages import: it lies where they can find it, unlike this file."""
+    import importlib
+
+    folder = tmp_path_factory.mktemp("importable")
+    (folder / "work.py").write_text(WORK)
+    sys.path.insert(0, str(folder))
+    yield importlib.import_module("work")
+    sys.path.remove(str(folder))
+    del sys.modules["work"]
+
+
+@pytest.fixture
+def start(work: Any, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a script that launches stages, in a session of its own so that a terminal can be played."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(text: str) -> subprocess.Popen[str]:
+        script = tmp_path / "main.py"
+        script.write_text(text)
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(true: Callable[[], Any], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "what was waited for did not happen"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def lines(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.name[0].isdigit()}
+
+
+# A command
+
+
+def test_each_stage_of_a_command_gets_its_place_and_its_words(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before = dict(os.environ)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    code = (
+        "import json, os, sys; "
+        "open(sys.argv[1] + os.environ['RANK'], 'w').write(json.dumps([dict(os.environ), sys.argv[2:]]))"
+    )
+    command = [sys.executable, "-c", code, f"{tmp_path}/", "$HOME", "${local_rank}", "a b", "$$"]
+
+    assert launch(3, command, threads=2, environment={"COLOUR": "red"}) == {}
+
+    for rank in range(3):
+        said, words = json.loads((tmp_path / str(rank)).read_text())
+        assert words == ["$HOME", "${local_rank}", "a b", "$$"]
+        expected = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "3",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "OMP_NUM_THREADS": "2",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "COLOUR": "red",
+            PARENT: str(os.getpid()),
+        }
+        assert {name: said.get(name) for name in expected} == expected
+    assert dict(os.environ) == before
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
+
+
+@pytest.mark.parametrize(("inherited", "threads", "expected"), [(None, None, "1"), ("4", None, "4"), ("4", 2, "2")])
+def test_threads_are_those_asked_for_else_those_of_the_parent_else_one(
+    tmp_path, monkeypatch, inherited, threads, expected
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if inherited:
+        monkeypatch.setenv("OMP_NUM_THREADS", inherited)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    code = (
+        "import os, sys; open(sys.argv[1], 'w').write(os.environ['OMP_NUM_THREADS'] + os.environ['GLOO_SOCKET_IFNAME'])"
+    )
+    launch(1, [sys.executable, "-c", code, str(tmp_path / "said")], threads=threads)
+    assert (tmp_path / "said").read_text() == f"{expected}eth7"
+
+
+def test_a_stage_that_always_dies_is_named_after_the_last_restart(tmp_path, capfd, caplog):
+    code = (
+        PLAIN + "Path(sys.argv[1], os.environ['TORCHELASTIC_RESTART_COUNT'] + '.' + rank).touch(); "
+        "rank == '1' and os.kill(os.getpid(), 9); time.sleep(600)"
+    )
+    with pytest.raises(TrainError) as caught:
+        launch(2, [sys.executable, "-c", code, str(tmp_path)], restarts=2)
+    assert str(caught.value) == (
+        "stage 1 was killed by signal 9 (it may have run out of memory); "
+        "all stages were restarted 2 times, which is the most allowed"
+    )
+    assert {"0.1", "1.1", "2.1"} <= set(lines(tmp_path)) <= {f"{attempt}.{rank}" for attempt in "012" for rank in "01"}
+    assert [record.message for record in caplog.records if record.name == "weft"] == [
+        "stage 1 was killed by signal 9 (it may have run out of memory); all stages start again (1 of 2)",
+        "stage 1 was killed by signal 9 (it may have run out of memory); all stages start again (2 of 2)",
+    ]
+    assert [record.name for record in caplog.records if record.name.startswith("torch.")] == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_cause_is_named_and_not_the_stages_that_were_stopped_for_it():
+    code = PLAIN + "rank == '1' and sys.exit(3); time.sleep(600)"
+    with pytest.raises(TrainError, match=r"^stage 1 ended with exit code 3; all stages were restarted 0 times"):
+        launch(2, [sys.executable, "-c", code], restarts=0)
+
+
+@pytest.mark.parametrize("command", ["python -m weft", [], [sys.executable, 3]])
+def test_what_is_no_command_is_refused(command):
+    with pytest.raises(TrainError, match="a command is a program and its arguments"):
+        launch(1, command)
+
+
+def test_no_stages_are_refused():
+    with pytest.raises(TrainError, match="stages >= 1 and restarts >= 0, not stages=0"):
+        launch(0, ["true"])
+
+
+# A call
+
+
+@pytest.fixture(scope="module")
+def restarted(work: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Two stages that meet over gloo, of which one is killed the first time: the outcome, what each saw, the log."""
+    folder = tmp_path_factory.mktemp("restarted")
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("weft").addHandler(handler)
+    try:
+        outcome = launch(2, Call(work.reduce, (str(folder),)), restarts=1)
+    finally:
+        logging.getLogger("weft").removeHandler(handler)
+    return outcome, {name: json.loads(text) for name, text in lines(folder).items()}, said
+
+
+def test_a_killed_stage_makes_all_start_again_and_the_outcome_comes_back(restarted):
+    outcome, seen, said = restarted
+    assert outcome == {"sum": 3.0, "restarts": 1}
+    assert {name: (each["sum"], each["restarts"], each["world"]) for name, each in seen.items()} == {
+        "0.0": (3.0, 0, 2),
+        "0.1": (3.0, 0, 2),
+        "1.0": (3.0, 1, 2),
+        "1.1": (3.0, 1, 2),
+    }
+    assert said == ["stage 1 was killed by signal 9 (it may have run out of memory); all stages start again (1 of 1)"]
+
+
+def test_nothing_listens_beyond_loopback(restarted):
+    loopback = "0100007F"
+    for each in restarted[1].values():
+        assert each["parent"], "the store of the parent was not found, so this test sees nothing"
+        assert each["stage"], "gloo's socket was not found, so this test sees nothing"
+        assert set(each["parent"] + each["stage"]) == {loopback}
+
+
+def test_an_error_of_the_users_making_comes_back_as_itself_and_starts_nothing_again(work, tmp_path):
+    with pytest.raises(NonFiniteError) as caught:
+        launch(2, Call(work.not_finite, (str(tmp_path),)), restarts=3)
+    assert str(caught.value) == "the loss of step 3 is nan"
+    assert "0.1" in lines(tmp_path)
+    assert set(lines(tmp_path)) <= {"0.0", "0.1"}
+    for pid in lines(tmp_path).values():
+        assert not alive(int(pid))
+
+
+def test_a_bug_in_a_stage_is_told_in_one_line_and_leaves_no_files(work, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(TrainError, match=r"^stage 0 ended with exit code 1: ValueError: no such key; all stages"):
+        launch(1, Call(work.bug), restarts=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "culprit"),
+    [
+        (lambda work: Call(lambda: None), r"the function, .*<lambda>, cannot be sent"),
+        (lambda work: Call(work.mark, ("/tmp", lambda: None)), r"argument 1, .*<lambda>, cannot be sent"),
+        (lambda work: Call(work.mark, (), {"folder": open(os.devnull)}), r"argument 'folder', a TextIOWrapper, cannot"),  # noqa: SIM115
+    ],
+)
+def test_what_cannot_be_sent_to_a_stage_is_named(work, make, culprit):
+    with pytest.raises(TrainError, match=rf"more than one stage means new processes, and {culprit}.*importable"):
+        launch(2, make(work))
+
+
+def test_a_function_that_stages_cannot_import_is_told_once(work, monkeypatch):
+    import types
+
+    module = types.ModuleType("only_here")
+    exec("def build(): pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    with pytest.raises(TrainError, match=r"they cannot import what they are to run: No module named 'only_here'"):
+        launch(1, Call(module.build), restarts=3)
+
+
+# What the store holds
+
+
+@pytest.mark.parametrize("problem", [ConfigError("a"), NonFiniteError("b\nc"), WeftError("d")])
+def test_an_error_crosses_the_store_with_class_and_text(problem):
+    store = HashStore()
+    report_error(store, problem)
+    report_error(store, TrainError("a later one, which follows from the first"))
+    with pytest.raises(WeftError) as caught:
+        reported(store)
+    assert (type(caught.value), str(caught.value)) == (type(problem), str(problem))
+
+
+@pytest.mark.parametrize("name", ["SystemExit", "nearest", "Iterable", "__builtins__", "Own"])
+def test_only_errors_of_weft_are_raised_by_name(name):
+    store = HashStore()
+    report_error(store, type(name, (WeftError,), {})("text"))
+    with pytest.raises(WeftError) as caught:
+        reported(store)
+    assert (type(caught.value), str(caught.value)) == (TrainError, "text")
+
+
+def test_an_outcome_crosses_the_store():
+    store = HashStore()
+    assert reported(store) == {}
+    report(store, {"fingerprint": "ab", "steps": 3, "losses": [0.1, 1e-300]})
+    assert reported(store) == {"fingerprint": "ab", "steps": 3, "losses": [0.1, 1e-300]}
+
+
+# The end
+
+
+def test_stages_stop_by_themselves_on_ctrl_c(work, tmp_path, start):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    call = f"Call(work.until_told, ({str(seen)!r},))"
+    main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=2, work=call))
+    wait_for(lambda: len(lines(seen)) == 2 and all(lines(seen).values()))
+    os.killpg(main.pid, signal.SIGINT)  # a terminal sends it to all of its processes; only the parent may act on it
+    out, err = main.communicate(timeout=50)
+    assert (out, err, main.returncode) == ("interrupted\n", "", 7)
+    assert lines(seen) == {"0.0": "stopped: True", "0.1": "stopped: True"}
+
+
+def test_sigterm_is_passed_on_to_commands(work, tmp_path, start):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    code = PLAIN + (
+        "here = Path(sys.argv[1], rank); "
+        "signal.signal(signal.SIGTERM, lambda *_: here.write_text('stopped') and sys.exit(0)); "
+        "here.write_text('ready'); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code, str(seen)]
+    main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=2, work=repr(command)))
+    wait_for(lambda: list(lines(seen).values()) == ["ready", "ready"])
+    os.kill(main.pid, signal.SIGTERM)
+    out, err = main.communicate(timeout=50)
+    assert (out, err, main.returncode) == ("interrupted\n", "", 7)
+    assert lines(seen) == {"0": "stopped", "1": "stopped"}
+
+
+def test_a_second_ctrl_c_kills_stages_that_do_not_stop(work, tmp_path, start):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    code = PLAIN + (
+        "signal.signal(signal.SIGTERM, lambda *_: Path(sys.argv[1], '1').touch()); "
+        "Path(sys.argv[1], '0').write_text(str(os.getpid())); [time.sleep(0.1) for _ in range(6000)]"
+    )
+    command = [sys.executable, "-c", code, str(seen)]
+    main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=1, work=repr(command)))
+    wait_for(lambda: lines(seen).get("0"))
+    os.kill(main.pid, signal.SIGINT)
+    wait_for(lambda: "1" in lines(seen))
+    os.kill(main.pid, signal.SIGINT)
+    out, err = main.communicate(timeout=50)
+    assert (out, err, main.returncode) == ("interrupted\n", "", 7)
+    assert not alive(int(lines(seen)["0"]))
+
+
+def test_no_stage_outlives_a_parent_that_is_killed(work, tmp_path, start):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    script = tmp_path / "stage.py"
+    script.write_text(
+        "import os, sys, time\nfrom pathlib import Path\nfrom weft.pipeline.parent import die_with_parent\n"
+        "die_with_parent()\nPath(sys.argv[1], os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    # Stage 0 is a child of the parent, stage 1 a grandchild.
+    shell = 'if [ $RANK = 0 ]; then exec "$@"; else "$@"; true; fi'
+    command = ["sh", "-c", shell, "sh", sys.executable, str(script), str(seen)]
+    main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=2, work=repr(command)))
+    wait_for(lambda: len(lines(seen)) == 2 and all(lines(seen).values()))
+    pids = [int(text) for text in lines(seen).values()]
+    assert [alive(pid) for pid in pids] == [True, True]
+    main.kill()
+    wait_for(lambda: not any(alive(pid) for pid in pids), 20.0)
+
+
+def test_a_script_without_a_guard_is_told_so(work, start):
+    text = MAIN.format(folder=str(Path(work.__file__).parent), stages=1, work="Call(work.bug)")
+    main = start(text.replace('if __name__ == "__main__":', "if True:"))
+    out, err = main.communicate(timeout=50)
+    assert main.returncode == 1
+    assert err.strip().splitlines()[-1].endswith("put what the script does under `if __name__ == '__main__':`")
+    assert err.count("Traceback") == 1
+    assert out == ""

@@ -1,0 +1,522 @@
+"""Traces of pipelines: what a tracer writes, what is read back, and what is told and drawn of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import RunError
+from weft.pipeline.consistency import parse
+from weft.pipeline.cut import best_cut
+from weft.pipeline.perfetto import perfetto
+from weft.pipeline.scheduler import Op, Rule
+from weft.pipeline.simulator import Simulated, Span, jitter, simulate
+from weft.pipeline.trace import Message, StageTrace, Trace, Tracer, Update, read_traces
+from weft.pipeline.utilisation import bubble, busy, idle_shares, steady_bubble, summary
+from weft.pipeline.waits import gaps, worst_waits
+from weft.pipeline.workload import Workload
+
+EPOCH = 2.0**31
+"""Later than any start line of today; whole and half seconds after it are exact in floats."""
+
+
+def shared(blocks: int, m: int, steps: int, consistency: str = "exact") -> Workload:
+    """A plain network: every micro-batch uses every layer."""
+    return Workload(blocks, m, steps, lambda n: [(b, b) for b in range(blocks)], lambda layer: parse(consistency))
+
+
+def on(work: Workload, stages: int, **options: Any) -> Simulated:
+    return simulate(work, best_cut([1.0] * work.blocks, stages), Rule(2 * stages), **options)
+
+
+def flying(spans: Sequence[Span], at: Span) -> int:
+    """Micro-batches in flight on the stage of a span when it starts, told from the spans alone."""
+    own = [span for span in spans if span.op.stage == at.op.stage]
+    begun = {span.op.microbatch for span in own if span.op.kind == "F" and span.start <= at.start}
+    over = {span.op.microbatch for span in own if span.op.kind == "B" and span.end <= at.start}
+    return len(begun - over)
+
+
+def traced(result: Simulated, latency: float = 0.0, m: int = 1, since: float = 0.0, updates: bool = False) -> Trace:
+    """The trace of a run that went just as the simulation did."""
+    stages = []
+    for stage in range(result.stages):
+        spans = sorted((span for span in result.spans if span.op.stage == stage), key=lambda span: span.start)
+        sent, received, changed = [], [], []
+        for span in result.spans:
+            kind, n = span.op.kind, span.op.microbatch
+            to = span.op.stage + (1 if kind == "F" else -1)
+            if span.op.stage == stage and 0 <= to < result.stages:
+                sent.append(Message(kind, n, since + span.end, 100 + n))
+            if to == stage:
+                received.append(Message(kind, n, since + span.end + latency))
+            if updates and span.op.stage == stage and kind == "B":
+                changed.append(Update(2, len(changed) + 1, since + span.end, since + span.end))
+        moved = tuple(Span(span.op, since + span.start, since + span.end) for span in spans)
+        counts = tuple(flying(result.spans, span) for span in spans)
+        stages.append(StageTrace(stage, moved, counts, tuple(sent), tuple(received), tuple(changed)))
+    return Trace(0, tuple(stages), (), m)
+
+
+def write(
+    trace: Trace, folder: Path, restart: int = 0, simulated: Sequence[Span] | None = None, flush_every: int = 7
+) -> None:
+    """Has a tracer for every stage write the trace."""
+    for stage in trace.stages:
+        tracer = Tracer(folder / "traces" / f"stage{stage.stage}.jsonl", stage.stage)
+        foreseen = simulated if stage.stage == 0 else None
+        tracer.start(restart, len(trace.stages), trace.cut, trace.microbatches, foreseen)
+        for index, (span, in_flight) in enumerate(zip(stage.spans, stage.in_flight, strict=True)):
+            tracer.op(span.op, span.start, span.end, in_flight)
+            if index % flush_every == 0:
+                tracer.flush()
+        for message in stage.sent:
+            tracer.sent(*message)
+        for message in stage.received:
+            tracer.received(message.kind, message.microbatch, message.time)
+        for update in stage.updates:
+            tracer.update(*update)
+        tracer.close()
+
+
+def of(trace: Trace, *phases: str) -> list[dict[str, Any]]:
+    return [event for event in perfetto(trace)["traceEvents"] if event["ph"] in phases]
+
+
+# Two stages, one step of two micro-batches, forward 1, backward 2, a message takes half a second; a letter is half one:
+#   stage 0: ffFF......bbbb..BBBB        micro-batch 0 is f and b, 1 is F and B
+#   stage 1: ...ffbbbbFFBBBB
+TWO = on(shared(2, 2, 1), 2, latency=0.5)
+
+
+def test_two_stages_drawn_by_hand_wait_for_what_the_drawing_says() -> None:
+    trace = traced(TWO, latency=0.5)
+    spans = {str(span.op): (span.start, span.end) for stage in trace.stages for span in stage.spans}
+    assert spans == {
+        "0F0": (0, 1),
+        "0F1": (1, 2),
+        "1F0": (1.5, 2.5),
+        "1B0": (2.5, 4.5),
+        "1F1": (4.5, 5.5),
+        "1B1": (5.5, 7.5),
+        "0B0": (5, 7),
+        "0B1": (8, 10),
+    }
+    found = summary(trace)
+    assert found["time"] == 10
+    assert [(row["busy"], row["idle"], row["busy_share"]) for row in found["stages"]] == [(6, 4, 0.6), (6, 4, 0.6)]
+    assert [(row["ops"], row["ops_per_second"]) for row in found["stages"]] == [(4, 0.4), (4, 0.4)]
+    assert [row["peak_in_flight"] for row in found["stages"]] == [2, 1]
+    assert [(row["mean_wait"], row["worst_wait"]) for row in found["stages"]] == [(1.0, 3.0), (0.375, 1.5)]
+    assert [row["bytes_sent"] for row in found["stages"]] == [201, 201]
+    told = [(wait["op"], wait["seconds"], wait["start"], wait["cause"], wait["source"]) for wait in found["waits"]]
+    assert told == [
+        ("0B0", 3.0, 2.0, "op", "1B0"),
+        ("1F0", 1.5, 0.0, "op", "0F0"),
+        ("0B1", 1.0, 7.0, "op", "1B1"),  # half a second for each of the operation and its message: the first is told
+    ]
+    assert [wait["held"] for wait in found["waits"]] == [None, None, None]
+    assert found["simulated"] is None
+
+
+def stage(number: int, spans: list[tuple[str, int, float, float]], received: Sequence[Message] = ()) -> StageTrace:
+    kept = tuple(Span(Op(number, kind, n), start, end) for kind, n, start, end in spans)  # type: ignore[arg-type]
+    return StageTrace(number, kept, (1,) * len(kept), (), tuple(received))
+
+
+def test_a_wait_is_told_by_the_cause_that_took_most_of_it() -> None:
+    first = stage(0, [("F", 0, 0, 1), ("F", 1, 1, 2)])
+    for arrived, start, cause in ((2, 3, "op"), (5, 6, "message"), (2.5, 8, "version or window")):
+        second = stage(1, [("F", 1, start, start + 1)], [Message("F", 1, arrived)])
+        wait = worst_waits(Trace(0, (first, second)), 1)[0]
+        assert (str(wait.op), wait.seconds, wait.cause, str(wait.source)) == ("1F1", start, cause, "0F1")
+
+
+def test_an_operation_whose_input_lay_there_is_named_as_held_back() -> None:
+    first = stage(0, [("F", 0, 0, 1), ("F", 1, 1, 2), ("B", 0, 9, 10), ("F", 2, 10, 11)])
+    second = stage(
+        1,
+        [("F", 0, 1, 2), ("B", 0, 2, 5), ("F", 1, 9, 10)],
+        [Message("F", 0, 1), Message("F", 1, 2)],
+    )
+    waits = {str(wait.op): wait for wait in worst_waits(Trace(0, (first, second)), 10)}
+    assert str(waits["0B0"].held) == "0F2"  # the first stage makes its own inputs
+    assert waits["1F1"].held is None
+    assert waits["1F1"].cause == "version or window"
+    assert waits["1F1"].seconds == 4
+    assert waits["1F0"].held is None
+    late = stage(1, [("F", 0, 1, 2), ("B", 0, 6, 7), ("F", 1, 7, 8)], [Message("F", 0, 1), Message("F", 1, 3)])
+    waits = {str(wait.op): wait for wait in worst_waits(Trace(0, (first, late)), 10)}
+    assert waits["1B0"].held is None  # the input came in the meantime
+
+
+def test_a_wait_whose_source_was_not_written_is_blamed_on_it() -> None:
+    """The first stage's buffer may be written later than the second's."""
+    trace = Trace(0, (stage(0, [("F", 0, 0, 1)]), stage(1, [("F", 3, 6, 7)])))
+    wait = worst_waits(trace, 1)[0]
+    assert (wait.cause, str(wait.source)) == ("op", "0F3")
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("consistency", ["exact", "delayed(2)", "lagged(4)"])
+@pytest.mark.parametrize("latency", [0.0, 0.25])
+def test_a_run_that_goes_as_simulated_has_the_figures_of_the_simulation(
+    stages: int, consistency: str, latency: float, tmp_path: Path
+) -> None:
+    result = on(shared(8, 2, 12, consistency), stages, latency=latency)
+    write(traced(result, latency, m=2, since=EPOCH), tmp_path, simulated=result.spans)
+    found = summary(read_traces(tmp_path))
+    assert found["time"] == result.time
+    assert tuple(row["busy"] for row in found["stages"]) == result.busy
+    assert [row["busy_share"] for row in found["stages"]] == [part / result.time for part in result.busy]
+    assert tuple(row["peak_in_flight"] for row in found["stages"]) == result.peak
+    assert (found["bubble"], found["steady_bubble"]) == (result.bubble, result.steady_bubble)
+    assert found["simulated"] == {
+        "time": result.time,
+        "bubble": result.bubble,
+        "steady_bubble": result.steady_bubble,
+        "error": 0.0,
+    }
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.sampled_from(["exact", "lagged(2)"]), st.integers(0, 9)
+)
+def test_jittered_runs_have_the_figures_of_the_simulation(
+    stages: int, m: int, steps: int, consistency: str, seed: int
+) -> None:
+    result = on(shared(4, m, steps, consistency), stages, duration=jitter(seed, 0.5))
+    trace = traced(result)
+    assert bubble(trace) == pytest.approx(result.bubble, abs=1e-9)
+    assert steady_bubble(trace) == pytest.approx(result.steady_bubble, abs=1e-9)
+    # The rule starts what is ready: a stage that stands still does so for an input, never for anything else.
+    assert {wait.cause for wait in worst_waits(trace, 10_000) if wait.seconds > 1e-6} <= {"op"}
+
+
+def test_the_error_of_the_simulation_is_that_of_the_time_of_what_both_did() -> None:
+    real = traced(on(shared(4, 1, 4), 2, latency=1.0))
+    foreseen = on(shared(4, 1, 8), 2)
+    found = summary(Trace(0, real.stages, simulated=foreseen.spans))["simulated"]
+    assert found["time"] == foreseen.time
+    assert found["error"] == pytest.approx(on(shared(4, 1, 4), 2).time / (real.end - real.begin) - 1)
+    assert found["error"] < 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), max_size=12),
+            st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=4),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_busy_and_idle_time_of_every_stage_add_up_to_the_time_of_the_trace(
+    drawn: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]],
+) -> None:
+    stages = []
+    for number, (ops, changes) in enumerate(drawn):
+        spans = [Span(Op(number, "F", n), at, at + took) for n, (at, took) in enumerate(sorted(ops))]
+        updates = tuple(Update(1, n, at, at + took) for n, (at, took) in enumerate(changes))
+        stages.append(StageTrace(number, tuple(spans), (1,) * len(spans), (), (), updates))
+    trace = Trace(0, tuple(stages))
+    found = summary(trace)
+    cells = range(int(trace.begin), int(trace.end))
+    for one, row in zip(stages, found["stages"], strict=True):
+        worked = [any(start <= cell < end for start, end in one.intervals()) for cell in cells]
+        assert row["busy"] == sum(worked)
+        assert row["idle"] == len(cells) - sum(worked)
+        assert row["busy"] + row["idle"] == found["time"]
+        shown = {cell for start, end in busy(one) for cell in range(int(start), int(end))}
+        waited = [cell for gap in gaps(one, trace.begin, trace.end) for cell in range(int(gap.start), int(gap.end))]
+        assert sorted([*shown, *waited]) == list(cells)
+
+
+@pytest.mark.parametrize("every", [1, 3, 50])
+def test_idle_shares_of_windows_add_up_to_the_idle_time(every: int) -> None:
+    trace = traced(on(shared(4, 1, 9), 3))
+    for one, row in zip(trace.stages, summary(trace)["stages"], strict=True):
+        shares = idle_shares(one, trace.begin, trace.end, every)
+        assert len(shares) == -(-len(one.spans) // every)
+        ends = [*(at for at, _ in shares[1:]), trace.end]
+        assert shares[0][0] == trace.begin
+        assert all(0 <= share <= 1 for _, share in shares)
+        for (at, share), end in zip(shares, ends, strict=True):
+            worked = sum(max(0.0, min(end, span.end) - max(at, span.start)) for span in one.spans)
+            assert share == pytest.approx(1 - worked / (end - at))
+        total = sum(share * (end - at) for (at, share), end in zip(shares, ends, strict=True))
+        assert total == pytest.approx(row["idle"])
+
+
+def test_what_a_tracer_writes_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
+    result = on(shared(4, 2, 5, "lagged(2)"), 3, duration=jitter(1, 0.3))
+    trace = traced(result, 0.125, m=2, since=EPOCH, updates=True)
+    write(trace, tmp_path, restart=3, simulated=result.spans)
+    read = read_traces(tmp_path)
+    assert read == Trace(3, trace.stages, (), 2, result.spans)
+    heads = [json.loads((tmp_path / "traces" / f"stage{s}.jsonl").read_text().splitlines()[0]) for s in range(3)]
+    assert [("simulated" in head, head["stage"], head["stages"]) for head in heads] == [
+        (True, 0, 3),
+        (False, 1, 3),
+        (False, 2, 3),
+    ]
+
+
+def test_nothing_is_written_before_a_flush_and_nothing_twice(tmp_path: Path) -> None:
+    path = tmp_path / "traces" / "stage0.jsonl"
+    tracer = Tracer(path, 0)
+    tracer.start(0, 1, ())
+    before = path.read_bytes()
+    for n in range(5):
+        tracer.op(Op(0, "F", n), n, n + 1, 1)
+    assert path.read_bytes() == before
+    tracer.flush()
+    tracer.flush()
+    tracer.close()
+    assert path.read_bytes().count(b"\n") == 6
+
+
+def test_threads_lose_no_line_to_a_flush(tmp_path: Path) -> None:
+    path = tmp_path / "traces" / "stage0.jsonl"
+    tracer = Tracer(path, 0)
+    tracer.start(0, 1, ())
+
+    def record(first: int) -> None:
+        for n in range(first, first + 2000):
+            tracer.op(Op(0, "F", n), n, n + 1, 1)
+
+    threads = [threading.Thread(target=record, args=(first,)) for first in (0, 2000, 4000)]
+    pause = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            tracer.flush()
+    finally:
+        sys.setswitchinterval(pause)
+    tracer.close()
+    assert [span.op.microbatch for span in read_traces(tmp_path).stages[0].spans] == list(range(6000))
+
+
+def test_a_torn_last_line_is_skipped_and_a_restart_is_not_glued_to_it(tmp_path: Path) -> None:
+    trace = traced(TWO, 0.5, since=EPOCH)
+    write(trace, tmp_path)
+    whole = read_traces(tmp_path)
+    for number in range(2):
+        with open(tmp_path / "traces" / f"stage{number}.jsonl", "ab") as file:
+            file.write(b'["op","F",9,2147483')
+    assert read_traces(tmp_path) == whole
+    write(trace, tmp_path, restart=1)
+    assert read_traces(tmp_path) == Trace(1, trace.stages, ())
+    assert read_traces(tmp_path, 0) == whole
+
+
+def test_every_cut_of_a_file_can_be_read(tmp_path: Path) -> None:
+    write(traced(TWO, 0.5, since=EPOCH, updates=True), tmp_path)
+    path = tmp_path / "traces" / "stage1.jsonl"
+    text = path.read_bytes()
+    counts = []
+    for size in range(len(text)):
+        path.write_bytes(text[:size])
+        found = read_traces(tmp_path).stages[1]
+        counts.append(sum(map(len, (found.spans, found.sent, found.received, found.updates))))
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+    assert counts[-1] == 4 + 2 + 2 + 2  # the last line lacks its newline alone
+
+
+def test_lines_of_another_shape_are_skipped(tmp_path: Path) -> None:
+    write(traced(TWO, 0.5, since=EPOCH), tmp_path)
+    whole = read_traces(tmp_path)
+    with open(tmp_path / "traces" / "stage0.jsonl", "a") as file:
+        file.write('3\n"op"\n[]\n["op"]\n["op","X",1,2,3,4]\n{"event":"step"}\n["other",1]\nnull\n')
+    assert read_traces(tmp_path) == whole
+
+
+def test_the_last_of_two_starts_is_read_unless_another_is_asked_for(tmp_path: Path) -> None:
+    old, new = traced(on(shared(4, 1, 3), 4), since=EPOCH), traced(on(shared(4, 1, 5), 2), since=EPOCH + 1000)
+    write(old, tmp_path, 0)
+    write(new, tmp_path, 1)  # on fewer stages
+    assert read_traces(tmp_path).stages == new.stages
+    assert read_traces(tmp_path, 1) == read_traces(tmp_path)
+    assert read_traces(tmp_path, 0).stages == old.stages
+    with pytest.raises(RunError, match="no trace of start 7; known: 0, 1"):
+        read_traces(tmp_path, 7)
+
+
+def test_a_stage_that_has_not_begun_again_is_not_taken_from_an_older_start_of_the_same_number(tmp_path: Path) -> None:
+    old = traced(on(shared(4, 1, 3), 2), since=1000.0)
+    write(old, tmp_path)
+    new = traced(on(shared(4, 1, 3), 2), since=EPOCH)
+    write(Trace(0, new.stages[:1] + (StageTrace(1),)), tmp_path)
+    (tmp_path / "again").mkdir()
+    write(old, tmp_path / "again")
+    lines = (tmp_path / "again" / "traces" / "stage1.jsonl").read_bytes()
+    (tmp_path / "traces" / "stage1.jsonl").write_bytes(lines)  # its own start line was never written
+    assert read_traces(tmp_path).stages == (new.stages[0], StageTrace(1))
+
+
+def test_a_run_without_traces_says_how_to_get_them(tmp_path: Path) -> None:
+    with pytest.raises(
+        RunError, match=r"has no traces: .*`trace = true` in its config, or by weft\.train\(.*trace=True"
+    ):
+        read_traces(tmp_path)
+    Tracer(tmp_path / "traces" / "stage0.jsonl", 0).start(0, 2, (1,))
+    with pytest.raises(RunError, match="hold no operation yet: wait"):
+        read_traces(tmp_path)
+
+
+def test_perfetto_shows_every_operation_as_it_prints() -> None:
+    result = on(shared(4, 2, 4, "lagged(2)"), 3, latency=0.5)
+    trace = traced(result, 0.5, m=2, since=EPOCH, updates=True)
+    shown = [event for event in of(trace, "X") if event["cat"] != "update"]
+    for event in shown:
+        assert event["cat"] == {"F": "forward", "B": "backward"}[event["name"][1]]
+    found = {
+        (event["name"], event["pid"], event["ts"], event["dur"], event["args"]["micro-batch"], event["args"]["step"])
+        for event in shown
+    }
+    assert len(shown) == len(found)
+    assert found == {
+        (
+            str(span.op),
+            span.op.stage + 1,
+            round(span.start * 1e6),
+            round((span.end - span.start) * 1e6),
+            span.op.microbatch,
+            span.op.microbatch // 2,
+        )
+        for span in result.spans
+    }
+    changed = [event for event in of(trace, "X") if event["cat"] == "update"]
+    assert [event["args"] for event in changed if event["pid"] == 1] == [
+        {"layers": 2, "version": n} for n in range(1, 9)
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 6), st.sampled_from([0.0, 0.3]), st.integers(0, 5), st.booleans())
+def test_perfetto_events_keep_the_rules_of_the_format(
+    stages: int, steps: int, latency: float, seed: int, beside: bool
+) -> None:
+    result = on(shared(4, 2, steps, "lagged(2)"), stages, latency=latency, duration=jitter(seed, 0.5))
+    trace = traced(result, latency, m=2, since=EPOCH, updates=True)
+    drawn = perfetto(trace, result if beside else None)
+    assert json.loads(json.dumps(drawn, allow_nan=False)) == drawn
+    assert set(drawn) == {"traceEvents", "displayTimeUnit"}
+    events = drawn["traceEvents"]
+    needed = {
+        "M": {"args"},
+        "X": {"ts", "dur", "cat"},
+        "C": {"ts", "args"},
+        "s": {"ts", "id", "cat"},
+        "f": {"ts", "id"},
+    }
+    for event in events:
+        assert needed[event["ph"]] | {"name", "pid", "tid"} <= event.keys()
+        assert all(type(event[name]) is int and event[name] >= 0 for name in ("ts", "dur") if name in event)
+        assert event["pid"] > 0  # Perfetto takes process 0 for the kernel's
+    times = [event["ts"] for event in events if "ts" in event]
+    assert times == sorted(times)
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    foreseen = [f"simulated stage {s}" for s in range(stages)] if beside else []
+    assert [named[pid] for pid in sorted(named)] == [f"stage {s}" for s in range(stages)] + foreseen
+    assert {event["pid"] for event in events} == set(named)
+    # On one thread events lie beside or within each other: others are dropped by Perfetto.
+    for pid in named:
+        own = [event for event in events if event["ph"] == "X" and event["pid"] == pid]
+        open_until: list[int] = []
+        for event in own:
+            while open_until and open_until[-1] <= event["ts"]:
+                open_until.pop()
+            assert all(event["ts"] + event["dur"] <= end for end in open_until)
+            open_until.append(event["ts"] + event["dur"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 6), st.sampled_from([0.0, 0.3]), st.integers(0, 5))
+def test_an_arrow_leads_from_the_operation_that_sent_a_message_to_the_one_that_took_it(
+    stages: int, steps: int, latency: float, seed: int
+) -> None:
+    result = on(shared(4, 2, steps, "lagged(2)"), stages, latency=latency, duration=jitter(seed, 0.5))
+    events = perfetto(traced(result, latency))["traceEvents"]
+    arrows: dict[int, list[str]] = {}
+    last: dict[int, dict[str, Any]] = {}
+    for event in events:  # as a viewer does: an arrow belongs to the last operation of its thread
+        if event["ph"] == "X":
+            last[event["tid"]] = event
+        elif event["ph"] in "sf":
+            arrows.setdefault(event["id"], []).append(last[event["tid"]]["name"])
+            slice_ = last[event["tid"]]
+            assert slice_["ts"] <= event["ts"] <= slice_["ts"] + slice_["dur"]
+            if event["ph"] == "f":
+                assert (event["bp"], event["ts"]) == ("e", slice_["ts"])
+    expected = [
+        [str(span.op), str(Op(to, span.op.kind, span.op.microbatch))]
+        for span in result.spans
+        if 0 <= (to := span.op.stage + (1 if span.op.kind == "F" else -1)) < stages
+    ]
+    assert sorted(arrows.values()) == sorted(expected)
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    for number, begun in starts.items():
+        assert (begun["name"], begun["cat"]) == (ends[number]["name"], ends[number]["cat"])
+        assert begun["ts"] <= ends[number]["ts"]
+
+
+def test_a_message_whose_operation_is_not_yet_written_has_no_arrow() -> None:
+    full = traced(TWO, 0.5)
+    assert len(of(full, "s")) == len(of(full, "f")) == 4
+    last = full.stages[1]
+    shorter = StageTrace(1, last.spans[:-1], last.in_flight[:-1], last.sent, last.received)  # without 1B1
+    cut = Trace(0, (full.stages[0], shorter))
+    assert len(of(cut, "s")) == len(of(cut, "f")) == 3
+
+
+def test_an_arrow_of_a_message_that_left_before_its_operation_was_over_never_leads_back_in_time() -> None:
+    first = StageTrace(0, (Span(Op(0, "F", 0), 0, 4),), (1,), (Message("F", 0, 1.0, 8),))
+    second = stage(1, [("F", 0, 2, 3)], [Message("F", 0, 1.5)])
+    assert [(event["ph"], event["ts"]) for event in of(Trace(0, (first, second)), "s", "f")] == [
+        ("s", 2_000_000),
+        ("f", 2_000_000),
+    ]
+
+
+def test_counters_follow_what_is_in_flight_the_version_and_the_idle_share() -> None:
+    trace = traced(TWO, 0.5, updates=True)
+    counters = [(event["pid"], event["name"], event["ts"], event["args"]) for event in of(trace, "C")]
+    assert [(ts, args["micro-batches"]) for pid, name, ts, args in counters if (pid, name) == (1, "in flight")] == [
+        (0, 1),
+        (1_000_000, 2),
+        (5_000_000, 2),
+        (8_000_000, 1),
+    ]
+    assert [(ts, args["version"]) for pid, name, ts, args in counters if (pid, name) == (1, "weights")] == [
+        (7_000_000, 1),
+        (10_000_000, 2),
+    ]
+    assert [(pid, ts, args["share"]) for pid, name, ts, args in counters if name == "idle"] == [
+        (1, 0, 0.4),
+        (2, 0, 0.4),
+    ]
+
+
+def test_the_simulation_that_a_trace_holds_is_drawn_beside_it(tmp_path: Path) -> None:
+    write(traced(TWO, 0.5, since=EPOCH), tmp_path, simulated=on(shared(2, 2, 1), 2).spans)
+    shown = {(event["pid"], event["name"]): event["ts"] for event in of(read_traces(tmp_path), "X")}
+    assert (shown[2, "1F0"], shown[4, "1F0"]) == (1_500_000, 1_000_000)
+    assert (shown[1, "0B1"], shown[3, "0B1"]) == (8_000_000, 7_000_000)
+    assert len(shown) == 16
