@@ -30,9 +30,9 @@ from torch import Tensor, nn
 import weft
 from weft.data import Augment, Data, ShiftFlip, Tensors, digits
 from weft.pipeline.determinism import deterministic
+from weft.pipeline.opening import lay_out, open_run
 from weft.pipeline.session import Session
 from weft.pipeline.settings import make_settings
-from weft.pipeline.train import lay_out, open_run
 from weft.zoo import digits_conv, digits_mlp, nas_bench_macro
 
 

@@ -86,6 +86,11 @@ def extra_arguments(config: Config, folder: Path) -> dict[str, Any]:
         "teacher": _made("train.teacher", t.teacher, folder),
         "checkpoint_every": t.checkpoint_every,
         "keep": t.keep,
+        "stages": t.stages,
+        "cut": t.cut,
+        "window": t.window,
+        "trace": t.trace,
+        "restarts": t.restarts,
     }
 
 

@@ -10,8 +10,9 @@ import shlex
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,16 +91,21 @@ def train(
     config: Target,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and run nothing.")] = False,
+    stages: Annotated[int | None, typer.Option(help="On how many processes, each with a part of the chain.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train the supernet that the config names."""
-    settings, folder = _config(config, context)
+    settings, folder = _config(config, context, [] if stages is None else [f"--train.stages={stages}"])
     import weft as library
     from weft import assembly
     from weft.config import to_dict
+    from weft.pipeline.ranks import ranks
     from weft.progress import Bar
 
     assembly.set_threads(settings)
+    told = ranks()
+    if told is not None and told.rank > 0:  # under torchrun: the first process speaks for all
+        console.quiet = errors.quiet = True
     net, data = assembly.supernet_of(settings, folder), assembly.data_of(settings, folder)
     arguments = assembly.train_arguments(settings, folder)
     path = Path(settings.runs) / str(settings.run)
@@ -110,16 +116,20 @@ def train(
         return
     arguments |= assembly.extra_arguments(settings, folder)
     saved = {**to_dict(settings), "folder": str(folder.resolve())}
+    load = data if (settings.train.stages or 1) == 1 else partial(assembly.data_of, settings, folder.resolve())
     try:
         with Bar(errors, "train", settings.train.steps) as bar:
-            trained = library.train(net, data, **arguments, callbacks=[bar.train], resume=resume, config=saved)
+            trained = library.train(net, load, **arguments, callbacks=[bar.train], resume=resume, config=saved)
     except KeyboardInterrupt:
-        _say_how_to_resume(path, shlex.join(["weft", "train", config, *context.args, "--resume"]))
+        again = [*context.args, *([] if stages is None else [f"--stages={stages}"])]
+        _say_how_to_resume(path, shlex.join(["weft", "train", config, *again, "--resume"]))
         raise
     except WeftError as problem:
         if "already holds a run" in str(problem):
             raise ConfigError(f"{problem} (--resume, or --run=NAME)") from None
         raise
+    if told is not None and told.rank > 0:
+        return
     _show(
         {"run": str(trained.path), "steps": settings.train.steps, "fingerprint": trained.fingerprint},
         as_json,
@@ -187,6 +197,10 @@ def simulate(
         int | None, typer.Option(help="Micro-batches in flight on a stage; 2 x stages if not given.")
     ] = None,
     latency: Annotated[float, typer.Option(help="Time of a message between stages, in the unit of the costs.")] = 0.0,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="Bytes between stages in one unit of the costs; no limit if not given.")
+    ] = None,
+    slow: Annotated[str, typer.Option(help="Slow stages and their speeds, such as 3:0.5,0:0.8; the rest have 1.")] = "",
     jitter: Annotated[float, typer.Option(help="Operation times vary by up to this share, such as 0.25.")] = 0.0,
     costs: Annotated[str, typer.Option(help="measured (on this machine) or equal")] = "measured",
     as_json: AsJson = False,
@@ -203,7 +217,17 @@ def simulate(
     net, data = assembly.supernet_of(settings, folder), assembly.data_of(settings, folder)
     arguments = assembly.train_arguments(settings, folder)
     found = simulate_run(
-        net, data, arguments, counts, steps=steps, window=window, latency=latency, spread=jitter, costs=costs
+        net,
+        data,
+        arguments,
+        counts,
+        steps=steps,
+        window=window,
+        latency=latency,
+        bandwidth=bandwidth,
+        slow=_slow(slow),
+        spread=jitter,
+        costs=costs,
     )
     if as_json:
         _print_json(found)
@@ -240,7 +264,29 @@ def runs(
     console.print(table)
 
 
-def _config(target: str, context: typer.Context) -> tuple[Config, Path]:
+@app.command()
+def trace(
+    run: Annotated[str, typer.Argument(help="The directory of a run that wrote traces.", metavar="RUN")],
+    out: Annotated[str | None, typer.Option(help="The file to write; RUN/traces/trace.json if not given.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how busy the stages of a run were and what they waited for; write a trace for ui.perfetto.dev."""
+    from weft.pipeline.perfetto import perfetto
+    from weft.pipeline.trace import read_traces
+    from weft.pipeline.utilisation import summary
+    from weft.runs import Run, write_atomic
+
+    traced = read_traces(Run.open(run).path)
+    found, file = summary(traced), Path(out) if out else Path(run) / "traces" / "trace.json"
+    write_atomic(file, json.dumps(perfetto(traced), separators=(",", ":"), allow_nan=False))
+    if as_json:
+        _print_json({"run": run, "trace": str(file), **found})
+        return
+    _traced(found)
+    console.print(f"written to {file}: open it in https://ui.perfetto.dev", soft_wrap=True)
+
+
+def _config(target: str, context: typer.Context, more: Sequence[str] = ()) -> tuple[Config, Path]:
     """The configuration in a file, or that a run was started from; and the folder that its code is found from."""
     from weft.config import make_config, read_config, to_dict
 
@@ -259,8 +305,9 @@ def _config(target: str, context: typer.Context) -> tuple[Config, Path]:
         if not saved:
             raise ConfigError(f"run '{path}' was not started from a config: use weft.load_run in Python")
         folder = Path(saved.pop("folder", "."))
-        return make_config({**saved, "runs": str(run.path.parent), "run": run.path.name}, context.args), folder
-    config = read_config(path, context.args)
+        where = {"runs": str(run.path.parent), "run": run.path.name}
+        return make_config({**saved, **where}, [*context.args, *more]), folder
+    config = read_config(path, [*context.args, *more])
     if config.run is None:
         config = make_config({**to_dict(config), "run": path.stem})
     return config, path.parent
@@ -301,6 +348,33 @@ def _simulated(rows: list[dict[str, Any]], first: str) -> None:
     console.print(table)
 
 
+def _traced(found: dict[str, Any]) -> None:
+    console.print(
+        f"{found['time']:.4g} s; bubble {found['bubble']:.3f}, steady bubble {found['steady_bubble']:.3f}",
+        soft_wrap=True,
+    )
+    if simulated := found["simulated"]:
+        error = "" if simulated["error"] is None else f", its time off by {100 * simulated['error']:+.1f} %"
+        steady = f"bubble {simulated['bubble']:.3f}, steady bubble {simulated['steady_bubble']:.3f}"
+        console.print(f"simulated: {simulated['time']:.4g} s{error}; {steady}", soft_wrap=True)
+    table = Table("stage", "busy", "ops", "ops/s", "most in flight", "mean wait", "worst wait")
+    for row in found["stages"]:
+        waits = [f"{1000 * row[name]:.4g} ms" for name in ("mean_wait", "worst_wait")]
+        counts = [f"{row['ops']:,}", f"{row['ops_per_second']:.4g}", str(row["peak_in_flight"])]
+        table.add_row(str(row["stage"]), f"{100 * row['busy_share']:.1f} %", *counts, *waits)
+    console.print(table)
+    if not found["waits"]:
+        return
+    table = Table("op", "waited", "after", "for", "held back meanwhile", title="worst waits", title_justify="left")
+    for wait in found["waits"]:
+        words = {"op": wait["source"], "message": f"the message of {wait['source']}"}
+        cause = words.get(wait["cause"], f"its {wait['cause']}")
+        table.add_row(
+            wait["op"], f"{1000 * wait['seconds']:.4g} ms", f"{wait['start']:.4g} s", cause, wait["held"] or ""
+        )
+    console.print(table)
+
+
 def _stages(text: str) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]
@@ -309,6 +383,13 @@ def _stages(text: str) -> list[int]:
     if not counts or min(counts) < 1:
         raise ConfigError(f"--stages takes whole numbers from 1 on, such as 1,2,4, not '{text}'")
     return counts
+
+
+def _slow(text: str) -> dict[int, float]:
+    try:
+        return {int(stage): float(speed) for stage, speed in (part.split(":") for part in text.split(",") if part)}
+    except ValueError:
+        raise ConfigError(f"--slow takes stages and speeds, such as 3:0.5,0:0.8, not '{text}'") from None
 
 
 def _print_json(value: Any) -> None:

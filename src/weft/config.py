@@ -38,7 +38,7 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     schedule: str = "cosine"
     warmup: int = 0
-    clip: float | None = None
+    clip: float | str | None = None
     precision: str = "fp32"
     nonfinite: str = "stop"
     device: str = "cpu"
@@ -54,6 +54,11 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int | None = None
     cuda_graphs: bool = True
     channels_last: bool | None = None
+    stages: int | None = None
+    cut: tuple[int, ...] | None = None
+    window: int | None = None
+    trace: bool = False
+    restarts: int = 3
 
 
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

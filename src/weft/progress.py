@@ -29,6 +29,7 @@ class Bar:
         )
         self._task = self._progress.add_task(title, total=total, note="")
         self._loss: float | None = None
+        self._stages = ""
 
     def train(self, event: Any) -> None:
         """Sees the events of a run."""
@@ -37,7 +38,10 @@ class Bar:
         elif event["event"] == "step":
             loss = event["loss"]
             self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
-            self._progress.update(self._task, completed=event["step"] + 1, note=f"loss {self._loss:.3f}")
+            self._progress.update(self._task, completed=event["step"] + 1, note=f"loss {self._loss:.3f}{self._stages}")
+        elif event["event"] == "pipeline":
+            busy = " ".join(f"{100 * share:.0f}" for share in event["utilisation"])
+            self._stages = f" | busy % {busy} | in flight {' '.join(map(str, event['in_flight']))}"
 
     def search(self, scored: Scored, cached: bool) -> None:
         """Sees every score of a search."""

@@ -46,9 +46,14 @@ def adapt(
 
 
 def as_data(obj: object, seed: int = 0) -> Data:
-    """Data as it is, or what a user has (a mapping of tensors, or what `adapt` takes) as its training part."""
+    """Data as it is, or what a user has (a mapping of tensors, or what `adapt` takes) as its training part.
+
+    A function is called for it: on several stages each then loads its own, and nothing has to be sent to them.
+    """
     if isinstance(obj, Data):
         return obj
+    if callable(obj) and not hasattr(obj, "__getitem__") and not isinstance(obj, DataLoader | IterableDataset):
+        return as_data(obj(), seed)
     if isinstance(obj, Mapping):
         return Data("tensors", Tensors(**obj))
     # A loader may stand where a source does: whoever reads the part asks which of the two it is.

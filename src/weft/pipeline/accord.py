@@ -10,7 +10,7 @@ from weft.errors import PipelineError
 from weft.runs.files import plain
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 
 class Accord:

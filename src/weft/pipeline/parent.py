@@ -15,7 +15,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from weft import errors
 from weft.errors import TrainError, WeftError
 from weft.pipeline.ranks import ranks
 
@@ -85,7 +84,7 @@ def reported(store: Store) -> dict[str, Any]:
     unpickled."""
     if store.check(["error"]):
         said = json.loads(store.get("error"))
-        kind = getattr(errors, said["class"], None)
+        kind = vars(sys.modules[WeftError.__module__]).get(said["class"])
         if not (isinstance(kind, type) and issubclass(kind, WeftError)):
             kind = TrainError
         raise kind(said["text"])

@@ -25,6 +25,7 @@ from weft.pipeline.cut import Cut, stage_of
 from weft.pipeline.follow import followed
 from weft.pipeline.initial import load_initial
 from weft.pipeline.launch import launch
+from weft.pipeline.opening import lay_out, open_run
 from weft.pipeline.parent import PARENT, asked_to_stop, connect, report
 from weft.pipeline.ranks import Ranks, ranks
 from weft.pipeline.runtime import Runtime
@@ -35,7 +36,6 @@ from weft.pipeline.simulator import Span
 from weft.pipeline.staged import Staged
 from weft.pipeline.survey import choose_cut, foresee, measured, warn_of_waiting, workload_of
 from weft.pipeline.tracer import Tracer
-from weft.pipeline.train import lay_out, open_run
 from weft.pipeline.transport import Lost, Transport
 from weft.pipeline.watch import Watch
 from weft.runs import Run

@@ -83,6 +83,12 @@ class Settings:
             raise TrainError(f"validate={self.validate.every}: a number of steps, 1 or more, or None for no validation")
         one_of("precision", self.precision, ("fp32", "bf16"))
         one_of("nonfinite", self.nonfinite, ("stop", "skip"))
+        if isinstance(self.clip, str):
+            raise TrainError(
+                f"clip='{self.clip}': only a layer's own gradient can be clipped. The norm over all layers is known "
+                "when every stage is through with a step, so clipping by it would empty the pipeline at every step: "
+                "give a number, the largest norm of a layer's gradient"
+            )
         if self.clip is not None and not self.clip > 0:
             raise TrainError(f"clip={self.clip}: the largest norm of a layer's gradient is above 0")
 

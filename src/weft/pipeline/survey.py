@@ -38,8 +38,7 @@ def measured(chain: Chain, data: Data, settings: Settings) -> Costs:
     loader = make_loader(data.train, settings)
     batch: Mapping[str, Tensor] = split(loader.batch(0), settings.microbatches)[0]
     twin = copy.deepcopy(chain).to(settings.device)
-    costs: Costs = dict(profile_chain(twin, batch, repeats=3))
-    return costs
+    return dict(profile_chain(twin, batch, repeats=3).items())
 
 
 def workload_of(chain: Chain, settings: Settings, costs: Costs | None) -> Workload:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from weft.data import Augment, Data, as_data
-from weft.errors import CheckpointError, RunError, TrainError
+from weft.errors import CheckpointError, TrainError
 from weft.pipeline.callbacks import Callback, TensorBoard
 from weft.pipeline.consistency import Consistency
 from weft.pipeline.cut import check_stages
 from weft.pipeline.initial import load_initial
 from weft.pipeline.losses import cross_entropy
+from weft.pipeline.opening import lay_out, open_run
 from weft.pipeline.optimizer import Optimizer
 from weft.pipeline.ranks import ranks
 from weft.pipeline.rate import Schedule
@@ -23,7 +24,6 @@ from weft.pipeline.sequential import Loss, Metric
 from weft.pipeline.session import Session, Teacher
 from weft.pipeline.settings import Settings, Validate, make_settings, told
 from weft.runs import Run
-from weft.runs.files import plain
 from weft.runs.run import fresh_name
 from weft.space import Stream, Subnet
 from weft.supernet import Chain, Factory, initialise
@@ -199,11 +199,6 @@ def load_run(path: Path | str, net: Chain | Factory, data: Any, *, built: bool =
     return Trained(run, lay_out(chain, settings).eval(), as_data(data, seed), settings, net)
 
 
-def lay_out(chain: Chain, settings: Settings) -> Chain:
-    """The chain with its filters laid out as the settings say; activations follow the filters."""
-    return chain.to(memory_format=torch.channels_last) if settings.channels_last else chain  # type: ignore[call-overload]
-
-
 def retrain(
     pick: Any,
     subnet: Subnet | None = None,
@@ -252,37 +247,3 @@ def retrain(
         "init": weights,
     }
     return train(trained.net, trained.data, steps=steps or old.steps, **{**settings, **changes})
-
-
-def open_run(
-    runs: Path | str,
-    name: str | None,
-    resume: bool,
-    law: Mapping[str, Any],
-    config: Mapping[str, Any] | None,
-    device: torch.device,
-    keep: int,
-) -> Run:
-    """The run's directory: a new one, or on resume the one that is there, which must be a run of the same law."""
-    if resume and name is None:
-        raise RunError("resume needs the name of the run: give run='...'")
-    if resume and (Path(runs) / str(name) / "manifest.json").exists():
-        found = Run.open(Path(runs) / str(name), keep=keep)
-        before = found.manifest.get("law") or {}
-        for key in sorted({*before, *law}):
-            if before.get(key) != plain(law.get(key)):
-                raise RunError(
-                    f"run '{name}' was made with {key} = {before.get(key)}, now it is {law.get(key)}: "
-                    "resume it as it was, or choose another name"
-                )
-        return found
-    manifest = {
-        "config": config,
-        "law": law,
-        "seed": law["seed"],
-        "device": str(device),
-        "data": law["data"],
-        "space": law["space"],
-        "threads": torch.get_num_threads(),
-    }
-    return Run.create(runs, name, manifest=manifest, keep=keep)
