@@ -14,15 +14,12 @@ if TYPE_CHECKING:
         Exact,
         Lagged,
         Optimizer,
-        Trained,
         Validate,
         accuracy,
         cross_entropy,
         distillation,
-        load_run,
-        retrain,
-        train,
     )
+    from weft.pipeline.train import Trained, load_run, retrain, train
     from weft.runs import Run
     from weft.search.entry import search
     from weft.search.front import Front

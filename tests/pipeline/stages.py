@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from weft.pipeline import Consistency, Law, Optimizer, Sequential, make_schedule, parse
 from weft.pipeline.batches import Batches
 from weft.pipeline.cut import Cut
-from weft.pipeline.message import Message, decode, encode, offsets, pack
+from weft.pipeline.message import Message, assemble, disassemble
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.stage import Stage
 from weft.pipeline.state import layer_digest, optimizer_states, restore
@@ -268,11 +268,7 @@ def sequentially(task: Task) -> Outcome:
 
 def through_bytes(message: Message) -> Message:
     """The message as it arrives on the other side of a wire."""
-    header, parts = encode(message)
-    places, length = offsets(len(header), [layout for layout, _ in parts])
-    block = torch.empty(length, dtype=torch.uint8)
-    pack(header, parts, block, places)
-    return decode(block, len(header), CPU)
+    return disassemble(assemble(message), CPU)
 
 
 def in_stages(

@@ -2,7 +2,7 @@
 
 One message is one block of bytes:
 
-    header (JSON) | tensor | tensor | ...        each tensor at an address with the alignment that it had before
+    two lengths | header (JSON) | tensor | tensor | ...     each tensor at an address with the alignment that it had
 
 The layout is part of the message because a kernel may sum in another order over another layout: a tensor must lie in
 memory after the cut as it would have without one.
@@ -22,6 +22,7 @@ from weft.errors import PipelineError
 
 Kind = Literal["F", "B", "end"]
 ALIGNED = 64
+PREFIX = 16
 _TYPES = {
     str(kind).removeprefix("torch."): kind
     for kind in (
@@ -77,8 +78,8 @@ class Layout:
         return _TYPES[self.dtype]
 
 
-def encode(message: Message) -> tuple[bytes, list[tuple[Layout, Tensor]]]:
-    """The header, and the tensors that follow it in this order."""
+def assemble(message: Message, pinned: bool = False) -> Tensor:
+    """The message as a block of bytes; copies from a device are issued and not waited for, if it is pinned memory."""
     parts: list[tuple[Layout, Tensor]] = []
     places: list[list[Any] | None] = []
     for tensor in (*message.tensors, message.report):
@@ -89,61 +90,52 @@ def encode(message: Message) -> tuple[bytes, list[tuple[Layout, Tensor]]]:
         parts.append((layout, tensor.detach()))
         places.append([layout.dtype, layout.sizes, layout.strides, layout.line])
     head = {"k": message.kind, "n": message.microbatch, "w": message.wanted, "t": places, "x": message.note}
-    return json.dumps(head, separators=(",", ":")).encode(), parts
+    header = json.dumps(head, separators=(",", ":")).encode()
+    starts, length = _offsets(PREFIX + len(header), [layout for layout, _ in parts])
+    block = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
+    begin = length_prefix(len(header), length) + header
+    block[: len(begin)].copy_(torch.frombuffer(bytearray(begin), dtype=torch.uint8))
+    for (layout, tensor), start in zip(parts, starts, strict=True):
+        if layout.extent:
+            _copy(tensor, _view(block, start, layout), layout)
+    return block
 
 
-def offsets(header: int, layouts: Sequence[Layout]) -> tuple[list[int], int]:
-    """Where in the block each tensor begins, and how long the block is."""
-    found = []
-    end = header
-    for layout in layouts:
-        start = -(-end // ALIGNED) * ALIGNED + layout.line
-        found.append(start)
-        end = start + layout.extent * layout.type.itemsize
-    return found, end
+def length_prefix(header: int, length: int) -> bytes:
+    """The first bytes of a block: how long its header is, and how long it is itself."""
+    return header.to_bytes(8, "little") + length.to_bytes(8, "little")
 
 
-def view(block: Tensor, start: int, layout: Layout) -> Tensor:
-    """The tensor of a layout that begins at a place of a block of bytes; no copy."""
-    flat = block[start : start + layout.extent * layout.type.itemsize].view(layout.type)
-    return torch.as_strided(flat, layout.sizes, layout.strides, flat.storage_offset())
+def lengths_of(block: Tensor) -> tuple[int, int]:
+    """What the first bytes of a block say."""
+    begin = bytes(block[:PREFIX].numpy())
+    return int.from_bytes(begin[:8], "little"), int.from_bytes(begin[8:], "little")
 
 
-def pack(header: bytes, parts: Sequence[tuple[Layout, Tensor]], block: Tensor, places: Sequence[int]) -> None:
-    """Writes header and tensors into a block of bytes; copies from a device are issued and not waited for."""
-    block[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-    for (layout, tensor), start in zip(parts, places, strict=True):
-        if not layout.extent:
-            continue
-        target = view(block, start, layout)
-        # A size with stride 0 is one row shown several times: it is written once.
-        for axis, (size, stride) in enumerate(zip(layout.sizes, layout.strides, strict=True)):
-            if stride == 0 and size > 1:
-                target, tensor = target.narrow(axis, 0, 1), tensor.narrow(axis, 0, 1)
-        target.copy_(tensor, non_blocking=True)
-
-
-def decode(block: Tensor, header: int, device: torch.device) -> Message:
+def disassemble(block: Tensor, device: torch.device) -> Message:
     """The message in a block; its tensors are parts of the block, or copies on another device, in the same layout.
 
     Raises PipelineError for bytes that are not a message.
     """
     try:
-        head = json.loads(bytes(block[:header].numpy()))
+        header, length = lengths_of(block)
+        if not 0 < header <= length - PREFIX <= block.numel() - PREFIX:
+            raise ValueError(f"lengths of {header} and {length} in {block.numel()} bytes")
+        head = json.loads(bytes(block[PREFIX : PREFIX + header].numpy()))
         kind, n, note = str(head["k"]), int(head["n"]), str(head["x"])
         layouts = [
             None if p is None else Layout(str(p[0]), tuple(map(int, p[1])), tuple(map(int, p[2])), int(p[3]))
             for p in head["t"]
         ]
         there = [layout for layout in layouts if layout is not None]
-        places, end = offsets(header, there)
+        starts, end = _offsets(PREFIX + header, there)
         sound = all(min((*x.sizes, *x.strides, x.line), default=0) >= 0 and x.line < ALIGNED for x in there)
-        if end > block.numel() or not sound or kind not in ("F", "B", "end"):
-            raise ValueError(f"{block.numel()} bytes of kind {kind!r}")
+        if end > length or not sound or kind not in ("F", "B", "end"):
+            raise ValueError(f"{length} bytes of kind {kind!r}")
         wanted = tuple(bool(flag) for flag in head["w"])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as problem:
         raise PipelineError(f"what arrived is not a message of a stage: {problem}") from problem
-    found = iter([view(block, start, layout) for start, layout in zip(places, there, strict=True)])
+    found = iter([_view(block, start, layout) for start, layout in zip(starts, there, strict=True)])
     tensors = [None if layout is None else next(found) for layout in layouts]
     report = tensors.pop()  # stays on the host: it is for people
     placed = tuple(
@@ -151,6 +143,30 @@ def decode(block: Tensor, header: int, device: torch.device) -> Message:
         for x, layout in zip(tensors, layouts[:-1], strict=True)
     )
     return Message(kind, n, placed, wanted, report, note)  # type: ignore[arg-type]
+
+
+def _offsets(begin: int, layouts: Sequence[Layout]) -> tuple[list[int], int]:
+    """Where in the block each tensor begins, and how long the block is."""
+    found = []
+    end = begin
+    for layout in layouts:
+        start = -(-end // ALIGNED) * ALIGNED + layout.line
+        found.append(start)
+        end = start + layout.extent * layout.type.itemsize
+    return found, end
+
+
+def _view(block: Tensor, start: int, layout: Layout) -> Tensor:
+    flat = block[start : start + layout.extent * layout.type.itemsize].view(layout.type)
+    return torch.as_strided(flat, layout.sizes, layout.strides, flat.storage_offset())
+
+
+def _copy(tensor: Tensor, target: Tensor, layout: Layout) -> None:
+    # A size with stride 0 is one row shown several times: it is written once.
+    for axis, (size, stride) in enumerate(zip(layout.sizes, layout.strides, strict=True)):
+        if stride == 0 and size > 1:
+            target, tensor = target.narrow(axis, 0, 1), tensor.narrow(axis, 0, 1)
+    target.copy_(tensor, non_blocking=True)
 
 
 def _placed(tensor: Tensor, layout: Layout, device: torch.device) -> Tensor:

@@ -1,49 +1,86 @@
-"""The measured cost of every layer: its forward and backward for one micro-batch, each run alone on real data."""
+"""The measured cost of every layer, each run alone on real data, and the bytes that pass between blocks."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from weft.pipeline.boundary import entered
+from weft.pipeline.optimizer import Optimizer, Updater
 from weft.supernet import Carry, Chain, as_carry, side_inputs
 
 
-def profile_chain(chain: Chain, batch: Mapping[str, Tensor], repeats: int = 5) -> dict[str, tuple[float, float]]:
-    """Seconds of forward and backward by layer name, medians after one run to warm up.
+def profile_chain(
+    chain: Chain, batch: Mapping[str, Tensor], repeats: int = 5, optimizer: Optimizer | None = None
+) -> dict[str, tuple[float, float]]:
+    """Seconds of forward and backward by layer name, medians over passes through the whole chain after one to warm up.
 
-    Candidates of a block are measured on what the block before them left; the first candidate's output goes on.
+    Candidates of a block are measured on what the block before them left; the first candidate's output goes on. A pass
+    goes from layer to layer, as training does, so that weights are no warmer in the caches than there. With an
+    optimizer the update counts as part of the backward. The weights are changed: give a copy of what is to be kept.
     """
-    carry = chain.enter(batch)
-    found: dict[str, tuple[float, float]] = {}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in chain.layers}
+    updaters: dict[str, Updater] = {}
+    if optimizer is not None:
+        updaters = {name: Updater(optimizer, trained) for name in chain.layers if (trained := _trained(chain, name))}
     chain.train()
-    for block in chain.blocks:
-        following: Carry | None = None
-        for name in block.candidates():
-            layer, module = chain.layers[name], chain.module(name)
-            side = side_inputs(layer, batch)
-            times = []
-            for _ in range(repeats + 1):
-                inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in carry)
-                began = _clock(inputs)
-                outputs = as_carry(module(*inputs, **side), name)
-                between = _clock(outputs)
-                _backward(outputs, [*inputs, *module.parameters()])
-                times.append((between - began, _clock(outputs) - between))
-            found[name] = (statistics.median(t[0] for t in times[1:]), statistics.median(t[1] for t in times[1:]))
-            following = following or tuple(x.detach() for x in outputs)
-        carry = following or carry
+    for _ in range(repeats + 1):
+        carry = chain.enter(batch)
+        for block in chain.blocks:
+            following: Carry | None = None
+            for name in block.candidates():
+                outputs, spent = _measure(chain, name, carry, batch, updaters.get(name))
+                times[name].append(spent)
+                following = following or tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs)
+            carry = following or carry
+    return {
+        name: (statistics.median(t[0] for t in spent[1:]), statistics.median(t[1] for t in spent[1:]))
+        for name, spent in times.items()
+    }
+
+
+def _measure(
+    chain: Chain, name: str, carry: Carry, batch: Mapping[str, Tensor], updater: Updater | None
+) -> tuple[Carry, tuple[float, float]]:
+    side = side_inputs(chain.layers[name], batch)
+    trained = list(_trained(chain, name).values())
+    leaves = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in carry)
+    inputs = entered(leaves)
+    began = _clock(inputs)
+    outputs = as_carry(chain.module(name)(*inputs, **side), name)
+    between = _clock(outputs)
+    gradients = _backward(outputs, [*trained, *(x for x in leaves if x.requires_grad)])
+    pairs = [(p, g) for p, g in zip(trained, gradients, strict=False) if g is not None]
+    if updater is not None and pairs:
+        updater.apply([p for p, _ in pairs], [g for _, g in pairs], 1.0)
+    return outputs, (between - began, _clock(outputs) - between)
+
+
+def _trained(chain: Chain, name: str) -> dict[str, nn.Parameter]:
+    return {path: p for path, p in chain.module(name).named_parameters() if p.requires_grad}
+
+
+def message_bytes(chain: Chain, batch: Mapping[str, Tensor]) -> list[float]:
+    """The bytes that enter every block for one micro-batch, which a message has at a cut before that block."""
+    carry = chain.enter(batch)
+    found: list[float] = []
+    with torch.no_grad():
+        for block in chain.blocks:
+            found.append(float(sum(x.numel() * x.element_size() for x in carry)))
+            name = next(iter(block.candidates()))
+            carry = as_carry(chain.module(name)(*carry, **side_inputs(chain.layers[name], batch)), name)
     return found
 
 
-def _backward(outputs: Carry, sources: list[Tensor]) -> None:
-    wanted = [x for x in sources if x.requires_grad]
+def _backward(outputs: Carry, sources: list[Tensor]) -> Sequence[Tensor | None]:
     graded = [x for x in outputs if x.requires_grad]
-    if wanted and graded:
-        torch.autograd.grad(graded, wanted, [torch.ones_like(x) for x in graded], allow_unused=True)
+    if not sources or not graded:
+        return [None] * len(sources)
+    return torch.autograd.grad(graded, sources, [torch.ones_like(x) for x in graded], allow_unused=True)
 
 
 def _clock(carry: Carry) -> float:

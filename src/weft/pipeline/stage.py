@@ -99,6 +99,7 @@ class Stage:
         self.precision = law.autocast(device)
         self._seed_gradient = torch.full((), 1.0 / m, device=device)
         self._flights: dict[int, _Flight] = {}
+        self._routes: dict[int, list[Layer]] = {}
         self._early: dict[tuple[str, int], tuple[list[Tensor | None], Record | None]] = {}
         self._keeping: dict[str, Weights] = {}
 
@@ -156,6 +157,7 @@ class Stage:
         A micro-batch that does not ``count``, because its loss is not a number, leaves no trace.
         """
         flight = self._flights.pop(n)
+        self._routes.pop(n, None)
         if not counts:
             for weights in flight.tape.used:
                 weights.forget()
@@ -264,7 +266,10 @@ class Stage:
         return [self.chain.module(layer) for layer in self.route(subnet)]
 
     def _route(self, n: int) -> list[Layer]:
-        return self.route(self.subnet(n))
+        found = self._routes.get(n)
+        if found is None:
+            found = self._routes[n] = self.route(self.subnet(n))
+        return found
 
     def _report(self, loss: Tensor, metrics: Mapping[str, tuple[Tensor, float]]) -> Tensor:
         if self.device.type == "cpu" or self.law.nonfinite == "skip":

@@ -10,9 +10,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from weft.data import Data
-from weft.errors import ConsistencyError
 from weft.pipeline.consistency import Consistency, Exact, Lagged
-from weft.pipeline.cut import Cut, best_cut, check_stages, stage_of
+from weft.pipeline.cut import Cut, best_cut, check_cut, check_stages
 from weft.pipeline.profile import profile_chain
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.sequential import split
@@ -38,7 +37,7 @@ def measured(chain: Chain, data: Data, settings: Settings) -> Costs:
     loader = make_loader(data.train, settings)
     batch: Mapping[str, Tensor] = split(loader.batch(0), settings.microbatches)[0]
     twin = copy.deepcopy(chain).to(settings.device)
-    return dict(profile_chain(twin, batch, repeats=3).items())
+    return dict(profile_chain(twin, batch, 3, settings.optimizer).items())
 
 
 def workload_of(chain: Chain, settings: Settings, costs: Costs | None) -> Workload:
@@ -52,11 +51,7 @@ def choose_cut(work: Workload, stages: int, given: Sequence[int] | None) -> Cut:
     check_stages(stages, work.blocks)
     if given is None:
         return best_cut(work.expected_costs(), stages)
-    cut = tuple(int(block) for block in given)
-    if len(cut) != stages - 1:
-        raise ConsistencyError(f"the cut {cut} makes {len(cut) + 1} stages, and {stages} were asked for")
-    stage_of(cut, work.blocks)
-    return cut
+    return check_cut(given, stages, work.blocks)
 
 
 def foresee(work: Workload, cut: Cut, window: int) -> Simulated:

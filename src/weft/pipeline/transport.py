@@ -4,8 +4,9 @@
              <--B--           <--B--                 that receives into the inbox of the stage: neither waits for other
                                                      links, and both work while the stage computes.
 
-A message is two transfers: its lengths, for which a receive is always posted, then one block of bytes. Tensors of a GPU
-go through pinned host memory, so that any number of stages can share a device.
+A receive is always posted, for as many bytes as the largest of the last messages had; a message is one transfer then.
+One that is larger goes in two: its lengths alone, and once there is room for it, all of it. Tensors of a GPU go through
+pinned host memory, so that any number of stages can share a device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.errors import PipelineError
-from weft.pipeline.message import Message, decode, encode, offsets, pack
+from weft.pipeline.message import PREFIX, Message, assemble, disassemble, length_prefix, lengths_of
 
 _FOREVER = timedelta(days=365)
 _LARGEST = 1 << 40
@@ -46,8 +48,19 @@ class _Block(NamedTuple):
     """What a link took from its wire."""
 
     bytes: Tensor
-    header: int
     time: float
+
+
+class _Room:
+    """How many bytes a receive is posted for; both ends of a link follow the same messages to the same number."""
+
+    def __init__(self) -> None:
+        self._last: deque[int] = deque(maxlen=16)
+        self.bytes = PREFIX
+
+    def saw(self, length: int) -> None:
+        self._last.append(length)
+        self.bytes = max(PREFIX, *self._last)
 
 
 class Transport:
@@ -82,7 +95,7 @@ class Transport:
         if isinstance(found, Exception):
             raise found
         # Copies to a device are issued here, by the stage itself, so that they lie on its own stream.
-        return Arrived(decode(found.bytes, found.header, self._device), found.time)
+        return Arrived(disassemble(found.bytes, self._device), found.time)
 
     def close(self) -> None:
         """Says goodbye to the neighbours and waits until they have, so that no link breaks while it is in use."""
@@ -101,58 +114,77 @@ class Transport:
 
 
 class _Sender:
-    """A link to one neighbour: blocks leave in order, from a thread that may wait for the device."""
+    """A link to one neighbour. Messages leave in order; a thread waits for what has to be waited for."""
 
     def __init__(self, group: Any, to: int, device: torch.device, inbox: queue.SimpleQueue[Any]) -> None:
         self._group, self._to, self._inbox = group, to, inbox
+        # The group's own methods: those of torch.distributed check again, at every message, what was checked here.
+        self._peer = dist.get_group_rank(group, to)
         self._pinned = device.type == "cuda"
-        self._queue: queue.SimpleQueue[tuple[Tensor, Tensor, Any] | None] = queue.SimpleQueue()
+        self._room = _Room()
+        self._queue: queue.SimpleQueue[tuple[Tensor, Any, list[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"weft-to-{to}", daemon=True)
         self._thread.start()
 
     def put(self, message: Message) -> int:
-        header, parts = encode(message)
-        places, length = offsets(len(header), [layout for layout, _ in parts])
-        block = torch.empty(length, dtype=torch.uint8, pin_memory=self._pinned)
-        pack(header, parts, block, places)
-        copied = None
-        if self._pinned and parts:
+        block = assemble(message, self._pinned)
+        if self._pinned:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        self._queue.put((torch.tensor([len(header), length]), block, copied))
-        return length
+            self._queue.put((block, copied, []))  # the thread sends it, once it is on the host
+        else:
+            try:
+                works = self._send(block)
+            except RuntimeError as problem:
+                raise Lost(self._to, _first_line(problem)) from problem
+            self._queue.put((block, None, works))
+        return len(block)
 
     def close(self) -> None:
-        self._queue.put((torch.tensor([0, 0]), torch.empty(0, dtype=torch.uint8), None))
+        goodbye = torch.frombuffer(bytearray(length_prefix(0, 0)), dtype=torch.uint8)
+        self._queue.put((goodbye, None, []))
         self._queue.put(None)
         self._thread.join()
+
+    def _send(self, block: Tensor) -> list[Any]:
+        works = []
+        if len(block) > self._room.bytes:
+            works.append(self._group.send([block[:PREFIX].clone()], self._peer, 0))
+        works.append(self._group.send([block], self._peer, 0))
+        self._room.saw(len(block))
+        return works
 
     def _run(self) -> None:
         try:
             while (item := self._queue.get()) is not None:
-                lengths, block, copied = item
+                block, copied, works = item
                 if copied is not None:
                     copied.synchronize()
-                dist.send(lengths, self._to, group=self._group)
-                if len(block):
-                    dist.send(block, self._to, group=self._group)
+                for work in works or self._send(block):
+                    work.wait()
+                del block, item, works  # its memory is free for the next one
         except Exception as problem:  # whatever breaks a link ends this stage too, in its main thread
             self._inbox.put(Lost(self._to, _first_line(problem)))
 
 
 def _receive(group: Any, source: int, device: torch.device, inbox: queue.SimpleQueue[Any]) -> None:
     try:
-        lengths = torch.empty(2, dtype=torch.int64)
+        room = _Room()
+        peer = dist.get_group_rank(group, source)
+        pinned = device.type == "cuda"
         while True:
-            dist.recv(lengths, source, group=group)
-            header, length = lengths.tolist()
+            block = torch.empty(room.bytes, dtype=torch.uint8, pin_memory=pinned)
+            group.recv([block], peer, 0).wait()
+            _, length = lengths_of(block)
             if not length:  # the other side has said goodbye
                 return
-            if not 0 < header <= length <= _LARGEST:
-                raise PipelineError(f"it sent no message, but lengths of {header} and {length} bytes")
-            block = torch.empty(length, dtype=torch.uint8, pin_memory=device.type == "cuda")
-            dist.recv(block, source, group=group)
-            inbox.put(_Block(block, header, time.time()))
+            if not PREFIX < length <= _LARGEST:
+                raise PipelineError(f"it sent no message, but a length of {length} bytes")
+            if length > room.bytes:
+                block = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
+                group.recv([block], peer, 0).wait()
+            room.saw(length)
+            inbox.put(_Block(block, time.time()))
     except Exception as problem:
         inbox.put(Lost(source, _first_line(problem)))
 

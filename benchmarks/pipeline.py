@@ -1,0 +1,270 @@
+"""Real speed of the pipeline: stages as processes, each pinned to one core with one thread, alternating repeats.
+
+    python benchmarks/pipeline.py [--quick] [--json FILE]
+
+The supernet is a chain of equal blocks (linear layers, four candidates each), so that the figures are about the
+pipeline and not about the cut. In every repeat, one after the other:
+
+    one        the sequential law on one core
+    exact      the same steps on two stages, stream `spaced`, every layer exact: the same bits
+    flush      the same supernet with a layer that all subnets share on the first stage: the pipeline empties every step
+    ours       one fixed subnet, 1F1B with a flush after every step, as the one rule does it
+    torch      the same network and micro-batches under torch.distributed.pipelining.Schedule1F1B
+
+`speedup_2_over_1` is one / exact (to reach: 1.85), `ours_over_torch_1f1b` how much longer ours takes than torch (to
+reach: 1 or less), `exact_over_flush` how much faster exact is than flush for the same number of samples,
+`simulator_error` how far the simulated time of exact is from the measured one (to reach: 0.1), `scheduler_share` the
+share of the time that decisions take (to reach: 0.01). All are medians over the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from machine import write
+from torch import Tensor, nn
+
+import weft
+from weft.pipeline import Law, Optimizer, Sequential, make_schedule
+from weft.pipeline.accord import Accord
+from weft.pipeline.batches import Batches
+from weft.pipeline.consistency import Exact
+from weft.pipeline.cut import best_cut
+from weft.pipeline.determinism import deterministic
+from weft.pipeline.launch import Call, connect, launch, ranks
+from weft.pipeline.profile import profile_chain
+from weft.pipeline.runtime import Runtime
+from weft.pipeline.scheduler import Rule
+from weft.pipeline.simulator import simulate
+from weft.pipeline.stage import Stage
+from weft.pipeline.state import layer_digest
+from weft.pipeline.transport import Transport
+from weft.pipeline.watch import Watch
+from weft.pipeline.worker import Worker
+from weft.pipeline.workload import Workload, chain_workload
+from weft.space import Fixed, make_stream
+
+CPU = torch.device("cpu")
+STREAM = "spaced:2"
+BLOCKS, CHOICES = 12, 4
+SGD = Optimizer("sgd", lr=0.01, momentum=0.9)
+
+
+class Gate(nn.Module):
+    """A number that every subnet multiplies by: it costs nothing but makes every step wait for the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def supernet(width: int, gated: bool) -> weft.Chain:
+    space = weft.Space()
+    blocks: list[Any] = [
+        weft.Choice(space, f"b{k}", {f"c{c}": lambda: block(width) for c in range(CHOICES)}) for k in range(BLOCKS)
+    ]
+    return weft.Chain(*([weft.Shared(Gate, "gate")] if gated else []), *blocks)
+
+
+def block(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU())
+
+
+def squares(outputs: Tensor, batch: Any) -> Tensor:
+    return ((outputs - batch["y"]) ** 2).mean()
+
+
+class Random:
+    """The same batch at every step: reading data is not what is measured."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.batch = {
+            "x": torch.randn(rows, width, generator=draw),
+            "y": torch.randn(rows, width, generator=draw),
+        }
+
+    def iterate(self, start: int, stop: int) -> Any:
+        for _ in range(start, stop):
+            yield self.batch
+
+
+def law_of(chain: weft.Chain, steps: int, m: int) -> Law:
+    return Law(steps, m, squares, SGD, make_schedule("constant"), 0, dict.fromkeys(chain.layers, Exact()))
+
+
+class Bench:
+    """One process of it."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        me = ranks()
+        assert me is not None
+        self.rank, self.world = me.rank, me.world
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[self.rank % len(cores)]})
+        torch.set_num_threads(1)
+        store = connect()
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
+        self.transport = Transport(self.rank, self.world, CPU)
+        self.watch = Watch(store, self.rank, self.world, lambda rank, message: None)
+        self.steps, self.rows, self.width = options["steps"], options["rows"], options["width"]
+        self.accord = Accord(store, self.rank, self.world)
+        self.surveys = 0
+        _, self.cut = self.survey()
+
+    def timed(self, work: Callable[[], Any]) -> float:
+        """Seconds from the moment that all are ready to the moment that all are through."""
+        dist.barrier()
+        began = time.perf_counter()
+        work()
+        dist.barrier()
+        return time.perf_counter() - began
+
+    def one(self) -> tuple[float, dict[str, str]]:
+        """On the first core, while the other waits."""
+        chain = weft.initialise(lambda: supernet(self.width, False), 0)
+        law, stream = law_of(chain, self.steps, 1), make_stream(chain.space, STREAM, 0)
+        sequential = Sequential(chain, law, stream, CPU)
+        sequential.train_mode()
+
+        def train() -> None:
+            for step, batch in enumerate(Random(self.rows, self.width).iterate(0, self.steps)):
+                sequential.step(step, batch)
+
+        seconds = self.timed(train if self.rank == 0 else lambda: None)
+        return seconds, {name: layer_digest(w, sequential.updater) for name, w in sequential.weights.items()}
+
+    def staged(self, kind: str) -> tuple[float, Runtime, dict[str, str]]:
+        gated, fixed = kind == "flush", kind == "ours"
+        m = 8 if fixed else 1
+        steps = self.steps // 8 if fixed else self.steps
+        chain = weft.initialise(lambda: supernet(self.width, gated), 0)
+        stream = Fixed(chain.space, chain.largest()) if fixed else make_stream(chain.space, STREAM, 0)
+        cut = tuple(block + gated for block in self.cut)
+        stage = Stage(chain, law_of(chain, steps, m), stream, CPU, cut, self.rank)
+        stage.train_mode()
+        runtime = Runtime(self.rank, self.transport, self.watch, None, lambda: False)
+        batches = Batches(Random(self.rows * m, self.width), 0, steps, m)  # type: ignore[arg-type]
+        rule = Rule(self.world - self.rank if fixed else 2 * self.world)
+        worker = Worker(stage, rule, 0, steps * m, batches, runtime.send)
+        seconds = self.timed(lambda: runtime.drive(worker, lambda done: None))
+        worker.finish()
+        return seconds, runtime, {name: layer_digest(w, stage.updater) for name, w in stage.weights.items()}
+
+    def torchs(self) -> float:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        m, steps = 8, self.steps // 8
+        ends = (0, *self.cut, BLOCKS)
+        module = nn.Sequential(*(block(self.width) for _ in range(ends[self.rank], ends[self.rank + 1])))
+        stage = PipelineStage(module, self.rank, self.world, CPU)
+        schedule = Schedule1F1B(stage, m, loss_fn=lambda out, y: ((out - y) ** 2).mean())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9, fused=True)
+        batch = Random(self.rows * m, self.width).batch
+
+        def train() -> None:
+            for _ in range(steps):
+                optimizer.zero_grad(set_to_none=True)
+                if self.rank == 0:
+                    schedule.step(batch["x"])
+                else:
+                    schedule.step(target=batch["y"])
+                optimizer.step()
+
+        return self.timed(train)
+
+    def survey(self) -> tuple[Any, tuple[int, ...]]:
+        """Costs of the layers, measured by the first process while the other waits, and the best cut for them."""
+        chain = weft.initialise(lambda: supernet(self.width, False), 0)
+        self.surveys += 1
+        if self.rank == 0:
+            batch = Random(self.rows, self.width).batch
+            self.accord.tell(f"costs/{self.surveys}", profile_chain(chain, batch, 7, SGD))
+        costs = self.accord.hear(f"costs/{self.surveys}")
+        return costs, best_cut(self.work(chain, costs).expected_costs(), self.world)
+
+    def work(self, chain: weft.Chain, costs: Any) -> Workload:
+        exact = dict.fromkeys(chain.layers, Exact())
+        return chain_workload(chain, make_stream(chain.space, STREAM, 0), exact, 1, self.steps, costs)
+
+    def simulated(self) -> float:
+        """The time that the simulator foresees for `exact`, from layers measured alone."""
+        chain = weft.initialise(lambda: supernet(self.width, False), 0)
+        costs, _ = self.survey()
+        return simulate(self.work(chain, costs), self.cut, Rule(2 * self.world)).time
+
+
+def work(options: dict[str, Any], file: str) -> None:
+    with deterministic(CPU):
+        bench = Bench(options)
+        rows: list[dict[str, Any]] = []
+        for _ in range(options["repeats"] + 1):
+            row: dict[str, Any] = {}
+            row["one"], whole = bench.one()
+            row["exact"], runtime, digests = bench.staged("exact")
+            row["flush"], _, _ = bench.staged("flush")
+            row["ours"], _, _ = bench.staged("ours")
+            row["torch"] = bench.torchs()
+            row["simulated"] = bench.simulated()
+            row["deciding"] = runtime.deciding / row["exact"]
+            row["busy"] = runtime.busy / row["exact"]
+            row["op_ms"] = 1e3 * runtime.busy / runtime.ops
+            if bench.rank == 0:
+                row["same_bits"] = all(whole[name] == digest for name, digest in digests.items())
+                rows.append(row)
+        bench.watch.close()
+        bench.transport.close()
+        if bench.rank == 0:
+            Path(file).write_text(json.dumps(rows[1:]))  # the first warms up
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps and repeats")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=64, help="rows of a micro-batch")
+    options = parser.parse_args()
+    told = {
+        "steps": 40 if options.quick else 160,
+        "repeats": 2 if options.quick else 7,
+        "rows": options.rows,
+        "width": options.width,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(Path(folder) / "rows.json")
+        launch(2, Call(work, (told, file)), restarts=0, threads=1)
+        rows = json.loads(Path(file).read_text())
+
+    def median(value: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median(value(row) for row in rows)
+
+    found = {
+        "speedup_2_over_1": median(lambda row: row["one"] / row["exact"]),
+        "ours_over_torch_1f1b": median(lambda row: row["ours"] / row["torch"]),
+        "exact_over_flush": median(lambda row: row["flush"] / row["exact"]),
+        "simulator_error": median(lambda row: abs(row["simulated"] / row["exact"] - 1)),
+        "scheduler_share": median(lambda row: row["deciding"]),
+        "op_ms": median(lambda row: row["op_ms"]),
+        "same_bits": all(row["same_bits"] for row in rows),
+    }
+    for name, value in found.items():
+        print(f"{name:22}{value:10.4f}" if isinstance(value, float) else f"{name:22}{value!s:>10}")
+    write(options.json, **found, rows=rows)
+
+
+if __name__ == "__main__":
+    main()
