@@ -10,11 +10,13 @@ pipeline and not about the cut. In every repeat, one after the other:
     flush      the same supernet with a layer that all subnets share on the first stage: the pipeline empties every step
     ours       one fixed subnet, 1F1B with a flush after every step, as the one rule does it
     torch      the same network and micro-batches under torch.distributed.pipelining.Schedule1F1B
+    iid        as exact, with an i.i.d. stream, where most steps wait for the one before them
+    split      the same with backwards that are split
 
 `speedup_2_over_1` is one / exact (to reach: 1.85), `ours_over_torch_1f1b` how much longer ours takes than torch (to
-reach: 1 or less), `exact_over_flush` how much faster exact is than flush for the same number of samples,
-`simulator_error` how far the simulated time of exact is from the measured one (to reach: 0.1), `scheduler_share` the
-share of the time that decisions take (to reach: 0.01). All are medians over the repeats.
+reach: 1 or less), `exact_over_flush` how much faster exact is than flush, `split_gain` how much faster split is than
+iid, `simulator_error` how far the simulated time of exact is from the measured one (to reach: 0.1), `scheduler_share`
+the share of the time that decisions take (to reach: 0.01). All are medians over the repeats.
 """
 
 from __future__ import annotations
@@ -148,13 +150,14 @@ class Bench:
         return seconds, {name: layer_digest(w, sequential.updater) for name, w in sequential.weights.items()}
 
     def staged(self, kind: str) -> tuple[float, Runtime, dict[str, str]]:
-        gated, fixed = kind == "flush", kind == "ours"
+        gated, fixed, free = kind == "flush", kind == "ours", kind in ("iid", "split")
         m = 8 if fixed else 1
         steps = self.steps // 8 if fixed else self.steps
         chain = weft.initialise(lambda: supernet(self.width, gated), 0)
-        stream = Fixed(chain.space, chain.largest()) if fixed else make_stream(chain.space, STREAM, 0)
+        named = make_stream(chain.space, "iid" if free else STREAM, 0)
+        stream = Fixed(chain.space, chain.largest()) if fixed else named
         cut = tuple(block + gated for block in self.cut)
-        stage = Stage(chain, law_of(chain, steps, m), stream, CPU, cut, self.rank)
+        stage = Stage(chain, law_of(chain, steps, m), stream, CPU, cut, self.rank, split=kind == "split")
         stage.train_mode()
         runtime = Runtime(self.rank, self.transport, self.watch, None, lambda: False)
         batches = Batches(Random(self.rows * m, self.width), 0, steps, m)  # type: ignore[arg-type]
@@ -218,12 +221,14 @@ def work(options: dict[str, Any], file: str) -> None:
             row["flush"], _, _ = bench.staged("flush")
             row["ours"], _, _ = bench.staged("ours")
             row["torch"] = bench.torchs()
+            row["iid"], _, plain = bench.staged("iid")
+            row["split"], _, halved = bench.staged("split")
             row["simulated"] = bench.simulated()
             row["deciding"] = runtime.deciding / row["exact"]
             row["busy"] = runtime.busy / row["exact"]
             row["op_ms"] = 1e3 * runtime.busy / runtime.ops
             if bench.rank == 0:
-                row["same_bits"] = all(whole[name] == digest for name, digest in digests.items())
+                row["same_bits"] = all(whole[name] == digest for name, digest in digests.items()) and plain == halved
                 rows.append(row)
         bench.watch.close()
         bench.transport.close()
@@ -236,7 +241,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer steps and repeats")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rows", type=int, default=64, help="rows of a micro-batch")
+    parser.add_argument("--rows", type=int, default=256, help="rows of a micro-batch")
     options = parser.parse_args()
     told = {
         "steps": 40 if options.quick else 160,
@@ -256,6 +261,7 @@ def main() -> None:
         "speedup_2_over_1": median(lambda row: row["one"] / row["exact"]),
         "ours_over_torch_1f1b": median(lambda row: row["ours"] / row["torch"]),
         "exact_over_flush": median(lambda row: row["flush"] / row["exact"]),
+        "split_gain": median(lambda row: row["iid"] / row["split"]),
         "simulator_error": median(lambda row: abs(row["simulated"] / row["exact"] - 1)),
         "scheduler_share": median(lambda row: row["deciding"]),
         "op_ms": median(lambda row: row["op_ms"]),

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from weft.cli import main
 from weft.data import digits
-from weft.pipeline import Optimizer
-from weft.simulation import simulate_run
+from weft.pipeline import Consistency, Lagged, Optimizer
+from weft.pipeline.cut import Cut, best_cut
+from weft.pipeline.profile import message_bytes
+from weft.pipeline.scheduler import Rule
+from weft.pipeline.simulator import simulate
+from weft.pipeline.workload import chain_workload
+from weft.simulation import better_cut, simulate_run
+from weft.space import make_stream
+from weft.supernet import initialise
 from weft.zoo import digits_conv
 
 ARGUMENTS: dict[str, Any] = {"steps": 60, "batch_size": 32, "stream": "iid", "optimizer": Optimizer("sgd", lr=0.1)}
@@ -24,13 +33,143 @@ def test_advice_names_changes_that_shorten_the_wait() -> None:
     assert one["bubble"] == 0
     assert four["steady_bubble"] > 0.5
     assert "use 1 to 9 stages" in too_many["note"]
-    assert all(row["steady_bubble"] < four["steady_bubble"] for row in found["advice"])
-    assert [row["steady_bubble"] for row in found["advice"]] == sorted(row["steady_bubble"] for row in found["advice"])
+    assert all(row["speedup"] > four["speedup"] for row in found["advice"])
+    assert [row["speedup"] for row in found["advice"]] == sorted(
+        (row["speedup"] for row in found["advice"]), reverse=True
+    )
+    # No change makes the work of a step another one.
+    for row in found["advice"]:
+        assert row["time_per_step"] * row["speedup"] == pytest.approx(four["time_per_step"] * four["speedup"])
     # Each change alone is in the list, and all of them together are best.
     assert found["advice"][0]["change"] == "stream = spaced, consistency.shared = lagged(8), microbatches = 4"
     changed = {**ARGUMENTS, "stream": "spaced", "consistency": {"shared": "lagged(8)"}, "microbatches": 4}
     again = simulate_run(digits_conv, digits(), changed, [4], costs="equal")
     assert again["rows"][0]["steady_bubble"] == pytest.approx(found["advice"][0]["steady_bubble"])
+
+
+FILLED: dict[str, Any] = {**ARGUMENTS, "stream": "spaced", "consistency": {"shared": "lagged(8)"}}
+
+
+def test_another_cut_is_advised_where_a_stage_is_slow() -> None:
+    found = simulate_run(digits_conv, digits(), FILLED, [2], costs="equal", slow={0: 0.25})
+    assert found["rows"][0]["cut"] == [4]
+    cut = next(row for row in found["advice"] if row["change"].startswith("cut"))
+    assert cut["cut"] == [2]  # 2 blocks at a quarter of the speed, 7 at full: 24 and 21 a step
+    assert cut["change"] == "cut = 2"
+    assert cut["time_per_step"] == pytest.approx(24, rel=0.05)
+    even = simulate_run(digits_conv, digits(), FILLED, [2], costs="equal")
+    assert not [row for row in even["advice"] if row["change"].startswith("cut")]
+
+
+@pytest.mark.parametrize("slow", [{0: 0.3}, {1: 0.5}, {0: 0.5, 2: 0.2}])
+def test_the_advised_cut_is_as_good_as_the_best_of_all(slow: dict[int, float]) -> None:
+    chain = initialise(digits_conv)
+    promised: dict[str, Consistency] = {name: Lagged(8) for name in chain.layers}
+    work = chain_workload(chain, make_stream(chain.space, "spaced", 0), promised, 1, 60)
+    speeds = [slow.get(stage, 1.0) for stage in range(3)]
+
+    def speedup(cut: Cut) -> float:
+        return simulate(work, cut, Rule(6), speeds=speeds, keep_spans=False).speedup
+
+    found = better_cut(best_cut(work.expected_costs(), 3), work.blocks, speedup)
+    assert speedup(found) == max(speedup(cut) for cut in combinations(range(1, work.blocks), 2))
+
+
+def test_a_wider_window_is_advised_where_a_narrow_one_makes_stages_wait() -> None:
+    found = simulate_run(digits_conv, digits(), FILLED, [3], costs="equal", window=1)
+    wider = next(row for row in found["advice"] if row["change"] == "window = 4")
+    again = simulate_run(digits_conv, digits(), FILLED, [3], costs="equal", window=4)
+    assert again["rows"][0]["speedup"] == wider["speedup"] > 1.05 * found["rows"][0]["speedup"]
+
+
+def test_messages_take_the_time_of_their_bytes() -> None:
+    """A bandwidth that a message of one step fills for longer than the step's work is what limits the run."""
+    free = simulate_run(digits_conv, digits(), FILLED, [2], costs="equal")["rows"][0]
+    chain = initialise(digits_conv)
+    batch = {"image": torch.zeros(32, 1, 8, 8)}
+    size = message_bytes(chain, batch)[free["cut"][0]]
+    tight = simulate_run(digits_conv, digits(), FILLED, [2], costs="equal", bandwidth=size / 100)["rows"][0]
+    assert free["time_per_step"] < 20
+    assert tight["time_per_step"] == pytest.approx(100, rel=0.06)
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_figure_of_the_documented_tables_is_in_the_result_file() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "schedules.json").read_text())
+    text = (ROOT / "docs" / "explanation" / "schedules.md").read_text()
+
+    def table(title: str) -> list[list[str]]:
+        section = text.split(f"## {title}")[1].split("\n## ")[0]
+        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:1] == "|"]
+
+    def figure(name: str, column: str, **where: object) -> float:
+        (row,) = [row for row in found[name] if all(row[key] == value for key, value in where.items())]
+        return float(row[column])
+
+    bubbles = table("Exact order")[2:]
+    assert len(bubbles) == 7
+    columns: list[dict[str, object]] = [
+        {"rule": rule, "stream": stream, "microbatches": m}
+        for rule, stream, m in (
+            ("naspipe", "iid", 1),
+            ("weft", "iid", 4),
+            ("naspipe", "spaced", 1),
+            ("weft", "spaced", 1),
+        )
+    ]
+    for space, *cells in bubbles:
+        for cell, column in zip(cells, columns, strict=True):
+            values = [figure("rows", "steady_bubble", space=space, stages=n, **column) for n in (8, 16)]
+            assert cell == " / ".join(f"{value:.3f}" for value in values)
+
+    windows = table("Operations that")[2:]
+    assert len(windows) == 16
+    for costs, space, stream, m, *cells, naspipe in windows:
+        name = "rows_jitter" if costs == "25 %" else "rows_real"
+        place: dict[str, object] = {"space": space, "stages": 8, "stream": stream}
+        for window, cell in zip(("1S", "2S", "3S", "6S" if m == "1" else "8S"), cells, strict=True):
+            if cell:
+                value = figure(name, "steady_bubble", rule="weft", microbatches=int(m), window=window, **place)
+                assert cell == f"{value:.3f}"
+        free = [figure(name, column, rule="naspipe", **place) for column in ("steady_bubble", "peak_in_flight")]
+        assert naspipe == f"{free[0]:.3f} ({free[1]:.0f})"
+
+    splits = table("Splitting")[2:]
+    assert len(splits) == 7
+    for space, *cells, last in splits:
+        for m, cell in zip((1, 4), cells, strict=True):
+            gains = [
+                figure("rows_split", "gain", space=space, stages=n, stream="iid", microbatches=m, split=0.5)
+                for n in (8, 16)
+            ]
+            assert cell == " / ".join(f"{gain:.2f}" for gain in gains)
+        eight: dict[str, object] = {"space": space, "stages": 8, "stream": "iid", "microbatches": 1}
+        before, after = (figure("rows_split", "steady_bubble", split=split, **eight) for split in (None, 0.5))
+        assert last == f"{before:.3f} to {after:.3f}"
+
+    headline = table("NASPipe's 7.8x")
+    assert len(headline) == 5 + 8
+    for system, *cells in headline[2:5]:
+        for space, cell in zip(("NLP.c1", "NLP.c2", "NLP.c3"), cells, strict=True):
+            place = {"system": system, "space": space, "stages": 4, "fixed": 0.1, "sentences": "as shipped"}
+            ours, theirs = (figure("rows_headline", f"{of}_over_gpipe", **place) for of in ("tokens", "shipped"))
+            assert cell == f"{ours:.2f} ({theirs})"
+    for name, *cells in headline[7:]:
+        system, *more = name.split(", ")
+        stream, m = (more[0], int(more[1][-1])) if more else ("iid", 1)
+        told = iter(cells)
+        for stages in (4, 8):
+            place = {"system": system, "space": "NLP.c1", "stages": stages, "stream": stream, "microbatches": m}
+            for of, sentences, fixed in (
+                ("subnets", "alike", 0.1),
+                ("samples", "alike", 0.0),
+                ("samples", "alike", 0.1),
+                ("tokens", "as shipped", 0.1),
+            ):
+                value = figure("rows_headline", f"{of}_over_gpipe", sentences=sentences, fixed=fixed, **place)
+                assert next(told) == f"{value:.2f}"
 
 
 def test_the_verb_prints_a_table_and_json(
@@ -56,6 +195,12 @@ def test_the_verb_prints_a_table_and_json(
     code, out, _ = run("--stages", "2", "--jitter", "0.2", "--latency", "0.001")
     assert code == 0
     assert "what would help on 2 stages" in out
+    code, out, _ = run("--stages", "2", "--costs", "equal", "--bandwidth", "1e3", "--slow", "1:0.5", "--json")
+    assert code == 0
+    assert json.loads(out)["rows"][0]["time_per_step"] > 8
     assert run("--stages", "two")[0] == 2
+    assert "such as 3:0.5" in run("--slow", "1-2")[2]
+    assert "numbered from 0 to 1" in run("--stages", "2", "--slow", "2:0.5")[2]
+    assert "more than 0" in run("--bandwidth", "0")[2]
     assert "did you mean 'equal'" in run("--costs", "equl")[2]
     assert not (tmp_path / "runs").exists()

@@ -89,6 +89,7 @@ def extra_arguments(config: Config, folder: Path) -> dict[str, Any]:
         "stages": t.stages,
         "cut": t.cut,
         "window": t.window,
+        "split_backward": t.split_backward,
         "trace": t.trace,
         "restarts": t.restarts,
     }

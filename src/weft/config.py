@@ -57,6 +57,7 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stages: int | None = None
     cut: tuple[int, ...] | None = None
     window: int | None = None
+    split_backward: bool = False
     trace: bool = False
     restarts: int = 3
 

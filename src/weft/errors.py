@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class WeftError(Exception):
@@ -56,6 +59,15 @@ class SearchError(WeftError):
 
 class ConfigError(WeftError):
     """A configuration with an unknown key, a wrong type or a value out of range."""
+
+
+def place_in_own_code(problem: BaseException) -> str | None:
+    """The innermost line of the user's own code that an error went through, if it did."""
+    others = ("<", str(Path(__file__).parent), sysconfig.get_paths()["stdlib"])
+    for frame in reversed(traceback.extract_tb(problem.__traceback__)):
+        if not frame.filename.startswith(others) and "-packages" not in frame.filename:
+            return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return None
 
 
 def nearest(word: str, words: Iterable[str]) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from weft.data import Data, Loader
-from weft.errors import WeftError
+from weft.errors import ConsistencyError, WeftError
 from weft.pipeline.consistency import Consistency, Lagged
-from weft.pipeline.cut import best_cut
-from weft.pipeline.profile import profile_chain
+from weft.pipeline.cut import Cut, best_cut
+from weft.pipeline.profile import message_bytes, profile_chain
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.sequential import split
 from weft.pipeline.settings import Settings, make_settings
@@ -22,7 +22,10 @@ from weft.supernet import Chain, Factory, initialise
 Profile = Mapping[Hashable, tuple[float, float]]
 
 ENOUGH = 0.05
-"""A steady bubble below this needs no advice."""
+"""A steady bubble below this needs no advice, and a change that gains less is none."""
+
+CUT_STEPS = 100
+"""Steps that are simulated to compare two cuts."""
 
 
 def simulate_run(
@@ -34,45 +37,83 @@ def simulate_run(
     steps: int = 400,
     window: int | None = None,
     latency: float = 0.0,
+    bandwidth: float | None = None,
+    slow: Mapping[int, float] | None = None,
     spread: float = 0.0,
     costs: str = "measured",
 ) -> dict[str, Any]:
-    """Rows by number of stages, and advice for the largest one that waits too much.
+    """Rows by number of stages, and advice for the largest one that waits too much, the greatest speed-up first.
 
     ``costs`` are ``measured`` on this machine or ``equal`` (every block 1 forward, 2 backward); ``latency`` is in their
-    unit. The window is twice the number of stages unless given.
+    unit, ``bandwidth`` in bytes for one such unit. ``slow`` has the speeds of stages that are not as fast as the rest,
+    which are 1. The window is twice the number of stages unless given.
     """
     chain = initialise(net, arguments.get("seed", 0))
     settings = make_settings(chain, **{**arguments, "device": "cpu"})
-    batch = Loader(data.train, settings.batch_size, settings.seed).batch(0)
-    profile: Any = profile_chain(chain, split(batch, settings.microbatches)[0]) if costs == "measured" else None
-    work = _work(chain, settings, min(steps, settings.steps), profile)
+    batch = split(Loader(data.train, settings.batch_size, settings.seed).batch(0), settings.microbatches)[0]
+    measured = costs == "measured"
+    profile: Any = profile_chain(chain, batch) if measured else dict.fromkeys(chain.layers, (1.0, 2.0))
+    sizes = None if bandwidth is None else message_bytes(chain, batch)
+
+    def work_of(changed: Settings, finer: int = 1) -> Workload:
+        return _work(chain, changed, min(steps, settings.steps), profile, sizes, finer)
+
+    work = work_of(settings)
+    short = replace(work, steps=min(work.steps, CUT_STEPS))
     vary = jitter(settings.seed, spread) if spread else None
     rows: list[dict[str, Any]] = []
     advice: list[dict[str, Any]] = []
+    slow = slow or {}
+    if any(not 0 <= stage < max(stages) for stage in slow):
+        raise ConsistencyError(f"slow stages {sorted(slow)}: stages are numbered from 0 to {max(stages) - 1}")
     for count in stages:
         if not 1 <= count <= work.blocks:
             rows.append({"stages": count, "note": f"the chain has {work.blocks} blocks: use 1 to {work.blocks} stages"})
             continue
+        speeds = [slow.get(stage, 1.0) for stage in range(count)]
+        places = window or 2 * count
 
-        def run(changed: Workload, count: int = count) -> dict[str, Any]:
-            cut = best_cut(changed.expected_costs(), count)
-            result = simulate(changed, cut, Rule(window or 2 * count), latency, vary, keep_spans=False)
-            return {**_row(result), "cut": list(cut)}
+        def run(
+            changed: Workload, cut: Cut | None = None, places: int = places, speeds: list[float] = speeds
+        ) -> dict[str, Any]:
+            cut = best_cut(changed.expected_costs(), len(speeds)) if cut is None else cut
+            told = simulate(changed, cut, Rule(places), latency, vary, False, bandwidth=bandwidth, speeds=speeds)
+            return {**_row(told), "cut": list(cut)}
+
+        def worth(cut: Cut, run: Callable[..., dict[str, Any]] = run) -> float:
+            return _speedup(run(short, cut))
 
         row = run(work)
         rows.append(row)
         if row["steady_bubble"] > ENOUGH:
-            tried = [
-                {**run(other), "change": change} for change, other in _changes(chain, settings, work, profile, count)
-            ]
-            advice = sorted((other for other in tried if _bubble(other) < 0.95 * _bubble(row)), key=_bubble)
-    unit = "seconds" if profile else "forwards of one block"
+            tried = [{**run(other), "change": change} for change, other in _changes(chain, settings, work_of, count)]
+            tried += [{**run(work, places=k * places), "change": f"window = {k * places}"} for k in (2, 4)]
+            cut = better_cut(tuple(row["cut"]), work.blocks, worth)
+            tried.append({**run(work, cut), "change": f"cut = {' '.join(str(block) for block in cut)}"})
+            helps = [other for other in tried if _speedup(other) > (1 + ENOUGH) * _speedup(row)]
+            advice = sorted(helps, key=_speedup, reverse=True)
+    unit = "seconds" if measured else "forwards of one block"
     return {"unit": unit, "stream": settings.stream.describe(), "steps": work.steps, "rows": rows, "advice": advice}
 
 
-def _bubble(row: Mapping[str, Any]) -> float:
-    return float(row["steady_bubble"])
+def better_cut(cut: Cut, blocks: int, value: Callable[[Cut], float]) -> Cut:
+    """The cut that no move of one block over one border improves, climbing from the given one."""
+    best = value(cut)
+    while True:
+        moved = [
+            (*cut[:border], cut[border] + by, *cut[border + 1 :])
+            for border in range(len(cut))
+            for by in (-1, 1)
+            if 0 < cut[border] + by < blocks and cut[border] + by not in cut
+        ]
+        top, found = max(((value(other), other) for other in moved), default=(best, cut))
+        if top <= best * (1 + 1e-6):
+            return cut
+        best, cut = top, found
+
+
+def _speedup(row: Mapping[str, Any]) -> float:
+    return float(row["speedup"])
 
 
 def _row(result: Simulated) -> dict[str, Any]:
@@ -86,15 +127,23 @@ def _row(result: Simulated) -> dict[str, Any]:
     }
 
 
-def _work(chain: Chain, settings: Settings, steps: int, profile: Profile | None, finer: int = 1) -> Workload:
+def _work(
+    chain: Chain,
+    settings: Settings,
+    steps: int,
+    profile: Profile,
+    sizes: Sequence[float] | None,
+    finer: int,
+) -> Workload:
     """The workload of the settings, with every micro-batch cut into ``finer`` ones that cost as much together."""
-    costs = None if profile is None else {k: (f / finer, b / finer) for k, (f, b) in profile.items()}
+    costs = {layer: (forward / finer, backward / finer) for layer, (forward, backward) in profile.items()}
+    sizes = None if sizes is None else [size / finer for size in sizes]
     m = settings.microbatches * finer
-    return chain_workload(chain, settings.stream, settings.consistency, m, steps, costs)
+    return chain_workload(chain, settings.stream, settings.consistency, m, steps, costs, sizes)
 
 
 def _changes(
-    chain: Chain, settings: Settings, work: Workload, profile: Profile | None, count: int
+    chain: Chain, settings: Settings, work_of: Callable[..., Workload], count: int
 ) -> list[tuple[str, Workload]]:
     """Other ways to run the same supernet: finer micro-batches, another stream, shared layers that lag; and all at
     once."""
@@ -114,13 +163,13 @@ def _changes(
     if promised != dict(settings.consistency):
         changes.append((f"consistency.shared = {lag}", replace(settings, consistency=promised)))
         everything = replace(everything, consistency=promised)
-    found = [(change, _work(chain, other, work.steps, profile)) for change, other in changes]
+    found = [(change, work_of(other)) for change, other in changes]
     whole = settings.stream.microbatches is None
     factors = [k for k in (2, 4) if whole and settings.batch_size % (settings.microbatches * k) == 0]
     for k in factors:
-        found.append((f"microbatches = {settings.microbatches * k}", _work(chain, settings, work.steps, profile, k)))
+        found.append((f"microbatches = {settings.microbatches * k}", work_of(settings, k)))
     if changes and factors:
-        finest = _work(chain, everything, work.steps, profile, factors[-1])
+        finest = work_of(everything, factors[-1])
         together = [change for change, _ in changes] + [f"microbatches = {settings.microbatches * factors[-1]}"]
         found.append((", ".join(together), finest))
     return found

@@ -281,6 +281,7 @@ def in_stages(
     every: int | None = None,
     saved: Any = None,
     first_step: int = 0,
+    split: bool = False,
 ) -> tuple[Outcome, list[Any]]:
     """Steps the stages in an order drawn from the seed, messages late as it likes; also the snapshots, if asked for.
 
@@ -296,7 +297,7 @@ def in_stages(
 
     workers = []
     for index in range(stages):
-        stage = Stage(task.chain(), task.law, task.stream, CPU, cut, index)
+        stage = Stage(task.chain(), task.law, task.stream, CPU, cut, index, split=split)
         if saved is not None:
             for name, weights in stage.weights.items():
                 restore(weights, saved[0], saved[1][name])

@@ -91,6 +91,13 @@ def test_any_mixture_cut_window_and_timing_gives_the_bits_of_one_stage(
     assert_same(sequentially(task), in_stages(task, cut, window, seed)[0])
 
 
+@settings(quiet, max_examples=60)
+@given(cases())
+def test_a_backward_that_is_split_gives_the_same_bits(case: tuple[Task, tuple[int, ...], int, int]) -> None:
+    task, cut, window, seed = case
+    assert_same(sequentially(task), in_stages(task, cut, window, seed, split=True)[0])
+
+
 @pytest.mark.long
 @settings(quiet, max_examples=5000)
 @given(cases())

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
 import signal
 import socket
+import sys
+import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from weft.errors import TrainError, WeftError
 from weft.pipeline.parent import connect, die_with_parent, report_death, report_error
+from weft.pipeline.stagelog import ToParent
 
 STOPPED = 128 + signal.SIGTERM
 """What a stage exits with that stopped because it was told to."""
@@ -34,18 +38,24 @@ class Call:
 
 def pickled(call: Call) -> bytes:
     """The call as `stage` takes it; TrainError names the part that cannot be sent."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is None and file is not None and not os.path.isfile(file):
+        raise TrainError(
+            f"more than one stage means new processes, and each imports the script that started it, but '{file}' is "
+            "no file: save the script in one"
+        )
     try:
-        return pickle.dumps(call)
+        return _dumps(call)
     except Exception as whole:
         parts: dict[str, Any] = {"the function": call.function}
         parts.update({f"argument {index}": value for index, value in enumerate(call.args)})
         parts.update({f"argument '{name}'": value for name, value in call.kwargs.items()})
-        for name, value in parts.items():
-            try:
-                pickle.dumps(value)
-            except Exception as problem:
-                raise TrainError(_importable(f"{name}, {_called(value)}, cannot be sent to them: {problem}")) from None
-        raise TrainError(_importable(f"the call cannot be sent to them: {whole}")) from None
+        found = _culprit(parts)
+        if found is None:
+            raise TrainError(_importable(f"the call cannot be sent to them: {whole}")) from None
+        name, value, problem = found
+        raise TrainError(_importable(f"{name}, {_called(value)}, cannot be sent to them: {problem}")) from None
 
 
 def stage(payload: bytes) -> None:
@@ -56,6 +66,9 @@ def stage(payload: bytes) -> None:
     heard.setblocking(False)
     told.setblocking(False)
     signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    logger = logging.getLogger("weft")
+    logger.addHandler(ToParent(connect()))
+    logger.propagate = False
     try:
         call = pickle.loads(payload)
     except Exception as problem:
@@ -69,7 +82,7 @@ def stage(payload: bytes) -> None:
     except KeyboardInterrupt:
         raise SystemExit(STOPPED) from None
     except Exception as problem:
-        logging.getLogger("weft").exception("stage %s failed", os.environ["RANK"])
+        logger.exception("stage %s failed", os.environ["RANK"])
         with suppress(Exception):
             report_death(connect(timeout=10.0), int(os.environ["RANK"]), problem)
         raise SystemExit(1) from None  # torch would leave a pickle of the traceback in the folder of temporary files
@@ -80,6 +93,38 @@ def stage(payload: bytes) -> None:
             raise SystemExit(STOPPED)
     except BlockingIOError:
         pass
+
+
+class _Pickler(pickle.Pickler):
+    """Refuses what is defined where no other process can find it: in a notebook or at a prompt."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, types.FunctionType | type) and value.__module__ == "__main__":
+            main = sys.modules["__main__"]
+            if getattr(main, "__spec__", None) is None and getattr(main, "__file__", None) is None:
+                raise pickle.PicklingError(f"'{value.__qualname__}' is in no module, but in this session alone")
+        return NotImplemented
+
+
+def _dumps(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _culprit(parts: Mapping[str, Any]) -> tuple[str, Any, Exception] | None:
+    """The first part that cannot be pickled, looked for in values and mappings too, with its name and what is wrong."""
+    for name, value in parts.items():
+        try:
+            _dumps(value)
+        except Exception as problem:
+            inner: dict[str, Any] = {}
+            if is_dataclass(value) and not isinstance(value, type):
+                inner = {f"'{item.name}'": getattr(value, item.name) for item in fields(value)}
+            elif isinstance(value, dict):
+                inner = {f"'{key}'": each for key, each in value.items()}
+            return _culprit(inner) or (name, value, problem)
+    return None
 
 
 def _importable(problem: str) -> str:

@@ -55,6 +55,18 @@ def stage_of(cut: Cut, blocks: int) -> list[int]:
     return found
 
 
+def check_cut(cut: Sequence[int], stages: int, blocks: int) -> Cut:
+    """The cut that a user gave, if it makes that many stages."""
+    found = tuple(int(block) for block in cut)
+    if len(found) != stages - 1:
+        raise ConsistencyError(
+            f"the cut {found} makes {len(found) + 1} stages, but {stages} {'is' if stages == 1 else 'are'} asked for: "
+            "it gives the first block of every stage after the first"
+        )
+    stage_of(found, blocks)
+    return found
+
+
 def check_stages(stages: int, blocks: int) -> None:
     """Raises ConsistencyError unless every stage can have a block."""
     if not 1 <= stages <= blocks:

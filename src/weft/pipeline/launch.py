@@ -21,17 +21,19 @@ from weft.errors import TrainError, WeftError
 from weft.pipeline.call import STOPPED, Call, pickled, stage
 from weft.pipeline.loopback import BACKEND, Loopback
 from weft.pipeline.parent import (
-    PARENT,
     ask_to_stop,
     asked_to_stop,
     connect,
     death,
     die_with_parent,
+    hang,
+    refuse_inside_a_stage,
     report,
     report_error,
     reported,
 )
 from weft.pipeline.ranks import Ranks, ranks
+from weft.pipeline.stagelog import FromStages
 from weft.pipeline.surroundings import Deaths, inherited, kill_stages, quiet, signals
 
 __all__ = [
@@ -77,7 +79,7 @@ def launch(
     `threads` a stage; None is OMP_NUM_THREADS, else 1. `environment` is added to that of the stages. Nothing
     listens beyond loopback.
     """
-    _refuse_inside_a_stage()
+    refuse_inside_a_stage()
     if stages < 1 or restarts < 0:
         raise TrainError(f"a launch needs stages >= 1 and restarts >= 0, not stages={stages} and restarts={restarts}")
     entry, arguments = _entry(work)
@@ -101,8 +103,9 @@ class _Launch:
         self.restarts = restarts
         self.meeting = Loopback(f"weft-{os.getpid()}", self._on_start, self._on_round)
         self.deaths = Deaths()
+        self.logs = FromStages()
         self.stops = 0
-        self.starting = False
+        self.busy = False
 
     def run(
         self, stages: int, entry: str | Callable[..., Any], arguments: list[Any], variables: Mapping[str, str]
@@ -125,7 +128,9 @@ class _Launch:
                 if not self.stops:
                     raise
             finally:
+                self.busy = True  # a signal from here on is only counted
                 kill_stages()
+        self._show_logs()
         # A reported error comes first, even while stopping: a checkpoint that met a full disk is not there.
         outcome = self._reported()
         if self.stops:
@@ -158,6 +163,8 @@ class _Launch:
         return reported(self.meeting.store) if self.meeting.store is not None else {}
 
     def _died(self, last: tuple[int, int] | None) -> str:
+        if self.meeting.store is not None and (noticed := hang(self.meeting.store)):
+            return noticed
         if last is None:
             return "a stage died"
         rank, code = last
@@ -182,20 +189,27 @@ class _Launch:
         if self.stops:
             raise _stop()
         if attempt:
+            self._show_logs()
             try:
                 self._reported()
             except WeftError as problem:
                 raise _Reported from problem  # the stages are not started again
+            self.logs.forget()
             logger.warning(
                 "%s; all stages start again (%d of %d)", self._died(self.deaths.last), attempt, self.restarts
             )
             self.deaths.last = None
-        self.starting = True
+        self.busy = True
 
     def _on_round(self) -> None:
-        self.starting = False
+        self.busy = False
         if self.stops:
             raise _stop()
+        self._show_logs()
+
+    def _show_logs(self) -> None:
+        if self.meeting.store is not None:
+            self.logs.read(self.meeting.store)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.stops += 1
@@ -204,8 +218,8 @@ class _Launch:
             return
         if self.meeting.store is not None:
             ask_to_stop(self.meeting.store)
-        # Elastic would lose sight of stages if it were interrupted while it starts them: the next round is near.
-        if not self.starting:
+        # Elastic would lose sight of stages if it were interrupted while it starts them; the next round is near.
+        if not self.busy:
             raise _stop()
 
 
@@ -224,18 +238,3 @@ def _entry(work: Command | Call) -> tuple[str | Callable[..., Any], list[Any]]:
         raise TrainError(f"a command is a program and its arguments, each a string of its own; this is {work!r}")
     program, *words = work
     return program, [word.replace("$", "$$") for word in words]  # elastic reads `${local_rank}` and its like
-
-
-def _refuse_inside_a_stage() -> None:
-    """A script without a guard runs again in each process that is spawned from it, and must not start more."""
-    if PARENT not in os.environ:
-        return
-    problem = TrainError(
-        "several stages were asked for inside a stage, since each stage imports the script that started it: "
-        "put what the script does under `if __name__ == '__main__':`"
-    )
-    try:
-        report_error(connect(timeout=10.0), problem)
-    except Exception:
-        raise problem from None
-    raise SystemExit(1)

@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -79,6 +80,26 @@ def death(store: Store, rank: int) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
+def report_self(store: Store, rank: int) -> None:
+    """Where a stage can be found by others of its machine, should it hang."""
+    store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+
+
+def report_hang(store: Store, rank: int, text: str) -> None:
+    """What another stage has noticed. On one machine the one that hangs is ended, which a stopped process may never
+    do by itself, and elastic would give it a minute for."""
+    store.compare_set("hang", "", text)
+    host, pid = json.loads(store.get(f"process/{rank}"))
+    if host == socket.gethostname():
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def hang(store: Store) -> str:
+    """What `report_hang` left first, or an empty text."""
+    return store.get("hang").decode() if store.check(["hang"]) else ""
+
+
 def reported(store: Store) -> dict[str, Any]:
     """What `report` left, or {}; raises what `report_error` left. Classes are looked up by name, nothing is
     unpickled."""
@@ -103,6 +124,21 @@ def asked_to_stop(store: Store) -> bool:
     """After a SIGTERM: True if the user wants to stop, which is worth a checkpoint; False if another stage died and
     all are about to be started again, when it is best to end at once."""
     return PARENT not in os.environ or bool(store.check(["stop"]))
+
+
+def refuse_inside_a_stage() -> None:
+    """A script without a guard runs again in each process that is spawned from it, and must not start more."""
+    if PARENT not in os.environ:
+        return
+    problem = TrainError(
+        "several stages were asked for inside a stage, since each stage imports the script that started it: "
+        "put what the script does under `if __name__ == '__main__':`"
+    )
+    try:
+        report_error(connect(timeout=10.0), problem)
+    except Exception:
+        raise problem from None
+    raise SystemExit(1)
 
 
 def die_with_parent() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from weft.data import Data, as_data
-from weft.errors import RunError, TrainError, WeftError
+from weft.errors import RunError, TrainError, WeftError, place_in_own_code
 from weft.pipeline.accord import Accord
 from weft.pipeline.call import Call, pickled
 from weft.pipeline.callbacks import Callback, TensorBoard
@@ -26,7 +29,7 @@ from weft.pipeline.follow import followed
 from weft.pipeline.initial import load_initial
 from weft.pipeline.launch import launch
 from weft.pipeline.opening import lay_out, open_run
-from weft.pipeline.parent import PARENT, asked_to_stop, connect, report
+from weft.pipeline.parent import PARENT, asked_to_stop, connect, report, report_death, report_hang, report_self
 from weft.pipeline.ranks import Ranks, ranks
 from weft.pipeline.runtime import Runtime
 from weft.pipeline.session import Teacher
@@ -46,6 +49,12 @@ log = logging.getLogger("weft.pipeline")
 
 LOST = 70
 """The exit code of a stage that stops because another one is lost; all of them are then started again."""
+
+SILENCE = "WEFT_SILENCE"
+"""The variable that says after how many seconds without a sign of life a stage is given up; 20 if not set."""
+
+GRACE = 0.3
+"""Seconds before a stage follows one that is lost, so that whoever started them sees which was the first."""
 
 _WAIT = timedelta(minutes=30)
 
@@ -69,6 +78,7 @@ class Job:
     cut: Sequence[int] | None = None
     window: int | None = None
     trace: bool = False
+    split_backward: bool = False
     threads: int = field(default_factory=torch.get_num_threads)
     """Of every stage; as many as here, since they are part of what a fingerprint depends on."""
 
@@ -91,24 +101,41 @@ def run_stages(count: int, job: Job, open_it: Callable[[], Run], callbacks: Sequ
     call = Call(_work, (job,))
     pickled(call)  # a mistake shows before there is a run
     cores = os.cpu_count() or 1
-    if count * job.threads > cores and job.given["device"].type == "cpu":
+    enough = max(1, cores // count)
+    if job.threads > enough and job.given["device"].type == "cpu":
         log.warning(
             "%d stages of %d threads share %d cores; torch.set_num_threads(%d) before training would be faster",
             count,
             job.threads,
             cores,
-            max(1, cores // count),
+            enough,
         )
     run = open_it()
-    with followed(run.events.path, callbacks):
-        outcome = launch(count, call, restarts=restarts, threads=job.threads)
+    new = not run.events.path.exists()
+    try:
+        with followed(run.events.path, callbacks):
+            outcome = launch(count, call, restarts=restarts, threads=job.threads)
+    except BaseException:
+        if new and not run.events.path.exists():  # nothing has begun that could go on, and the name is free again
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
     return str(outcome["fingerprint"])
 
 
 def _work(job: Job) -> None:
     found = ranks()
     assert found is not None
-    run_stage(job, found)
+    try:
+        run_stage(job, found)
+    except (WeftError, OSError, dist.DistError):
+        raise  # of these, all but the first may be gone at the next start
+    except Exception as problem:
+        if os.environ.get("WEFT_DEBUG"):
+            log.exception("stage %d failed", found.rank)
+        place = place_in_own_code(problem)
+        where = f" ({place})" if place else "; WEFT_DEBUG=1 shows where"
+        text = " ".join(str(problem).split())
+        raise TrainError(f"stage {found.rank} failed: {type(problem).__name__}: {text}{where}") from problem
 
 
 def run_stage(job: Job, me: Ranks, callbacks: Sequence[Callback] = ()) -> tuple[Path, str]:
@@ -118,24 +145,42 @@ def run_stage(job: Job, me: Ranks, callbacks: Sequence[Callback] = ()) -> tuple[
     exit code 70, since whoever started the stages has to start all of them again.
     """
     torch.set_num_threads(job.threads)
+    quiet = silence()
     store = connect()
+    report_self(store, me.rank)
     accord = Accord(store, me.rank, me.world)
     device = _device(torch.device(job.given.get("device", "cpu")), me)
-    part = _divide(job, accord, device)
+    part = _divide(job, accord, device, again=me.restarts > 0)
     law = {**part.settings.law(part.chain, part.data), "teacher": None if job.teacher is None else told(job.teacher)}
     accord.same({**law, "cut": part.cut, "window": part.window, "torch": torch.__version__})
-    staged = Staged(part.chain, part.data, part.settings, accord, part.cut, part.window, part.extremes, job.teacher)
+    staged = Staged(
+        part.chain,
+        part.data,
+        part.settings,
+        accord,
+        part.cut,
+        part.window,
+        part.extremes,
+        job.teacher,
+        job.split_backward,
+    )
     load_initial(part.chain, job.init, partial=True)
-    meeting = c10d.PrefixStore("gloo", store)
-    dist.init_process_group("gloo", store=meeting, rank=me.rank, world_size=me.world, timeout=_WAIT)
-    transport = Transport(me.rank, me.world, device)
+    transport = _meet(store, me, device)
+
+    def give_up(rank: int, message: str) -> None:
+        """A stage hangs: this one cannot go on either, whatever it waits for."""
+        log.error("%s; stage %d stops", message, me.rank)
+        if rank >= 0:
+            report_hang(store.clone(), rank, message)  # type: ignore[attr-defined]
+        os._exit(LOST)
+
     try:
-        with Watch(store, me.rank, me.world, _give_up) as watch:
+        with Watch(store, me.rank, me.world, give_up, silence=quiet) as watch:
             found = _train(job, me, callbacks, staged, part, law, transport, watch)
             transport.close()
             return found
     except Lost as lost:
-        _leave(me.rank, lost)
+        _leave(me.rank, lost, store)
 
 
 def _train(
@@ -168,7 +213,7 @@ def _train(
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
             raise
-        except Lost:
+        except (Lost, SystemExit):
             if accord.store.check(["error"]):  # another stage has said what is wrong
                 staged.emit("failed", at=staged.reached, reason=json.loads(accord.store.get("error"))["text"])
             raise
@@ -186,7 +231,7 @@ def _train(
         return run.path, digest
 
 
-def _divide(job: Job, accord: Accord, device: torch.device) -> Part:
+def _divide(job: Job, accord: Accord, device: torch.device, again: bool) -> Part:
     """Stage 0 looks at the whole supernet and decides; every stage builds its own part."""
     given = {**job.given, "device": device}
     seed = int(given.get("seed", 0))
@@ -198,8 +243,9 @@ def _divide(job: Job, accord: Accord, device: torch.device) -> Part:
         costs = measured(whole, data, settings) if job.cut is None or job.trace else None
         work = workload_of(whole, settings, costs)
         cut = choose_cut(work, accord.world, job.cut)
-        window = job.window or 2 * accord.world
-        warn_of_waiting(whole, settings, work, cut, window)
+        window = job.window or 2 * accord.world * settings.microbatches
+        if not again:
+            warn_of_waiting(whole, settings, work, cut, window)
         if job.trace:
             foreseen = foresee(work, cut, window).spans
         named = isinstance(given.get("stream", ""), str)
@@ -271,14 +317,34 @@ def _wanted(store: Any) -> bool:
     raise SystemExit(LOST)
 
 
-def _give_up(rank: int, message: str) -> None:
-    """A stage hangs: this one cannot go on either, whatever it waits for."""
-    log.error("%s; this stage stops", message)
-    os._exit(LOST)
+def _meet(store: c10d.Store, me: Ranks, device: torch.device) -> Transport:
+    try:
+        meeting = c10d.PrefixStore("gloo", store)
+        dist.init_process_group("gloo", store=meeting, rank=me.rank, world_size=me.world, timeout=_WAIT)
+        return Transport(me.rank, me.world, device)
+    except RuntimeError as problem:  # another stage ended meanwhile; gloo does not say which
+        log.error("stage %d found no way to the others and stops: %s", me.rank, str(problem).splitlines()[0])
+        os._exit(LOST)
 
 
-def _leave(stage: int, lost: Lost) -> NoReturn:
+def silence() -> float:
+    """Seconds without a sign of life after which a stage counts as lost."""
+    text = os.environ.get(SILENCE, "20")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1.0 < seconds < math.inf:  # a stage gives a sign every second
+        raise TrainError(f"{SILENCE}={text!r} in the environment: it is a number of seconds above 1")
+    return seconds
+
+
+def _leave(stage: int, lost: Lost, store: c10d.Store) -> NoReturn:
     """A neighbour is gone, and this stage with it."""
-    log.error("%s; stage %d stops. The run goes on from its last checkpoint once all are started again", lost, stage)
+    with suppress(Exception):  # the parent may be gone as well
+        if not store.check(["error"]):  # else the neighbour has said why, and nothing is started again
+            log.error("%s; stage %d stops. All go on from the last checkpoint when they are started again", lost, stage)
+            report_death(store, stage, lost)
+            time.sleep(GRACE)
     logging.shutdown()
     os._exit(LOST)  # torch's own goodbye would wait for the dead

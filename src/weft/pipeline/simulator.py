@@ -1,19 +1,30 @@
-"""The simulator: discrete events that step the very schedulers that the runtime steps, at any number of stages."""
+"""The simulator: discrete events that step the very schedulers that the runtime steps, at any number of stages.
+
+All that happens at one moment is known before any stage chooses. A message occupies its link for bytes / bandwidth, one
+after the other, and arrives a latency later; activations and gradients have links of their own:
+
+    stage 0   F0 F1 ...            split backward:   stage 1   ... [ B0 input | B0 weights ]
+    link        [m0][m1]                             link                   [m0]
+    stage 1       .. F0 F1                           stage 0                    [ B0 input | B0 weights ]
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from weft.errors import ConsistencyError
 from weft.keys import generator
 from weft.pipeline.cut import Cut
 from weft.pipeline.scheduler import Op, Rule, Scheduler
-from weft.pipeline.workload import Workload
+from weft.pipeline.workload import Workload, early_share, stage_speeds
 
 Duration = Callable[[Op, float], float]
-"""The time that an operation takes, from its nominal time: jitter, slow stages."""
+"""The time that an operation takes, from its nominal time on its stage: jitter, for example."""
+
+MOMENT = 1e-9
+"""Times that differ by no more than this share are one moment: sums of the same costs round differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +43,8 @@ class Simulated:
     stages: int
     steps: int
     time: float
+    work: float
+    """What all operations together take on one device of speed 1."""
     busy: tuple[float, ...]
     peak: tuple[int, ...]
     """The most micro-batches in flight on each stage: their activations are held there."""
@@ -46,8 +59,8 @@ class Simulated:
 
     @property
     def speedup(self) -> float:
-        """Over one device that does the same work without waiting."""
-        return sum(self.busy) / self.time if self.time else 1.0
+        """Over one device of speed 1 that does the same work without waiting."""
+        return self.work / self.time if self.time else 1.0
 
     @property
     def throughput(self) -> float:
@@ -62,19 +75,29 @@ def simulate(
     latency: float = 0.0,
     duration: Duration | None = None,
     keep_spans: bool = True,
+    *,
+    bandwidth: float | None = None,
+    speeds: Sequence[float] | None = None,
+    split: float | None = None,
 ) -> Simulated:
     """Runs the workload on the stages of a cut. ``rule`` holds for all stages, or is a list of one for each.
 
-    ``latency`` is the time that a message takes from one stage to the next.
+    ``latency`` is the time that a message takes from one stage to the next beside its bytes / ``bandwidth``. A stage of
+    speed 0.5 takes twice as long. With ``split`` the backward finds the gradient of its input in that share of its
+    time, sends it, and goes on with those of its weights; it is over, and its updates count, at the end as ever.
     """
+    if latency < 0:
+        raise ConsistencyError(f"latency={latency}: a message cannot arrive before it is sent")
     stages = len(cut) + 1
     rules = rule if isinstance(rule, list) else [rule] * stages
+    pace, early, transfers = stage_speeds(speeds, stages), early_share(split), work.transfers(cut, bandwidth)
     schedulers = [Scheduler(s, stages, work.uses(cut, s), work.total, rules[s]) for s in range(stages)]
     nominal: dict[int, list[tuple[float, float]]] = {}
     left: dict[int, int] = {}
-    events: list[tuple[float, int, str, Op]] = []
+    events: list[tuple[float, int, bool, Op]] = []  # (time, order, whether the operation ends or its input arrives, op)
     order = 0
     idle = [True] * stages
+    free = {"F": [0.0] * len(cut), "B": [0.0] * len(cut)}  # when each link has sent all that it was given
     busy = [0.0] * stages
     peak = [0] * stages
     spans: list[Span] = []
@@ -82,15 +105,13 @@ def simulate(
 
     def start(stage: int) -> None:
         nonlocal order
-        if not idle[stage]:
-            return
         op = schedulers[stage].next()
         if op is None:
             return
         if op.microbatch not in nominal:
             nominal[op.microbatch] = work.stage_costs(cut, op.microbatch)
             left[op.microbatch] = 2 * stages
-        time = nominal[op.microbatch][stage][op.kind == "B"]
+        time = nominal[op.microbatch][stage][op.kind == "B"] / pace[stage]
         left[op.microbatch] -= 1
         if not left[op.microbatch]:
             del nominal[op.microbatch], left[op.microbatch]
@@ -100,30 +121,40 @@ def simulate(
         busy[stage] += time
         peak[stage] = max(peak[stage], len(schedulers[stage].in_flight))
         spans.append(Span(op, now, now + time))
-        order += 1
-        heapq.heappush(events, (now + time, order, "end", op))
+        order += 2
+        heapq.heappush(events, (now + time, order, True, op))
+        to = stage + 1 if op.kind == "F" else stage - 1
+        if 0 <= to < stages:
+            # A stage's messages leave in the order of its operations, so the link's queue is known here.
+            link, sent = min(stage, to), now + (time if op.kind == "F" else early * time)
+            free[op.kind][link] = max(free[op.kind][link], sent) + transfers[link]
+            heapq.heappush(events, (free[op.kind][link] + latency, order + 1, False, Op(to, op.kind, op.microbatch)))
 
     for stage in range(stages):
         start(stage)
     while events:
-        now, _, what, op = heapq.heappop(events)
-        if what == "end":
-            schedulers[op.stage].finished(op)
-            idle[op.stage] = True
-            step = 1 if op.kind == "F" else -1
-            if 0 <= op.stage + step < stages:
-                order += 1
-                heapq.heappush(events, (now + latency, order, "message", Op(op.stage + step, op.kind, op.microbatch)))
-        else:
-            schedulers[op.stage].arrived(op.kind, op.microbatch)
-        start(op.stage)
+        moment = events[0][0] * (1 + MOMENT)
+        touched = set()
+        while events and events[0][0] <= moment:
+            now, _, ended, op = heapq.heappop(events)
+            if ended:
+                schedulers[op.stage].finished(op)
+                idle[op.stage] = True
+            else:
+                schedulers[op.stage].arrived(op.kind, op.microbatch)
+            touched.add(op.stage)
+        for stage in sorted(touched):
+            if idle[stage]:
+                start(stage)
     if not all(scheduler.done for scheduler in schedulers):
         stuck = next(scheduler for scheduler in schedulers if not scheduler.done)
         raise ConsistencyError(
             f"the schedule cannot go on: stage {stuck.stage} has finished {stuck.finished_count} of {work.total}"
         )
     steady = _steady_idle(spans, stages)
-    return Simulated(stages, work.steps, now, tuple(busy), tuple(peak), steady, tuple(spans) if keep_spans else ())
+    done = sum(time * speed for time, speed in zip(busy, pace, strict=True))
+    kept = tuple(spans) if keep_spans else ()
+    return Simulated(stages, work.steps, now, done, tuple(busy), tuple(peak), steady, kept)
 
 
 def jitter(seed: int, spread: float) -> Duration:

@@ -64,6 +64,7 @@ class Stage:
         cut: Cut,
         index: int,
         graphs: Graphs | None = None,
+        split: bool = False,
     ) -> None:
         self.chain, self.law, self.stream, self.device = chain, law, stream, device
         self.index, self.stages = index, len(cut) + 1
@@ -95,6 +96,7 @@ class Stage:
         self.updates = 0
         self.snapshots: list[Snapshot] = []
         self._graphs = graphs
+        self._split = split and index > 0  # the first stage has nobody to send to
         self.seeder = Seeder(law.seed, device)
         self.precision = law.autocast(device)
         self._seed_gradient = torch.full((), 1.0 / m, device=device)
@@ -129,7 +131,7 @@ class Stage:
         i, j = divmod(n, self.law.microbatches)
         if self.is_first:
             carry = self.chain.enter(batch)
-        tape = Tape(n, carry, self._graphs, received=not self.is_first)
+        tape = Tape(n, carry, self._graphs, received=not self.is_first, split=self._split)
         records: dict[str, Record] = {}
         report = None
         with self.precision():
@@ -152,22 +154,25 @@ class Stage:
         return outputs, report
 
     def backward(self, n: int, gradients: Gradients, counts: bool) -> Gradients:
-        """The gradients of what the stage took, from those of what it gave; those of its layers wait for their turn.
+        """The gradients of what the stage took, from those of what it gave; ``weigh`` goes with it.
 
         A micro-batch that does not ``count``, because its loss is not a number, leaves no trace.
         """
-        flight = self._flights.pop(n)
-        self._routes.pop(n, None)
+        flight = self._flights[n]
         if not counts:
             for weights in flight.tape.used:
                 weights.forget()
             return ()
-        seeds = (self._seed_gradient,) if self.is_last else gradients
-        found = flight.tape.backward(flight.outputs, seeds)
-        for name, own in found.items():
+        flight.tape.backward_inputs(flight.outputs, (self._seed_gradient,) if self.is_last else gradients)
+        return flight.tape.back
+
+    def weigh(self, n: int, counts: bool) -> None:
+        """After the backward: the gradients of the layers, each of which waits for its turn."""
+        flight = self._flights.pop(n)
+        self._routes.pop(n, None)
+        for name, own in flight.tape.backward_weights().items() if counts else ():
             if name in self.ordered:
                 self._early[name, n] = (own, flight.records.get(name))
-        return flight.tape.back
 
     def prepare(self, needs: Iterable[Need], kind: str, oldest: int) -> None:
         """Updates that the next operation must see are applied, if they have waited so far."""

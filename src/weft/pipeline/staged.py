@@ -54,12 +54,14 @@ class Staged:
         window: int,
         extremes: Mapping[str, Subnet],
         teacher: Teacher | None = None,
+        split: bool = False,
     ) -> None:
         self.chain, self.data, self.settings, self.accord = chain, data, settings, accord
         # Only one user of an exact layer is in flight when a step is one micro-batch: what a graph needs.
         whole = settings.microbatches == 1 and settings.cuda_graphs and settings.device.type == "cuda"
         law = make_law(settings)
-        self.stage = Stage(chain, law, settings.stream, settings.device, cut, accord.rank, Graphs() if whole else None)
+        graphs = Graphs() if whole else None
+        self.stage = Stage(chain, law, settings.stream, settings.device, cut, accord.rank, graphs, split)
         self.start = 0
         self.reached = 0
         """Steps that are through on this stage."""
@@ -166,9 +168,8 @@ class Staged:
 
     def _log(self, ledger: Ledger, worker: Worker, saver: Saver) -> None:
         for n, report in worker.reports if self.stage.is_first else ():
-            if self.settings.nonfinite == "stop" and not bool(torch.isfinite(report[0])):
-                raise worker.non_finite(n, "")
-            ledger.add(n, report)
+            if self.settings.nonfinite == "skip" or bool(torch.isfinite(report[0])):
+                ledger.add(n, report)  # else the backward of this micro-batch will say what is wrong
         worker.reports.clear()
         self._announce(saver)
 
@@ -228,6 +229,8 @@ class Staged:
                 found = self.accord.hear(f"scores/{step}/{name}")
                 self.emit("validation", step=step - 1, pick=name, subnet=subnet.id, scores=found)
         relay.close()
+        # A stage that still waits here for word of the next one would take a message of training for one of the relay.
+        self.accord.gather(f"validated/{step}", None)
 
 
 def _nothing(n: int) -> Batch:

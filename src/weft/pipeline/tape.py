@@ -32,10 +32,14 @@ class _Island:
 class Tape:
     """The layers that a micro-batch has used so far, and what is needed to go back through them.
 
-    A carry that was ``received`` comes from another stage: what of it requires a gradient gets one of its own.
+    A carry that was ``received`` comes from another stage: what of it requires a gradient gets one of its own. A tape
+    that is ``split`` has an island for every layer, so that ``back`` can be had first and the gradients of weights
+    after it.
     """
 
-    def __init__(self, n: int, carry: Carry, graphs: Graphs | None = None, received: bool = False) -> None:
+    def __init__(
+        self, n: int, carry: Carry, graphs: Graphs | None = None, received: bool = False, split: bool = False
+    ) -> None:
         self.n = n
         self.carry = carry
         self.used: list[Weights] = []
@@ -43,7 +47,9 @@ class Tape:
         """After the backward: the gradients of the carry that the tape began with."""
         self._graphs = graphs
         self._received = received
+        self._split = split
         self._islands: list[_Island | Captured] = []
+        self._later: list[tuple[_Island | Captured, Gradients, list[Tensor | None]]] = []
 
     def forward(self, weights: Weights, side: Mapping[str, Tensor]) -> None:
         """Runs the layer on what the last one left, under the version that this micro-batch must see."""
@@ -65,18 +71,35 @@ class Tape:
 
     def backward(self, outputs: Carry, gradients: Gradients) -> dict[str, list[Tensor | None]]:
         """Gradients by layer, from those of the outputs; every layer sees the version that its backward must see."""
+        self.backward_inputs(outputs, gradients)
+        return self.backward_weights()
+
+    def backward_inputs(self, outputs: Carry, gradients: Gradients) -> None:
+        """Goes back to ``back``, the gradients of what the tape began with; to those of weights too, unless split."""
         for weights in self.used:
             weights.before_backward(self.n)
         self._close(outputs)
-        leaves: list[Tensor | None] = []
         for island in reversed(self._islands):
+            given = gradients
+            own: list[Tensor | None] = []
             if isinstance(island, Captured):
                 own, gradients = island.backward(gradients[0])
+            elif self._split:
+                _, gradients = _backward(island, gradients, weights=False)
             else:
                 own, gradients = _backward(island, gradients)
-            leaves[:0] = own
+            self._later.append((island, given, own))
         self.back = gradients
         self._islands.clear()
+
+    def backward_weights(self) -> dict[str, list[Tensor | None]]:
+        """The gradients by layer, after ``backward_inputs``."""
+        leaves: list[Tensor | None] = []
+        for island, given, own in self._later:
+            if self._split and isinstance(island, _Island):
+                own, _ = _backward(island, given, inputs=False)
+            leaves[:0] = own
+        self._later.clear()
         found: dict[str, list[Tensor | None]] = {}
         start = 0
         for weights in self.used:
@@ -87,12 +110,17 @@ class Tape:
 
     def _open(self) -> _Island:
         last = self._islands[-1] if self._islands else None
-        if isinstance(last, _Island):
+        if isinstance(last, _Island) and not (self._split and last.layers):
             return last
+        if isinstance(last, _Island):
+            last.outputs = self.carry
         leaves = self.carry
         if last is not None or self._received:
-            leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in self.carry)
-            self.carry = entered(leaves)
+            # A layer may work in place: on what was received, or on a copy of what the layer before may still need.
+            # What a captured layer gave is neither, and autograd says so.
+            own = (x.detach().clone() if isinstance(last, _Island) else x.detach() for x in leaves)
+            leaves = tuple(x.requires_grad_(y.requires_grad) for x, y in zip(own, self.carry, strict=True))
+            self.carry = leaves if isinstance(last, Captured) else entered(leaves)
         island = _Island(leaves)
         self._islands.append(island)
         return island
@@ -106,18 +134,23 @@ class Tape:
                 before.outputs = (after.taken,)
 
 
-def _backward(island: _Island, gradients: Gradients) -> tuple[list[Tensor | None], Gradients]:
+def _backward(
+    island: _Island, gradients: Gradients, weights: bool = True, inputs: bool = True
+) -> tuple[list[Tensor | None], Gradients]:
+    """Gradients of the island's weights and of its inputs, or of one of them, with the graph kept for the other."""
     pairs = [(o, g) for o, g in zip(island.outputs, gradients, strict=True) if o.requires_grad and g is not None]
-    wanted = [x for x in island.inputs if x.requires_grad]
-    leaves = [leaf for _, own in island.layers for leaf in own]
+    wanted = [x for x in island.inputs if x.requires_grad] if inputs else []
+    leaves = [leaf for _, own in island.layers for leaf in own] if weights else []
     if not pairs or not (leaves or wanted):
         return [None] * len(leaves), [None] * len(island.inputs)
     with ExitStack() as stack:
-        for weights, own in island.layers:
-            block = weights.bound(own)
+        for layer, own in island.layers:
+            block = layer.bound(own)
             if block is not None:
                 stack.enter_context(block)
         outputs, seeds = [out for out, _ in pairs], [g for _, g in pairs]
-        found = torch.autograd.grad(outputs, [*leaves, *wanted], seeds, allow_unused=True)
+        found = torch.autograd.grad(outputs, [*leaves, *wanted], seeds, retain_graph=not weights, allow_unused=True)
+    if not inputs:
+        return list(found), ()
     back = iter(found[len(leaves) :])
     return list(found[: len(leaves)]), [next(back) if x.requires_grad else None for x in island.inputs]

@@ -13,11 +13,12 @@ from weft.data import Augment, Data, as_data
 from weft.errors import CheckpointError, TrainError
 from weft.pipeline.callbacks import Callback, TensorBoard
 from weft.pipeline.consistency import Consistency
-from weft.pipeline.cut import check_stages
+from weft.pipeline.cut import check_cut, check_stages
 from weft.pipeline.initial import load_initial
 from weft.pipeline.losses import cross_entropy
 from weft.pipeline.opening import lay_out, open_run
 from weft.pipeline.optimizer import Optimizer
+from weft.pipeline.parent import refuse_inside_a_stage
 from weft.pipeline.ranks import ranks
 from weft.pipeline.rate import Schedule
 from weft.pipeline.sequential import Loss, Metric
@@ -82,6 +83,7 @@ def train(
     stages: int | None = None,
     cut: Sequence[int] | None = None,
     window: int | None = None,
+    split_backward: bool = False,
     trace: bool = False,
     restarts: int = 3,
 ) -> Trained:
@@ -101,8 +103,9 @@ def train(
     last bit. The processes are started here, which needs ``net``, ``data`` and whatever else is given to be importable
     or picklable, or by torchrun, under which every process runs the same script. ``cut`` gives the first block of every
     stage after the first (measured costs decide if not given), ``window`` how many micro-batches may be in flight on a
-    stage (twice the stages if not given), ``trace`` writes what each stage did when, and ``restarts`` says how often
-    all stages are started again after one died.
+    stage (those of two steps a stage if not given), ``split_backward`` sends the gradient of a stage's input on before
+    it works on those of its weights, which pays where steps wait for each other, ``trace`` writes what each stage did
+    when, and ``restarts`` says how often all stages are started again after one died.
 
     Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt; a second Ctrl-C stops at once.
     """
@@ -132,6 +135,9 @@ def train(
         "channels_last": channels_last,
     }
     every = checkpoint_every or max(1, steps // 10)
+    for name, value, least in (("stages", stages, 1), ("window", window, 1), ("restarts", restarts, 0)):
+        if value is not None and value < least:
+            raise TrainError(f"{name}={value}: a whole number, {least} or more")
     told_ranks = ranks()
     count = stages or (told_ranks.world if told_ranks else 1)
     if told_ranks is not None and told_ranks.world != count:
@@ -141,10 +147,17 @@ def train(
     if told_ranks is not None and count > 1:
         from weft.pipeline.processes import Job, run_stage
 
-        job = Job(net, data, given, init, teacher, run, runs, resume, every, keep, config, cut, window, trace)
+        job = Job(
+            net, data, given, init, teacher, run, runs, resume, every, keep, config, cut, window, trace, split_backward
+        )
         path, digest = run_stage(job, told_ranks, callbacks)
         return replace(load_run(path, net, data, built=told_ranks.rank == 0, **given), fingerprint=digest)
+    if count > 1:
+        refuse_inside_a_stage()
     chain = initialise(net, seed, where)
+    check_stages(count, len(chain.blocks))
+    if cut is not None:
+        check_cut(cut, count, len(chain.blocks))
     settings = make_settings(chain, **given)
     lay_out(chain, settings)
     loaded = as_data(data, seed)
@@ -154,9 +167,10 @@ def train(
     if count > 1:
         from weft.pipeline.processes import Job, run_stages
 
-        check_stages(count, len(chain.blocks))
         name = run or fresh_name("run")
-        job = Job(net, data, given, init, teacher, name, runs, True, every, keep, config, cut, window, trace)
+        job = Job(
+            net, data, given, init, teacher, name, runs, True, every, keep, config, cut, window, trace, split_backward
+        )
         opened: list[Run] = []
 
         def open_it() -> Run:

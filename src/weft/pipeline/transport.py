@@ -12,6 +12,7 @@ pinned host memory, so that any number of stages can share a device.
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
 from collections import deque
@@ -191,4 +192,5 @@ def _receive(group: Any, source: int, device: torch.device, inbox: queue.SimpleQ
 
 def _first_line(problem: Exception) -> str:
     text = str(problem).strip().splitlines()
-    return text[0] if text else type(problem).__name__
+    # Gloo begins with a place in its own source, and ends with advice.
+    return re.sub(r"^\[\S+\] ", "", text[0]).split(". ")[0] if text else type(problem).__name__

@@ -3,6 +3,7 @@ here, so that tests can step many workers in one process under any timing."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -165,20 +166,23 @@ class Worker:
         # A report on a device is of the last stage itself; it is looked at only where that is worth the wait.
         looks = report.device.type == "cpu" or self.stage.law.nonfinite == "skip"
         counts = not looks or bool(report[1])
+        stops = looks and self.stage.law.nonfinite == "stop" and not math.isfinite(float(report[0]))
         note = ""
-        if not counts and self.stage.law.nonfinite == "stop":
-            note = self.stage.culprit(n) or (message.note if message is not None else "")
+        if stops:
+            note = (message.note if message is not None else "") or self.stage.culprit(n)
         gradients = self.stage.backward(n, () if message is None else message.tensors, counts)
         if not self.stage.is_first:
             self._send(self.stage.index - 1, Message("B", n, tuple(gradients), (), report, note))
-        if note or (not counts and self.stage.law.nonfinite == "stop"):
-            raise self.non_finite(n, note)
+        self.stage.weigh(n, counts)
+        if (
+            stops and self.stage.is_first
+        ):  # the cause may be on any stage before the last, and here all of them have looked for it
+            raise self._non_finite(n, note)
 
-    def non_finite(self, n: int, where: str) -> NonFiniteError:
-        """The error for a loss that is not a number."""
+    def _non_finite(self, n: int, where: str) -> NonFiniteError:
         i, j = divmod(n, self.stage.law.microbatches)
-        first = f"it first appears in {where}" if where else "it first appears on an earlier stage"
         return NonFiniteError(
-            f"the loss is not a number in step {i}, micro-batch {j}, subnet {self.stage.subnet(n)}: {first}. "
+            f"the loss is not a number in step {i}, micro-batch {j}, subnet {self.stage.subnet(n)}: "
+            f"it first appears {f'in {where}' if where else 'on the last stage'}. "
             "Try a lower learning rate, clipping, or nonfinite='skip'"
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
+from weft.errors import ConsistencyError
 from weft.pipeline.consistency import Clock, Consistency, clock
 from weft.pipeline.cut import Cut, stage_of
 from weft.pipeline.scheduler import Need, Uses
@@ -17,6 +18,9 @@ Costs = Mapping[Hashable, tuple[float, float]]
 
 Picks = Callable[[int], Sequence[tuple[int, Hashable]]]
 """The layers of a micro-batch, as (block, layer), in chain order; a pure function."""
+
+Shares = Callable[[int], list[list[tuple[int, Hashable]]]]
+"""The picks of a micro-batch, by stage."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,13 @@ class Workload:
     consistency: Callable[[Hashable], Consistency | None]
     """What a layer promises; None for a layer that is frozen and waits for nobody."""
     costs: Costs | None = None
-    _clocks: dict[tuple[int, Hashable], Clock | None] = field(default_factory=dict, repr=False, compare=False)
+    sizes: Sequence[float] | None = None
+    """Bytes that enter each block in the forward of one micro-batch, and leave it as gradients in its backward."""
+    _clocks: dict[tuple[int, Hashable], Clock | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _equal: dict[Clock, Clock] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _shares: dict[Cut, Shares] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def total(self) -> int:
@@ -39,28 +49,42 @@ class Workload:
 
     def uses(self, cut: Cut, stage: int) -> Uses:
         """The needs of a micro-batch on one stage of a cut, as a scheduler takes them."""
-        stages = stage_of(cut, self.blocks)
+        shares = self._shares_of(cut)
 
         def needs(n: int) -> list[Need]:
             found = []
-            for block, layer in self.picks(n):
-                if stages[block] == stage:
-                    at = self._clock(block, layer)
-                    if at is not None:
-                        found.append(Need(layer, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
+            reads: dict[int, tuple[int, int, int]] = {}  # most layers have the same clock: read once
+            for block, layer in shares(n)[stage]:
+                at = self._clock(block, layer)
+                if at is not None:
+                    if id(at) not in reads:
+                        reads[id(at)] = (at.slot(n), at.forward_reads(n), at.backward_reads(n))
+                    found.append(Need(layer, *reads[id(at)]))
             return found
 
         return needs
 
     def stage_costs(self, cut: Cut, n: int) -> list[tuple[float, float]]:
-        """Forward and backward time of micro-batch n on every stage."""
-        stages = stage_of(cut, self.blocks)
-        found = [[0.0, 0.0] for _ in range(len(cut) + 1)]
-        for block, layer in self.picks(n):
-            forward, backward = (1.0, 2.0) if self.costs is None else self.costs[layer]
-            found[stages[block]][0] += forward
-            found[stages[block]][1] += backward
-        return [(forward, backward) for forward, backward in found]
+        """Forward and backward time of micro-batch n on every stage, on devices of speed 1."""
+        found = []
+        for share in self._shares_of(cut)(n):
+            forward = backward = 0.0
+            for _, layer in share:
+                one = (1.0, 2.0) if self.costs is None else self.costs[layer]
+                forward += one[0]
+                backward += one[1]
+            found.append((forward, backward))
+        return found
+
+    def transfers(self, cut: Cut, bandwidth: float | None) -> list[float]:
+        """How long a message occupies the link behind every stage but the last, either way; no time where None."""
+        if bandwidth is None:
+            return [0.0] * len(cut)
+        if bandwidth <= 0:
+            raise ConsistencyError(f"bandwidth={bandwidth}: bytes per unit of time, more than 0")
+        if self.sizes is None:
+            raise ConsistencyError("a bandwidth needs the bytes of the messages: give the workload its sizes")
+        return [self.sizes[block] / bandwidth for block in cut]
 
     def expected_costs(self, samples: int = 256) -> list[float]:
         """The mean time of every block over the run, for cutting."""
@@ -71,13 +95,28 @@ class Workload:
                 sums[block] += 3.0 if self.costs is None else sum(self.costs[layer])
         return sums
 
+    def _shares_of(self, cut: Cut) -> Shares:
+        # All stages ask for the same micro-batches at about the same time: each is divided once.
+        if cut not in self._shares:
+            stages = stage_of(cut, self.blocks)
+
+            def divide(n: int) -> list[list[tuple[int, Hashable]]]:
+                found: list[list[tuple[int, Hashable]]] = [[] for _ in range(len(cut) + 1)]
+                for pick in self.picks(n):
+                    found[stages[pick[0]]].append(pick)
+                return found
+
+            self._shares[cut] = lru_cache(1024)(divide)
+        return self._shares[cut]
+
     def _clock(self, block: int, layer: Hashable) -> Clock | None:
         key = (block, layer)
         if key not in self._clocks:
-            promised = self.consistency(layer)
-            self._clocks[key] = (
-                None if promised is None else clock(promised, block, self.blocks, self.microbatches, self.steps)
-            )
+            promised, made = self.consistency(layer), None
+            if promised is not None:
+                made = clock(promised, block, self.blocks, self.microbatches, self.steps)
+                made = self._equal.setdefault(made, made)
+            self._clocks[key] = made
         return self._clocks[key]
 
 
@@ -88,6 +127,7 @@ def chain_workload(
     microbatches: int,
     steps: int,
     costs: Costs | None = None,
+    sizes: Sequence[float] | None = None,
 ) -> Workload:
     """The workload of a real chain: layers with parameters, by name."""
     trained = {name for name in chain.layers if any(p.requires_grad for p in chain.module(name).parameters())}
@@ -99,4 +139,21 @@ def chain_workload(
     def promised(layer: Hashable) -> Consistency | None:
         return consistency[str(layer)] if layer in trained else None
 
-    return Workload(len(chain.blocks), microbatches, steps, picks, promised, costs)
+    return Workload(len(chain.blocks), microbatches, steps, picks, promised, costs, sizes)
+
+
+def stage_speeds(speeds: Sequence[float] | None, stages: int) -> list[float]:
+    """The speed of every stage, 1 where none are given; raises ConsistencyError unless there is one for each."""
+    found = [1.0] * stages if speeds is None else list(speeds)
+    if len(found) != stages or min(found) <= 0:
+        raise ConsistencyError(f"speeds={found}: {stages} stages need {stages} speeds, each more than 0")
+    return found
+
+
+def early_share(split: float | None) -> float:
+    """The share of a backward after which its message leaves; raises ConsistencyError unless above 0 and at most 1."""
+    if split is None:
+        return 1.0
+    if not 0 < split <= 1:
+        raise ConsistencyError(f"split={split}: the input gradient is a share of the backward, above 0 and at most 1")
+    return split

@@ -1,0 +1,177 @@
+"""Training on stages in real processes, with random delays everywhere: the bits, the log and the checkpoints of one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import disturbed
+import pytest
+from stages import KINDS
+
+import weft
+from weft.errors import WeftError
+from weft.pipeline import Optimizer, Trained, Validate, accuracy
+
+OPTIMIZERS = {
+    "sgd": partial(Optimizer, "sgd", lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adamw": partial(Optimizer, "adamw", lr=1e-2, weight_decay=0.1),
+}
+SHARED = {
+    "convolutional": {"stem": "delayed(2)", "head": "lagged(3)"},
+    "text": {"embed": "lagged(2)", "norm": "delayed(1)", "out": "delayed(4)"},
+    "encoder-decoder": {"begin": "lagged(3)", "finish": "delayed(2)"},
+}
+"""Layers that every subnet uses see weights of a while ago; all others are exact."""
+
+
+def train(kind: str, runs: Path, run: str, m: int = 1, optimizer: str = "sgd", blocks: int = 4, **more: Any) -> Trained:
+    net = partial(disturbed.convolutional, blocks) if kind == "convolutional" else disturbed.NETS[kind]
+    options: dict[str, Any] = {
+        "steps": 12,
+        "batch_size": 4,
+        "microbatches": m,
+        "optimizer": OPTIMIZERS[optimizer](),
+        "consistency": SHARED[kind],
+        "loss": disturbed.loss,
+        "stream": "iid",
+        "warmup": 3,
+        "clip": 1.0,
+        "metrics": {"accuracy": accuracy},
+        "checkpoint_every": 3,
+        "keep": 10,
+    }
+    return weft.train(net, partial(disturbed.samples, kind), runs=runs, run=run, **{**options, **more})
+
+
+def told(trained: Trained, *names: str) -> list[dict[str, Any]]:
+    """The events of these names, without their times."""
+    return [
+        {key: value for key, value in event.items() if key not in ("time", "seconds")}
+        for event in trained.run.events.read()
+        if event["event"] in names
+    ]
+
+
+def up_to(trained: Trained, step: int, runs: Path) -> Path:
+    """A copy of a run as it was when its checkpoint of a step was its newest."""
+    shutil.copytree(trained.path, runs / trained.path.name)
+    copy = weft.Run.open(runs / trained.path.name)
+    assert step in copy.checkpoints.steps()
+    copy.checkpoints.drop_after(step)
+    return runs
+
+
+def assert_same(one: Trained, other: Trained) -> None:
+    assert told(other, "step") == told(one, "step")
+    assert told(other, "validation") == told(one, "validation")
+    mine, theirs = other.chain.state_dict(), one.chain.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not mine[name].equal(theirs[name])] == []
+    assert other.fingerprint == one.fingerprint
+
+
+def test_eight_stages_give_the_bits_losses_metrics_and_scores_of_one(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"m": 4, "blocks": 6, "steps": 6, "validate": Validate(3, batch_size=5)}
+    one = train("convolutional", tmp_path, "one", **options)
+    seen: list[Any] = []
+    eight = train("convolutional", tmp_path, "eight", **options, stages=8, callbacks=[seen.append])
+    assert_same(one, eight)
+    assert [event["step"] for event in told(eight, "step")] == list(range(6))
+    assert all(event.keys() >= {"loss", "accuracy", "rate", "subnets"} for event in told(eight, "step"))
+    assert [event["pick"] for event in told(eight, "validation")] == ["largest", "smallest", "random0", "random1"] * 2
+    assert sorted(event["at"] for event in told(eight, "checkpoint")) == [3, 6]
+    assert eight.run.state() == "finished"
+    figures = told(eight, "pipeline")
+    assert figures
+    assert {len(event["utilisation"]) for event in figures} == {8}
+    assert {len(event["in_flight"]) for event in figures} == {8}
+    # Callbacks, in the process that started the stages, see the same events.
+    assert [e for e in seen if e["event"] == "step"] == [e for e in eight.run.events.read() if e["event"] == "step"]
+    assert seen[-1]["event"] == "finished"
+
+
+def test_a_tuple_travels_and_a_checkpoint_of_two_stages_goes_on_on_one_and_on_three(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"m": 2, "optimizer": "adamw"}
+    one = train("encoder-decoder", tmp_path, "one", **options)
+    two = train("encoder-decoder", tmp_path, "run", **options, stages=2, window=3, trace=True)
+    assert_same(one, two)
+    assert two.run.checkpoints.steps() == [3, 6, 9, 12]
+    assert sorted(path.name for path in (two.path / "traces").iterdir()) == ["stage0.jsonl", "stage1.jsonl"]
+    three = train("encoder-decoder", up_to(two, 6, tmp_path / "3"), "run", **options, resume=True, stages=3, cut=(1, 4))
+    assert_same(one, three)
+    assert [event["at"] for event in told(three, "started")] == [0, 6]
+    for name, made, step in (("1a", two, 3), ("1b", three, 9)):
+        alone = train("encoder-decoder", up_to(made, step, tmp_path / name), "run", **options, resume=True)
+        assert_same(one, alone)
+        assert told(alone, "started")[-1]["at"] == step
+
+
+def test_a_checkpoint_of_one_stage_goes_on_on_four(tmp_path: Path) -> None:
+    one = train("text", tmp_path, "run")
+    four = train("text", up_to(one, 3, tmp_path / "4"), "run", resume=True, stages=4)
+    assert_same(one, four)
+    assert [event["at"] for event in told(four, "started")] == [0, 3]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m", [1, 2, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_number_of_stages_gives_the_bits_of_one(tmp_path: Path, kind: str, m: int, optimizer: str) -> None:
+    one = train(kind, tmp_path, "one", m=m, optimizer=optimizer, validate=5, blocks=6)
+    blocks = len(one.chain.blocks)
+    cuts = {2: (blocks - 1,), 3: None, 4: (1, 2, 3), blocks: None}
+    for stages, cut in cuts.items():
+        options: dict[str, Any] = {"m": m, "optimizer": optimizer, "validate": 5, "blocks": 6}
+        parts = train(kind, tmp_path, f"of{stages}", **options, stages=stages, cut=cut)
+        assert_same(one, parts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_on_any_other_number_of_stages(tmp_path: Path, kind: str) -> None:
+    one = train(kind, tmp_path, "run", m=2, optimizer="adamw")
+    made = one
+    for number, (stages, step) in enumerate([(4, 3), (2, 6), (5, 9), (1, 3), (3, 6), (1, 9)]):
+        runs = up_to(made, step, tmp_path / str(number))
+        made = train(kind, runs, "run", m=2, optimizer="adamw", resume=True, stages=stages)
+        assert_same(one, made)
+
+
+# Mistakes that show before there is a run
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ({"stages": 0}, "stages=0: a whole number, 1 or more"),
+        ({"stages": 9}, "9 stages cannot share 6 blocks: use 1 to 6 stages"),
+        ({"stages": 2, "window": 0}, "window=0: a whole number, 1 or more"),
+        ({"stages": 2, "restarts": -1}, "restarts=-1: a whole number, 0 or more"),
+        ({"stages": 2, "cut": (1, 2)}, "the cut (1, 2) makes 3 stages, but 2 are asked for"),
+        ({"stages": 2, "cut": (6,)}, "the cut (6,) of 6 blocks must rise from 1 to at most 5"),
+        ({"cut": (2,)}, "the cut (2,) makes 2 stages, but 1 is asked for"),
+        ({"stages": 2, "clip": "global:1"}, "give a number, the largest norm of a layer's gradient"),
+        ({"stages": 2, "loss": lambda outputs, batch: outputs.sum()}, "processes.<lambda>, cannot be sent to them"),
+        ({"stages": 2, "metrics": {"a": lambda outputs, batch: 0}}, "and 'a', "),
+    ],
+)
+def test_a_mistake_is_told_in_one_line_and_leaves_no_run(tmp_path: Path, mistake: dict[str, Any], words: str) -> None:
+    with pytest.raises(WeftError, match=re.escape(words)) as caught:
+        train("text", tmp_path / "runs", "x", **mistake)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs" / "x").exists()
+
+
+def test_more_than_one_stage_needs_an_importable_supernet_and_says_so(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": 1, "stages": 2, "runs": tmp_path, "run": "x"}
+    with pytest.raises(WeftError, match=r"'net', .*<lambda>, cannot be sent to them.*they need importable factories"):
+        weft.train(lambda: disturbed.faulty(0, ""), disturbed.numbers, batch_size=4, **options)
+    with pytest.raises(WeftError, match=r"'net', a Chain, cannot be sent to them.*they need importable factories"):
+        weft.train(disturbed.text(), partial(disturbed.samples, "text"), batch_size=4, stream="iid", **options)
+    assert os.listdir(tmp_path) == []
