@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 
 from weft.data import digits
 from weft.demo import run_demo
+from weft.pipeline.trace import read_traces
+from weft.pipeline.utilisation import summary
 from weft.runs import Run, list_runs
 from weft.search import Front
 from weft.supernet import extract, initialise
@@ -92,11 +94,28 @@ def test_the_run_is_finished_and_holds_what_was_said(demo: tuple[Path, dict[str,
     assert about["test"] == said["test"]["chosen"]
 
 
+def test_two_stages_and_one_have_the_same_fingerprint(demo: tuple[Path, dict[str, Any]]) -> None:
+    folder, said = demo
+    assert said["stages"] == 2
+    assert said["same"] is True
+    assert said["fingerprint_one_stage"] == said["fingerprint"]
+    assert len(said["fingerprint"]) == 64
+    assert set(said["training_seconds"]) == {"2", "1"}
+    traced = summary(read_traces(folder / said["run"]))["stages"]
+    assert said["utilisation"] == [stage["busy_share"] for stage in traced]
+    assert [stage["ops"] for stage in traced] == [400, 400]  # a forward and a backward of each step
+    assert all(0 < share <= 1 for share in said["utilisation"])
+
+
 def test_for_a_person_it_tells_every_part_in_order(tmp_path: Path) -> None:
     console = Console(record=True, file=io.StringIO(), width=160)
+    torch.set_num_threads(2)
     said = run_demo(tmp_path / "runs", console, steps=20, budget=3)
+    assert torch.get_num_threads() == 2
     text = console.export_text()
-    parts = ["1  train", "4,096 subnets", said["fingerprint"], "2  search", "3  test", "random search", "4  extract"]
-    parts += ["to the last bit: yes", "5  where", said["run"], "model.safetensors", "done in"]
+    parts = ["1  train", "4,096 subnets", "busy: stage 0", "stage 1", said["fingerprint"], "2  prove", "same: yes"]
+    parts += ["3  search", "4  test", "random search", "5  extract"]
+    parts += ["to the last bit: yes", "6  where", said["run"], "model.safetensors", "weft trace", "done in"]
+    assert text.count(said["fingerprint"]) == 2
     places = [text.index(part) for part in parts]
     assert places == sorted(places)

@@ -8,8 +8,6 @@ import os
 import re
 import shlex
 import sys
-import sysconfig
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -22,7 +20,7 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 from weft import __version__
-from weft.errors import ConfigError, WeftError, nearest
+from weft.errors import ConfigError, WeftError, nearest, place_in_own_code
 
 if TYPE_CHECKING:
     from weft.config import Config
@@ -53,7 +51,7 @@ def main() -> None:
     except Exception as problem:
         if hasattr(problem, "format_message"):  # a mistake in the command line itself, told by click
             _fail(_usage(problem.format_message()))
-        place = _place_in_own_code(problem)
+        place = place_in_own_code(problem)
         if place is None:
             raise
         _fail(f"{type(problem).__name__}: {problem} ({place})")
@@ -77,12 +75,15 @@ def demo(
     steps: Annotated[int, typer.Option(help="Steps of training.", min=1)] = 2000,
     budget: Annotated[int, typer.Option(help="Subnets that the search scores.", min=1)] = 120,
 ) -> None:
-    """Train a small supernet on real digits, search it and extract the best subnet: about a minute."""
+    """Train a small supernet on real digits on 2 stages, prove that 1 gives the same, search it and extract the best
+    subnet: about a minute."""
     from weft.demo import run_demo
 
     result = run_demo(Path(runs), Console(quiet=True) if as_json else console, steps, budget)
     if as_json:
         _print_json(result)
+    if not result["same"]:
+        raise typer.Exit(1)
 
 
 @app.command(context_settings=_EXTRA)
@@ -241,6 +242,32 @@ def simulate(
         _simulated(found["advice"], "change")
 
 
+@app.command(context_settings=_EXTRA)
+def verify(
+    context: typer.Context,
+    config: Target,
+    stages: Annotated[str, typer.Option(help="Numbers of stages, separated by commas.")] = "1,2",
+    steps: Annotated[int, typer.Option(help="How many steps of the run are trained at most.", min=1)] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that the run has the same bits on several stages, or say where and why not; exit code 1 if not."""
+    settings, folder = _config(config, context)
+    counts = _stages(stages)
+    from weft import assembly
+    from weft.verification import verify_run
+
+    assembly.set_threads(settings)
+    net, load = assembly.supernet_of(settings, folder), partial(assembly.data_of, settings, folder.resolve())
+    arguments = {**assembly.train_arguments(settings, folder), **assembly.extra_arguments(settings, folder)}
+    with errors.status("verify") as status:
+        found = verify_run(
+            net, load, arguments, counts, steps=steps, on_way=lambda way: status.update(f"verify: {way}")
+        )
+    _print_json(found) if as_json else _verified(found)
+    if not found["equal"]:
+        raise typer.Exit(1)
+
+
 @app.command()
 def runs(
     folder: Annotated[str, typer.Argument(help="The directory that holds the runs.")] = "runs", as_json: AsJson = False
@@ -375,6 +402,23 @@ def _traced(found: dict[str, Any]) -> None:
     console.print(table)
 
 
+def _verified(found: dict[str, Any]) -> None:
+    table = Table("stages", "fingerprint", "equal", "time")
+    for row in found["rows"]:
+        stages = f"{row['stages']}{', stopped and resumed' if row['resumed'] else ''}"
+        shown = row["fingerprint"] or " ".join(str(row["error"]).split())
+        table.add_row(stages, shown, "yes" if row["equal"] else "NO", f"{row['seconds']:.1f} s")
+    console.print(table)
+    if found["equal"]:
+        console.print(f"{found['steps']} steps, equal to the last bit", soft_wrap=True)
+        return
+    where, why = found["difference"], found["cause"]
+    layer = "" if where["layer"] is None else f", layer '{where['layer']}'"
+    console.print(f"first difference ({where['run']}): step {where['step']}{layer}: {where['what']}", soft_wrap=True)
+    console.print(f"likely cause: {why['kind']}: {why['why']}", soft_wrap=True)
+    console.print(f"remedy: {why['remedy']}", soft_wrap=True)
+
+
 def _stages(text: str) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]
@@ -403,15 +447,6 @@ def _usage(message: str) -> str:
     unknown = re.match(r"No such command '(.*?)'", message)
     verbs = [str(command.name or getattr(command.callback, "__name__", "")) for command in app.registered_commands]
     return f"unknown verb '{unknown[1]}'{nearest(unknown[1], verbs)}" if unknown else message
-
-
-def _place_in_own_code(problem: BaseException) -> str | None:
-    """The innermost line of the user's own code that an error went through, if it did."""
-    others = ("<", str(Path(__file__).parent), sysconfig.get_paths()["stdlib"])
-    for frame in reversed(traceback.extract_tb(problem.__traceback__)):
-        if not frame.filename.startswith(others) and "-packages" not in frame.filename:
-            return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
-    return None
 
 
 def _fail(message: str) -> None:

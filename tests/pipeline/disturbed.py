@@ -126,7 +126,7 @@ def loss(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 class Faulty(nn.Module):
-    """A layer that fails, or gives what is not a number, or is sound."""
+    """A layer that fails, gives what cannot travel or is not a number, or is sound."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -137,6 +137,8 @@ class Faulty(nn.Module):
         x = self.linear(x)
         if self.how == "raise":
             raise ValueError("a layer\nthat fails")
+        if self.how == "sparse":
+            return x.to_sparse()
         return x / 0.0 * 0.0 if self.how == "nan" else x
 
 

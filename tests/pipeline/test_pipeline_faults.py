@@ -23,7 +23,7 @@ import torch
 from stages import in_stages, make_task, sequentially
 
 import weft
-from weft.errors import NonFiniteError, TrainError
+from weft.errors import NonFiniteError, PipelineError, TrainError
 from weft.pipeline import Trained
 
 HERE = Path(__file__).parent
@@ -154,7 +154,7 @@ def test_a_run_whose_stages_are_killed_one_after_the_other_ends_as_if_nothing_ha
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_kills_at_random_moments_never_change_a_bit(undisturbed: str, tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     count = draw.choice([2, 3, 4])
@@ -220,6 +220,18 @@ def test_an_error_in_a_layer_is_one_line_and_nothing_is_started_again(
     events = list(weft.Run.open(tmp_path / "x").events.read())
     assert [e["event"] for e in events if e["event"] != "pipeline"] == ["started", "failed"]
     assert events[-1]["reason"] == text
+
+
+def test_what_cannot_travel_is_refused_with_the_name_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.ones(4, 4), "label": torch.zeros(4, dtype=torch.int64)}
+
+    monkeypatch.setitem(stages.KINDS, "faulty", (partial(disturbed.faulty, 1, "sparse"), batch))
+    words = (
+        r"^layer 'layer1': a tensor of type float32, layout torch.sparse_coo cannot travel between stages: use a dense"
+    )
+    with pytest.raises(PipelineError, match=words):
+        in_stages(make_task("faulty", stream="fair"), (2,), 4)
 
 
 @pytest.mark.parametrize("where", range(5))

@@ -79,7 +79,13 @@ def test_eight_stages_give_the_bits_losses_metrics_and_scores_of_one(tmp_path: P
     options: dict[str, Any] = {"m": 4, "blocks": 6, "steps": 6, "validate": Validate(3, batch_size=5)}
     one = train("convolutional", tmp_path, "one", **options)
     seen: list[Any] = []
-    eight = train("convolutional", tmp_path, "eight", **options, stages=8, callbacks=[seen.append])
+    calls: list[Any] = []
+
+    def fails(event: Any) -> None:
+        calls.append(event)
+        raise ValueError("a callback that fails")
+
+    eight = train("convolutional", tmp_path, "eight", **options, stages=8, callbacks=[fails, seen.append])
     assert_same(one, eight)
     assert [event["step"] for event in told(eight, "step")] == list(range(6))
     assert all(event.keys() >= {"loss", "accuracy", "rate", "subnets"} for event in told(eight, "step"))
@@ -93,6 +99,7 @@ def test_eight_stages_give_the_bits_losses_metrics_and_scores_of_one(tmp_path: P
     # Callbacks, in the process that started the stages, see the same events.
     assert [e for e in seen if e["event"] == "step"] == [e for e in eight.run.events.read() if e["event"] == "step"]
     assert seen[-1]["event"] == "finished"
+    assert len(calls) == 1  # and the one that failed disturbs nobody
 
 
 def test_a_tuple_travels_and_a_checkpoint_of_two_stages_goes_on_on_one_and_on_three(tmp_path: Path) -> None:

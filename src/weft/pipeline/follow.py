@@ -44,7 +44,7 @@ class _Follower:
     """Reads a file that grows, and begins anew behind what it knows when it was replaced by a shorter one."""
 
     def __init__(self, path: Path, callbacks: Sequence[Callback]) -> None:
-        self._path, self._callbacks = path, callbacks
+        self._path, self._callbacks = path, list(callbacks)
         self._file = 0
         self._read = path.stat().st_size if path.exists() else 0
         self._rest = b""
@@ -68,8 +68,9 @@ class _Follower:
         for line in lines:
             event = parse(line)
             if event is not None:
-                for callback in self._callbacks:
+                for callback in list(self._callbacks):
                     try:
                         callback(event)
                     except Exception:
-                        log.exception("a callback failed")
+                        log.exception("a callback failed and sees no more of this run")
+                        self._callbacks.remove(callback)

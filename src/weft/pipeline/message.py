@@ -2,7 +2,9 @@
 
 One message is one block of bytes:
 
-    two lengths | header (JSON) | tensor | tensor | ...     each tensor at an address with the alignment that it had
+    lengths | header (JSON) | tensor | tensor | ...         each tensor at an address with the alignment that it had
+
+or two, where tensors go from device to device and not through the host: lengths and header, and a payload of tensors.
 
 The layout is part of the message because a kernel may sum in another order over another layout: a tensor must lie in
 memory after the cut as it would have without one.
@@ -11,9 +13,9 @@ memory after the cut as it would have without one.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from weft.errors import PipelineError
 
 Kind = Literal["F", "B", "end"]
 ALIGNED = 64
-PREFIX = 16
+PREFIX = 24
 _TYPES = {
     str(kind).removeprefix("torch."): kind
     for kind in (
@@ -80,69 +82,113 @@ class Layout:
 
 def assemble(message: Message, pinned: bool = False) -> Tensor:
     """The message as a block of bytes; copies from a device are issued and not waited for, if it is pinned memory."""
-    parts: list[tuple[Layout, Tensor]] = []
-    places: list[list[Any] | None] = []
-    for tensor in (*message.tensors, message.report):
-        if tensor is None:
-            places.append(None)
-            continue
-        layout = Layout.of(tensor.detach())
-        parts.append((layout, tensor.detach()))
-        places.append([layout.dtype, layout.sizes, layout.strides, layout.line])
-    head = {"k": message.kind, "n": message.microbatch, "w": message.wanted, "t": places, "x": message.note}
-    header = json.dumps(head, separators=(",", ":")).encode()
-    starts, length = _offsets(PREFIX + len(header), [layout for layout, _ in parts])
+    parts = _parts((*message.tensors, message.report))
+    header = _header(message, [layout for layout, _ in parts])
+    starts, length = _offsets(PREFIX + len(header), [layout for layout, _ in parts if layout is not None])
     block = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
-    begin = length_prefix(len(header), length) + header
-    block[: len(begin)].copy_(torch.frombuffer(bytearray(begin), dtype=torch.uint8))
-    for (layout, tensor), start in zip(parts, starts, strict=True):
-        if layout.extent:
-            _copy(tensor, _view(block, start, layout), layout)
+    _write(block, prefix(len(header), length, 0) + header)
+    _pack(block, starts, parts)
     return block
 
 
-def length_prefix(header: int, length: int) -> bytes:
-    """The first bytes of a block: how long its header is, and how long it is itself."""
-    return header.to_bytes(8, "little") + length.to_bytes(8, "little")
+def assemble_apart(message: Message, device: torch.device) -> tuple[Tensor, Callable[[], Tensor]]:
+    """The payload, packed on its device, and a function that makes the block that goes before it.
+
+    The function looks at the report, for which it waits: it is not for the thread that issues work to the device.
+    """
+    parts = _parts(message.tensors)
+    starts, length = _offsets(0, [layout for layout, _ in parts if layout is not None])
+    payload = torch.empty(length, dtype=torch.uint8, device=device)
+    _pack(payload, starts, parts)
+
+    def block() -> Tensor:
+        report = None if message.report is None else message.report.cpu()
+        own = _parts((report,))
+        header = _header(message, [layout for layout, _ in (*parts, *own)])
+        places, total = _offsets(PREFIX + len(header), [layout for layout, _ in own if layout is not None])
+        found = torch.empty(total, dtype=torch.uint8)
+        _write(found, prefix(len(header), total, length) + header)
+        _pack(found, places, own)
+        return found
+
+    return payload, block
 
 
-def lengths_of(block: Tensor) -> tuple[int, int]:
+def prefix(header: int, length: int, payload: int) -> bytes:
+    """The first bytes of a block: how long its header is, how long it is itself, and what follows apart from it."""
+    return b"".join(number.to_bytes(8, "little") for number in (header, length, payload))
+
+
+def lengths_of(block: Tensor) -> tuple[int, int, int]:
     """What the first bytes of a block say."""
     begin = bytes(block[:PREFIX].numpy())
-    return int.from_bytes(begin[:8], "little"), int.from_bytes(begin[8:], "little")
+    header, length, payload = (int.from_bytes(begin[k : k + 8], "little") for k in (0, 8, 16))
+    return header, length, payload
 
 
-def disassemble(block: Tensor, device: torch.device) -> Message:
-    """The message in a block; its tensors are parts of the block, or copies on another device, in the same layout.
+def disassemble(block: Tensor, device: torch.device, payload: Tensor | None = None) -> Message:
+    """The message in a block; its tensors are parts of the payload or of the block, or copies of those on another
+    device, in the same layout.
 
     Raises PipelineError for bytes that are not a message.
     """
     try:
-        header, length = lengths_of(block)
+        header, length, apart = lengths_of(block)
         if not 0 < header <= length - PREFIX <= block.numel() - PREFIX:
             raise ValueError(f"lengths of {header} and {length} in {block.numel()} bytes")
+        if apart != (0 if payload is None else payload.numel()):
+            raise ValueError(f"a payload of {apart} bytes is missing")
         head = json.loads(bytes(block[PREFIX : PREFIX + header].numpy()))
         kind, n, note = str(head["k"]), int(head["n"]), str(head["x"])
-        layouts = [
+        *layouts, last = [
             None if p is None else Layout(str(p[0]), tuple(map(int, p[1])), tuple(map(int, p[2])), int(p[3]))
             for p in head["t"]
         ]
         there = [layout for layout in layouts if layout is not None]
-        starts, end = _offsets(PREFIX + header, there)
-        sound = all(min((*x.sizes, *x.strides, x.line), default=0) >= 0 and x.line < ALIGNED for x in there)
-        if end > length or not sound or kind not in ("F", "B", "end"):
+        reported = [] if last is None else [last]
+        known = (*there, *reported)
+        sound = all(min((*x.sizes, *x.strides, x.line), default=0) >= 0 and x.line < ALIGNED for x in known)
+        starts, end = _offsets(PREFIX + header, known if payload is None else reported)
+        inside, far = ([], 0) if payload is None else _offsets(0, there)
+        if end > length or far > apart or not sound or kind not in ("F", "B", "end"):
             raise ValueError(f"{length} bytes of kind {kind!r}")
         wanted = tuple(bool(flag) for flag in head["w"])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as problem:
         raise PipelineError(f"what arrived is not a message of a stage: {problem}") from problem
-    found = iter([_view(block, start, layout) for start, layout in zip(starts, there, strict=True)])
-    tensors = [None if layout is None else next(found) for layout in layouts]
-    report = tensors.pop()  # stays on the host: it is for people
-    placed = tuple(
-        None if x is None or layout is None else _placed(x, layout, device)
-        for x, layout in zip(tensors, layouts[:-1], strict=True)
-    )
-    return Message(kind, n, placed, wanted, report, note)  # type: ignore[arg-type]
+    report = None if last is None else _view(block, starts.pop(), last)  # stays on the host: it is for people
+    if payload is not None:
+        found = iter([_view(payload, start, layout) for start, layout in zip(inside, there, strict=True)])
+    else:
+        views = [(_view(block, start, layout), layout) for start, layout in zip(starts, there, strict=True)]
+        found = iter([_placed(tensor, layout, device) for tensor, layout in views])
+    tensors = tuple(None if layout is None else next(found) for layout in layouts)
+    return Message(kind, n, tensors, wanted, report, note)  # type: ignore[arg-type]
+
+
+Parts = list[tuple[Layout | None, Tensor | None]]
+
+
+def _parts(tensors: Sequence[Tensor | None]) -> Parts:
+    return [(None, None) if x is None else (Layout.of(x.detach()), x.detach()) for x in tensors]
+
+
+def _header(message: Message, layouts: Sequence[Layout | None]) -> bytes:
+    places = [None if x is None else [x.dtype, x.sizes, x.strides, x.line] for x in layouts]
+    head = {"k": message.kind, "n": message.microbatch, "w": message.wanted, "t": places, "x": message.note}
+    return json.dumps(head, separators=(",", ":")).encode()
+
+
+def _write(block: Tensor, begin: bytes) -> None:
+    block[: len(begin)].copy_(torch.frombuffer(bytearray(begin), dtype=torch.uint8))
+
+
+def _pack(block: Tensor, starts: Sequence[int], parts: Parts) -> None:
+    places = iter(starts)
+    for layout, tensor in parts:
+        if layout is not None and tensor is not None:
+            start = next(places)
+            if layout.extent:
+                _copy(tensor, _view(block, start, layout), layout)
 
 
 def _offsets(begin: int, layouts: Sequence[Layout]) -> tuple[list[int], int]:

@@ -88,11 +88,15 @@ def report_self(store: Store, rank: int) -> None:
 def report_hang(store: Store, rank: int, text: str) -> None:
     """What another stage has noticed. On one machine the one that hangs is ended, which a stopped process may never
     do by itself, and elastic would give it a minute for."""
-    store.compare_set("hang", "", text)
     host, pid = json.loads(store.get(f"process/{rank}"))
     if host == socket.gethostname():
-        with suppress(ProcessLookupError, PermissionError):
+        try:
             os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # it is dead, which whoever started it has seen
+        except PermissionError:
+            pass
+    store.compare_set("hang", "", text)
 
 
 def hang(store: Store) -> str:

@@ -321,7 +321,10 @@ def _meet(store: c10d.Store, me: Ranks, device: torch.device) -> Transport:
     try:
         meeting = c10d.PrefixStore("gloo", store)
         dist.init_process_group("gloo", store=meeting, rank=me.rank, world_size=me.world, timeout=_WAIT)
-        return Transport(me.rank, me.world, device)
+        # NCCL wants a device for every process; stages that share one go through the host.
+        own = device.type == "cuda" and me.local_world <= torch.cuda.device_count() and dist.is_nccl_available()
+        everywhere = all(Accord(store, me.rank, me.world).gather("own device", own))
+        return Transport(me.rank, me.world, device, "nccl" if everywhere else None)
     except RuntimeError as problem:  # another stage ended meanwhile; gloo does not say which
         log.error("stage %d found no way to the others and stops: %s", me.rank, str(problem).splitlines()[0])
         os._exit(LOST)

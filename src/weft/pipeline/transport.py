@@ -6,7 +6,8 @@
 
 A receive is always posted, for as many bytes as the largest of the last messages had; a message is one transfer then.
 One that is larger goes in two: its lengths alone, and once there is room for it, all of it. Tensors of a GPU go through
-pinned host memory, so that any number of stages can share a device.
+pinned host memory, so that any number of stages can share a device; or, where every stage has a device of its own, as a
+payload ``apart`` over NCCL.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import re
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -24,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.errors import PipelineError
-from weft.pipeline.message import PREFIX, Message, assemble, disassemble, length_prefix, lengths_of
+from weft.pipeline.message import PREFIX, Message, assemble, assemble_apart, disassemble, lengths_of, prefix
 
 _FOREVER = timedelta(days=365)
 _LARGEST = 1 << 40
@@ -50,6 +53,7 @@ class _Block(NamedTuple):
 
     bytes: Tensor
     time: float
+    payload: Tensor | None = None
 
 
 class _Room:
@@ -65,9 +69,12 @@ class _Room:
 
 
 class Transport:
-    """All links of one stage; made by every stage at once, after ``init_process_group``."""
+    """All links of one stage; made by every stage at once, after ``init_process_group``.
 
-    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+    ``apart`` is the backend over which tensors go from device to device, such as ``nccl``; None: through the host.
+    """
+
+    def __init__(self, rank: int, world: int, device: torch.device, apart: str | None = None) -> None:
         self._device = device
         self._inbox: queue.SimpleQueue[_Block | Exception] = queue.SimpleQueue()
         self._outgoing: dict[int, _Sender] = {}
@@ -75,8 +82,7 @@ class Transport:
         for left in range(world - 1):
             right = left + 1
             # Every process makes every group, in one order: torch asks for it.
-            forward = dist.new_group([left, right], timeout=_FOREVER, backend="gloo")
-            backward = dist.new_group([left, right], timeout=_FOREVER, backend="gloo")
+            forward, backward = (_Wire.between(left, right, apart) for _ in range(2))
             if rank == left:
                 self._open(right, outgoing=forward, incoming=backward)
             if rank == right:
@@ -95,8 +101,10 @@ class Transport:
             return None
         if isinstance(found, Exception):
             raise found
+        if found.payload is not None and found.payload.is_cuda:
+            found.payload.record_stream(torch.cuda.current_stream())
         # Copies to a device are issued here, by the stage itself, so that they lie on its own stream.
-        return Arrived(disassemble(found.bytes, self._device), found.time)
+        return Arrived(disassemble(found.bytes, self._device, found.payload), found.time)
 
     def close(self) -> None:
         """Says goodbye to the neighbours and waits until they have, so that no link breaks while it is in use."""
@@ -105,7 +113,7 @@ class Transport:
         for thread in self._receivers:
             thread.join()
 
-    def _open(self, other: int, outgoing: Any, incoming: Any) -> None:
+    def _open(self, other: int, outgoing: _Wire, incoming: _Wire) -> None:
         self._outgoing[other] = _Sender(outgoing, other, self._device, self._inbox)
         thread = threading.Thread(
             target=_receive, args=(incoming, other, self._device, self._inbox), name=f"weft-from-{other}", daemon=True
@@ -114,80 +122,138 @@ class Transport:
         thread.start()
 
 
+class _Wire(NamedTuple):
+    """The groups of one direction between two neighbours, whose own methods are used: those of torch.distributed check
+    again, at every message, what was checked when the groups were made."""
+
+    host: Any
+    apart: Any
+
+    @classmethod
+    def between(cls, left: int, right: int, apart: str | None) -> _Wire:
+        host, other = (
+            None if backend is None else dist.new_group([left, right], timeout=_FOREVER, backend=backend)
+            for backend in ("gloo", apart)
+        )
+        return cls(host, other)
+
+    def peer(self, rank: int) -> int:
+        return dist.get_group_rank(self.host, rank)
+
+
 class _Sender:
     """A link to one neighbour. Messages leave in order; a thread waits for what has to be waited for."""
 
-    def __init__(self, group: Any, to: int, device: torch.device, inbox: queue.SimpleQueue[Any]) -> None:
-        self._group, self._to, self._inbox = group, to, inbox
-        # The group's own methods: those of torch.distributed check again, at every message, what was checked here.
-        self._peer = dist.get_group_rank(group, to)
-        self._pinned = device.type == "cuda"
+    def __init__(self, wire: _Wire, to: int, device: torch.device, inbox: queue.SimpleQueue[Any]) -> None:
+        self._wire, self._to, self._inbox = wire, to, inbox
+        self._peer = wire.peer(to)
+        self._device = device
         self._room = _Room()
-        self._queue: queue.SimpleQueue[tuple[Tensor, Any, list[Any]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"weft-to-{to}", daemon=True)
         self._thread.start()
 
     def put(self, message: Message) -> int:
-        block = assemble(message, self._pinned)
-        if self._pinned:
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-            self._queue.put((block, copied, []))  # the thread sends it, once it is on the host
-        else:
-            try:
-                works = self._send(block)
-            except RuntimeError as problem:
-                raise Lost(self._to, _first_line(problem)) from problem
-            self._queue.put((block, None, works))
+        if self._wire.apart is not None:
+            payload, block_of = assemble_apart(message, self._device)
+            copied = _recorded(self._device)
+            self._queue.put(lambda: self._send_apart(copied, payload, block_of))
+            return len(payload)
+        block = assemble(message, self._device.type == "cuda")
+        if self._device.type == "cuda":
+            copied = _recorded(self._device)
+            self._queue.put(lambda: self._send_copied(copied, block))  # once it is on the host
+            return len(block)
+        try:
+            works = self._send(block)
+        except RuntimeError as problem:
+            raise Lost(self._to, _first_line(problem)) from problem
+        self._queue.put(lambda: _wait(works, block))
         return len(block)
 
     def close(self) -> None:
-        goodbye = torch.frombuffer(bytearray(length_prefix(0, 0)), dtype=torch.uint8)
-        self._queue.put((goodbye, None, []))
+        goodbye = torch.frombuffer(bytearray(prefix(0, 0, 0)), dtype=torch.uint8)
+        self._queue.put(lambda: _wait(self._send(goodbye), goodbye))
         self._queue.put(None)
         self._thread.join()
 
     def _send(self, block: Tensor) -> list[Any]:
         works = []
         if len(block) > self._room.bytes:
-            works.append(self._group.send([block[:PREFIX].clone()], self._peer, 0))
-        works.append(self._group.send([block], self._peer, 0))
+            works.append(self._wire.host.send([block[:PREFIX].clone()], self._peer, 0))
+        works.append(self._wire.host.send([block], self._peer, 0))
         self._room.saw(len(block))
         return works
 
+    def _send_copied(self, copied: Any, block: Tensor) -> None:
+        copied.synchronize()
+        _wait(self._send(block), block)
+
+    def _send_apart(self, copied: Any, payload: Tensor, block_of: Callable[[], Tensor]) -> None:
+        if copied is not None:
+            copied.synchronize()
+        block = block_of()
+        works = self._send(block)
+        if len(payload):
+            with _side(self._device):
+                _wait([self._wire.apart.send([payload], self._peer, 0)], payload)
+        _wait(works, block)
+
     def _run(self) -> None:
         try:
-            while (item := self._queue.get()) is not None:
-                block, copied, works = item
-                if copied is not None:
-                    copied.synchronize()
-                for work in works or self._send(block):
-                    work.wait()
-                del block, item, works  # its memory is free for the next one
+            while (work := self._queue.get()) is not None:
+                work()
+                del work  # and with it the memory of its message
         except Exception as problem:  # whatever breaks a link ends this stage too, in its main thread
             self._inbox.put(Lost(self._to, _first_line(problem)))
 
 
-def _receive(group: Any, source: int, device: torch.device, inbox: queue.SimpleQueue[Any]) -> None:
+def _receive(wire: _Wire, source: int, device: torch.device, inbox: queue.SimpleQueue[Any]) -> None:
     try:
         room = _Room()
-        peer = dist.get_group_rank(group, source)
-        pinned = device.type == "cuda"
+        peer = wire.peer(source)
+        pinned = device.type == "cuda" and wire.apart is None
         while True:
             block = torch.empty(room.bytes, dtype=torch.uint8, pin_memory=pinned)
-            group.recv([block], peer, 0).wait()
-            _, length = lengths_of(block)
+            wire.host.recv([block], peer, 0).wait()
+            _, length, apart = lengths_of(block)
             if not length:  # the other side has said goodbye
                 return
-            if not PREFIX < length <= _LARGEST:
-                raise PipelineError(f"it sent no message, but a length of {length} bytes")
+            if not PREFIX < length <= _LARGEST or apart > _LARGEST:
+                raise PipelineError(f"it sent no message, but lengths of {length} and {apart} bytes")
             if length > room.bytes:
                 block = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
-                group.recv([block], peer, 0).wait()
+                wire.host.recv([block], peer, 0).wait()
             room.saw(length)
-            inbox.put(_Block(block, time.time()))
+            payload = None
+            if wire.apart is not None:
+                with _side(device):
+                    payload = torch.empty(apart, dtype=torch.uint8, device=device)
+                    _wait([wire.apart.recv([payload], peer, 0)] if apart else [], payload)
+            inbox.put(_Block(block, time.time(), payload))
     except Exception as problem:
         inbox.put(Lost(source, _first_line(problem)))
+
+
+def _wait(works: list[Any], held: Tensor) -> None:
+    """Until the transfers are over; what they read or write lives as long."""
+    for work in works:
+        work.wait()
+    if held.is_cuda:
+        torch.cuda.current_stream().synchronize()
+
+
+def _side(device: torch.device) -> AbstractContextManager[Any]:
+    """A stream apart from that of the stage, which must not wait for messages that it does not need yet."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()  # type: ignore[no-untyped-call]
+
+
+def _recorded(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def _first_line(problem: Exception) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from weft.data import Batch
-from weft.errors import NonFiniteError
+from weft.errors import NonFiniteError, PipelineError
 from weft.pipeline.message import Message
 from weft.pipeline.scheduler import Op, Rule, Scheduler
 from weft.pipeline.stage import Snapshot, Stage
@@ -157,7 +157,11 @@ class Worker:
             if self.stage.is_first:
                 self.reports.append((n, report))
             return
-        self._send(self.stage.index + 1, Message("F", n, outputs, tuple(x.requires_grad for x in outputs)))
+        try:
+            self._send(self.stage.index + 1, Message("F", n, outputs, tuple(x.requires_grad for x in outputs)))
+        except PipelineError as problem:
+            last = self.stage.route(self.stage.subnet(n))[-1:]  # none where the blocks of this stage are skipped
+            raise PipelineError(f"layer '{last[0].name}': {problem}" if last else str(problem)) from problem
 
     def _backward(self, n: int) -> None:
         message = self._inbox.pop(("B", n), None)

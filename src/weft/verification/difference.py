@@ -1,0 +1,114 @@
+"""The first difference of two runs of one law: the step, the layer, and the part of its work in which they part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weft.pipeline.consistency import Clock
+from weft.verification.recorder import Records
+
+Place = Literal["initial weights", "batch", "forward", "loss", "backward", "between stages", "kernel"]
+
+PLACES: Mapping[Place, str] = {
+    "initial weights": "its weights differ before the first step",
+    "batch": "what enters it from the batch differs",
+    "forward": "its outputs differ, from equal inputs and weights",
+    "loss": "the loss differs, from equal outputs of the last layer",
+    "backward": "its update differs, after equal forwards and losses",
+    "kernel": "torch refuses to run one of its operators",
+    "between stages": "its inputs differ, though the layer before gave equal outputs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two runs part; the layer is None where only the step is known, or where it is in the loss."""
+
+    step: int
+    layer: str | None
+    place: Place | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known of a run."""
+
+    losses: Mapping[int, float]
+    """By step."""
+    layers: Mapping[str, str]
+    """The digest of each layer's part of the last checkpoint."""
+    records: Records = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which layers every micro-batch of a run uses, in chain order, and the clocks of the layers."""
+
+    microbatches: int
+    routes: Sequence[Sequence[str]]
+    clocks: Mapping[str, Clock]
+
+    def updated_by(self, layer: str, n: int | None) -> int:
+        """The last micro-batch whose gradient is in the weights that the forward of micro-batch n sees (None: in those
+        at the end of the run); -1 where they are the initial ones."""
+        clock = self.clocks[layer]
+        slots = len(self.routes) if n is None else clock.forward_reads(n)
+        used = (k for k, route in enumerate(self.routes) if layer in route and clock.slot(k) < slots)
+        return max(used, default=-1)
+
+
+def first_difference(plan: Plan, one: Evidence, other: Evidence) -> Difference | None:
+    """The first difference of two recorded runs, in the order of the law; None where there is none."""
+    first = next(_forwards(plan, one, other), None)
+    until = len(plan.routes) if first is None else first[0]
+    # Weights that differ before anything else does were updated differently by a step whose forward was still right.
+    layers = list(plan.clocks)
+    wrong = [(n, name) for n, name in _weights(plan, one, other) if plan.updated_by(name, n) < until]
+    if wrong:
+        origin = min(plan.updated_by(name, n) for n, name in wrong)
+        names = [name for n, name in wrong if plan.updated_by(name, n) == origin]
+        if origin < 0:
+            return Difference(0, min(names, key=layers.index), "initial weights")
+        # A backward comes to the last layer of the chain first.
+        return Difference(origin // plan.microbatches, max(names, key=layers.index), "backward")
+    return None if first is None else first[1]
+
+
+def first_loss(one: Evidence, other: Evidence) -> int | None:
+    """The first step whose loss differs."""
+    return next((step for step, loss in sorted(one.losses.items()) if other.losses.get(step) != loss), None)
+
+
+def _forwards(plan: Plan, one: Evidence, other: Evidence) -> Iterator[tuple[int, Difference]]:
+    """Differences of forwards and losses in the order of the law; what follows from the first is among them."""
+    for n, route in enumerate(plan.routes):
+        step = n // plan.microbatches
+        for place, name in enumerate(route):
+            a, b = one.records.get((n, name)), other.records.get((n, name))
+            if a is None or b is None:  # one of the runs has not come so far
+                continue
+            if a.side != b.side or (a.inputs != b.inputs and place == 0):
+                yield n, Difference(step, name, "batch")
+            elif a.inputs != b.inputs:
+                yield n, Difference(step, name, "between stages")
+            elif a.outputs != b.outputs:
+                yield n, Difference(step, name, "forward")
+        if n % plan.microbatches == plan.microbatches - 1 and one.losses.get(step) != other.losses.get(step):
+            # Which of its micro-batches it was is not known: none of the step's updates says more.
+            yield step * plan.microbatches, Difference(step, None, "loss")
+
+
+def _weights(plan: Plan, one: Evidence, other: Evidence) -> Iterator[tuple[int | None, str]]:
+    """The layers whose weights differ, each with the micro-batch that first sees it (None: the end of the run)."""
+    seen: set[str] = set()
+    for n, route in enumerate(plan.routes):
+        for name in route:
+            a, b = one.records.get((n, name)), other.records.get((n, name))
+            if name not in seen and a is not None and b is not None and a.weights != b.weights:
+                seen.add(name)
+                yield n, name
+    for name in plan.clocks:
+        if name not in seen and one.layers.get(name) != other.layers.get(name):
+            yield None, name

@@ -1,0 +1,418 @@
+"""weft verify: equal fingerprints on several stages, and of runs that differ the step, the layer and the cause."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.cli import main
+from weft.keys import key
+from weft.pipeline.consistency import Clock, Exact
+from weft.verification.difference import Difference, Evidence, Plan, first_difference
+from weft.verification.recorder import Seen
+
+CODE = """
+import itertools, os, random
+from functools import partial
+import numpy as np
+import torch
+from torch import nn
+from weft import Chain, Choice, Data, Shared, Space, Tensors
+
+class Numpy(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + float(np.random.rand())
+
+class Python(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+class Own(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.draws = torch.Generator().manual_seed(0)
+    def forward(self, x):
+        return super().forward(x) + torch.rand(1, generator=self.draws)
+
+class Entropy(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + float(np.random.default_rng().random())
+
+class Counts(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.calls, self.last = 0, None
+    def forward(self, x):
+        self.calls += 1
+        self.last = super().forward(x)
+        return self.last * (1 + self.calls % 2)
+
+class Kept(nn.Linear):
+    # As it should be: what lasts is a buffer, and draws come from torch's generator.
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("calls", torch.zeros(()))
+        self.last = None
+    def forward(self, x):
+        self.calls += 1
+        self.last = torch.nn.functional.dropout(super().forward(x), 0.1) * (1 + self.calls % 2)
+        return self.last
+
+class Stage(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + int(os.environ.get("RANK", "0"))
+
+class Initial(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        nn.init.constant_(self.bias, np.random.rand())
+
+class Pool(nn.Module):
+    def forward(self, x):
+        x = x.view(len(x), 1, 1, -1)
+        kept, where = nn.functional.max_pool2d(x, (1, 2), return_indices=True)
+        return nn.functional.max_unpool2d(kept, where, (1, 2), output_size=x.shape).view(len(x), -1)
+
+class Twist(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, g):
+        return g * float(np.random.rand())
+
+class Backward(nn.Linear):
+    def forward(self, x):
+        return Twist.apply(super().forward(x))
+
+class OfClass(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        OfClass.calls += 1
+        return super().forward(x) * OfClass.calls
+
+class Threads(nn.Linear):
+    def forward(self, x):
+        chance = float(np.random.default_rng().random())
+        return super().forward(x) * (chance if torch.get_num_threads() > 1 else 1)
+
+class Deep(nn.Linear):
+    # What it counts cannot be seen, and matters only after some forwards and with several threads.
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.tick = lambda ticks=itertools.count(): next(ticks)
+    def forward(self, x):
+        late = self.tick() >= 2 and torch.get_num_threads() > 1
+        return super().forward(x) * (2 if late else 1)
+
+def build(kind="Linear", width=6):
+    space = Space()
+    odd = Pool if kind == "Pool" else partial(globals().get(kind, nn.Linear), width, width)
+    first = {"one": partial(nn.Linear, width, width), "two": partial(nn.Linear, width, width), "skip": nn.Identity}
+    second = {"one": partial(nn.Linear, width, width), "odd": odd, "two": partial(nn.Linear, width, width)}
+    return Chain(
+        Shared(partial(nn.Linear, 4, width), "stem"), Choice(space, "b0", first), Choice(space, "b1", second),
+        Shared(partial(nn.Linear, width, 3), "head"),
+    )
+
+class Noisy(Tensors):
+    def take(self, indices):
+        batch = super().take(indices)
+        return {**batch, "x": batch["x"] + float(np.random.rand())}
+
+class Listed(torch.utils.data.Dataset):
+    # Every read is another one, so that even its fingerprint differs.
+    def __len__(self):
+        return 16
+    def __getitem__(self, i):
+        return torch.ones(4) * random.random(), i % 3
+
+def load(kind="plain"):
+    if kind == "listed":
+        return Listed()
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    return Data("numbers", (Noisy if kind == "noisy" else Tensors)(x=x, y=x[:, :3].argmax(-1)))
+
+def jitter(batch, draws):
+    return {**batch, "x": batch["x"] + float(np.random.rand())}
+
+def loss(outputs, batch):
+    return torch.nn.functional.cross_entropy(outputs, batch["y"]) * (1 + random.random())
+"""
+
+CONFIG = """
+supernet = "verified_net:build"
+data = "verified_net:load"
+[train]
+steps = 400
+batch_size = 8
+stream = "iid"
+threads = 1
+warmup = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verified")
+    (folder / "config.toml").write_text(CONFIG)
+    (folder / "verified_net.py").write_text(CODE)
+    return folder
+
+
+def weft(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Calls the command line in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["weft", "verify", str(folder / "config.toml"), *arguments])
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def verdict(folder: Path, *arguments: str, stages: str = "1", steps: int = 12, code: int = 1) -> dict[str, Any]:
+    ended, out, err = weft(folder, "--json", "--stages", stages, "--steps", str(steps), *arguments)
+    assert ended == code, out + err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def first_use(layer: str, after: int = 0) -> int:
+    """The first step from ``after`` on whose subnet uses the layer."""
+    from verified_net import build  # type: ignore[import-not-found]
+
+    from weft.space import make_stream
+    from weft.supernet import initialise
+
+    chain = initialise(build)
+    stream = make_stream(chain.space, "iid", 0)
+    uses = (step for step in range(after, 400) if layer in [used.name for used in chain.route(stream[step][0])])
+    return next(uses)
+
+
+def test_two_stages_and_a_resumed_run_have_the_bits_of_one(folder: Path) -> None:
+    shared = ["--supernet.options.kind=Kept", "--consistency.shared=lagged(3)", "--train.validate=5"]
+    code, out, err = weft(folder, "--stages", "1,2", "--steps", "7", *shared)
+    assert code == 0, out + err
+    rows = [line.split("│")[1:-1] for line in out.splitlines() if "│" in line]
+    assert [row[0].strip() for row in rows] == ["1", "1, stopped and resumed", "2"]
+    assert [row[2].strip() for row in rows] == ["yes"] * 3
+    prints = {row[1].strip() for row in rows}
+    assert len(prints) == 1
+    assert len(prints.pop()) == 64
+    assert "7 steps, equal to the last bit" in out
+    assert "WARNING" not in err  # how fast it would be is not asked
+    # The learning rates of the first steps are those of the whole run.
+    whole = verdict(folder, *shared, steps=7, code=0)["rows"][0]["fingerprint"]
+    short = verdict(folder, *shared, "--train.steps=7", steps=7, code=0)["rows"][0]["fingerprint"]
+    assert whole in out
+    assert whole != short
+    constant = ["--train.schedule=constant", "--train.warmup=0"]
+    whole = verdict(folder, *shared, *constant, steps=7, code=0)["rows"][0]["fingerprint"]
+    short = verdict(folder, *shared, *constant, "--train.steps=7", code=0)["rows"][0]["fingerprint"]
+    assert whole == short
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "word"),
+    [
+        ("Numpy", "global RNG", "numpy's global generator"),
+        ("Python", "global RNG", "Python's random"),
+        ("Entropy", "global RNG", "a generator that it seeds by itself"),
+    ],
+)
+def test_a_layer_that_draws_elsewhere_is_named(folder: Path, kind: str, cause: str, word: str) -> None:
+    found = verdict(folder, f"--supernet.options.kind={kind}")
+    assert [row["equal"] for row in found["rows"]] == [True, False]
+    where = found["difference"]
+    assert (where["step"], where["layer"], where["place"]) == (first_use("b1.odd"), "b1.odd", "forward")
+    assert where["run"] == "1 stage, stopped and resumed"
+    assert found["cause"]["kind"] == cause
+    assert "layer 'b1.odd'" in found["cause"]["why"]
+    assert word in found["cause"]["why"]
+
+
+@pytest.mark.parametrize(("kind", "word"), [("Counts", "'calls'"), ("Own", "'draws'"), ("OfClass", "'calls'")])
+def test_what_a_layer_keeps_beside_its_buffers_is_named(folder: Path, kind: str, word: str) -> None:
+    # What an instance keeps begins anew where the run is resumed, after 7 of 14 steps; what a class keeps goes on.
+    uses = [step for step in range(7) if first_use("b1.odd", step) == step]
+    assert len(uses) % 2, "an odd count before the resume makes the counter differ"
+    found = verdict(folder, f"--supernet.options.kind={kind}", steps=14)
+    where = found["difference"]
+    step = first_use("b1.odd", 0 if kind == "OfClass" else 7)
+    assert (where["step"], where["layer"], where["place"]) == (step, "b1.odd", "forward")
+    assert found["cause"]["kind"] == "hidden state"
+    assert f"it changes {word}" in found["cause"]["why"]
+
+
+@pytest.mark.parametrize("kind", ["noisy", "listed"])
+def test_data_that_is_not_pure_is_named(folder: Path, kind: str) -> None:
+    found = verdict(folder, f"--data.options.kind={kind}", "--train.metrics=[]")
+    assert (found["difference"]["step"], found["difference"]["place"]) == (0, "batch")
+    assert found["cause"]["kind"] == "impure data"
+    assert "two reads of batch 0 differ in 'x'" in found["cause"]["why"]
+    if kind == "noisy":
+        assert found["difference"]["layer"] == "stem"
+        assert "the data is not pure" in found["cause"]["why"]
+        assert "numpy's global generator" in found["cause"]["why"]
+
+
+def test_an_augmentation_that_is_not_pure_is_told_from_the_data(folder: Path) -> None:
+    found = verdict(folder, "--train.augment=verified_net:jitter")
+    assert (found["difference"]["step"], found["difference"]["layer"]) == (0, "stem")
+    assert found["cause"]["kind"] == "impure data"
+    assert "the augmentation is not pure" in found["cause"]["why"]
+
+
+def test_a_loss_that_draws_is_named(folder: Path) -> None:
+    found = verdict(folder, "--train.loss=verified_net:loss")
+    where = found["difference"]
+    assert (where["step"], where["layer"], where["place"]) == (0, None, "loss")
+    assert found["cause"]["kind"] == "global RNG"
+    assert found["cause"]["why"].startswith("the loss ")
+
+
+def test_a_backward_that_draws_is_named(folder: Path) -> None:
+    found = verdict(folder, "--supernet.options.kind=Backward")
+    where = found["difference"]
+    assert (where["step"], where["layer"], where["place"]) == (first_use("b1.odd"), "b1.odd", "backward")
+    assert found["cause"]["kind"] == "global RNG"
+
+
+def test_initial_weights_that_are_drawn_elsewhere_are_named(folder: Path) -> None:
+    found = verdict(folder, "--supernet.options.kind=Initial")
+    where = found["difference"]
+    assert (where["step"], where["layer"], where["place"]) == (0, "b1.odd", "initial weights")
+    assert found["cause"]["kind"] == "global RNG"
+
+
+@pytest.mark.parametrize(("kind", "after"), [("Threads", 0), ("Deep", 7)])
+def test_the_number_of_threads_is_named_where_one_thread_is_enough_to_agree(
+    folder: Path, kind: str, after: int
+) -> None:
+    found = verdict(folder, f"--supernet.options.kind={kind}", "--train.threads=2", steps=14)
+    assert found["threads"] == 2
+    where = found["difference"]
+    assert (where["step"], where["layer"], where["place"]) == (first_use("b1.odd", after), "b1.odd", "forward")
+    assert found["cause"]["kind"] == "thread count"
+    assert found["cause"]["why"] == "with 1 thread all is equal, with 2 it is not"
+    assert verdict(folder, f"--supernet.options.kind={kind}", steps=14, code=0)["equal"]
+
+
+def test_an_operator_without_a_deterministic_kernel_is_named(folder: Path) -> None:
+    found = verdict(folder, "--supernet.options.kind=Pool")
+    assert [row["equal"] for row in found["rows"]] == [False, False]
+    assert found["rows"][0]["fingerprint"] is None
+    where = found["difference"]
+    assert (where["step"], where["layer"]) == (first_use("b1.odd"), "b1.odd")
+    assert found["cause"]["kind"] == "nondeterministic kernel"
+    assert "max_unpool" in found["cause"]["why"]
+
+
+def test_a_layer_that_depends_on_its_process_differs_on_two_stages_only(folder: Path) -> None:
+    code, out, err = weft(folder, "--stages=2", "--steps=6", "--supernet.options.kind=Stage", "--train.cut=[2]")
+    assert code == 1, out + err
+    rows = [line.split("│")[1:-1] for line in out.splitlines() if "│" in line]
+    assert [row[2].strip() for row in rows] == ["yes", "yes", "NO"]
+    step = first_use("b1.odd")
+    assert f"first difference (2 stages): step {step}, layer 'b1.odd': its outputs differ, from equal inputs" in out
+    assert "likely cause: unknown: layer 'b1.odd' gives the same when it is done twice in one process" in out
+    assert "remedy: " in out
+
+
+def test_more_stages_than_blocks_are_a_mistake_of_the_user(folder: Path) -> None:
+    code, out, err = weft(folder, "--stages=1,5")
+    assert (code, out) == (2, "")
+    assert err == "error: 5 stages cannot share 4 blocks: use 1 to 4 stages\n"
+    assert weft(folder, "--stages=0")[0] == 2
+    assert weft(folder, "--steps=0")[0] == 2
+
+
+def test_an_error_that_has_another_cause_stays_an_error(folder: Path) -> None:
+    code, out, err = weft(folder, "--train.batch_size=999")
+    assert (code, out) == (2, "")
+    assert "larger than the data" in err
+
+
+# Two layers, three steps of one micro-batch: step 0 uses both, step 1 the second alone, step 2 both.
+ROUTES = [["a", "b"], ["b"], ["a", "b"]]
+
+
+def test_the_first_difference_is_the_first_in_the_order_of_the_law() -> None:
+    plan = Plan(1, ROUTES, {name: Clock(Exact(), 1, 3) for name in "ab"})
+    assert first_difference(plan, trained(plan), trained(plan)) is None
+    told = {
+        (0, "a", "batch"): Difference(0, "a", "batch"),
+        (1, "b", "forward"): Difference(1, "b", "forward"),
+        (1, None, "loss"): Difference(1, None, "loss"),
+        (0, "b", "backward"): Difference(0, "b", "backward"),
+        (0, "a", "backward"): Difference(0, "a", "backward"),
+        (2, "a", "backward"): Difference(2, "a", "backward"),
+        (-1, "b", "initial weights"): Difference(0, "b", "initial weights"),
+    }
+    for fault, difference in told.items():
+        assert first_difference(plan, trained(plan), trained(plan, fault)) == difference
+
+
+@given(st.data())
+def test_whatever_goes_wrong_is_found_where_it_went_wrong(data: st.DataObject) -> None:
+    m, names = data.draw(st.integers(1, 3)), ["a", "b", "c", "d"]
+    routes = data.draw(st.lists(st.lists(st.sampled_from(names), min_size=1, unique=True), min_size=1, max_size=5))
+    routes = [sorted(route) for route in routes for _ in range(m)]
+    clocks = {name: Clock(Exact(), m, len(routes)) for name in names}
+    plan = Plan(m, routes, clocks)
+    n = data.draw(st.integers(0, len(routes) - 1))
+    name = data.draw(st.sampled_from(routes[n]))
+    fault = data.draw(
+        st.sampled_from([(n, routes[n][0], "batch"), (n, name, "forward"), (n, None, "loss"), (n, name, "backward")])
+    )
+    found = first_difference(plan, trained(plan), trained(plan, fault))
+    assert found == Difference(n // m, fault[1], fault[2])  # type: ignore[arg-type]
+
+
+def trained(plan: Plan, fault: tuple[int, str | None, str] | None = None) -> Evidence:
+    """A run in symbols: what depends on something has it in its name, and a fault leaves a mark in what it reaches."""
+    weights = {name: f"{name}{'!' if fault == (-1, name, 'initial weights') else ''}" for name in plan.clocks}
+    sums: dict[str, str] = dict.fromkeys(weights, "")
+    losses, records = {}, {}
+    for n, route in enumerate(plan.routes):
+        step, j = divmod(n, plan.microbatches)
+
+        def mark(place: str, name: str | None, n: int = n) -> str:
+            return "!" if fault == (n, name, place) else ""
+
+        carry = f"x{n}{mark('batch', route[0])}"
+        for name in route:
+            out = f"{name}({weights[name]}, {carry}){mark('forward', name)}"
+            records[n, name] = Seen(carry, "", weights[name], out)
+            carry = out
+        loss = f"loss({carry}){mark('loss', None)}"
+        losses[step] = losses.get(step, 0.0) + float(key(loss))
+        gradient = loss
+        for name in reversed(route):
+            gradient = f"{name}'({gradient}){mark('backward', name)}"
+            sums[name] += gradient
+        if j == plan.microbatches - 1:
+            for name in weights:
+                weights[name] += f" - {key(sums[name])}" * bool(sums[name])
+                sums[name] = ""
+    return Evidence(losses, dict(weights), records)
