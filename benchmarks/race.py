@@ -10,11 +10,11 @@ weights, the same subnets, the same batches in the same order, the same window.
     careless   whatever has arrived is done at once: a forward reads the weights as they are at that moment, a backward
                those of its own moment, and every gradient is applied by whoever has it; no version is kept
 
-Two learning rates, with momentum and a cosine: 0.2, which suits one process best (`survey` has the validation loss,
-mean over all subnets, that the sequential law reaches with others), and a quarter of it, under `gentle`, for those who
-would say that 0.2 is unfair to stale gradients. After each run all subnets are scored with inherited weights on the
-validation images, their batch norms set by training images. `seeds` is a yardstick: five runs of the sequential law
-with seeds of their own, thus other first weights, subnets and orders of the same data.
+Two learning rates, with momentum and a cosine: 0.2, near the best for one process (`survey` has the validation loss,
+mean over all subnets, that the sequential law reaches with this and others), and a quarter of it, under `gentle`, for
+those who would say that 0.2 is unfair to stale gradients. After each run all subnets are scored with inherited weights
+on the validation images, their batch norms set by training images. `seeds` is a yardstick: five runs of the sequential
+law with seeds of their own, thus other first weights, subnets and orders of the same data.
 
 `fingerprints` counts the different ones over weights, optimizer state and losses; `loss_*` is the training loss, mean
 of the last 20 steps; `tau_*` is Kendall's tau between the rankings (by validation loss) of every pair of runs, and

@@ -176,9 +176,9 @@ def test_a_mistake_is_told_in_one_line_and_leaves_no_run(tmp_path: Path, mistake
 
 
 def test_more_than_one_stage_needs_an_importable_supernet_and_says_so(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"steps": 1, "stages": 2, "runs": tmp_path, "run": "x"}
+    options: dict[str, Any] = {"steps": 1, "stages": 2, "batch_size": 4, "runs": tmp_path, "run": "x", "stream": "fair"}
     with pytest.raises(WeftError, match=r"'net', .*<lambda>, cannot be sent to them.*they need importable factories"):
-        weft.train(lambda: disturbed.faulty(0, ""), disturbed.numbers, batch_size=4, **options)
+        weft.train(lambda: disturbed.faulty(0, ""), disturbed.numbers, **options)
     with pytest.raises(WeftError, match=r"'net', a Chain, cannot be sent to them.*they need importable factories"):
-        weft.train(disturbed.text(), partial(disturbed.samples, "text"), batch_size=4, stream="iid", **options)
+        weft.train(disturbed.text(), partial(disturbed.samples, "text"), **options)
     assert os.listdir(tmp_path) == []
