@@ -44,10 +44,10 @@ from weft.pipeline.consistency import Exact
 from weft.pipeline.cut import best_cut
 from weft.pipeline.determinism import deterministic
 from weft.pipeline.launch import Call, connect, launch, ranks
-from weft.pipeline.profile import profile_chain
+from weft.pipeline.profile import message_seconds, profile_chain
 from weft.pipeline.runtime import Runtime
 from weft.pipeline.scheduler import Rule
-from weft.pipeline.simulator import simulate
+from weft.pipeline.simulator import simulate, with_messages
 from weft.pipeline.stage import Stage
 from weft.pipeline.state import layer_digest
 from weft.pipeline.transport import Transport
@@ -195,7 +195,7 @@ class Bench:
         self.surveys += 1
         if self.rank == 0:
             batch = Random(self.rows, self.width).batch
-            self.accord.tell(f"costs/{self.surveys}", profile_chain(chain, batch, 7, SGD))
+            self.accord.tell(f"costs/{self.surveys}", profile_chain(chain, batch, 7, SGD, squares))
         costs = self.accord.hear(f"costs/{self.surveys}")
         return costs, best_cut(self.work(chain, costs).expected_costs(), self.world)
 
@@ -207,7 +207,9 @@ class Bench:
         """The time that the simulator foresees for `exact`, from layers measured alone."""
         chain = weft.initialise(lambda: supernet(self.width, False), 0)
         costs, _ = self.survey()
-        return simulate(self.work(chain, costs), self.cut, Rule(2 * self.world)).time
+        message = [message_seconds(4.0 * self.rows * self.width)] * BLOCKS
+        told = with_messages(self.cut, message)
+        return simulate(self.work(chain, costs), self.cut, Rule(2 * self.world), duration=told).time
 
 
 def work(options: dict[str, Any], file: str) -> None:

@@ -276,7 +276,7 @@ data = {{ source = "disturbed:samples", options = {{ kind = "text" }} }}
 run = "x"
 runs = {runs!r}
 [train]
-steps = 400
+steps = 200
 batch_size = 4
 microbatches = 2
 loss = "disturbed:loss"
@@ -324,7 +324,7 @@ def test_ctrl_c_writes_a_checkpoint_and_the_run_goes_on_on_another_number_of_sta
     assert opened.state() == "stopped"
     at = opened.checkpoints.steps()
     assert len(at) == 1
-    assert 3 <= at[0] < 400
+    assert 3 <= at[0] < 200
     assert process.returncode == 130
     assert out == ""
     again = "weft train config.toml --stages=2 --resume"
@@ -334,7 +334,7 @@ def test_ctrl_c_writes_a_checkpoint_and_the_run_goes_on_on_another_number_of_sta
     assert process.returncode == 0, err
     net, data = disturbed.text, partial(disturbed.samples, "text")
     told: dict[str, Any] = {"loss": disturbed.loss, "consistency": {"shared": "lagged(2)"}, "stream": "iid"}
-    whole = weft.train(net, data, steps=400, batch_size=4, microbatches=2, runs=tmp_path, run="whole", **told)
+    whole = weft.train(net, data, steps=200, batch_size=4, microbatches=2, runs=tmp_path, run="whole", **told)
     assert json.loads(out)["fingerprint"] == whole.fingerprint
 
 

@@ -37,7 +37,7 @@ from weft.pipeline.settings import Settings, make_settings, told
 from weft.pipeline.signals import stop_requests
 from weft.pipeline.simulator import Span
 from weft.pipeline.staged import Staged
-from weft.pipeline.survey import choose_cut, foresee, measured, warn_of_waiting, workload_of
+from weft.pipeline.survey import choose_cut, foresee, measure, warn_of_waiting, workload_of
 from weft.pipeline.tracer import Tracer
 from weft.pipeline.transport import Lost, Transport
 from weft.pipeline.watch import Watch
@@ -240,14 +240,14 @@ def _divide(job: Job, accord: Accord, device: torch.device, again: bool) -> Part
     if accord.rank == 0:
         whole = initialise(job.net, seed)
         settings = make_settings(whole, **given)
-        costs = measured(whole, data, settings) if job.cut is None or job.trace else None
-        work = workload_of(whole, settings, costs)
+        found = measure(whole, data, settings, job.teacher) if job.cut is None or job.trace else None
+        work = workload_of(whole, settings, None if found is None else found.costs)
         cut = choose_cut(work, accord.world, job.cut)
         window = job.window or 2 * accord.world * settings.microbatches
         if not again:
             warn_of_waiting(whole, settings, work, cut, window)
         if job.trace:
-            foreseen = foresee(work, cut, window).spans
+            foreseen = foresee(work, cut, window, None if found is None else found.messages).spans
         named = isinstance(given.get("stream", ""), str)
         accord.tell(
             "division",

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from weft.data import Batch
 from weft.pipeline.boundary import entered
+from weft.pipeline.message import Message, assemble, disassemble
 from weft.pipeline.optimizer import Optimizer, Updater
 from weft.supernet import Carry, Chain, as_carry, side_inputs
 
+Loss = Callable[[Any, Batch], Tensor]
+
 
 def profile_chain(
-    chain: Chain, batch: Mapping[str, Tensor], repeats: int = 5, optimizer: Optimizer | None = None
+    chain: Chain,
+    batch: Batch,
+    repeats: int = 5,
+    optimizer: Optimizer | None = None,
+    loss: Loss | None = None,
 ) -> dict[str, tuple[float, float]]:
     """Seconds of forward and backward by layer name, medians over passes through the whole chain after one to warm up.
 
     Candidates of a block are measured on what the block before them left; the first candidate's output goes on. A pass
     goes from layer to layer, as training does, so that weights are no warmer in the caches than there. With an
-    optimizer the update counts as part of the backward. The weights are changed: give a copy of what is to be kept.
+    optimizer the update counts as part of the backward, and the loss with the layers of the last block. The weights are
+    changed: give a copy of what is to be kept.
     """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in chain.layers}
     updaters: dict[str, Updater] = {}
@@ -34,6 +44,9 @@ def profile_chain(
             following: Carry | None = None
             for name in block.candidates():
                 outputs, spent = _measure(chain, name, carry, batch, updaters.get(name))
+                if loss is not None and block is chain.blocks[-1]:
+                    own = _measure_loss(loss, outputs, batch)
+                    spent = (spent[0] + own[0], spent[1] + own[1])
                 times[name].append(spent)
                 following = following or tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs)
             carry = following or carry
@@ -58,6 +71,30 @@ def _measure(
     if updater is not None and pairs:
         updater.apply([p for p, _ in pairs], [g for _, g in pairs], 1.0)
     return outputs, (between - began, _clock(outputs) - between)
+
+
+def _measure_loss(loss: Loss, outputs: Carry, batch: Batch) -> tuple[float, float]:
+    leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs)
+    began = _clock(leaves)
+    value = loss(leaves[0] if len(leaves) == 1 else leaves, batch)
+    between = _clock((value,))
+    _backward((value,), [x for x in leaves if x.requires_grad])
+    return between - began, _clock(leaves) - between
+
+
+def message_seconds(size: float, repeats: int = 5) -> float:
+    """The time that a stage spends on one message of that many bytes, sent or received: copies, and a header.
+
+    Measured: the message is packed, copied twice, as the wire does it, and unpacked; that is two stages' work.
+    """
+    tensor = torch.empty(max(int(size) // 4, 1))
+    spent = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        block = assemble(Message("F", 0, (tensor,), (True,)))
+        disassemble(block.clone().clone(), torch.device("cpu"))
+        spent.append((time.perf_counter() - began) / 2)
+    return statistics.median(spent[1:])
 
 
 def _trained(chain: Chain, name: str) -> dict[str, nn.Parameter]:

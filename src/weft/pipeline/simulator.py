@@ -157,6 +157,17 @@ def simulate(
     return Simulated(stages, work.steps, now, done, tuple(busy), tuple(peak), steady, kept)
 
 
+def with_messages(cut: Cut, seconds: Sequence[float]) -> Duration:
+    """Operations that also take the time of their messages: ``seconds`` has what one costs before every block, to the
+    stage that sends it and to the one that takes it."""
+    borders = [0.0, *(seconds[block] for block in cut), 0.0]
+
+    def duration(op: Op, time: float) -> float:
+        return time + borders[op.stage] + borders[op.stage + 1]
+
+    return duration
+
+
 def jitter(seed: int, spread: float) -> Duration:
     """Operation times that vary: each is multiplied by a factor from 1 - spread to 1 + spread that belongs to the
     op."""

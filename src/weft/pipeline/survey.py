@@ -5,19 +5,17 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
-
-from torch import Tensor
+from dataclasses import dataclass, replace
 
 from weft.data import Data
 from weft.pipeline.consistency import Consistency, Exact, Lagged
 from weft.pipeline.cut import Cut, best_cut, check_cut, check_stages
-from weft.pipeline.profile import profile_chain
+from weft.pipeline.profile import message_bytes, message_seconds, profile_chain
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.sequential import split
-from weft.pipeline.session import make_loader
+from weft.pipeline.session import Teacher, make_loader, taught
 from weft.pipeline.settings import Settings
-from weft.pipeline.simulator import Simulated, simulate
+from weft.pipeline.simulator import Simulated, simulate, with_messages
 from weft.pipeline.workload import Workload, chain_workload
 from weft.supernet import Chain
 
@@ -32,12 +30,21 @@ WORTH_TELLING = 0.15
 Costs = Mapping[Hashable, tuple[float, float]]
 
 
-def measured(chain: Chain, data: Data, settings: Settings) -> Costs:
-    """Seconds of forward and backward of every layer for one micro-batch; the chain itself is not changed."""
-    loader = make_loader(data.train, settings)
-    batch: Mapping[str, Tensor] = split(loader.batch(0), settings.microbatches)[0]
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured, in seconds: forward and backward of every layer, and a message before every block."""
+
+    costs: Costs
+    messages: tuple[float, ...]
+
+
+def measure(chain: Chain, data: Data, settings: Settings, teacher: Teacher | None) -> Measured:
+    """Costs for one micro-batch; the chain itself is not changed."""
+    whole = taught(chain, teacher, make_loader(data.train, settings).batch(0))
+    batch = split(whole, settings.microbatches)[0]
     twin = copy.deepcopy(chain).to(settings.device)
-    return dict(profile_chain(twin, batch, 3, settings.optimizer).items())
+    costs = profile_chain(twin, batch, 3, settings.optimizer, settings.loss)
+    return Measured(dict(costs.items()), tuple(message_seconds(size) for size in message_bytes(twin, batch)))
 
 
 def workload_of(chain: Chain, settings: Settings, costs: Costs | None) -> Workload:
@@ -54,9 +61,9 @@ def choose_cut(work: Workload, stages: int, given: Sequence[int] | None) -> Cut:
     return check_cut(given, stages, work.blocks)
 
 
-def foresee(work: Workload, cut: Cut, window: int) -> Simulated:
-    """The run as the simulator sees it."""
-    return simulate(work, cut, Rule(window))
+def foresee(work: Workload, cut: Cut, window: int, messages: Sequence[float] | None = None) -> Simulated:
+    """The run as the simulator sees it, with what messages cost, if that is known."""
+    return simulate(work, cut, Rule(window), duration=None if messages is None else with_messages(cut, messages))
 
 
 def warn_of_waiting(chain: Chain, settings: Settings, work: Workload, cut: Cut, window: int) -> None:
