@@ -218,13 +218,13 @@ def test_two_stages_and_a_resumed_run_have_the_bits_of_one(folder: Path) -> None
     assert [row[2].strip() for row in rows] == ["yes"] * 3
     prints = {row[1].strip() for row in rows}
     assert len(prints) == 1
-    assert len(prints.pop()) == 64
+    assert len(prints.pop()) == 16  # the whole of it is in the JSON
     assert "7 steps, equal to the last bit" in out
     assert "WARNING" not in err  # how fast it would be is not asked
     # The learning rates of the first steps are those of the whole run.
     whole = verdict(folder, *shared, steps=7, code=0)["rows"][0]["fingerprint"]
     short = verdict(folder, *shared, "--train.steps=7", steps=7, code=0)["rows"][0]["fingerprint"]
-    assert whole in out
+    assert whole[:16] in out
     assert whole != short
     constant = ["--train.schedule=constant", "--train.warmup=0"]
     whole = verdict(folder, *shared, *constant, steps=7, code=0)["rows"][0]["fingerprint"]

@@ -406,7 +406,7 @@ def _verified(found: dict[str, Any]) -> None:
     table = Table("stages", "fingerprint", "equal", "time")
     for row in found["rows"]:
         stages = f"{row['stages']}{', stopped and resumed' if row['resumed'] else ''}"
-        shown = row["fingerprint"] or " ".join(str(row["error"]).split())
+        shown = row["fingerprint"][:16] if row["fingerprint"] else " ".join(str(row["error"]).split())
         table.add_row(stages, shown, "yes" if row["equal"] else "NO", f"{row['seconds']:.1f} s")
     console.print(table)
     if found["equal"]:

@@ -38,7 +38,7 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     schedule: str = "cosine"
     warmup: int = 0
-    clip: float | str | None = None
+    clip: float | None = None
     precision: str = "fp32"
     nonfinite: str = "stop"
     device: str = "cpu"
