@@ -88,7 +88,8 @@ def report_self(store: Store, rank: int) -> None:
 def report_hang(store: Store, rank: int, text: str) -> None:
     """What another stage has noticed. On one machine the one that hangs is ended, which a stopped process may never
     do by itself, and elastic would give it a minute for."""
-    host, pid = json.loads(store.get(f"process/{rank}"))
+    key = f"process/{rank}"
+    host, pid = json.loads(store.get(key)) if store.check([key]) else ("", 0)
     if host == socket.gethostname():
         try:
             os.kill(pid, signal.SIGKILL)

@@ -146,9 +146,28 @@ def run_stage(job: Job, me: Ranks, callbacks: Sequence[Callback] = ()) -> tuple[
     """
     torch.set_num_threads(job.threads)
     quiet = silence()
-    store = connect()
+    store = connect(
+        timeout=3600.0
+    )  # measuring a large supernet takes its time; a stage that hangs is seen by the watch
     report_self(store, me.rank)
-    accord = Accord(store, me.rank, me.world)
+
+    def give_up(rank: int, message: str) -> None:
+        """A stage hangs: this one cannot go on either, whatever it waits for."""
+        with suppress(Exception):  # nothing may keep it from its end
+            log.error("%s; stage %d stops", message, me.rank)
+            if rank >= 0:
+                report_hang(store.clone(), rank, message)  # type: ignore[attr-defined]
+        os._exit(LOST)
+
+    try:
+        with Watch(store, me.rank, me.world, give_up, silence=quiet) as watch:
+            return _take_part(job, me, callbacks, Accord(store, me.rank, me.world), watch)
+    except Lost as lost:
+        _leave(me.rank, lost, store)
+
+
+def _take_part(job: Job, me: Ranks, callbacks: Sequence[Callback], accord: Accord, watch: Watch) -> tuple[Path, str]:
+    """Divides the supernet with the others, finds them, and trains."""
     device = _device(torch.device(job.given.get("device", "cpu")), me)
     part = _divide(job, accord, device, again=me.restarts > 0)
     law = {**part.settings.law(part.chain, part.data), "teacher": None if job.teacher is None else told(job.teacher)}
@@ -165,22 +184,10 @@ def run_stage(job: Job, me: Ranks, callbacks: Sequence[Callback] = ()) -> tuple[
         job.split_backward,
     )
     load_initial(part.chain, job.init, partial=True)
-    transport = _meet(store, me, device)
-
-    def give_up(rank: int, message: str) -> None:
-        """A stage hangs: this one cannot go on either, whatever it waits for."""
-        log.error("%s; stage %d stops", message, me.rank)
-        if rank >= 0:
-            report_hang(store.clone(), rank, message)  # type: ignore[attr-defined]
-        os._exit(LOST)
-
-    try:
-        with Watch(store, me.rank, me.world, give_up, silence=quiet) as watch:
-            found = _train(job, me, callbacks, staged, part, law, transport, watch)
-            transport.close()
-            return found
-    except Lost as lost:
-        _leave(me.rank, lost, store)
+    transport = _meet(accord.store, me, device)
+    found = _train(job, me, callbacks, staged, part, law, transport, watch)
+    transport.close()
+    return found
 
 
 def _train(

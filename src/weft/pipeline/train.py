@@ -154,7 +154,8 @@ def train(
         return replace(load_run(path, net, data, built=told_ranks.rank == 0, **given), fingerprint=digest)
     if count > 1:
         refuse_inside_a_stage()
-    chain = initialise(net, seed, where)
+    # Where stages train, the whole supernet is needed here for its shape, and at the end for its weights.
+    chain = initialise(net, seed, where if count == 1 else torch.device("cpu"))
     check_stages(count, len(chain.blocks))
     if cut is not None:
         check_cut(cut, count, len(chain.blocks))
@@ -179,7 +180,7 @@ def train(
 
         digest = run_stages(count, job, open_it, callbacks, restarts)
         load_initial(chain, opened[0])
-        return Trained(opened[0], chain.eval(), loaded, settings, net, digest)
+        return Trained(opened[0], chain.to(where).eval(), loaded, settings, net, digest)
     folder = open_run(runs, run, resume, law, config, where, keep)
     with folder.locked():
         session.open(folder, (TensorBoard(folder.tensorboard), *callbacks))

@@ -64,7 +64,7 @@ class Worker:
         self._inbox: dict[tuple[str, int], Message] = {}
         self._own: dict[int, Tensor] = {}
         span = (every or 0) * stage.law.microbatches
-        self._span, self._first = span, first
+        self._span = span
         self._boundary = -(-(first + 1) // span) * span if span else 0
 
     @property
@@ -130,7 +130,7 @@ class Worker:
         """
         until = self.scheduler.total
         self._register_snapshots(until)
-        if save and until > self._first and (not self._span or until % self._span):
+        if save and (not self._span or until % self._span):  # else it is one of those that come by themselves
             self.stage.snapshots.append(Snapshot(until))
         self.stage.finish(until)
         return self.stage.taken(until)
