@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -75,3 +76,48 @@ def test_every_figure_of_the_bubble_table_is_in_a_result_file() -> None:
         assert naspipe == by[space, "naspipe", "iid", 1]
         assert finer == by[space, "weft", "iid", 4]
         assert spaced == by[space, "weft", "spaced", 1]
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    return found
+
+
+def test_every_figure_of_the_pipeline_table_is_in_a_result_file() -> None:
+    shown = {
+        "speedup_2_over_1": (r"two stages over one, .*?: speed-up", ".2f"),
+        "machine_2_over_1": (r"two processes that need nothing of each other .*?", ".2f"),
+        "ours_over_torch_1f1b": (r"one subnet with a flush .*?`Schedule1F1B`", ".2f"),
+        "tight_over_torch_1f1b": (r"the same with no more in flight than torch's", ".2f"),
+        "exact_over_flush": (r"exact on a spaced stream over .*?: speed-up", ".2f"),
+        "split_gain": (r"i\.i\.d\. stream, split backward over whole: speed-up", ".2f"),
+        "simulator_error": (r"simulated time against measured: error", ".3f"),
+        "scheduler_share": (r"time that decisions take: share", ".4f"),
+    }
+    measured = result("pipeline")
+    assert measured["same_bits"]
+    for key, (words, form) in shown.items():
+        found = re.findall(rf"^\| {words} \| (\S+) \|", README, re.M)
+        assert found == [format(measured[key], form)], key
+
+
+def test_every_figure_of_the_race_table_is_in_a_result_file() -> None:
+    race = result("race")
+    both = [race["exact"], race["careless"]]
+    rows = {
+        "distinct fingerprints": [f"{side['fingerprints']}" for side in both],
+        "final loss, mean (least to most)": [
+            f"{side['loss_mean']:.3f} ({side['loss_min']:.3f} to {side['loss_max']:.3f})" for side in both
+        ],
+        "Kendall's tau between the rankings of two runs, mean": [f"{side['tau_mean']:.2f}" for side in both],
+        "different subnets picked as best": [f"{side['picks']}" for side in both],
+    }
+    for name, (exact, careless) in rows.items():
+        assert f"| {name} | {exact} | {careless} |" in README
+
+
+def test_stages_that_share_a_gpu_had_one_fingerprint() -> None:
+    measured = result("one-device-gpu")
+    assert len(measured["same"]) == 4
+    assert all(measured["same"].values())
+    assert {row["stages"] for row in measured["rows"]} == {1, 2, 4}
