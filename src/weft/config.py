@@ -209,10 +209,15 @@ def _explain(message: str) -> str:
     if wrong is None:
         return f"'{path}': {message}"
     wanted, got = (re.sub(r"\w+", lambda word: _WORDS.get(word[0], word[0]), kinds) for kinds in wrong.groups())
-    return f"'{path}' must be {wanted.replace(' | ', ' or ')}, not {got}"
+    return f"'{path}' must be {wanted.replace(' | ', ' or ')}, not {got}{_MEANT.get(path, '')}"
 
 
 _WORDS = {"array": "list", "object": "table", "null": "nothing"}
+_MEANT = {
+    "train.clip": ": the largest norm of a layer's own gradient. The norm over all layers is known when every stage is "
+    "through with a step, so clipping by it would empty the pipeline at every step"
+}
+"""What a key means, where a wrong type suggests that something else was."""
 
 
 def _hint(path: str, key: str) -> str:
