@@ -118,11 +118,10 @@ def joined(snapshots: list[Any], at: int) -> tuple[dict[str, torch.Tensor], dict
     return tensors, layers
 
 
-@settings(quiet, max_examples=60)
-@given(cases(), st.integers(1, 3), st.integers(0, 10), st.data())
-def test_a_checkpoint_taken_in_flight_goes_on_with_the_same_bits_on_any_other_cut(
+def resumed_elsewhere(
     case: tuple[Task, tuple[int, ...], int, int], every: int, which: int, data: st.DataObject
 ) -> None:
+    """A run with checkpoints, and one that goes on from one of them with another cut: both have the bits of one."""
     task, cut, window, seed = case
     whole = sequentially(task)
     running, snapshots = in_stages(task, cut, window, seed, every=every)
@@ -140,6 +139,26 @@ def test_a_checkpoint_taken_in_flight_goes_on_with_the_same_bits_on_any_other_cu
     resumed, _ = in_stages(task, other, window, seed + 1, saved=saved, first_step=step)
     assert resumed.layers == whole.layers
     assert resumed.losses == whole.losses[step * m :]
+
+
+resumes = given(cases(), st.integers(1, 3), st.integers(0, 10), st.data())
+
+
+@settings(quiet, max_examples=100)
+@resumes
+def test_a_checkpoint_taken_in_flight_goes_on_with_the_same_bits_on_any_other_cut(
+    case: tuple[Task, tuple[int, ...], int, int], every: int, which: int, data: st.DataObject
+) -> None:
+    resumed_elsewhere(case, every, which, data)
+
+
+@pytest.mark.long
+@settings(quiet, max_examples=3000)
+@resumes
+def test_a_checkpoint_goes_on_with_the_same_bits_for_thousands_of_cases(
+    case: tuple[Task, tuple[int, ...], int, int], every: int, which: int, data: st.DataObject
+) -> None:
+    resumed_elsewhere(case, every, which, data)
 
 
 def test_never_more_in_flight_than_the_window() -> None:

@@ -198,8 +198,9 @@ class Stage:
                 touched[name] = weights
         full = [w for name, w in touched.items() if w.pending and self._is_full(scheduler, name, w)]
         self._update(full, scheduler.oldest)
+        reader = self._first_reader(scheduler.oldest)
         for name, weights in list(self._keeping.items()):
-            weights.prune(scheduler.oldest)
+            weights.prune(reader)
             if not weights.kept:
                 del self._keeping[name]
 
@@ -296,12 +297,13 @@ class Stage:
         for weights in group:
             self._capture_before(weights, weights.completes(), oldest)
             by_step.setdefault(weights.completes() // self.law.microbatches, []).append(weights)
+        reader = self._first_reader(oldest)
         for step, members in by_step.items():
             parameters: list[Any] = []
             gradients: list[Tensor] = []
             applied = []
             for weights in members:
-                own = self.law.clipped(weights.take(oldest))
+                own = self.law.clipped(weights.take(reader))
                 applied.append(own is not None)
                 if own is not None:
                     parameters += weights.parameters
@@ -309,10 +311,15 @@ class Stage:
             if parameters:
                 self.updater.apply(parameters, gradients, self.law.schedule(step, self.law.steps))
             for weights, good in zip(members, applied, strict=True):
-                weights.updated(oldest, good)
+                weights.updated(reader, good)
                 if weights.kept:
                     self._keeping[weights.layer.name] = weights
             self.updates += len(members)
+
+    def _first_reader(self, oldest: int) -> int:
+        """The first micro-batch that may still read an older version: the oldest that is not through, or that with
+        which a run would go on from a checkpoint that is not whole yet."""
+        return min([oldest, *(snapshot.at for snapshot in self.snapshots)])
 
     def _capture_before(self, weights: Weights, n: int, oldest: int) -> None:
         """A checkpoint reads the layer before micro-batch n, or an update that holds it, changes anything."""
