@@ -9,10 +9,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stages import KINDS, Outcome, Task, in_stages, make_task, sequentially
+from stages import KINDS, Numbered, Outcome, Task, in_stages, make_task, sequentially
 
 from weft.errors import NonFiniteError
 from weft.pipeline import Optimizer
+from weft.pipeline.batches import Batches
+from weft.pipeline.message import Message
+from weft.pipeline.scheduler import Rule
+from weft.pipeline.stage import Stage
+from weft.pipeline.worker import Worker
 
 quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -192,3 +197,29 @@ def test_a_loss_that_is_not_a_number_stops_and_names_the_function() -> None:
     task = replace(task, law=replace(task.law, loss=nan_in_step))
     with pytest.raises(NonFiniteError, match=r"micro-batch 0, subnet .*: it first appears in the loss function"):
         in_stages(task, (2, 4), 5, 1)
+
+
+def test_a_version_stays_for_a_checkpoint_although_every_micro_batch_that_read_it_is_through() -> None:
+    # The gradient of micro-batch 0 comes last, and with it five updates at once. A run that goes on from step 2 reads
+    # version 0 again in the steps 2, 3 and 4.
+    task = make_task("text", steps=6, consistency={"embed": "delayed(4)"})
+    sent: list[Message] = []
+    stage = Stage(task.chain(), task.law, task.stream, torch.device("cpu"), (1,), 0)
+    stage.train_mode()
+    batches = Batches(Numbered(task), 0, 6, 1)  # type: ignore[arg-type]
+    worker = Worker(stage, Rule(9), 0, 6, batches, lambda to, message: sent.append(message), every=2)
+    while worker.work() is not None:
+        pass
+    assert [message.microbatch for message in sent] == [0, 1, 2, 3, 4]
+    report = torch.tensor([0.5, 1.0, 0.0, 1.0], dtype=torch.float64)
+    snapshots = []
+    for n in (1, 2, 3, 4, 0):
+        output = sent[n].tensors[0]
+        assert output is not None
+        worker.receive(Message("B", n, (torch.ones_like(output),), (), report))
+        while (done := worker.work()) is not None:
+            snapshots += done.snapshots
+    assert [(snapshot.at, snapshot.layers["embed"]["kept"]) for snapshot in snapshots] == [
+        (2, [0, 1]),
+        (4, [0, 1]),
+    ]
