@@ -213,6 +213,7 @@ def simulate(
         raise ConfigError(f"unknown costs '{costs}'{nearest(costs, ('measured', 'equal'))}")
     from weft import assembly
     from weft.simulation import simulate_run
+    from weft.tables import simulated
 
     assembly.set_threads(settings)
     net, data = assembly.supernet_of(settings, folder), assembly.data_of(settings, folder)
@@ -236,10 +237,10 @@ def simulate(
     console.print(
         f"{found['stream']}; {found['steps']} steps, time in {found['unit']}", highlight=False, soft_wrap=True
     )
-    _simulated(found["rows"], "stages")
+    simulated(console, found["rows"], "stages")
     if found["advice"]:
         console.print(f"what would help on {found['advice'][0]['stages']} stages:")
-        _simulated(found["advice"], "change")
+        simulated(console, found["advice"], "change")
 
 
 @app.command(context_settings=_EXTRA)
@@ -254,6 +255,7 @@ def verify(
     settings, folder = _config(config, context)
     counts = _stages(stages)
     from weft import assembly
+    from weft.tables import verified
     from weft.verification import verify_run
 
     assembly.set_threads(settings)
@@ -263,7 +265,7 @@ def verify(
         found = verify_run(
             net, load, arguments, counts, steps=steps, on_way=lambda way: status.update(f"verify: {way}")
         )
-    _print_json(found) if as_json else _verified(found)
+    _print_json(found) if as_json else verified(console, found)
     if not found["equal"]:
         raise typer.Exit(1)
 
@@ -302,6 +304,7 @@ def trace(
     from weft.pipeline.trace import read_traces
     from weft.pipeline.utilisation import summary
     from weft.runs import Run, write_atomic
+    from weft.tables import traced_stages
 
     traced = read_traces(Run.open(run).path)
     found, file = summary(traced), Path(out) if out else Path(run) / "traces" / "trace.json"
@@ -309,7 +312,7 @@ def trace(
     if as_json:
         _print_json({"run": run, "trace": str(file), **found})
         return
-    _traced(found)
+    traced_stages(console, found)
     console.print(f"written to {file}: open it in https://ui.perfetto.dev", soft_wrap=True)
 
 
@@ -352,71 +355,9 @@ def _show(values: Mapping[str, Any], as_json: bool, title: str) -> None:
     if as_json:
         _print_json(values)
         return
-    from weft.dryrun import size
+    from weft.tables import facts
 
-    table = Table(title=title, show_header=False, title_justify="left")
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in values.items():
-        shown = size(value) if name.startswith("memory") and isinstance(value, int) else value
-        table.add_row(name.replace("_", " "), f"{shown:,}" if isinstance(shown, int) else str(shown))
-    console.print(table)
-
-
-def _simulated(rows: list[dict[str, Any]], first: str) -> None:
-    table = Table(first, "time a step", "speed-up", "bubble", "steady bubble", "most in flight", "cut before block")
-    for row in rows:
-        if "note" in row:
-            table.add_row(str(row[first]), row["note"])
-            continue
-        shown = [f"{row['time_per_step']:.4g}", f"{row['speedup']:.2f}", f"{row['bubble']:.3f}"]
-        cut = " ".join(str(block) for block in row.get("cut", ()))
-        table.add_row(str(row[first]), *shown, f"{row['steady_bubble']:.3f}", str(row["peak_in_flight"]), cut)
-    console.print(table)
-
-
-def _traced(found: dict[str, Any]) -> None:
-    console.print(
-        f"{found['time']:.4g} s; bubble {found['bubble']:.3f}, steady bubble {found['steady_bubble']:.3f}",
-        soft_wrap=True,
-    )
-    if simulated := found["simulated"]:
-        error = "" if simulated["error"] is None else f", its time off by {100 * simulated['error']:+.1f} %"
-        steady = f"bubble {simulated['bubble']:.3f}, steady bubble {simulated['steady_bubble']:.3f}"
-        console.print(f"simulated: {simulated['time']:.4g} s{error}; {steady}", soft_wrap=True)
-    table = Table("stage", "busy", "ops", "ops/s", "most in flight", "mean wait", "worst wait")
-    for row in found["stages"]:
-        waits = [f"{1000 * row[name]:.4g} ms" for name in ("mean_wait", "worst_wait")]
-        counts = [f"{row['ops']:,}", f"{row['ops_per_second']:.4g}", str(row["peak_in_flight"])]
-        table.add_row(str(row["stage"]), f"{100 * row['busy_share']:.1f} %", *counts, *waits)
-    console.print(table)
-    if not found["waits"]:
-        return
-    table = Table("op", "waited", "after", "for", "held back meanwhile", title="worst waits", title_justify="left")
-    for wait in found["waits"]:
-        words = {"op": wait["source"], "message": f"the message of {wait['source']}"}
-        cause = words.get(wait["cause"], f"its {wait['cause']}")
-        table.add_row(
-            wait["op"], f"{1000 * wait['seconds']:.4g} ms", f"{wait['start']:.4g} s", cause, wait["held"] or ""
-        )
-    console.print(table)
-
-
-def _verified(found: dict[str, Any]) -> None:
-    table = Table("stages", "fingerprint", "equal", "time")
-    for row in found["rows"]:
-        stages = f"{row['stages']}{', stopped and resumed' if row['resumed'] else ''}"
-        shown = row["fingerprint"][:16] if row["fingerprint"] else " ".join(str(row["error"]).split())
-        table.add_row(stages, shown, "yes" if row["equal"] else "NO", f"{row['seconds']:.1f} s")
-    console.print(table)
-    if found["equal"]:
-        console.print(f"{found['steps']} steps, equal to the last bit", soft_wrap=True)
-        return
-    where, why = found["difference"], found["cause"]
-    layer = "" if where["layer"] is None else f", layer '{where['layer']}'"
-    console.print(f"first difference ({where['run']}): step {where['step']}{layer}: {where['what']}", soft_wrap=True)
-    console.print(f"likely cause: {why['kind']}: {why['why']}", soft_wrap=True)
-    console.print(f"remedy: {why['remedy']}", soft_wrap=True)
+    facts(console, values, title)
 
 
 def _stages(text: str) -> list[int]:

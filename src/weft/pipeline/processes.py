@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,31 +18,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from weft.data import Data, as_data
 from weft.errors import RunError, TrainError, WeftError, place_in_own_code
 from weft.pipeline.accord import Accord
 from weft.pipeline.call import Call, pickled
 from weft.pipeline.callbacks import Callback, TensorBoard
-from weft.pipeline.cut import Cut, stage_of
+from weft.pipeline.division import Job, Part, divide
 from weft.pipeline.follow import followed
 from weft.pipeline.initial import load_initial
 from weft.pipeline.launch import launch
-from weft.pipeline.opening import lay_out, open_run
+from weft.pipeline.opening import open_run
 from weft.pipeline.parent import PARENT, asked_to_stop, connect, report, report_death, report_hang, report_self
 from weft.pipeline.ranks import Ranks, ranks
 from weft.pipeline.runtime import Runtime
-from weft.pipeline.session import Teacher
-from weft.pipeline.settings import Settings, make_settings, told
+from weft.pipeline.settings import told
 from weft.pipeline.signals import stop_requests
-from weft.pipeline.simulator import Span
 from weft.pipeline.staged import Staged
-from weft.pipeline.survey import choose_cut, foresee, measure, warn_of_waiting, workload_of
 from weft.pipeline.tracer import Tracer
 from weft.pipeline.transport import Lost, Transport
 from weft.pipeline.watch import Watch
 from weft.runs import Run
-from weft.space import make_stream
-from weft.supernet import Chain, Factory, initialise
 
 log = logging.getLogger("weft.pipeline")
 
@@ -57,43 +50,6 @@ GRACE = 0.3
 """Seconds before a stage follows one that is lost, so that whoever started them sees which was the first."""
 
 _WAIT = timedelta(minutes=30)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training run as every stage gets it; the names are those of ``weft.train``."""
-
-    net: Chain | Factory
-    data: Any
-    given: Mapping[str, Any]
-    """The arguments of ``make_settings``."""
-    init: Any = None
-    teacher: Teacher | None = None
-    run: str | None = None
-    runs: Path | str = "runs"
-    resume: bool = False
-    checkpoint_every: int | None = None
-    keep: int = 3
-    config: Mapping[str, Any] | None = None
-    cut: Sequence[int] | None = None
-    window: int | None = None
-    trace: bool = False
-    split_backward: bool = False
-    threads: int = field(default_factory=torch.get_num_threads)
-    """Of every stage; as many as here, since they are part of what a fingerprint depends on."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a stage works with once the supernet is divided."""
-
-    chain: Chain
-    data: Data
-    settings: Settings
-    cut: Cut
-    window: int
-    extremes: Mapping[str, Any]
-    foreseen: tuple[Span, ...] | None
 
 
 def run_stages(count: int, job: Job, open_it: Callable[[], Run], callbacks: Sequence[Callback], restarts: int) -> str:
@@ -146,9 +102,8 @@ def run_stage(job: Job, me: Ranks, callbacks: Sequence[Callback] = ()) -> tuple[
     """
     torch.set_num_threads(job.threads)
     quiet = silence()
-    store = connect(
-        timeout=3600.0
-    )  # measuring a large supernet takes its time; a stage that hangs is seen by the watch
+    # Measuring a large supernet takes its time; a stage that hangs is seen by the watch.
+    store = connect(timeout=3600.0)
     report_self(store, me.rank)
 
     def give_up(rank: int, message: str) -> None:
@@ -169,7 +124,7 @@ def run_stage(job: Job, me: Ranks, callbacks: Sequence[Callback] = ()) -> tuple[
 def _take_part(job: Job, me: Ranks, callbacks: Sequence[Callback], accord: Accord, watch: Watch) -> tuple[Path, str]:
     """Divides the supernet with the others, finds them, and trains."""
     device = _device(torch.device(job.given.get("device", "cpu")), me)
-    part = _divide(job, accord, device, again=me.restarts > 0)
+    part = divide(job, accord, device, again=me.restarts > 0)
     law = {**part.settings.law(part.chain, part.data), "teacher": None if job.teacher is None else told(job.teacher)}
     accord.same({**law, "cut": part.cut, "window": part.window, "torch": torch.__version__})
     staged = Staged(
@@ -210,12 +165,10 @@ def _train(
             tracer = Tracer(run.path / "traces" / f"stage{me.rank}.jsonl", me.rank)
             tracer.start(me.restarts, me.world, part.cut, part.settings.microbatches, part.foreseen)
         runtime = Runtime(me.rank, transport, watch, tracer, lambda: asked() and _wanted(accord.store))
-        at = staged.start
         try:
             digest = staged.run_to_end(runtime, job.checkpoint_every or max(1, part.settings.steps // 10))
-            at = staged.reached
             if digest is None:
-                staged.emit("stopped", at=at)
+                staged.emit("stopped", at=staged.reached)
                 transport.close()
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
@@ -233,53 +186,8 @@ def _train(
                 tracer.close()
         staged.emit("finished", steps=part.settings.steps, fingerprint=digest)
         if me.rank == 0 and PARENT in os.environ:
-            figures = {"busy": runtime.busy, "deciding": runtime.deciding, "ops": runtime.ops}
-            report(accord.store, {"run": str(run.path), "fingerprint": digest, "stage0": figures})
+            report(accord.store, {"run": str(run.path), "fingerprint": digest})
         return run.path, digest
-
-
-def _divide(job: Job, accord: Accord, device: torch.device, again: bool) -> Part:
-    """Stage 0 looks at the whole supernet and decides; every stage builds its own part."""
-    given = {**job.given, "device": device}
-    seed = int(given.get("seed", 0))
-    data = as_data(job.data, seed)
-    foreseen: tuple[Span, ...] | None = None
-    if accord.rank == 0:
-        whole = initialise(job.net, seed)
-        settings = make_settings(whole, **given)
-        found = measure(whole, data, settings, job.teacher) if job.cut is None or job.trace else None
-        work = workload_of(whole, settings, None if found is None else found.costs)
-        cut = choose_cut(work, accord.world, job.cut)
-        window = job.window or 2 * accord.world * settings.microbatches
-        if not again:
-            warn_of_waiting(whole, settings, work, cut, window)
-        if job.trace:
-            foreseen = foresee(work, cut, window, None if found is None else found.messages).spans
-        named = isinstance(given.get("stream", ""), str)
-        accord.tell(
-            "division",
-            {
-                "cut": cut,
-                "window": window,
-                "stream": settings.stream.to_json() if named else None,
-                "channels_last": settings.channels_last,
-                "largest": whole.largest().to_json(),
-                "smallest": whole.smallest().to_json(),
-            },
-        )
-        del whole
-    division = accord.hear("division")
-    cut = tuple(division["cut"])
-    chain = initialise(job.net, seed, device, only=[])
-    of = stage_of(cut, len(chain.blocks))
-    own = [name for name, layer in chain.layers.items() if of[layer.block] == accord.rank]
-    chain = initialise(chain, seed, device, only=own)
-    if division["stream"] is not None:
-        given["stream"] = make_stream(chain.space, division["stream"])
-    given["channels_last"] = division["channels_last"]
-    settings = make_settings(chain, **given)
-    extremes = {name: chain.space.load_subnet(division[name]) for name in ("largest", "smallest")}
-    return Part(lay_out(chain, settings), data, settings, cut, int(division["window"]), extremes, foreseen)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,8 +31,6 @@ from weft.pipeline.worker import Done, Worker
 from weft.runs import Run
 from weft.space import Subnet
 from weft.supernet import Chain
-
-log = logging.getLogger("weft.pipeline")
 
 
 class Staged:

@@ -145,7 +145,8 @@ def train(
             f"stages={count}, but {told_ranks.world} processes were started: give torchrun as many, or leave it out"
         )
     if told_ranks is not None and count > 1:
-        from weft.pipeline.processes import Job, run_stage
+        from weft.pipeline.division import Job
+        from weft.pipeline.processes import run_stage
 
         job = Job(
             net, data, given, init, teacher, run, runs, resume, every, keep, config, cut, window, trace, split_backward
@@ -166,7 +167,8 @@ def train(
     load_initial(chain, init)
     law = {**settings.law(chain, loaded), "teacher": None if teacher is None else told(teacher)}
     if count > 1:
-        from weft.pipeline.processes import Job, run_stages
+        from weft.pipeline.division import Job
+        from weft.pipeline.processes import run_stages
 
         name = run or fresh_name("run")
         job = Job(

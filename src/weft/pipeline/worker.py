@@ -26,11 +26,9 @@ Parts = Callable[[int], Batch]
 
 @dataclass(slots=True)
 class Figures:
-    """What a stage has done so far, for progress and traces."""
+    """What the schedule of a stage was like so far: seconds that decisions took, and the most in flight."""
 
-    busy: float = 0.0
     deciding: float = 0.0
-    ops: int = 0
     peak: int = 0
 
 
@@ -119,8 +117,6 @@ class Worker:
             done = Done(op, start, end, (decided, end) if updated else None, updated)
             done.snapshots = self.stage.taken(self.scheduler.oldest) if self.stage.snapshots else []
         self.figures.deciding += start - before + (now - end)
-        self.figures.busy += end - start
-        self.figures.ops += 1
         return done
 
     def finish(self, save: bool = False) -> list[Snapshot]:
@@ -178,9 +174,7 @@ class Worker:
         if not self.stage.is_first:
             self._send(self.stage.index - 1, Message("B", n, tuple(gradients), (), report, note))
         self.stage.weigh(n, counts)
-        if (
-            stops and self.stage.is_first
-        ):  # the cause may be on any stage before the last, and here all of them have looked for it
+        if stops and self.stage.is_first:  # by now every stage has looked for the cause
             raise self._non_finite(n, note)
 
     def _non_finite(self, n: int, where: str) -> NonFiniteError:

@@ -1,0 +1,102 @@
+"""How a training run is divided among stages: the job that all of them get, and the part that each makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.data import Data, as_data
+from weft.pipeline.accord import Accord
+from weft.pipeline.cut import Cut, stage_of
+from weft.pipeline.opening import lay_out
+from weft.pipeline.session import Teacher
+from weft.pipeline.settings import Settings, make_settings
+from weft.pipeline.simulator import Span
+from weft.pipeline.survey import choose_cut, foresee, measure, warn_of_waiting, workload_of
+from weft.space import make_stream
+from weft.supernet import Chain, Factory, initialise
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run as every stage gets it; the names are those of ``weft.train``."""
+
+    net: Chain | Factory
+    data: Any
+    given: Mapping[str, Any]
+    """The arguments of ``make_settings``."""
+    init: Any = None
+    teacher: Teacher | None = None
+    run: str | None = None
+    runs: Path | str = "runs"
+    resume: bool = False
+    checkpoint_every: int | None = None
+    keep: int = 3
+    config: Mapping[str, Any] | None = None
+    cut: Sequence[int] | None = None
+    window: int | None = None
+    trace: bool = False
+    split_backward: bool = False
+    threads: int = field(default_factory=torch.get_num_threads)
+    """Of every stage; as many as here, since they are part of what a fingerprint depends on."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a stage works with once the supernet is divided."""
+
+    chain: Chain
+    data: Data
+    settings: Settings
+    cut: Cut
+    window: int
+    extremes: Mapping[str, Any]
+    foreseen: tuple[Span, ...] | None
+
+
+def divide(job: Job, accord: Accord, device: torch.device, again: bool) -> Part:
+    """Stage 0 looks at the whole supernet and decides; every stage builds its own part."""
+    given = {**job.given, "device": device}
+    seed = int(given.get("seed", 0))
+    data = as_data(job.data, seed)
+    foreseen: tuple[Span, ...] | None = None
+    if accord.rank == 0:
+        whole = initialise(job.net, seed)
+        settings = make_settings(whole, **given)
+        found = measure(whole, data, settings, job.teacher) if job.cut is None or job.trace else None
+        work = workload_of(whole, settings, None if found is None else found.costs)
+        cut = choose_cut(work, accord.world, job.cut)
+        window = job.window or 2 * accord.world * settings.microbatches
+        if not again:
+            warn_of_waiting(whole, settings, work, cut, window)
+        if job.trace:
+            foreseen = foresee(work, cut, window, None if found is None else found.messages).spans
+        named = isinstance(given.get("stream", ""), str)
+        accord.tell(
+            "division",
+            {
+                "cut": cut,
+                "window": window,
+                "stream": settings.stream.to_json() if named else None,
+                "channels_last": settings.channels_last,
+                "largest": whole.largest().to_json(),
+                "smallest": whole.smallest().to_json(),
+            },
+        )
+        del whole
+    division = accord.hear("division")
+    cut = tuple(division["cut"])
+    chain = initialise(job.net, seed, device, only=[])
+    of = stage_of(cut, len(chain.blocks))
+    own = [name for name, layer in chain.layers.items() if of[layer.block] == accord.rank]
+    chain = initialise(chain, seed, device, only=own)
+    if division["stream"] is not None:
+        given["stream"] = make_stream(chain.space, division["stream"])
+    given["channels_last"] = division["channels_last"]
+    settings = make_settings(chain, **given)
+    extremes = {name: chain.space.load_subnet(division[name]) for name in ("largest", "smallest")}
+    return Part(lay_out(chain, settings), data, settings, cut, int(division["window"]), extremes, foreseen)

@@ -1,0 +1,81 @@
+"""Results as a person reads them on a terminal: the tables that the verbs of the command line print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.dryrun import size
+
+
+def facts(console: Console, values: Mapping[str, Any], title: str) -> None:
+    """Names and values, one a row."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in values.items():
+        shown = size(value) if name.startswith("memory") and isinstance(value, int) else value
+        table.add_row(name.replace("_", " "), f"{shown:,}" if isinstance(shown, int) else str(shown))
+    console.print(table)
+
+
+def simulated(console: Console, rows: list[dict[str, Any]], first: str) -> None:
+    """Numbers of stages, or changes, beside what the simulator foresees of each."""
+    table = Table(first, "time a step", "speed-up", "bubble", "steady bubble", "most in flight", "cut before block")
+    for row in rows:
+        if "note" in row:
+            table.add_row(str(row[first]), row["note"])
+            continue
+        shown = [f"{row['time_per_step']:.4g}", f"{row['speedup']:.2f}", f"{row['bubble']:.3f}"]
+        cut = " ".join(str(block) for block in row.get("cut", ()))
+        table.add_row(str(row[first]), *shown, f"{row['steady_bubble']:.3f}", str(row["peak_in_flight"]), cut)
+    console.print(table)
+
+
+def traced_stages(console: Console, found: dict[str, Any]) -> None:
+    """How busy every stage was, and the worst waits."""
+    console.print(
+        f"{found['time']:.4g} s; bubble {found['bubble']:.3f}, steady bubble {found['steady_bubble']:.3f}",
+        soft_wrap=True,
+    )
+    if simulated := found["simulated"]:
+        error = "" if simulated["error"] is None else f", its time off by {100 * simulated['error']:+.1f} %"
+        steady = f"bubble {simulated['bubble']:.3f}, steady bubble {simulated['steady_bubble']:.3f}"
+        console.print(f"simulated: {simulated['time']:.4g} s{error}; {steady}", soft_wrap=True)
+    table = Table("stage", "busy", "ops", "ops/s", "most in flight", "mean wait", "worst wait")
+    for row in found["stages"]:
+        waits = [f"{1000 * row[name]:.4g} ms" for name in ("mean_wait", "worst_wait")]
+        counts = [f"{row['ops']:,}", f"{row['ops_per_second']:.4g}", str(row["peak_in_flight"])]
+        table.add_row(str(row["stage"]), f"{100 * row['busy_share']:.1f} %", *counts, *waits)
+    console.print(table)
+    if not found["waits"]:
+        return
+    table = Table("op", "waited", "after", "for", "held back meanwhile", title="worst waits", title_justify="left")
+    for wait in found["waits"]:
+        words = {"op": wait["source"], "message": f"the message of {wait['source']}"}
+        cause = words.get(wait["cause"], f"its {wait['cause']}")
+        table.add_row(
+            wait["op"], f"{1000 * wait['seconds']:.4g} ms", f"{wait['start']:.4g} s", cause, wait["held"] or ""
+        )
+    console.print(table)
+
+
+def verified(console: Console, found: dict[str, Any]) -> None:
+    """The fingerprint on every number of stages, and where and why they part if they do."""
+    table = Table("stages", "fingerprint", "equal", "time")
+    for row in found["rows"]:
+        stages = f"{row['stages']}{', stopped and resumed' if row['resumed'] else ''}"
+        shown = row["fingerprint"][:16] if row["fingerprint"] else " ".join(str(row["error"]).split())
+        table.add_row(stages, shown, "yes" if row["equal"] else "NO", f"{row['seconds']:.1f} s")
+    console.print(table)
+    if found["equal"]:
+        console.print(f"{found['steps']} steps, equal to the last bit", soft_wrap=True)
+        return
+    where, why = found["difference"], found["cause"]
+    layer = "" if where["layer"] is None else f", layer '{where['layer']}'"
+    console.print(f"first difference ({where['run']}): step {where['step']}{layer}: {where['what']}", soft_wrap=True)
+    console.print(f"likely cause: {why['kind']}: {why['why']}", soft_wrap=True)
+    console.print(f"remedy: {why['remedy']}", soft_wrap=True)
