@@ -147,7 +147,9 @@ def test_a_run_whose_stages_are_killed_one_after_the_other_ends_as_if_nothing_ha
         trained = train(tmp_path, seen, stages=2, restarts=3)
     assert_whole(trained, undisturbed)
     assert strikes.struck >= 2
-    assert starts(seen) >= {"0.0", "0.1", "1.0", "1.1", "2.0", "2.1"}
+    # The third strike may come before the other stage of that start has written that it is there.
+    assert starts(seen) >= {"0.0", "0.1", "1.0", "1.1"}
+    assert starts(seen) & {"2.0", "2.1"}
     at = [e["at"] for e in trained.run.events.read() if e["event"] == "started"]
     assert at[0] == 0
     assert 10 <= at[1] < STEPS
