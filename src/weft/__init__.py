@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weft.search.entry import search
     from weft.search.front import Front
     from weft.space import Space, Stream, Subnet, make_stream
-    from weft.supernet import Chain, Choice, Optional, Shared, extract, initialise
+    from weft.supernet import Chain, Choice, Elastic, Optional, Shared, extract, initialise
 
 __version__ = "0.1.0"
 
@@ -50,18 +50,18 @@ _HOME = {
     "weft.runs": ("Run",),
     "weft.search": ("Front",),
     "weft.space": ("Space", "Stream", "Subnet", "make_stream"),
-    "weft.supernet": ("Chain", "Choice", "Optional", "Shared", "extract", "initialise"),
+    "weft.supernet": ("Chain", "Choice", "Elastic", "Optional", "Shared", "extract", "initialise"),
 }
-_PACKAGES = ("data", "pipeline", "runs", "search", "space", "supernet", "zoo")
 _NAMES = {name: module for module, names in _HOME.items() for name in names}
-_PACKAGES = ("data", "pipeline", "runs", "search", "space", "supernet", "zoo")
+_PACKAGES = {name: f"weft.{name}" for name in ("data", "pipeline", "runs", "search", "space", "supernet", "zoo")}
+_PACKAGES["elastic"] = "weft.supernet.elastic"
 
 
 def __getattr__(name: str) -> Any:
     if name in _NAMES:
         return getattr(importlib.import_module(_NAMES[name]), name)
     if name in _PACKAGES:
-        return importlib.import_module(f"weft.{name}")
+        return importlib.import_module(_PACKAGES[name])
     raise AttributeError(f"module 'weft' has no attribute '{name}'")
 
 
@@ -75,6 +75,7 @@ __all__ = [
     "Choice",
     "Data",
     "Delayed",
+    "Elastic",
     "Exact",
     "Front",
     "Lagged",

@@ -105,7 +105,7 @@ class Graphs:
         return found
 
     def _capture(self, weights: Weights, x: Tensor) -> Captured | None:
-        if not isinstance(weights.clock.consistency, Exact) or weights.layer.side:
+        if not isinstance(weights.clock.consistency, Exact) or weights.layer.side or weights.layer.elastic:
             self._refused.add(weights.layer.name)
             return None
         try:

@@ -14,7 +14,7 @@ from weft.data import Batch
 from weft.pipeline.boundary import entered
 from weft.pipeline.message import Message, assemble, disassemble
 from weft.pipeline.optimizer import Optimizer, Updater
-from weft.supernet import Carry, Chain, as_carry, side_inputs
+from weft.supernet import Carry, Chain, run_layer, side_inputs
 
 Loss = Callable[[Any, Batch], Tensor]
 
@@ -28,22 +28,25 @@ def profile_chain(
 ) -> dict[str, tuple[float, float]]:
     """Seconds of forward and backward by layer name, medians over passes through the whole chain after one to warm up.
 
-    Candidates of a block are measured on what the block before them left; the first candidate's output goes on. A pass
-    goes from layer to layer, as training does, so that weights are no warmer in the caches than there. With an
-    optimizer the update counts as part of the backward, and the loss with the layers of the last block. The weights are
-    changed: give a copy of what is to be kept.
+    Candidates of a block are measured on what the block before them left; the first candidate's output goes on. Elastic
+    layers are measured at the largest subnet. A pass goes from layer to layer, as training does, so that weights are no
+    warmer in the caches than there. With an optimizer the update counts as part of the backward, and the loss with the
+    layers of the last block. The weights are changed: give a copy of what is to be kept.
     """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in chain.layers}
     updaters: dict[str, Updater] = {}
     if optimizer is not None:
         updaters = {name: Updater(optimizer, trained) for name in chain.layers if (trained := _trained(chain, name))}
     chain.train()
+    subnet = chain.largest()
     for _ in range(repeats + 1):
         carry = chain.enter(batch)
         for block in chain.blocks:
             following: Carry | None = None
             for name in block.candidates():
-                outputs, spent = _measure(chain, name, carry, batch, updaters.get(name))
+                outputs, spent = _measure(
+                    chain, name, carry, side_inputs(chain.layers[name], batch, subnet), updaters.get(name)
+                )
                 if loss is not None and block is chain.blocks[-1]:
                     own = _measure_loss(loss, outputs, batch)
                     spent = (spent[0] + own[0], spent[1] + own[1])
@@ -57,14 +60,13 @@ def profile_chain(
 
 
 def _measure(
-    chain: Chain, name: str, carry: Carry, batch: Mapping[str, Tensor], updater: Updater | None
+    chain: Chain, name: str, carry: Carry, side: Mapping[str, Any], updater: Updater | None
 ) -> tuple[Carry, tuple[float, float]]:
-    side = side_inputs(chain.layers[name], batch)
     trained = list(_trained(chain, name).values())
     leaves = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in carry)
     inputs = entered(leaves)
     began = _clock(inputs)
-    outputs = as_carry(chain.module(name)(*inputs, **side), name)
+    outputs = run_layer(chain.layers[name], chain.module(name), inputs, side)
     between = _clock(outputs)
     gradients = _backward(outputs, [*trained, *(x for x in leaves if x.requires_grad)])
     pairs = [(p, g) for p, g in zip(trained, gradients, strict=False) if g is not None]
@@ -103,13 +105,14 @@ def _trained(chain: Chain, name: str) -> dict[str, nn.Parameter]:
 
 def message_bytes(chain: Chain, batch: Mapping[str, Tensor]) -> list[float]:
     """The bytes that enter every block for one micro-batch, which a message has at a cut before that block."""
-    carry = chain.enter(batch)
+    carry, subnet = chain.enter(batch), chain.largest()
     found: list[float] = []
     with torch.no_grad():
         for block in chain.blocks:
             found.append(float(sum(x.numel() * x.element_size() for x in carry)))
             name = next(iter(block.candidates()))
-            carry = as_carry(chain.module(name)(*carry, **side_inputs(chain.layers[name], batch)), name)
+            layer = chain.layers[name]
+            carry = run_layer(layer, chain.module(name), carry, side_inputs(layer, batch, subnet))
     return found
 
 

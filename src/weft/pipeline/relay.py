@@ -12,7 +12,7 @@ from weft.pipeline.message import Message
 from weft.pipeline.stage import Stage
 from weft.pipeline.transport import Transport
 from weft.space import Subnet
-from weft.supernet import Carry, as_carry, side_inputs
+from weft.supernet import Carry, run_layer, side_inputs
 
 
 class Relay:
@@ -30,7 +30,7 @@ class Relay:
         with torch.inference_mode(), stage.precision():
             carry = stage.chain.enter(batch) if stage.is_first else self._take()
             for layer in stage.route(subnet):
-                carry = as_carry(stage.chain.module(layer)(*carry, **side_inputs(layer, batch)), layer.name)
+                carry = run_layer(layer, stage.chain.module(layer), carry, side_inputs(layer, batch, subnet))
         self._number += 1
         if stage.is_last:
             return carry[0] if len(carry) == 1 else carry

@@ -167,7 +167,7 @@ class Sequential:
         with self._precision():
             for layer in self.chain.route(subnet):
                 self.seeder.set(i, j, layer.name)
-                tape.forward(self.weights[layer.name], side_inputs(layer, batch))
+                tape.forward(self.weights[layer.name], side_inputs(layer, batch, subnet))
             carry = tape.outputs()
             self.seeder.set(i, j, "loss")
             outputs, loss = self.law.loss_of(carry, batch)
@@ -249,7 +249,8 @@ class Sequential:
                 for layer in self.chain.route(subnet):
                     self.seeder.set(i, j, layer.name)
                     weights = self.weights[layer.name]
-                    carry, _ = weights.forward(i * self.law.microbatches + j, carry, side_inputs(layer, batch))
+                    side = side_inputs(layer, batch, subnet)
+                    carry, _ = weights.forward(i * self.law.microbatches + j, carry, side)
                     if any(not torch.isfinite(x).all() for x in carry if x.is_floating_point()):
                         broken = any(not torch.isfinite(p).all() for p in weights.parameters)
                         where = f"layer '{layer.name}'" + (", whose weights are not finite" if broken else "")

@@ -134,11 +134,12 @@ class Stage:
         tape = Tape(n, carry, self._graphs, received=not self.is_first, split=self._split)
         records: dict[str, Record] = {}
         report = None
+        subnet = self.subnet(n)
         with self.precision():
             for layer in self._route(n):
                 weights = self.weights[layer.name]
                 self.seeder.set(i, j, layer.name)
-                tape.forward(weights, side_inputs(layer, batch))
+                tape.forward(weights, side_inputs(layer, batch, subnet))
                 if weights.statistics.norms:
                     records[layer.name] = weights.statistics.record(copy=True)
                     if weights.revocable:
@@ -246,7 +247,7 @@ class Stage:
             for layer in self._route(n):
                 self.seeder.set(i, j, layer.name)
                 weights = self.weights[layer.name]
-                carry, _ = weights.forward(n, carry, side_inputs(layer, flight.batch))
+                carry, _ = weights.forward(n, carry, side_inputs(layer, flight.batch, self.subnet(n)))
                 if _broken(carry):
                     worn = any(not torch.isfinite(p).all() for p in weights.parameters)
                     return f"layer '{layer.name}'" + (", whose weights are not finite" if worn else "")

@@ -15,7 +15,7 @@ from weft.pipeline import foreach
 from weft.pipeline.binding import Binding
 from weft.pipeline.consistency import Bounded, Clock, Exact
 from weft.pipeline.statistics import Record, Statistics
-from weft.supernet import Carry, Layer, as_carry
+from weft.supernet import Carry, Layer, run_layer
 
 
 class Weights:
@@ -74,7 +74,7 @@ class Weights:
                 for p in self.parameters
             ]
 
-    def forward(self, n: int, carry: Carry, side: Mapping[str, Tensor]) -> tuple[Carry, list[Tensor]]:
+    def forward(self, n: int, carry: Carry, side: Mapping[str, Any]) -> tuple[Carry, list[Tensor]]:
         """Output of micro-batch n under the version that it must see, and the leaves to differentiate by."""
         version = self.clock.forward_reads(n)
         before = self.buffer_state() if self._watched else None
@@ -90,10 +90,10 @@ class Weights:
         try:
             block = self.bound(leaves)
             if block is None:
-                out = self.module(*carry, **side)
+                out = run_layer(self.layer, self.module, carry, side)
             else:
                 with block:
-                    out = self.module(*carry, **side)
+                    out = run_layer(self.layer, self.module, carry, side)
         except RuntimeError as problem:
             if isinstance(problem, torch.OutOfMemoryError):
                 raise
@@ -101,7 +101,7 @@ class Weights:
             raise SupernetError(f"layer '{self.layer.name}' fails on inputs of shape {shapes}: {problem}") from problem
         if before is not None:
             self._check_buffers(before)
-        return as_carry(out, self.layer.name), leaves
+        return out, leaves
 
     def bound(self, leaves: list[Tensor]) -> AbstractContextManager[None] | None:
         """A block in which the module computes with the leaves; None where they are its own parameters anyway.

@@ -1,16 +1,17 @@
 """What holds the space: chains of blocks, their layers, and the plain module that comes out."""
 
-from weft.supernet.block import Block, Choice, Optional, Shared
-from weft.supernet.chain import Chain, Factory, as_carry, initialise
+from weft.supernet.block import Block, Choice, Elastic, Optional, Shared
+from weft.supernet.chain import Chain, Factory, initialise
 from weft.supernet.export import export
 from weft.supernet.extract import extract
-from weft.supernet.layer import Carry, Layer, Unbuilt, build_layer, side_inputs
+from weft.supernet.layer import Carry, Layer, Unbuilt, as_carry, build_layer, run_layer, side_inputs
 
 __all__ = [
     "Block",
     "Carry",
     "Chain",
     "Choice",
+    "Elastic",
     "Factory",
     "Layer",
     "Optional",
@@ -21,5 +22,6 @@ __all__ = [
     "export",
     "extract",
     "initialise",
+    "run_layer",
     "side_inputs",
 ]

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from weft.errors import SupernetError
 from weft.space import Expr, Space, Subnet
+from weft.supernet.elastic import Condition
 from weft.supernet.layer import Candidate, check_name
 
 
@@ -18,6 +19,7 @@ class Block(Protocol):
     consistency: str | None
     side: tuple[str, ...]
     shared: bool
+    elastic: bool
 
     def candidates(self) -> Mapping[str, Candidate]:
         """The layers by their global names, in order."""
@@ -28,6 +30,7 @@ class Block(Protocol):
 
 class _Base:
     shared = False
+    elastic = False
     space: Space | None
 
     def __init__(self, name: str, space: Space | None, side: Sequence[str], consistency: object) -> None:
@@ -108,3 +111,34 @@ class Optional(_Base):
 
     def pick(self, subnet: Subnet) -> str | None:
         return self.name if subnet.values.get(self.name) is True else None
+
+
+class Elastic(_Base):
+    """A block whose layer takes the subnet as the keyword ``pick`` and uses the part of its weights that it asks for.
+
+    The layer is an ``elastic.Module``, or a function that makes one. With ``when``, subnets for which the condition
+    does not hold skip the block: that is how depth varies.
+    """
+
+    elastic = True
+
+    def __init__(
+        self,
+        space: Space,
+        name: str,
+        layer: Candidate,
+        *,
+        when: Expr | None = None,
+        side: Sequence[str] = (),
+        consistency: object = None,
+    ) -> None:
+        super().__init__(name, space, side, consistency)
+        self._layer = layer
+        self.condition = None if when is None else Condition(space, when)
+        self.shared = when is None
+
+    def candidates(self) -> Mapping[str, Candidate]:
+        return {self.name: self._layer}
+
+    def pick(self, subnet: Subnet) -> str | None:
+        return self.name if self.condition is None or self.condition.holds(subnet) else None

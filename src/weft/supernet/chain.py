@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from weft.keys import torch_seeded
 from weft.space import Choice as SpaceChoice
 from weft.space import Space, Subnet, Value
 from weft.supernet.block import Block
-from weft.supernet.layer import Carry, Layer, Unbuilt, as_module, build_layer, side_inputs
+from weft.supernet.layer import Carry, Layer, Unbuilt, as_carry, as_module, build_layer, run_layer, side_inputs
 
 Inputs = Tensor | Carry | Mapping[str, Tensor]
 Factory = Callable[[], "Chain"]
@@ -41,7 +40,7 @@ class Chain(nn.Module):
             if any(other.name == block.name for other in self.blocks[:index]):
                 raise SupernetError(f"two blocks are named '{block.name}': names of blocks must differ")
             for name, candidate in block.candidates().items():
-                self.layers[name] = Layer(name, index, block.shared, block.consistency, block.side)
+                self.layers[name] = Layer(name, index, block.shared, block.consistency, block.side, block.elastic)
                 self._register(name, as_module(candidate, name))
         _refuse_tied(self)
 
@@ -90,7 +89,7 @@ class Chain(nn.Module):
         batch = inputs if isinstance(inputs, Mapping) else {}
         carry = self.enter(inputs) if isinstance(inputs, Mapping) else as_carry(inputs, "the chain's input")
         for layer in self.route(subnet):
-            carry = as_carry(self.module(layer)(*carry, **side_inputs(layer, batch)), layer.name)
+            carry = run_layer(layer, self.module(layer), carry, side_inputs(layer, batch, subnet))
         return carry[0] if len(carry) == 1 else carry
 
     def largest(self) -> Subnet:
@@ -134,18 +133,6 @@ class Chain(nn.Module):
             return self.space.subnet(self.space.rules.settle(pick))
         except SpaceError:
             return None
-
-
-def as_carry(value: Any, where: str) -> Carry:
-    """A tensor or a tuple of tensors, as a tuple; raises SupernetError for what cannot travel."""
-    if isinstance(value, Tensor):
-        return (value,)
-    if isinstance(value, (tuple, list)) and value and all(isinstance(part, Tensor) for part in value):
-        return tuple(value)
-    kind = type(value).__name__
-    raise SupernetError(
-        f"'{where}' gave {kind}, which cannot travel along a chain: return a tensor or a tuple of tensors"
-    )
 
 
 def initialise(

@@ -13,8 +13,9 @@ from torch import Tensor, fx, nn
 
 from weft.errors import SupernetError
 from weft.space import Subnet
-from weft.supernet.chain import Chain, as_carry
-from weft.supernet.layer import Layer, Unbuilt, side_inputs
+from weft.supernet.chain import Chain
+from weft.supernet.elastic.plain import plain_module
+from weft.supernet.layer import Layer, Unbuilt, as_carry
 
 
 def extract(chain: Chain, subnet: Subnet, example: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -28,35 +29,35 @@ def extract(chain: Chain, subnet: Subnet, example: Mapping[str, Tensor] | None =
     for layer in route:
         if isinstance(chain.module(layer), Unbuilt):
             raise SupernetError(f"layer '{layer.name}' has not been built yet: call initialise(chain, seed) first")
-    parts = OrderedDict((layer.name.replace(".", "_"), copy.deepcopy(chain.module(layer))) for layer in route)
-    if len(parts) != len(route):
+    if len({_label(layer) for layer in route}) != len(route):
         raise SupernetError("two layers of this subnet have the same name once '.' is replaced by '_': rename one")
     if example is None:
         if (chain.inputs is not None and len(chain.inputs) > 1) or any(layer.side for layer in route):
             raise SupernetError(
                 "this chain takes several inputs: give extract() an example batch, as in extract(subnet, example=batch)"
             )
-        plain: nn.Module = nn.Sequential(parts)
+        plain: nn.Module = nn.Sequential(OrderedDict((_label(layer), _part(chain, layer, subnet)) for layer in route))
     else:
-        plain = _graph(chain, route, parts, example)
+        plain = _graph(chain, route, subnet, example)
     for parameter in plain.parameters():
         parameter.grad = None
     return plain.eval()
 
 
-def _graph(
-    chain: Chain, route: tuple[Layer, ...], parts: Mapping[str, nn.Module], example: Mapping[str, Tensor]
-) -> nn.Module:
+def _graph(chain: Chain, route: tuple[Layer, ...], subnet: Subnet, example: Mapping[str, Tensor]) -> nn.Module:
     carry = chain.enter(example)
     names = chain.inputs or tuple(example)[:1]
     side = dict.fromkeys(name for layer in route for name in layer.side)
     graph = fx.Graph()
     entered = {name: graph.placeholder(name) for name in dict.fromkeys((*names, *side))}
     nodes: list[fx.Node] = [entered[name] for name in names]
+    parts: OrderedDict[str, nn.Module] = OrderedDict()
     single = len(names) == 1 and not side
     with torch.no_grad():
-        for (target, module), layer in zip(parts.items(), route, strict=True):
-            out: Any = module.eval()(*carry, **side_inputs(layer, example))
+        for layer in route:
+            target = _label(layer)
+            module = parts[target] = _part(chain, layer, subnet, len(carry))
+            out: Any = module.eval()(*carry, **{name: example[name] for name in layer.side})
             node = graph.call_module(target, tuple(nodes), {name: entered[name] for name in layer.side})
             carry = as_carry(out, layer.name)
             if isinstance(out, Tensor):
@@ -65,4 +66,13 @@ def _graph(
                 single = False
                 nodes = [graph.call_function(operator.getitem, (node, i)) for i in range(len(carry))]
     graph.output(nodes[0] if len(nodes) == 1 else tuple(nodes))
-    return nn.Sequential(OrderedDict(parts)) if single else fx.GraphModule(dict(parts), graph, class_name="Subnet")
+    return nn.Sequential(parts) if single else fx.GraphModule(dict(parts), graph, class_name="Subnet")
+
+
+def _label(layer: Layer) -> str:
+    return layer.name.replace(".", "_")
+
+
+def _part(chain: Chain, layer: Layer, subnet: Subnet, inputs: int = 1) -> nn.Module:
+    module = chain.module(layer)
+    return plain_module(module, subnet, inputs, layer.side) if layer.elastic else copy.deepcopy(module)

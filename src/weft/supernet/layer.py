@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.errors import SupernetError
 from weft.keys import torch_seeded
+from weft.space import Subnet
 
 Carry = tuple[Tensor, ...]
 """What travels along the chain from block to block."""
@@ -37,7 +39,8 @@ class Layer:
     """Where a layer lives and what it asks for; its module is found through the chain, by name.
 
     ``shared`` says that every subnet uses it. ``consistency`` is a text such as ``lagged(4)``, or None for the run's
-    default. ``side`` names the entries of the batch that its module takes as keyword arguments.
+    default. ``side`` names the entries of the batch that its module takes as keyword arguments. An ``elastic`` one
+    takes the subnet too, as ``pick``.
     """
 
     name: str
@@ -45,6 +48,9 @@ class Layer:
     shared: bool
     consistency: str | None = None
     side: tuple[str, ...] = ()
+    elastic: bool = False
+    runner: Callable[[nn.Module, Carry, Mapping[str, Any]], Any] | None = None
+    """How its module is run, if not by calling it: mixed layers go by the probabilities that travel with the carry."""
 
 
 def check_name(name: str, what: str) -> str:
@@ -113,12 +119,34 @@ def _materialise(part: nn.Module, path: str) -> None:
         )
 
 
-def side_inputs(layer: Layer, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The entries of the batch that the layer asked for; raises SupernetError where one is missing."""
+def run_layer(layer: Layer, module: nn.Module, carry: Carry, side: Mapping[str, Any]) -> Carry:
+    """What a layer's module makes of the carry."""
+    out = module(*carry, **side) if layer.runner is None else layer.runner(module, carry, side)
+    return as_carry(out, layer.name)
+
+
+def as_carry(value: Any, where: str) -> Carry:
+    """A tensor or a tuple of tensors, as a tuple; raises SupernetError for what cannot travel."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, (tuple, list)) and value and all(isinstance(part, Tensor) for part in value):
+        return tuple(value)
+    kind = type(value).__name__
+    raise SupernetError(
+        f"'{where}' gave {kind}, which cannot travel along a chain: return a tensor or a tuple of tensors"
+    )
+
+
+def side_inputs(layer: Layer, batch: Mapping[str, Tensor], subnet: Subnet) -> dict[str, Any]:
+    """What the layer's module takes beside the carry: entries of the batch that it asked for, and the subnet if it is
+    elastic; raises SupernetError where an entry is missing."""
     try:
-        return {key: batch[key] for key in layer.side}
+        found: dict[str, Any] = {key: batch[key] for key in layer.side}
     except KeyError as missing:
         raise SupernetError(
             f"layer '{layer.name}' takes the side input {missing}, "
             f"but the batch has {', '.join(sorted(batch)) or 'nothing'}"
         ) from None
+    if layer.elastic:
+        found["pick"] = subnet
+    return found

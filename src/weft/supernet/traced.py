@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import SupernetError
-from weft.supernet.chain import as_carry
-from weft.supernet.layer import Carry
+from weft.supernet.layer import Carry, as_carry
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from weft.pipeline.seeding import Seeder
 from weft.pipeline.sequential import split
 from weft.pipeline.session import Teacher, make_law, make_loader, taught
 from weft.pipeline.settings import Settings
-from weft.supernet import Carry, Chain, Factory, as_carry, initialise, side_inputs
+from weft.supernet import Carry, Chain, Factory, Layer, as_carry, initialise, run_layer, side_inputs
 from weft.verification import hidden
 from weft.verification.difference import Difference
 from weft.verification.recorder import fresh
@@ -98,9 +98,12 @@ class Subject:
         whole = taught(chain, self.teacher, make_loader(self.load().train, s).batch(step))
         for j, batch in enumerate(split(whole, s.microbatches)):
             carry = chain.enter(batch)
-            for layer in chain.route(picks[j % len(picks)]):
+            subnet = picks[j % len(picks)]
+            for layer in chain.route(subnet):
+                side = side_inputs(layer, batch, subnet)
                 module = chain.module(layer)
-                call, seeded = partial(module, **side_inputs(layer, batch)), partial(seeder.set, step, j, layer.name)
+                call: Callable[..., Any] = partial(_run, layer, module, side)
+                seeded = partial(seeder.set, step, j, layer.name)
                 with law.autocast(s.device)():
                     twice, carry = _twice(call, module, carry, seeded)
                 yield layer.name, twice
@@ -223,6 +226,10 @@ def _twice(call: Callable[..., Any], owner: Any, inputs: Carry, seeded: Callable
             buffer.data.copy_(value)
     differs = not all((a is None and b is None) or _same(a, b) for a, b in zip(*results, strict=True))
     return Twice(differs, tuple(moved)), tuple(x.detach() for x in outputs)
+
+
+def _run(layer: Layer, module: nn.Module, side: Mapping[str, Any], *carry: Tensor) -> Carry:
+    return run_layer(layer, module, carry, side)
 
 
 def _loss(function: Callable[..., Tensor], batch: Batch, *outputs: Tensor) -> Tensor:

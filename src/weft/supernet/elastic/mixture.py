@@ -1,0 +1,137 @@
+"""A mixture: a probability for every option of every choice, where a subnet has one option each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import SpaceError, SupernetError, nearest
+from weft.space import Space, Subnet
+
+TOLERANCE = 1e-4
+
+
+class Mixture:
+    """Independent choices, each with a vector of probabilities in the order of its options.
+
+    The probabilities of a choice with a condition hold where it is active. Elastic layers take a mixture in the place
+    of a subnet, and compute with the expectation of their weights under it. What they derive from it is worked out
+    once, so give one mixture to all layers.
+    """
+
+    __slots__ = ("_known", "_probabilities", "space")
+
+    def __init__(self, space: Space, probabilities: Mapping[str, Tensor]) -> None:
+        """Takes one vector a choice; raises SupernetError where one is missing or is not a distribution."""
+        for name in probabilities:
+            if name not in space.choices:
+                raise SupernetError(f"a mixture for the unknown choice '{name}'{nearest(name, space.choices)}")
+        for name in space.choices:
+            options = choice_options(space, name)
+            if name not in probabilities:
+                raise SupernetError(f"the mixture has no probabilities for choice '{name}'; options: {options}")
+            given = probabilities[name]
+            if given.shape != (len(options),):
+                raise SupernetError(
+                    f"choice '{name}' has {len(options)} options, but its probabilities have the shape "
+                    f"{tuple(given.shape)}"
+                )
+            shown = [float(p) for p in given.detach()]
+            if min(shown) < -TOLERANCE or not math.isclose(sum(shown), 1.0, abs_tol=TOLERANCE):
+                raise SupernetError(
+                    f"the probabilities of choice '{name}' are {', '.join(f'{p:g}' for p in shown)} and come to "
+                    f"{sum(shown):g}: they must be 0 or more and come to 1"
+                )
+        self._fill(space, probabilities)
+
+    def _fill(self, space: Space, probabilities: Mapping[str, Tensor]) -> None:
+        self.space = space
+        self._probabilities = dict(probabilities)
+        self._known: dict[Any, Any] = {}
+
+    @classmethod
+    def unchecked(cls, space: Space, probabilities: Mapping[str, Tensor]) -> Mixture:
+        """For probabilities that are right by construction: looking at them would make a GPU wait.
+
+        Choices may be missing if nobody asks for them.
+        """
+        mixture = cls.__new__(cls)
+        mixture._fill(space, probabilities)
+        return mixture
+
+    @classmethod
+    def flat(cls, space: Space, names: Sequence[str], vector: Tensor) -> Mixture:
+        """From one vector that holds the probabilities of these choices one after another."""
+        counts = [len(choice_options(space, name)) for name in names]
+        parts = torch.split(vector[: sum(counts)], counts)
+        return cls.unchecked(space, dict(zip(names, parts, strict=True)))
+
+    @classmethod
+    def uniform(cls, space: Space, device: torch.device | str = "cpu") -> Mixture:
+        """Every option of a choice is as likely as the others."""
+        counts = {name: len(choice_options(space, name)) for name in space.choices}
+        return cls.unchecked(space, {name: torch.full((n,), 1 / n, device=device) for name, n in counts.items()})
+
+    @classmethod
+    def one_hot(cls, subnet: Subnet, space: Space, device: torch.device | str = "cpu") -> Mixture:
+        """All the probability on one subnet; inactive choices on their first option, which counts for nothing."""
+        space.check(subnet)
+        rows = {}
+        for name in space.choices:
+            options = choice_options(space, name)
+            row = torch.zeros(len(options), device=device)
+            row[options.index(subnet.values[name]) if name in subnet.values else 0] = 1.0
+            rows[name] = row
+        return cls.unchecked(space, rows)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._probabilities)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._probabilities:
+            raise SupernetError(f"the mixture has no probabilities for '{name}'{nearest(name, self._probabilities)}")
+        return self._probabilities[name]
+
+    def joint(self, names: Sequence[str]) -> Tensor:
+        """The probabilities of all combinations of options of these choices, the last one varying fastest."""
+        key = ("joint", *names)
+        found = self._known.get(key)
+        if found is None:
+            found = self[names[0]]
+            for name in names[1:]:
+                found = torch.outer(found, self[name]).flatten()
+            self._known[key] = found
+        return found
+
+    def known(self, key: Any, make: Any) -> Any:
+        """What was worked out under this key, or what ``make()`` gives now."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def entropies(self) -> dict[str, Tensor]:
+        """In bits, by choice."""
+        return {n: -(p * p.clamp_min(1e-12).log2()).sum() for n, p in self._probabilities.items()}
+
+    def likeliest(self) -> Subnet:
+        """The subnet of the most likely options; raises SpaceError where the constraints forbid it."""
+        best = {name: int(self[name].argmax()) for name in self.space.choices}
+        values = self.space.rules.settle(lambda name, _: choice_options(self.space, name)[best[name]])
+        return self.space.subnet(values)
+
+
+Pick = Subnet | Mixture
+"""What a forward is told: one subnet, or a mixture of all."""
+
+
+def choice_options(space: Space, name: str) -> tuple[Any, ...]:
+    """The options of a choice; raises SpaceError for a real one, which has no end of them."""
+    options = space.choices[name].options
+    if options is None:
+        raise SpaceError(f"choice '{name}' is a real number: only choices between options can be mixed")
+    return options

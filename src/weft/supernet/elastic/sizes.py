@@ -1,0 +1,179 @@
+"""The sizes of an elastic weight: what its dimensions come to for a subnet, and which part of it a mixture expects."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from weft.errors import SpaceError, SupernetError
+from weft.space import Expr, Space, Subnet, Value
+from weft.supernet.elastic.mixture import Mixture, choice_options
+
+Dim = int | Expr
+"""A size that is fixed, or an expression over the choices of a space; of 3.5 * width the whole part counts."""
+
+MOST_COMBINATIONS = 4096
+
+
+class Sizes:
+    """The dimensions of one weight, each of which is a prefix of its largest size.
+
+    ``factors(mixture)`` gives one matrix a dimension, of a row for every combination s of the choices that several
+    dimensions share, so that the probability that the entry (i, j, ...) is within the pick is the sum over s of
+    factors[0][s, i] * factors[1][s, j] * ...: rank 1 where the dimensions are independent.
+    """
+
+    def __init__(self, space: Space, *dims: Dim, what: str = "a layer") -> None:
+        self.space = space
+        self.dims = dims
+        self._exprs = [_expanded(space, dim) for dim in dims]
+        names = [sorted(expr.names, key=list(space.choices).index) for expr in self._exprs]
+        counts = [name for own in names for name in own]
+        self.shared = tuple(name for name in space.choices if counts.count(name) > 1)
+        self._own = [tuple(name for name in own if name not in self.shared) for own in names]
+        self.names = tuple(name for name in space.choices if name in counts)
+        self._tables = [self._table(index, what) for index in range(len(dims))]
+        self.largest = tuple(int(table.max()) for table in self._tables)
+        self.values = tuple(tuple(sorted({int(v) for v in table.flatten() if v > 0})) for table in self._tables)
+        """The sizes that each dimension can have, in order."""
+        self.key = (self.shared, tuple(self._own), tuple(tuple(t.flatten().tolist()) for t in self._tables))
+        self._cache: dict[tuple[Value | None, ...], tuple[int, ...]] = {}
+        self._inside: dict[tuple[int, torch.device], Tensor] = {}
+
+    def of(self, subnet: Subnet) -> tuple[int, ...]:
+        """The sizes for one subnet."""
+        values = subnet.values
+        key = tuple(values.get(name) for name in self.names)
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = tuple(int(expr.value(values)) for expr in self._exprs)
+        return found
+
+    def is_fixed(self, index: int) -> bool:
+        """Whether the dimension has one size for all subnets."""
+        return len(self.values[index]) == 1
+
+    def factors(self, mixture: Mixture) -> tuple[Tensor, ...]:
+        """For each dimension a matrix: combinations of the shared choices, by the dimension's largest size."""
+        found: tuple[Tensor, ...] = mixture.known(("factors", self.key), lambda: self._factors(mixture))
+        return found
+
+    def distribution(self, mixture: Mixture, index: int = 0) -> Tensor:
+        """The probability of each of ``values[index]``."""
+        return mixture.known(("distribution", self.key, index), lambda: self._distribution(mixture, index))  # type: ignore[no-any-return]
+
+    def inside(self, mixture: Mixture, index: int = 0) -> Tensor:
+        """For each place along a dimension the probability that it is within the pick."""
+        factors = self.factors(mixture)
+        if len(factors) == 1:
+            return factors[0].sum(0) if len(factors[0]) > 1 else factors[0][0]
+        # The first place of every other dimension is always within, and its factor carries the rest.
+        if index == 0:
+            return factors[0].sum(0)
+        first = factors[0][:, 0]
+        for other in range(1, len(factors)):
+            if other != index:
+                first = first * factors[other][:, 0]
+        return first @ factors[index]
+
+    def _factors(self, mixture: Mixture) -> tuple[Tensor, ...]:
+        found = []
+        for index, own in enumerate(self._own):
+            like = mixture[self.names[0]] if self.names else torch.zeros(())
+            table = self._inside_table(index, like.device)
+            # table: shared combinations x own combinations x places
+            found.append(torch.matmul(mixture.joint(own), table) if own else table[:, 0])
+        if self.shared:
+            found[0] = found[0] * mixture.joint(self.shared)[:, None]
+        return tuple(found)
+
+    def _distribution(self, mixture: Mixture, index: int) -> Tensor:
+        names = (*self.shared, *self._own[index])
+        if not names:
+            like = mixture[mixture.names[0]] if mixture.names else torch.zeros(())
+            return torch.ones(1, device=like.device)
+        key = (-1 - index, mixture[names[0]].device)
+        if key not in self._inside:
+            sizes = self._tables[index].flatten()
+            rows = torch.tensor([[float(size == v) for v in self.values[index]] for size in sizes])
+            self._inside[key] = rows.to(key[1])
+        return mixture.joint(names) @ self._inside[key]
+
+    def _inside_table(self, index: int, device: torch.device) -> Tensor:
+        key = (index, device)
+        if key not in self._inside:
+            places = torch.arange(self.largest[index])
+            self._inside[key] = (places < self._tables[index][:, :, None]).float().to(device)
+        return self._inside[key]
+
+    def _table(self, index: int, what: str) -> Tensor:
+        """Sizes by combination of the shared choices and combination of the dimension's own."""
+        expr = self._exprs[index]
+        rows = []
+        for shared in combinations(self.space, self.shared):
+            row = []
+            for own in combinations(self.space, self._own[index]):
+                row.append(self._size(expr, {**shared, **own}, what))
+            rows.append(row)
+        if len(rows) * len(rows[0]) > MOST_COMBINATIONS:
+            raise SupernetError(
+                f"a dimension of {what}, '{self.dims[index]}', has {len(rows) * len(rows[0]):,} combinations of "
+                f"options, more than {MOST_COMBINATIONS:,}: let it depend on fewer choices"
+            )
+        return torch.tensor(rows)
+
+    def _size(self, expr: Expr, values: dict[str, Value], what: str) -> int:
+        if forbidden(self.space, values):
+            return 0
+        size = expr.value({name: values[name] for name in expr.names})
+        if isinstance(size, str) or int(size) < 1:
+            given = " ".join(f"{name}={values[name]}" for name in sorted(expr.names))
+            raise SupernetError(f"a dimension of {what}, '{expr}', comes to {size!r} with {given or 'no choice'}")
+        return int(size)
+
+
+def combinations(space: Space, names: Sequence[str]) -> list[dict[str, Value]]:
+    """All combinations of options, the last choice varying fastest."""
+    options = [choice_options(space, name) for name in names]
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*options)]
+
+
+def forbidden(space: Space, values: Mapping[str, Value]) -> bool:
+    """Whether a constraint that reads nothing but these choices rules the combination out."""
+    return space.rules.broken(values) is not None
+
+
+def _expanded(space: Space, dim: Dim) -> Expr:
+    expr = Expr.of(dim).substitute(space.rules.layout.derived)
+    for name in expr.names:
+        if name not in space.choices:
+            raise SpaceError(f"'{expr}' reads '{name}', which is no choice of the space")
+    return expr
+
+
+class Condition:
+    """An expression that holds for some subnets, and how likely it does under a mixture."""
+
+    def __init__(self, space: Space, expr: Expr) -> None:
+        self.expr = _expanded(space, expr)
+        self.names = tuple(name for name in space.choices if name in self.expr.names)
+        self._holds = torch.tensor([float(bool(self.expr.value(c))) for c in combinations(space, self.names)])
+        self._on: dict[torch.device, Tensor] = {}
+
+    def holds(self, subnet: Subnet) -> bool:
+        """Whether it holds for the subnet; not where it reads an inactive choice."""
+        return self.expr.names <= subnet.values.keys() and bool(self.expr.value(subnet.values))
+
+    def probability(self, mixture: Mixture) -> Tensor:
+        """How likely it holds, its choices taken as active."""
+
+        def make() -> Tensor:
+            joint = mixture.joint(self.names)
+            if joint.device not in self._on:  # copied once: a copy from the host would make a GPU wait
+                self._on[joint.device] = self._holds.to(joint.device)
+            return joint @ self._on[joint.device]
+
+        return mixture.known(("condition", self.expr.program), make)  # type: ignore[no-any-return]
