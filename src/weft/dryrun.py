@@ -15,8 +15,7 @@ from weft.data import Data
 from weft.errors import WeftError
 from weft.pipeline.consistency import Bounded, Delayed, Lagged, clock
 from weft.pipeline.optimizer import Optimizer, Updater
-from weft.pipeline.sequential import split
-from weft.pipeline.session import make_loader
+from weft.pipeline.session import make_law, make_loader
 from weft.pipeline.settings import Settings, make_settings
 from weft.search.method import count
 from weft.space import Subnet
@@ -29,7 +28,8 @@ def describe(net: Chain | Factory, data: Data, arguments: Mapping[str, Any], pat
     """Steps, subnets, parameters, memory in bytes and place of the run that ``weft.train`` would make of this."""
     chain = on_meta(net)
     settings = make_settings(chain, **arguments)
-    loader = make_loader(data.train, settings)
+    loader = make_loader(data, settings)
+    per_epoch = getattr(loader, "per_epoch", None)
     batch = {name: tensor.to(META) for name, tensor in loader.batch(0).items()}
     largest, smallest = chain.largest(), chain.smallest()
     subnets = count(chain.space)
@@ -40,7 +40,7 @@ def describe(net: Chain | Factory, data: Data, arguments: Mapping[str, Any], pat
         "steps": settings.steps,
         "batch_size": settings.batch_size,
         "microbatches": settings.microbatches,
-        "epochs": round(settings.steps / loader.per_epoch, 2) if loader.per_epoch else None,
+        "epochs": round(settings.steps / per_epoch, 2) if per_epoch else None,
         "stream": settings.stream.describe(),
         "subnets": "too many to count" if math.isinf(subnets) else int(subnets),
         "blocks": len(chain.blocks),
@@ -110,7 +110,7 @@ def kept_bytes(chain: Chain, settings: Settings) -> int:
 
 def activations(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor], settings: Settings) -> int | str:
     """What one micro-batch of the largest subnet keeps for its backward, in bytes; why not, where that is not known."""
-    micro = {name: part.clone() for name, part in split(dict(batch), settings.microbatches)[0].items()}
+    micro = {name: part.clone() for name, part in make_law(settings).parts(dict(batch))[0].items()}
     own = {p.untyped_storage()._cdata for p in (*chain.parameters(), *chain.buffers())}
     held: dict[int, torch.UntypedStorage] = {}  # kept, so that no other storage gets the same address
 

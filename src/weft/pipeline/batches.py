@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from weft.data import Batch, IterableLoader, Loader
 from weft.errors import TrainError
+from weft.pipeline.bilevel import Alternating
 from weft.pipeline.sequential import split
 
 
@@ -14,14 +16,16 @@ class Batches:
 
     def __init__(
         self,
-        loader: Loader | IterableLoader,
+        loader: Loader | IterableLoader | Alternating,
         first: int,
         steps: int,
         m: int,
         change: Callable[[Batch], Batch] | None = None,
+        parts: Callable[[Batch], list[Batch]] | None = None,
     ) -> None:
         self._batches = loader.iterate(first, steps)
         self._change = change
+        self._parts = parts or partial(split, m=m)
         self._m = m
         self._next = first
         self._held: dict[int, list[Batch | None]] = {}
@@ -30,7 +34,7 @@ class Batches:
         step, j = divmod(n, self._m)
         while self._next <= step:
             batch = next(self._batches)
-            self._held[self._next] = list(split(self._change(batch) if self._change else batch, self._m))
+            self._held[self._next] = list(self._parts(self._change(batch) if self._change else batch))
             self._next += 1
         held = self._held.get(step)
         part = None if held is None else held[j]

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from weft.pipeline.fingerprint import LossDigest
-from weft.pipeline.readback import mean
+from weft.pipeline.readback import average, mean
+from weft.pipeline.session import phase
 from weft.pipeline.settings import Settings
 
 Log = Callable[..., None]
@@ -43,12 +44,15 @@ class Ledger:
         losses = [report[0] for report in reports]
         fields: dict[str, Any] = {"step": step, "loss": mean(losses)}
         counted = [report for report in reports if report[1]]
-        for index, name in enumerate(self._settings.metrics):
-            place = 2 + 2 * index
-            count = sum(report[place + 1] for report in counted)
+        place = 2
+        for name, metric in self._settings.metrics.items():
+            size = int(getattr(metric, "size", 1))
+            count = sum(report[place + size] for report in counted)
             if count:
-                fields[name] = sum(report[place] for report in counted) / count
+                fields[name] = average([sum(r[place + k] for r in counted) for k in range(size)], count)
+            place += size + 1
         fields["rate"] = self._settings.schedule(step, self._settings.steps)
+        fields |= phase(self._settings, step)
         fields["subnets"] = [subnet.id for subnet in self._settings.stream[step]]
         skipped = sum(not math.isfinite(loss) for loss in losses)
         if skipped:

@@ -38,6 +38,12 @@ def accuracy(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
     return (outputs.argmax(-1) == wanted).sum(), wanted.numel()
 
 
+def follow(outputs: Tensor, taught: Tensor, batch: Batch) -> Tensor:
+    """The cross-entropy with the teacher's own probabilities: what subnets learn from the largest one of their step."""
+    wanted = F.softmax(taught.flatten(0, -2), -1)
+    return F.cross_entropy(outputs.flatten(0, -2), wanted)
+
+
 def distillation(
     loss: Callable[[Tensor, Batch], Tensor], weight: float = 0.5, temperature: float = 2.0
 ) -> Callable[[Tensor, Batch], Tensor]:

@@ -77,19 +77,27 @@ class Optimizer:
 class Updater:
     """Applies updates to the parameters it was made with; a parameter that an update does not name stays as it is."""
 
-    def __init__(self, spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, spec: Optimizer, parameters: Mapping[str, nn.Parameter], apart: Mapping[str, Optimizer] | None = None
+    ) -> None:
+        """``apart`` names parameters with an optimizer of their own, whose learning rate stays as it is."""
         self.parameters = dict(parameters)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._group: dict[int, tuple[int, int]] = {}
         self._full: list[list[list[nn.Parameter]]] = []
         self._base: list[list[float]] = []
+        apart = {name: own for name, own in (apart or {}).items() if name in self.parameters}
+        common = {name: p for name, p in self.parameters.items() if name not in apart}
         if issubclass(spec.cls, getattr(torch.optim, "Muon", ())):
-            matrices = {name: p for name, p in self.parameters.items() if p.dim() == 2}
-            rest = {name: p for name, p in self.parameters.items() if p.dim() != 2}
+            matrices = {name: p for name, p in common.items() if p.dim() == 2}
+            rest = {name: p for name, p in common.items() if p.dim() != 2}
             self._make(spec, matrices)
             self._make(spec.others or Optimizer("adamw", lr=spec.options.get("lr", 1e-3)), rest)
         else:
-            self._make(spec, self.parameters)
+            self._make(spec, common)
+        self._steady = len(self._optimizers)
+        for own in {id(own): own for own in apart.values()}.values():
+            self._make(own, {name: self.parameters[name] for name, other in apart.items() if other is own})
 
     def _make(self, spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         if not parameters:
@@ -133,12 +141,28 @@ class Updater:
                 used = False
                 for index, group in enumerate(optimizer.param_groups):
                     group["params"] = shown.get((number, index, known), [])
-                    group["lr"] = self._base[number][index] * factor
+                    group["lr"] = self._base[number][index] * (factor if number < self._steady else 1.0)
                     used = used or bool(group["params"])
                 if used:
                     optimizer.step()
         for parameter in parameters:
             parameter.grad = None
+
+    @property
+    def rate(self) -> float:
+        """The base learning rate of the common optimizer."""
+        return self._base[0][0]
+
+    def direction(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Where plain gradient descent with the optimizer's weight decay and momentum would go, without going."""
+        found = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            optimizer, index = self._group[id(parameter)]
+            group = self._optimizers[optimizer].param_groups[index]
+            way = gradient + float(group.get("weight_decay") or 0.0) * parameter.detach()
+            velocity = self._optimizers[optimizer].state.get(parameter, {}).get("momentum_buffer")
+            found.append(way if velocity is None else way + float(group["momentum"]) * velocity)
+        return found
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The optimizer's state of a parameter, plain numbers under names with a "!"; empty before its first update."""

@@ -25,7 +25,7 @@ class Readback:
         self._new: list[StepResult] = []
         self._sent: deque[tuple[list[StepResult], Tensor, torch.cuda.Event]] = deque()
 
-    def add(self, result: StepResult) -> Iterator[tuple[StepResult, list[float], dict[str, float]]]:
+    def add(self, result: StepResult) -> Iterator[tuple[StepResult, list[float], dict[str, Average]]]:
         """The results whose numbers are here by now."""
         self._new.append(result)
         if self._direct:
@@ -35,12 +35,12 @@ class Readback:
             while len(self._sent) > 1:
                 yield from self._receive()
 
-    def drain(self) -> Iterator[tuple[StepResult, list[float], dict[str, float]]]:
+    def drain(self) -> Iterator[tuple[StepResult, list[float], dict[str, Average]]]:
         """All that are left; waits for the device."""
         if self._direct:
             for result in self._new:
                 losses = [loss.item() for loss in result.losses]
-                yield result, losses, {name: float(total) / count for name, (total, count) in result.metrics.items()}
+                yield result, losses, {name: averaged(t, count) for name, (t, count) in result.metrics.items()}
             self._new = []
             return
         if self._new:
@@ -54,7 +54,7 @@ class Readback:
             for r in self._new
             for x in (*r.losses, *(torch.as_tensor(t, device=r.losses[0].device) for t, _ in r.metrics.values()))
         ]
-        packed = torch.stack([x.reshape(()).to(torch.float64) for x in numbers])
+        packed = torch.cat([x.reshape(-1).to(torch.float64) for x in numbers])
         host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         host.copy_(packed, non_blocking=True)
         event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -62,14 +62,29 @@ class Readback:
         self._sent.append((self._new, host, event))
         self._new = []
 
-    def _receive(self) -> Iterator[tuple[StepResult, list[float], dict[str, float]]]:
+    def _receive(self) -> Iterator[tuple[StepResult, list[float], dict[str, Average]]]:
         results, host, event = self._sent.popleft()
         event.synchronize()
         values = iter(host.tolist())
         for result in results:
             losses = [next(values) for _ in result.losses]
-            metrics = {name: next(values) / count for name, (_, count) in result.metrics.items()}
+            metrics = {}
+            for name, (total, count) in result.metrics.items():
+                metrics[name] = average([next(values) for _ in range(torch.as_tensor(total).numel())], count)
             yield result, losses, metrics
+
+
+Average = float | list[float]
+
+
+def average(sums: list[float], count: float) -> Average:
+    """A metric's mean; of a vector its numbers, to as many digits as a log is read with."""
+    return sums[0] / count if len(sums) == 1 else [round(value / count, 6) for value in sums]
+
+
+def averaged(total: Tensor | float, count: float) -> Average:
+    """The same from a tensor."""
+    return average(torch.as_tensor(total).double().reshape(-1).tolist(), count)
 
 
 def mean(losses: list[float]) -> float:

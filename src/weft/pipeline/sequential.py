@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,20 +20,25 @@ from torch import Tensor
 from weft.data import Batch
 from weft.errors import NonFiniteError, TrainError
 from weft.pipeline import foreach
+from weft.pipeline.bilevel import Bilevel
 from weft.pipeline.consistency import Consistency, clock
 from weft.pipeline.graphs import Graphs
 from weft.pipeline.optimizer import Optimizer, Updater
 from weft.pipeline.rate import Schedule
 from weft.pipeline.seeding import Seeder
 from weft.pipeline.tape import Tape
+from weft.pipeline.unrolled import check_unrolled, look_ahead
 from weft.pipeline.weights import Weights
 from weft.space import Stream, Subnet
-from weft.supernet import Carry, Chain, side_inputs
+from weft.supernet import Carry, Chain, Layer, side_inputs
 
 Outputs = Any
 Loss = Callable[[Outputs, Batch], Tensor]
+Distil = Callable[[Outputs, Outputs, Batch], Tensor]
+"""The loss of a subnet's outputs against those of the step's largest one."""
 Metric = Callable[[Outputs, Batch], tuple[Tensor, float]]
-"""Sum and count over a micro-batch, so that metrics add up."""
+"""Sum and count over a micro-batch, so that metrics add up. The sum may be a vector, whose length the metric then gives
+as its attribute ``size``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,26 @@ class Law:
     precision: str = "fp32"
     nonfinite: str = "stop"
     metrics: Mapping[str, Metric] | None = None
+    bilevel: Bilevel | None = None
+    distil: Distil | None = None
+    """In place: every micro-batch of a step sees the whole batch, and all but the first follow the first's outputs."""
+
+    def parts(self, batch: Batch) -> list[Batch]:
+        """The micro-batches of a step."""
+        return [batch] * self.microbatches if self.distil is not None else split(batch, self.microbatches)
+
+    def trains(self, layer: Layer, step: int) -> bool:
+        """Whether the step changes the layer: architecture and weights take turns where there are both."""
+        return self.bilevel is None or layer.arch == self.bilevel.architecture(step)
+
+    def updater(self, weights: Mapping[str, Weights]) -> Updater:
+        """The optimizers of some layers, by the names of their parameters."""
+        own = {} if self.bilevel is None else {n: self.bilevel.optimizer for n, w in weights.items() if w.layer.arch}
+        parameters = {
+            (name, path): p for name, w in weights.items() for path, p in zip(w.names, w.parameters, strict=True)
+        }
+        apart = {f"{name}.{path}": own[name] for name, path in parameters if name in own}
+        return Updater(self.optimizer, {f"{name}.{path}": p for (name, path), p in parameters.items()}, apart)
 
     def autocast(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
         """Blocks in which forwards compute in the run's precision."""
@@ -58,10 +84,14 @@ class Law:
             return lambda: torch.autocast(device.type, torch.bfloat16)
         return nullcontext
 
-    def loss_of(self, carry: Carry, batch: Batch) -> tuple[Outputs, Tensor]:
-        """The outputs as the loss sees them, and the loss; raises TrainError where it is not one number."""
+    def loss_of(self, carry: Carry, batch: Batch, lesson: Outputs = None) -> tuple[Outputs, Tensor]:
+        """The outputs as the loss sees them, and the loss; raises TrainError where it is not one number.
+
+        ``lesson`` is what the first micro-batch of the step gave, where the others are to follow it.
+        """
         outputs = carry[0] if len(carry) == 1 else carry
-        loss = self.loss(outputs, batch)
+        follows = self.distil is not None and lesson is not None
+        loss = self.distil(outputs, lesson, batch) if self.distil and follows else self.loss(outputs, batch)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise TrainError(f"the loss must return a tensor with one number, not {got}")
@@ -104,6 +134,7 @@ class Sequential:
     def __init__(
         self, chain: Chain, law: Law, stream: Stream, device: torch.device, graphs: Graphs | None = None
     ) -> None:
+        check_unrolled(law)
         self.chain = chain
         self.law = law
         self.stream = stream
@@ -121,20 +152,15 @@ class Sequential:
         }
         for weights in self.weights.values():
             weights.revocable = law.nonfinite == "skip"
-        self.updater = Updater(
-            law.optimizer,
-            {
-                f"{name}.{path}": p
-                for name, w in self.weights.items()
-                for path, p in zip(w.names, w.parameters, strict=True)
-            },
-        )
+            weights.trains = partial(law.trains, weights.layer)
+        self.updater = law.updater(self.weights)
         self._waiting: dict[str, Weights] = {}
         self._keeping: dict[str, Weights] = {}
         m = law.microbatches
         # The mean over the step's micro-batches enters as the gradient of each loss: every layer is divided by m.
         self._seed_gradient = torch.full((), 1.0 / m, device=device)
-        self._precision = law.autocast(device)
+        self.precision = law.autocast(device)
+        self._lesson: Outputs = None
         self.graphs = graphs
 
     def step(self, i: int, batch: Batch) -> StepResult:
@@ -149,7 +175,7 @@ class Sequential:
         losses: list[Tensor] = []
         sums: dict[str, tuple[Tensor, float]] = {}
         skipped = 0
-        for j, part in enumerate(split(batch, m)):
+        for j, part in enumerate(self.law.parts(batch)):
             loss, metrics, counted = self._microbatch(i, j, picks[j % len(picks)], part)
             losses.append(loss)
             skipped += not counted
@@ -163,27 +189,47 @@ class Sequential:
         self, i: int, j: int, subnet: Subnet, batch: Batch
     ) -> tuple[Tensor, dict[str, tuple[Tensor, float]], bool]:
         n = i * self.law.microbatches + j
+        ahead = self.law.bilevel is not None and self.law.bilevel.order == 2 and self.law.bilevel.architecture(i)
+        if ahead:
+            outputs, loss, found = look_ahead(self, i, subnet, batch)
+            return self._settle(i, j, subnet, batch, outputs, loss, lambda: found, list(self.weights.values()))
         tape = Tape(n, self.chain.enter(batch), self.graphs)
-        with self._precision():
+        with self.precision():
             for layer in self.chain.route(subnet):
                 self.seeder.set(i, j, layer.name)
-                tape.forward(self.weights[layer.name], side_inputs(layer, batch, subnet))
+                tape.forward(self.weights[layer.name], side_inputs(layer, batch, subnet), self.law.trains(layer, i))
             carry = tape.outputs()
             self.seeder.set(i, j, "loss")
-            outputs, loss = self.law.loss_of(carry, batch)
+            outputs, loss = self.law.loss_of(carry, batch, self._lesson if j else None)
+        if self.law.distil is not None and j == 0:
+            self._lesson = detached(outputs)
+        backward = partial(tape.backward, (loss,), (self._seed_gradient,))
+        return self._settle(i, j, subnet, batch, outputs, loss, backward, tape.used)
+
+    def _settle(
+        self,
+        i: int,
+        j: int,
+        subnet: Subnet,
+        batch: Batch,
+        outputs: Outputs,
+        loss: Tensor,
+        backward: Callable[[], Mapping[str, list[Tensor | None]]],
+        used: Sequence[Weights],
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, float]], bool]:
         metrics = self.law.measured(outputs, batch)
         # On the CPU looking costs nothing; on a GPU it would stall every step, so there the run looks later.
         looks = self.device.type == "cpu" or self.law.nonfinite == "skip"
         if looks and not math.isfinite(loss.item()):
             if self.law.nonfinite == "stop":
                 raise self.non_finite(i, j, subnet, batch)
-            for weights in tape.used:
+            for weights in used:
                 weights.forget()
             return loss.detach(), {}, False
-        found = tape.backward((loss,), (self._seed_gradient,))
-        for weights in tape.used:
-            if weights.parameters or weights.statistics.norms:
-                weights.add(n, found[weights.layer.name])
+        found = backward()
+        for weights in used:
+            if weights.layer.name in found and (weights.parameters or weights.statistics.norms):
+                weights.add(i * self.law.microbatches + j, found[weights.layer.name])
                 self._waiting[weights.layer.name] = weights
         return loss.detach(), metrics, True
 
@@ -245,7 +291,7 @@ class Sequential:
         if any(not torch.isfinite(x).all() for x in carry if x.is_floating_point()):
             where = "the batch itself"
         else:
-            with torch.no_grad(), self._precision():
+            with torch.no_grad(), self.precision():
                 for layer in self.chain.route(subnet):
                     self.seeder.set(i, j, layer.name)
                     weights = self.weights[layer.name]
@@ -259,6 +305,11 @@ class Sequential:
             f"the loss is not a number in step {i}, micro-batch {j}, subnet {subnet}: it first appears in {where}. "
             "Try a lower learning rate, clipping, or nonfinite='skip'"
         )
+
+
+def detached(outputs: Outputs) -> Outputs:
+    """Outputs that a later micro-batch compares its own with."""
+    return outputs.detach() if isinstance(outputs, Tensor) else tuple(x.detach() for x in outputs)
 
 
 def _wide(total: Tensor | float) -> Tensor:

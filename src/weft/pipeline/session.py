@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.data import Batch, Data, IterableLoader, Loader
+from weft.data import Batch, Data, IterableLoader, Loader, Source
 from weft.errors import CheckpointError, NonFiniteError, TrainError, WeftError
 from weft.keys import generator
 from weft.pipeline import foreach
+from weft.pipeline.bilevel import Alternating
 from weft.pipeline.callbacks import Callback
 from weft.pipeline.determinism import deterministic
 from weft.pipeline.evaluate import evaluate, recalibrated
 from weft.pipeline.fingerprint import LossDigest, fingerprint
 from weft.pipeline.graphs import Graphs
 from weft.pipeline.readback import Readback, mean
-from weft.pipeline.sequential import Law, Sequential, split
+from weft.pipeline.sequential import Law, Sequential
 from weft.pipeline.settings import Settings
 from weft.pipeline.signals import stop_requests
 from weft.pipeline.state import capture, layer_digest, optimizer_states, restore
@@ -53,7 +54,7 @@ class Session:
         self.sequential = Sequential(chain, law, s.stream, s.device, graphs)
         self.losses = LossDigest()
         self.start = 0
-        self.loader = make_loader(data.train, s)
+        self.loader = make_loader(data, s)
         self._teacher = teacher
         self._readback = Readback(s.device)
 
@@ -140,7 +141,7 @@ class Session:
     def _taught(self, batch: Batch) -> Batch:
         return taught(self.chain, self._teacher, batch)
 
-    def _log(self, arrived: Iterator[tuple[Any, list[float], dict[str, float]]]) -> None:
+    def _log(self, arrived: Iterator[tuple[Any, list[float], dict[str, Any]]]) -> None:
         for result, losses, metrics in arrived:
             loss = mean(losses)
             if self.settings.nonfinite == "stop" and not all(map(math.isfinite, losses)):
@@ -148,6 +149,7 @@ class Session:
             self.losses.add(losses)
             fields: dict[str, Any] = {"step": result.step, "loss": loss, **metrics}
             fields["rate"] = self.settings.schedule(result.step, self.settings.steps)
+            fields |= phase(self.settings, result.step)
             fields["subnets"] = [subnet.id for subnet in result.subnets]
             if result.skipped:
                 fields["skipped"] = result.skipped
@@ -157,7 +159,7 @@ class Session:
         # On a GPU the loss is seen some steps later; the batch is a function of its number, so the forward can be run
         # again.
         j = next(index for index, loss in enumerate(losses) if not math.isfinite(loss))
-        part = split(self._taught(self.loader.batch(step)), self.settings.microbatches)[j]
+        part = self.sequential.law.parts(self._taught(self.loader.batch(step)))[j]
         return self.sequential.non_finite(step, j, subnets[j % len(subnets)], part)
 
     def _checkpoint(self, step: int) -> None:
@@ -218,7 +220,16 @@ def make_law(s: Settings) -> Law:
         s.precision,
         s.nonfinite,
         s.metrics,
+        s.bilevel,
+        s.distil,
     )
+
+
+def phase(settings: Settings, step: int) -> dict[str, Any]:
+    """What the log says of a step's part in a run of two levels."""
+    if settings.bilevel is None:
+        return {}
+    return {"phase": "architecture" if settings.bilevel.architecture(step) else "weights"}
 
 
 def taught(chain: Chain, teacher: Teacher | None, batch: Batch) -> Batch:
@@ -231,15 +242,18 @@ def taught(chain: Chain, teacher: Teacher | None, batch: Batch) -> Batch:
         return {**batch, "teacher": teacher(batch)}
 
 
-def make_loader(source: Any, settings: Settings) -> Loader | IterableLoader:
-    """Batches by number from a source; a foreign loader is taken as it is."""
-    if isinstance(source, IterableLoader):
-        return source
-    return Loader(
-        source,
-        settings.batch_size,
-        settings.seed,
-        augment=settings.augment,
-        workers=settings.workers,
-        device=settings.device,
-    )
+def make_loader(data: Data, settings: Settings) -> Loader | IterableLoader | Alternating:
+    """The batches of a run by step; a foreign loader of training data is taken as it is."""
+
+    def loader(source: Source) -> Loader:
+        s = settings
+        return Loader(source, s.batch_size, s.seed, augment=s.augment, workers=s.workers, device=s.device)
+
+    train = data.train if isinstance(data.train, IterableLoader) else loader(data.train)
+    if settings.bilevel is None:
+        return train
+    if data.validation is None:
+        raise TrainError(
+            "architecture parameters learn on validation data, and this data set has none: split some off it"
+        )
+    return Alternating(settings.bilevel, train, loader(data.validation), settings.steps)

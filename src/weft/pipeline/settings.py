@@ -12,11 +12,12 @@ from torch import nn
 
 from weft.data import Augment, Data
 from weft.errors import ConsistencyError, TrainError, nearest
+from weft.pipeline.bilevel import Bilevel
 from weft.pipeline.consistency import Consistency, Exact, parse
-from weft.pipeline.losses import cross_entropy
+from weft.pipeline.losses import cross_entropy, follow
 from weft.pipeline.optimizer import Optimizer
 from weft.pipeline.rate import Schedule, make_schedule
-from weft.pipeline.sequential import Loss, Metric
+from weft.pipeline.sequential import Distil, Loss, Metric
 from weft.space import Stream, Subnet, make_stream
 from weft.supernet import Chain
 
@@ -57,6 +58,8 @@ class Settings:
     workers: int = 0
     cuda_graphs: bool = True
     channels_last: bool = False
+    bilevel: Bilevel | None = None
+    distil: Distil | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or self.microbatches < 1:
@@ -64,7 +67,12 @@ class Settings:
                 "steps, batch_size and microbatches are 1 or more, "
                 f"not {self.steps}, {self.batch_size}, {self.microbatches}"
             )
-        if self.batch_size % self.microbatches:
+        if self.distil is not None and not self.stream.name.startswith("sandwich"):
+            raise TrainError(
+                f"distil: the largest subnet of a step teaches the others, so the stream must be 'sandwich', "
+                f"not '{self.stream.name}'"
+            )
+        if self.distil is None and self.batch_size % self.microbatches:
             raise TrainError(
                 f"batch_size={self.batch_size} cannot be split into {self.microbatches} micro-batches of equal size: "
                 "use a multiple"
@@ -114,6 +122,8 @@ class Settings:
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             "augment": None if self.augment is None else told(self.augment),
             "consistency": {name: str(c) for name, c in sorted(self.consistency.items()) if c != Exact()},
+            **({} if self.distil is None else {"distil": told(self.distil)}),
+            **({} if self.bilevel is None else {"bilevel": self.bilevel.describe()}),
         }
 
 
@@ -140,8 +150,15 @@ def make_settings(
     workers: int = 0,
     cuda_graphs: bool = True,
     channels_last: bool | None = None,
+    bilevel: Bilevel | None = None,
+    distil: bool | Distil = False,
 ) -> Settings:
     """The settings that these arguments, as ``train`` takes them, mean for a chain."""
+    if (bilevel is None) == any(layer.arch for layer in chain.layers.values()):
+        raise TrainError(
+            "a supernet with architecture parameters is trained on two levels, and only such a one: "
+            "give train() bilevel=Bilevel(...) and what weft.supernet.mix makes, or neither"
+        )
     if not chain.space.choices and isinstance(stream, str):
         stream = chain.space.subnet()  # one network, and nothing to choose: every step trains it
     extremes = {}
@@ -171,6 +188,8 @@ def make_settings(
         workers=workers,
         cuda_graphs=cuda_graphs,
         channels_last=images_last(chain, device) if channels_last is None else channels_last,
+        bilevel=bilevel,
+        distil=follow if distil is True else distil or None,
     )
 
 
@@ -214,5 +233,6 @@ def one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def told(thing: Any) -> str:
     name = getattr(thing, "__qualname__", None)
-    # An address in memory is another one in the process that resumes.
-    return f"{thing.__module__}.{name}" if name else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))
+    # An address in memory is another one in the process that resumes, and a script is called otherwise in its children.
+    found = f"{thing.__module__}.{name}" if name else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))
+    return found.replace("__mp_main__", "__main__")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +21,19 @@ from weft.pipeline import foreach
 from weft.pipeline.consistency import clock
 from weft.pipeline.cut import Cut, stage_of
 from weft.pipeline.graphs import Graphs
-from weft.pipeline.optimizer import Updater
 from weft.pipeline.scheduler import Need, Scheduler
 from weft.pipeline.seeding import Seeder
-from weft.pipeline.sequential import Law
+from weft.pipeline.sequential import Law, detached
 from weft.pipeline.state import capture
 from weft.pipeline.statistics import Record
 from weft.pipeline.tape import Gradients, Tape
+from weft.pipeline.unrolled import check_unrolled
 from weft.pipeline.weights import Weights
 from weft.space import Stream, Subnet
 from weft.supernet import Carry, Chain, Layer, side_inputs
+
+LESSON = ("lesson",)
+"""What the scheduler knows the outputs of a step's first micro-batch by, where the others follow them."""
 
 
 @dataclass(slots=True)
@@ -66,6 +70,7 @@ class Stage:
         graphs: Graphs | None = None,
         split: bool = False,
     ) -> None:
+        check_unrolled(law, len(cut) + 1)
         self.chain, self.law, self.stream, self.device = chain, law, stream, device
         self.index, self.stages = index, len(cut) + 1
         of = stage_of(cut, len(chain.blocks))
@@ -85,14 +90,8 @@ class Stage:
             weights.revocable = law.nonfinite == "skip"
             if name not in self.ordered and self.stages > 1:
                 weights.refuse_buffers()
-        self.updater = Updater(
-            law.optimizer,
-            {
-                f"{name}.{path}": parameter
-                for name, w in self.weights.items()
-                for path, parameter in zip(w.names, w.parameters, strict=True)
-            },
-        )
+            weights.trains = partial(law.trains, weights.layer)
+        self.updater = law.updater(self.weights)
         self.updates = 0
         self.snapshots: list[Snapshot] = []
         self._graphs = graphs
@@ -100,6 +99,7 @@ class Stage:
         self.seeder = Seeder(law.seed, device)
         self.precision = law.autocast(device)
         self._seed_gradient = torch.full((), 1.0 / m, device=device)
+        self._lesson: Any = None
         self._flights: dict[int, _Flight] = {}
         self._routes: dict[int, list[Layer]] = {}
         self._early: dict[tuple[str, int], tuple[list[Tensor | None], Record | None]] = {}
@@ -124,6 +124,11 @@ class Stage:
             if layer.name in self.ordered:
                 at = self.weights[layer.name].clock
                 found.append(Need(layer.name, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
+        if self.law.distil is not None and self.is_last:
+            # The lesson of step i is like a version: the first micro-batch makes it, and the others wait for it. The
+            # next lesson waits for them.
+            i, j = divmod(n, self.law.microbatches)
+            found.append(Need(LESSON, 2 * i + bool(j), 2 * i + bool(j), 0))
         return found
 
     def forward(self, n: int, carry: Carry, batch: Batch) -> tuple[Carry, Tensor | None]:
@@ -139,7 +144,7 @@ class Stage:
             for layer in self._route(n):
                 weights = self.weights[layer.name]
                 self.seeder.set(i, j, layer.name)
-                tape.forward(weights, side_inputs(layer, batch, subnet))
+                tape.forward(weights, side_inputs(layer, batch, subnet), self.law.trains(layer, i))
                 if weights.statistics.norms:
                     records[layer.name] = weights.statistics.record(copy=True)
                     if weights.revocable:
@@ -147,8 +152,10 @@ class Stage:
             outputs = tape.carry
             if self.is_last:
                 self.seeder.set(i, j, "loss")
-                seen, loss = self.law.loss_of(tape.outputs(), batch)
+                seen, loss = self.law.loss_of(tape.outputs(), batch, self._lesson if j else None)
                 outputs = (loss,)
+                if self.law.distil is not None and j == 0:
+                    self._lesson = detached(seen)
         if self.is_last:
             report = self._report(loss, self.law.measured(seen, batch))
         self._flights[n] = _Flight(tape, carry, batch, outputs, records)
@@ -179,7 +186,7 @@ class Stage:
         """Updates that the next operation must see are applied, if they have waited so far."""
         late = []
         for need in needs:
-            pending = self.weights[str(need.layer)].pending
+            pending = None if need.layer is LESSON else self.weights[str(need.layer)].pending
             if pending is not None and pending.slot < (need.forward if kind == "F" else need.backward):
                 late.append(self.weights[str(need.layer)])
         self._update(late, oldest)
@@ -189,6 +196,8 @@ class Stage:
         touched: dict[str, Weights] = {}
         for layer, n in turns:
             name = str(layer)
+            if layer is LESSON:
+                continue
             weights = self.weights[name]
             self._capture_before(weights, n, scheduler.oldest)
             if weights.pending is not None and weights.pending.slot < weights.clock.slot(n):
@@ -286,8 +295,7 @@ class Stage:
         numbers = [loss.detach(), float(counts)]
         for total, count in metrics.values():
             numbers += [total, float(count)]
-        wide = [torch.as_tensor(x, dtype=torch.float64, device=self.device).reshape(()) for x in numbers]
-        return torch.stack(wide)
+        return torch.cat([torch.as_tensor(x, dtype=torch.float64, device=self.device).reshape(-1) for x in numbers])
 
     def _is_full(self, scheduler: Scheduler, name: str, weights: Weights) -> bool:
         assert weights.pending is not None

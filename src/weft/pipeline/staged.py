@@ -93,9 +93,9 @@ class Staged:
         self.emit("started", law=dict(self.run.manifest.get("law") or {}), at=self.start, steps=s.steps)
         ledger = Ledger(s, self.losses, self.start, self.emit)
         saver = Saver(self.run.checkpoints, self.accord)
-        loader = make_loader(self.data.train, s) if self.stage.reads_batch() else None
+        loader = make_loader(self.data, s) if self.stage.reads_batch() else None
         change = None if self._teacher is None else self._teach
-        batches = None if loader is None else Batches(loader, self.start, s.steps, m, change)
+        batches = None if loader is None else Batches(loader, self.start, s.steps, m, change, self.stage.law.parts)
         step = self.start
         try:
             with deterministic(s.device), self.stage.seeder.preserved():
@@ -207,7 +207,7 @@ class Staged:
             picks |= {f"random{k}": self.chain.space.sample(rng) for k in range(options.random)}
         self.stage.eval_mode()
         held = Loader(self.data.validation, options.batch_size, 0, shuffle=False, device=s.device)
-        train = make_loader(self.data.train, s)
+        train = make_loader(self.data, s)
         relay = Relay(runtime.transport, self.stage, self._rule.window)
         for name, subnet in picks.items():
             scores = Scores(s.loss, s.metrics)

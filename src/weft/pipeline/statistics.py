@@ -3,15 +3,22 @@ order.
 
 While a layer trains, each of its batch norms writes the plain statistics of the batch into scratch buffers (momentum
 1), so a forward never touches the running buffers. They are folded in when the micro-batch's update is applied.
+
+A forward of an elastic layer may meet a part of a norm's channels, or leave a norm out. So its scratch buffers start
+each time with a variance of -1, which no batch has: what still has it afterwards was not seen, and is not folded.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as NormBase  # the common base of batch norm and instance norm
 
 from weft.errors import ConsistencyError
 from weft.pipeline import foreach
+from weft.supernet.elastic import Module as ElasticModule
 
 Record = list[Tensor]
 """What one forward saw: the scratch buffers, one after another."""
@@ -41,6 +48,9 @@ class Statistics:
         self._scratch: list[Tensor] = []
         self._folded = 0  # counted on the host: one launch a norm and step would be a high price for a number
         self._frozen: set[int] = set()
+        self._elastic = module if isinstance(module, ElasticModule) and self.norms else None
+        self._unseen: list[Tensor] = []
+        self._hook: Any = None
         self.attached = False
 
     def attach(self) -> None:
@@ -58,6 +68,9 @@ class Statistics:
                 norm.running_mean, norm.running_var = self._scratch[2 * index], self._scratch[2 * index + 1]
                 norm.num_batches_tracked = None
                 norm.momentum = 1.0
+        if self._elastic is not None:
+            self._unseen = [torch.full_like(b, -(index % 2)) for index, b in enumerate(self._scratch)]
+            self._hook = self._elastic.register_forward_pre_hook(self._blank)
         self.attached = True
 
     def detach(self) -> None:
@@ -72,6 +85,8 @@ class Statistics:
             norm.running_mean, norm.running_var = self._running[2 * index], self._running[2 * index + 1]
             norm.num_batches_tracked = self._counts[index]
             norm.momentum = self.momenta[index]
+        if self._hook is not None:
+            self._hook.remove()
         self.attached = False
 
     def record(self, copy: bool) -> Record:
@@ -87,6 +102,8 @@ class Statistics:
         """The record of one micro-batch goes into the running buffers."""
         if not self.norms:
             return
+        if self._elastic is not None:
+            record = self._seen(record)
         if len(set(self.momenta)) == 1 and not self._frozen:
             foreach.lerp_(self._running, record, self.momenta[0])
         else:
@@ -95,3 +112,15 @@ class Statistics:
                     pair = slice(2 * index, 2 * index + 2)
                     foreach.lerp_(self._running[pair], record[pair], momentum)
         self._folded += 1
+
+    def _blank(self, module: nn.Module, inputs: Any) -> None:
+        foreach.copy_([tensor.data for tensor in self._scratch], self._unseen)
+
+    def _seen(self, record: Record) -> Record:
+        """The record, with the running values where its forward saw nothing."""
+        found = []
+        for index in range(0, len(record), 2):
+            unseen = record[index + 1] < 0
+            pair = zip(self._running[index : index + 2], record[index : index + 2], strict=True)
+            found += [torch.where(unseen, running, new) for running, new in pair]
+        return found

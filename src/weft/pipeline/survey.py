@@ -12,8 +12,7 @@ from weft.pipeline.consistency import Consistency, Exact, Lagged
 from weft.pipeline.cut import Cut, best_cut, check_cut, check_stages
 from weft.pipeline.profile import message_bytes, message_seconds, profile_chain
 from weft.pipeline.scheduler import Rule
-from weft.pipeline.sequential import split
-from weft.pipeline.session import Teacher, make_loader, taught
+from weft.pipeline.session import Teacher, make_law, make_loader, taught
 from weft.pipeline.settings import Settings
 from weft.pipeline.simulator import Simulated, simulate, with_messages
 from weft.pipeline.workload import Workload, chain_workload
@@ -40,8 +39,8 @@ class Measured:
 
 def measure(chain: Chain, data: Data, settings: Settings, teacher: Teacher | None) -> Measured:
     """Costs for one micro-batch; the chain itself is not changed."""
-    whole = taught(chain, teacher, make_loader(data.train, settings).batch(0))
-    batch = split(whole, settings.microbatches)[0]
+    whole = taught(chain, teacher, make_loader(data, settings).batch(0))
+    batch = make_law(settings).parts(whole)[0]
     twin = copy.deepcopy(chain).to(settings.device)
     costs = profile_chain(twin, batch, 3, settings.optimizer, settings.loss)
     return Measured(dict(costs.items()), tuple(message_seconds(size) for size in message_bytes(twin, batch)))

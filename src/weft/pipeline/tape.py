@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ Gradients = Sequence[Tensor | None]
 class _Island:
     inputs: Carry
     outputs: Carry = ()
-    layers: list[tuple[Weights, list[Tensor]]] = field(default_factory=list)
+    layers: list[tuple[Weights, list[Tensor], bool]] = field(default_factory=list)
 
 
 class Tape:
@@ -43,6 +44,7 @@ class Tape:
         self.n = n
         self.carry = carry
         self.used: list[Weights] = []
+        self._trained: list[bool] = []
         self.back: Gradients = ()
         """After the backward: the gradients of the carry that the tape began with."""
         self._graphs = graphs
@@ -51,18 +53,22 @@ class Tape:
         self._islands: list[_Island | Captured] = []
         self._later: list[tuple[_Island | Captured, Gradients, list[Tensor | None]]] = []
 
-    def forward(self, weights: Weights, side: Mapping[str, Tensor]) -> None:
-        """Runs the layer on what the last one left, under the version that this micro-batch must see."""
+    def forward(self, weights: Weights, side: Mapping[str, Any], trains: bool = True) -> None:
+        """Runs the layer on what the last one left, under the version that this micro-batch must see.
+
+        A layer that does not train in this step gets no gradients.
+        """
         self.used.append(weights)
-        captured = None if self._graphs is None else self._graphs.get(weights, self.carry)
+        self._trained.append(trains)
+        captured = None if self._graphs is None or not trains else self._graphs.get(weights, self.carry)
         if captured is not None:
             self.carry = (captured.forward(self.carry[0]),)
             self._islands.append(captured)
             return
         island = self._open()
-        carry, leaves = weights.forward(self.n, self.carry, side)
+        carry, leaves = weights.forward(self.n, self.carry, side, trains)
         self.carry = boundary(carry)
-        island.layers.append((weights, leaves))
+        island.layers.append((weights, leaves, trains))
 
     def outputs(self) -> Carry:
         """What the last layer left, as part of an open island: the loss is computed from it."""
@@ -102,10 +108,11 @@ class Tape:
         self._later.clear()
         found: dict[str, list[Tensor | None]] = {}
         start = 0
-        for weights in self.used:
-            count = len(weights.parameters)
-            found[weights.layer.name] = leaves[start : start + count]
-            start += count
+        for weights, trained in zip(self.used, self._trained, strict=True):
+            if trained:
+                count = len(weights.parameters)
+                found[weights.layer.name] = leaves[start : start + count]
+                start += count
         return found
 
     def _open(self) -> _Island:
@@ -140,11 +147,11 @@ def _backward(
     """Gradients of the island's weights and of its inputs, or of one of them, with the graph kept for the other."""
     pairs = [(o, g) for o, g in zip(island.outputs, gradients, strict=True) if o.requires_grad and g is not None]
     wanted = [x for x in island.inputs if x.requires_grad] if inputs else []
-    leaves = [leaf for _, own in island.layers for leaf in own] if weights else []
+    leaves = [leaf for _, own, trained in island.layers if trained for leaf in own] if weights else []
     if not pairs or not (leaves or wanted):
         return [None] * len(leaves), [None] * len(island.inputs)
     with ExitStack() as stack:
-        for layer, own in island.layers:
+        for layer, own, _ in island.layers:
             block = layer.bound(own)
             if block is not None:
                 stack.enter_context(block)

@@ -11,6 +11,7 @@ import torch
 
 from weft.data import Augment, Data, as_data
 from weft.errors import CheckpointError, TrainError
+from weft.pipeline.bilevel import Bilevel
 from weft.pipeline.callbacks import Callback, TensorBoard
 from weft.pipeline.consistency import Consistency
 from weft.pipeline.cut import check_cut, check_stages
@@ -21,7 +22,7 @@ from weft.pipeline.optimizer import Optimizer
 from weft.pipeline.parent import refuse_inside_a_stage
 from weft.pipeline.ranks import ranks
 from weft.pipeline.rate import Schedule
-from weft.pipeline.sequential import Loss, Metric
+from weft.pipeline.sequential import Distil, Loss, Metric
 from weft.pipeline.session import Session, Teacher
 from weft.pipeline.settings import Settings, Validate, make_settings, told
 from weft.runs import Run
@@ -79,6 +80,8 @@ def train(
     workers: int = 0,
     cuda_graphs: bool = True,
     channels_last: bool | None = None,
+    bilevel: Bilevel | None = None,
+    distil: bool | Distil = False,
     config: Mapping[str, Any] | None = None,
     stages: int | None = None,
     cut: Sequence[int] | None = None,
@@ -97,7 +100,10 @@ def train(
     good checkpoint and ends with the fingerprint of an undisturbed run; arguments that would change the result are
     refused. ``checkpoint_every`` is a number of steps (a tenth of the run if not given). ``channels_last`` lays images
     and filters out with the channels innermost, which is up to twice as fast on a GPU and gives a fingerprint of its
-    own; if not given, this is done on a GPU where the supernet has 2-d convolutions, and never on a CPU.
+    own; if not given, this is done on a GPU where the supernet has 2-d convolutions, and never on a CPU. ``bilevel`` is
+    for supernets with architecture parameters, as ``weft.search`` trains them. With ``distil`` and the sandwich stream
+    every micro-batch of a step sees the whole batch, and all but the first, which is the largest subnet, follow its
+    outputs instead of the labels (``distil`` may be a loss of outputs, the largest's outputs and the batch).
 
     With ``stages`` the chain is cut into that many parts, each in a process of its own, with the same result to the
     last bit. The processes are started here, which needs ``net``, ``data`` and whatever else is given to be importable
@@ -133,6 +139,8 @@ def train(
         "workers": workers,
         "cuda_graphs": cuda_graphs,
         "channels_last": channels_last,
+        "bilevel": bilevel,
+        "distil": distil,
     }
     every = checkpoint_every or max(1, steps // 10)
     for name, value, least in (("stages", stages, 1), ("window", window, 1), ("restarts", restarts, 0)):

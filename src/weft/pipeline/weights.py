@@ -3,7 +3,7 @@ that wait."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -55,6 +55,8 @@ class Weights:
         self._watched = True
         self.revocable = False
         """Whether a forward can be taken back by ``forget``, which costs a copy of the buffers that it may change."""
+        self.trains: Callable[[int], bool] | None = None
+        """Which steps train the layer; None: all."""
         self._own_buffers: dict[str, Tensor] = {}
         self._born = {name: (id(b), b._version) for name, b in module.named_buffers()}
         self._several = clock.span > 1
@@ -74,8 +76,11 @@ class Weights:
                 for p in self.parameters
             ]
 
-    def forward(self, n: int, carry: Carry, side: Mapping[str, Any]) -> tuple[Carry, list[Tensor]]:
-        """Output of micro-batch n under the version that it must see, and the leaves to differentiate by."""
+    def forward(self, n: int, carry: Carry, side: Mapping[str, Any], trains: bool = True) -> tuple[Carry, list[Tensor]]:
+        """Output of micro-batch n under the version that it must see, and the leaves to differentiate by.
+
+        Unless the layer ``trains`` they are constants to autograd, which spares their gradients.
+        """
         version = self.clock.forward_reads(n)
         before = self.buffer_state() if self._watched else None
         if self.revocable and self._reads_buffers:
@@ -87,6 +92,8 @@ class Weights:
             leaves = self._newest()
         else:
             leaves = self._at(version)
+        if not trains:
+            leaves = [leaf.detach() for leaf in leaves]
         try:
             block = self.bound(leaves)
             if block is None:
@@ -162,7 +169,7 @@ class Weights:
         ``oldest``, the first that is not through, still reads it."""
         assert self.pending is not None
         slot = self.pending.slot
-        steps = self.clock.steps(slot)
+        steps = self._steps(slot)
         # Never in place: autograd may have handed one tensor to several parameters.
         gradients = foreach.div(self.pending.gradients, steps) if steps > 1 else self.pending.gradients
         # The versions that are read only grow, so this one has a reader yet if those to come reach from below to above
@@ -199,6 +206,13 @@ class Weights:
         begins = sorted(self.kept)
         read = self.clock.forward_reads(oldest)
         return [begin for begin, end in zip(begins, begins[1:] + [self.newest], strict=True) if end > read]
+
+    def _steps(self, slot: int) -> int:
+        """Over how many steps the gradients of a slot are averaged: those that train the layer."""
+        if self.trains is None or self.clock.span <= self.clock.m:
+            return self.clock.steps(slot)
+        first, last = slot * self.clock.span // self.clock.m, self.clock.last(slot) // self.clock.m
+        return sum(map(self.trains, range(first, last + 1)))
 
     def _newest(self) -> list[Tensor]:
         if self._single:

@@ -1,14 +1,18 @@
-"""Blocks of a chain: shared layers, choices between candidates, and blocks that a subnet may skip."""
+"""Blocks of a chain: shared layers, choices between candidates, elastic layers, and blocks that a subnet may skip."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
 
 from weft.errors import SupernetError
 from weft.space import Expr, Space, Subnet
-from weft.supernet.elastic import Condition
-from weft.supernet.layer import Candidate, check_name
+from weft.supernet.elastic import Condition, Mixture
+from weft.supernet.elastic.mixture import choice_options
+from weft.supernet.layer import Candidate, Carry, Runner, as_carry, check_name
 
 
 class Block(Protocol):
@@ -20,6 +24,8 @@ class Block(Protocol):
     side: tuple[str, ...]
     shared: bool
     elastic: bool
+    arch: bool
+    runner: Runner | None
 
     def candidates(self) -> Mapping[str, Candidate]:
         """The layers by their global names, in order."""
@@ -27,10 +33,15 @@ class Block(Protocol):
     def pick(self, subnet: Subnet) -> str | None:
         """The name of the layer that the subnet uses, or None where it skips the block."""
 
+    def mixed(self, modules: Mapping[str, nn.Module], carry: Carry, mixture: Mixture, side: Mapping[str, Any]) -> Carry:
+        """What the block makes of the carry under a mixture: the expectation over what it may do."""
+
 
 class _Base:
     shared = False
     elastic = False
+    arch = False
+    runner: Runner | None = None
     space: Space | None
 
     def __init__(self, name: str, space: Space | None, side: Sequence[str], consistency: object) -> None:
@@ -57,6 +68,9 @@ class Shared(_Base):
 
     def pick(self, subnet: Subnet) -> str | None:
         return self.name
+
+    def mixed(self, modules: Mapping[str, nn.Module], carry: Carry, mixture: Mixture, side: Mapping[str, Any]) -> Carry:
+        return as_carry(modules[self.name](*carry, **side), self.name)
 
 
 class Choice(_Base):
@@ -86,6 +100,15 @@ class Choice(_Base):
         # Without a value the choice is switched off by its condition (depth): the block is skipped.
         return self._names[str(subnet[self.name])] if self.name in subnet.values else None
 
+    def mixed(self, modules: Mapping[str, nn.Module], carry: Carry, mixture: Mixture, side: Mapping[str, Any]) -> Carry:
+        assert self.space is not None
+        found: list[Tensor] | None = None
+        for chance, name in zip(mixture[self.name].unbind(), self._names.values(), strict=True):
+            out = as_carry(modules[name](*carry, **side), name)
+            found = [chance * y for y in out] if found is None else [s + chance * y for s, y in zip(found, out)]  # noqa: B905
+        assert found is not None
+        return _skipped(carry, tuple(found), _condition(self.space, self.name), mixture, self.name)
+
 
 class Optional(_Base):
     """A block that a subnet may skip: by a condition on other choices (depth), or by a choice ``name`` of its own."""
@@ -111,6 +134,13 @@ class Optional(_Base):
 
     def pick(self, subnet: Subnet) -> str | None:
         return self.name if subnet.values.get(self.name) is True else None
+
+    def mixed(self, modules: Mapping[str, nn.Module], carry: Carry, mixture: Mixture, side: Mapping[str, Any]) -> Carry:
+        assert self.space is not None
+        out = as_carry(modules[self.name](*carry, **side), self.name)
+        if len(choice_options(self.space, self.name)) == 2:  # a choice of its own: skip it, or not
+            return _blend(carry, out, mixture[self.name][1], self.name)
+        return _skipped(carry, out, _condition(self.space, self.name), mixture, self.name)
 
 
 class Elastic(_Base):
@@ -142,3 +172,27 @@ class Elastic(_Base):
 
     def pick(self, subnet: Subnet) -> str | None:
         return self.name if self.condition is None or self.condition.holds(subnet) else None
+
+    def mixed(self, modules: Mapping[str, nn.Module], carry: Carry, mixture: Mixture, side: Mapping[str, Any]) -> Carry:
+        out = as_carry(modules[self.name](*carry, **{**side, "pick": mixture}), self.name)
+        return _skipped(carry, out, self.condition, mixture, self.name)
+
+
+def _condition(space: Space, name: str) -> Condition | None:
+    return Condition(space, space.conditions[name]) if name in space.conditions else None
+
+
+def _skipped(carry: Carry, out: Carry, condition: Condition | None, mixture: Mixture, name: str) -> Carry:
+    return out if condition is None else _blend(carry, out, condition.probability(mixture), name)
+
+
+def _blend(carry: Carry, out: Carry, chance: Tensor, name: str) -> Carry:
+    """The expectation over using the block and skipping it; exact at both ends."""
+    if [x.shape for x in carry] != [y.shape for y in out]:
+        raise SupernetError(
+            f"block '{name}' can be skipped, so what it gives must have the shapes of what it takes: "
+            f"{[tuple(x.shape) for x in carry]}, not {[tuple(y.shape) for y in out]}"
+        )
+    return tuple(
+        torch.lerp(x, y, chance.to(y.dtype)) if y.is_floating_point() else y for x, y in zip(carry, out, strict=True)
+    )

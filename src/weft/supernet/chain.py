@@ -12,6 +12,7 @@ from weft.keys import torch_seeded
 from weft.space import Choice as SpaceChoice
 from weft.space import Space, Subnet, Value
 from weft.supernet.block import Block
+from weft.supernet.elastic import Mixture
 from weft.supernet.layer import Carry, Layer, Unbuilt, as_carry, as_module, build_layer, run_layer, side_inputs
 
 Inputs = Tensor | Carry | Mapping[str, Tensor]
@@ -21,7 +22,8 @@ _ROUTES_KEPT = 1 << 14
 
 
 class Chain(nn.Module):
-    """Blocks in a row. ``chain(inputs, subnet)`` runs one subnet; the chain itself holds no active one.
+    """Blocks in a row. ``chain(inputs, subnet)`` runs one subnet, or the expectation under a mixture of them; the chain
+    itself holds no active one.
 
     ``inputs`` names the entries of a batch that enter the chain (the first entry if not given). What a block returns, a
     tensor or a tuple of tensors, is what the next block takes.
@@ -40,7 +42,9 @@ class Chain(nn.Module):
             if any(other.name == block.name for other in self.blocks[:index]):
                 raise SupernetError(f"two blocks are named '{block.name}': names of blocks must differ")
             for name, candidate in block.candidates().items():
-                self.layers[name] = Layer(name, index, block.shared, block.consistency, block.side, block.elastic)
+                self.layers[name] = Layer(
+                    name, index, block.shared, block.consistency, block.side, block.elastic, block.arch, block.runner
+                )
                 self._register(name, as_module(candidate, name))
         _refuse_tied(self)
 
@@ -85,9 +89,15 @@ class Chain(nn.Module):
             )
         return tuple(batch[name] for name in names)
 
-    def forward(self, inputs: Inputs, subnet: Subnet) -> Tensor | Carry:
+    def forward(self, inputs: Inputs, subnet: Subnet | Mixture) -> Tensor | Carry:
         batch = inputs if isinstance(inputs, Mapping) else {}
         carry = self.enter(inputs) if isinstance(inputs, Mapping) else as_carry(inputs, "the chain's input")
+        if isinstance(subnet, Mixture):
+            for block in self.blocks:
+                modules = {name: self.module(name) for name in block.candidates()}
+                side = side_inputs(self.layers[next(iter(modules))], batch, subnet)
+                carry = block.mixed(modules, carry, subnet, side)
+            return carry[0] if len(carry) == 1 else carry
         for layer in self.route(subnet):
             carry = run_layer(layer, self.module(layer), carry, side_inputs(layer, batch, subnet))
         return carry[0] if len(carry) == 1 else carry

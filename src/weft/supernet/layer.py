@@ -12,13 +12,16 @@ from torch import Tensor, nn
 
 from weft.errors import SupernetError
 from weft.keys import torch_seeded
-from weft.space import Subnet
+from weft.supernet.elastic import Pick
 
 Carry = tuple[Tensor, ...]
 """What travels along the chain from block to block."""
 
 Candidate = nn.Module | Callable[[], nn.Module]
 """A module as it is, or a factory that is called when the layer is first needed."""
+
+Runner = Callable[[nn.Module, Carry, Mapping[str, Any]], Any]
+"""How a module is run on a carry, with its side inputs."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
@@ -49,7 +52,9 @@ class Layer:
     consistency: str | None = None
     side: tuple[str, ...] = ()
     elastic: bool = False
-    runner: Callable[[nn.Module, Carry, Mapping[str, Any]], Any] | None = None
+    arch: bool = False
+    """Whether it holds parameters of the architecture and not weights."""
+    runner: Runner | None = None
     """How its module is run, if not by calling it: mixed layers go by the probabilities that travel with the carry."""
 
 
@@ -85,6 +90,9 @@ def build_layer(module: nn.Module, name: str, seed: int, device: torch.device) -
         if not isinstance(built, nn.Module):
             raise SupernetError(f"the factory of layer '{name}' returned {type(built).__name__}, not an nn.Module")
         module = built
+    for label, part in list(module.named_children()):
+        if isinstance(part, Unbuilt):
+            module.add_module(label, build_layer(part, f"{name}.{label}", seed, device))
     if any(tensor.is_meta for tensor in _tensors(module)):
         tensors = len(list(_tensors(module)))
         with torch_seeded(seed, "init", name), torch.no_grad():
@@ -137,7 +145,7 @@ def as_carry(value: Any, where: str) -> Carry:
     )
 
 
-def side_inputs(layer: Layer, batch: Mapping[str, Tensor], subnet: Subnet) -> dict[str, Any]:
+def side_inputs(layer: Layer, batch: Mapping[str, Tensor], pick: Pick) -> dict[str, Any]:
     """What the layer's module takes beside the carry: entries of the batch that it asked for, and the subnet if it is
     elastic; raises SupernetError where an entry is missing."""
     try:
@@ -148,5 +156,5 @@ def side_inputs(layer: Layer, batch: Mapping[str, Tensor], subnet: Subnet) -> di
             f"but the batch has {', '.join(sorted(batch)) or 'nothing'}"
         ) from None
     if layer.elastic:
-        found["pick"] = subnet
+        found["pick"] = pick
     return found

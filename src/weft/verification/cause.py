@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.data import Batch, Data, IterableLoader
+from weft.data import Batch, Data, Loader
 from weft.pipeline.determinism import deterministic
 from weft.pipeline.opening import lay_out
 from weft.pipeline.seeding import Seeder
-from weft.pipeline.sequential import split
 from weft.pipeline.session import Teacher, make_law, make_loader, taught
 from weft.pipeline.settings import Settings
 from weft.supernet import Carry, Chain, Factory, Layer, as_carry, initialise, run_layer, side_inputs
@@ -95,8 +94,8 @@ class Subject:
         s = self.settings
         chain = lay_out(initialise(fresh(self.net), s.seed, s.device), s).train()
         law, seeder, picks = make_law(s), Seeder(s.seed, s.device), s.stream[step]
-        whole = taught(chain, self.teacher, make_loader(self.load().train, s).batch(step))
-        for j, batch in enumerate(split(whole, s.microbatches)):
+        whole = taught(chain, self.teacher, make_loader(self.load(), s).batch(step))
+        for j, batch in enumerate(law.parts(whole)):
             carry = chain.enter(batch)
             subnet = picks[j % len(picks)]
             for layer in chain.route(subnet):
@@ -128,7 +127,7 @@ class Subject:
         return None if same else Cause(RNG, f"building layer '{name}' twice gives other weights", remedy)
 
     def _of_batch(self, step: int) -> Cause | None:
-        loader = make_loader(self.load().train, self.settings)
+        loader = make_loader(self.load(), self.settings)
         before = hidden.generators()
         one, other = loader.batch(step), loader.batch(step)
         drawn = hidden.moved(before, hidden.generators())
@@ -137,12 +136,12 @@ class Subject:
         keys = _unequal(one, other)
         if keys:
             who = "the data is not pure"
-            if self.settings.augment is not None and not isinstance(loader, IterableLoader):
+            if self.settings.augment is not None and isinstance(loader, Loader):
                 samples = loader.samples(step)
                 if not _unequal(loader.source.take(samples), loader.source.take(samples)):
                     who, remedy = "the augmentation is not pure", "draw from the draws that it is given, and no other"
             return Cause(DATA, f"{who}: two reads of batch {step} differ in '{keys[0]}'{by}", remedy)
-        keys = _unequal(one, make_loader(self.load().train, self.settings).batch(step))
+        keys = _unequal(one, make_loader(self.load(), self.settings).batch(step))
         if keys:
             return Cause(DATA, f"loading the data twice gives another '{keys[0]}' in batch {step}", remedy)
         return None

@@ -19,11 +19,20 @@ class Module(nn.Module):
     functions, and whatever it asks of the pick is settled then.
     """
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The choices that the module itself reads, those of the modules within apart."""
+        return ()
+
 
 class Leaf(Module):
     """An elastic module with weights of its own: knows its sizes and its plain form."""
 
     sizes: Sizes
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.sizes.names
 
     @abstractmethod
     def plain(self, subnet: Subnet) -> nn.Module:

@@ -23,7 +23,7 @@ class Mixture:
     once, so give one mixture to all layers.
     """
 
-    __slots__ = ("_known", "_probabilities", "space")
+    __slots__ = ("_known", "_probabilities", "_space")
 
     def __init__(self, space: Space, probabilities: Mapping[str, Tensor]) -> None:
         """Takes one vector a choice; raises SupernetError where one is missing or is not a distribution."""
@@ -48,16 +48,16 @@ class Mixture:
                 )
         self._fill(space, probabilities)
 
-    def _fill(self, space: Space, probabilities: Mapping[str, Tensor]) -> None:
-        self.space = space
+    def _fill(self, space: Space | None, probabilities: Mapping[str, Tensor]) -> None:
+        self._space = space
         self._probabilities = dict(probabilities)
         self._known: dict[Any, Any] = {}
 
     @classmethod
-    def unchecked(cls, space: Space, probabilities: Mapping[str, Tensor]) -> Mixture:
+    def unchecked(cls, space: Space | None, probabilities: Mapping[str, Tensor]) -> Mixture:
         """For probabilities that are right by construction: looking at them would make a GPU wait.
 
-        Choices may be missing if nobody asks for them.
+        Choices may be missing if nobody asks for them, and the space if nobody asks for a subnet.
         """
         mixture = cls.__new__(cls)
         mixture._fill(space, probabilities)
@@ -87,6 +87,12 @@ class Mixture:
             row[options.index(subnet.values[name]) if name in subnet.values else 0] = 1.0
             rows[name] = row
         return cls.unchecked(space, rows)
+
+    @property
+    def space(self) -> Space:
+        if self._space is None:
+            raise SupernetError("this mixture was made without its space")
+        return self._space
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -98,14 +98,14 @@ class Sizes:
         key = (-1 - index, mixture[names[0]].device)
         if key not in self._inside:
             sizes = self._tables[index].flatten()
-            rows = torch.tensor([[float(size == v) for v in self.values[index]] for size in sizes])
+            rows = torch.tensor([[float(size == v) for v in self.values[index]] for size in sizes], device="cpu")
             self._inside[key] = rows.to(key[1])
         return mixture.joint(names) @ self._inside[key]
 
     def _inside_table(self, index: int, device: torch.device) -> Tensor:
         key = (index, device)
         if key not in self._inside:
-            places = torch.arange(self.largest[index])
+            places = torch.arange(self.largest[index], device="cpu")
             self._inside[key] = (places < self._tables[index][:, :, None]).float().to(device)
         return self._inside[key]
 
@@ -123,7 +123,7 @@ class Sizes:
                 f"a dimension of {what}, '{self.dims[index]}', has {len(rows) * len(rows[0]):,} combinations of "
                 f"options, more than {MOST_COMBINATIONS:,}: let it depend on fewer choices"
             )
-        return torch.tensor(rows)
+        return torch.tensor(rows, device="cpu")  # whatever the default device: these are numbers, not weights
 
     def _size(self, expr: Expr, values: dict[str, Value], what: str) -> int:
         if forbidden(self.space, values):
@@ -160,7 +160,9 @@ class Condition:
     def __init__(self, space: Space, expr: Expr) -> None:
         self.expr = _expanded(space, expr)
         self.names = tuple(name for name in space.choices if name in self.expr.names)
-        self._holds = torch.tensor([float(bool(self.expr.value(c))) for c in combinations(space, self.names)])
+        self._holds = torch.tensor(
+            [float(bool(self.expr.value(c))) for c in combinations(space, self.names)], device="cpu"
+        )
         self._on: dict[torch.device, Tensor] = {}
 
     def holds(self, subnet: Subnet) -> bool:

@@ -1,0 +1,201 @@
+"""A chain as a mixture of its subnets: blocks that hold architecture parameters, and probabilities that travel along.
+
+Before the first block that reads a choice stands a block of one small layer, which holds that choice's architecture
+parameters and puts its probabilities at the end of the carry. So the parameters of a choice live on the stage of the
+block that it belongs to, and a choice that many blocks read reaches them all, on whatever stage they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import SupernetError
+from weft.space import Space, Subnet
+from weft.supernet.block import Block, Choice
+from weft.supernet.chain import Chain, Factory
+from weft.supernet.elastic import Mixture, Module
+from weft.supernet.elastic.mixture import choice_options
+from weft.supernet.layer import Candidate, Carry, Runner, Unbuilt, as_module
+
+Relax = Callable[[Tensor, bool, Tensor | None], Tensor]
+"""Probabilities from the parameters of one choice: (parameters, whether it trains, progress from 0 to 1)."""
+
+PROGRESS = "weft_progress"
+"""The side input of methods that change as a run goes on."""
+
+
+class Architecture(nn.Module):
+    """The parameters of some choices. Its forward puts their probabilities at the end of the carry."""
+
+    def __init__(self, counts: Sequence[int], relax: Relax, begins: bool) -> None:
+        super().__init__()
+        self.counts = list(counts)
+        self._relax = relax
+        self._begins = begins
+        self.alpha = nn.Parameter(torch.zeros(sum(counts)))
+
+    def reset_parameters(self) -> None:
+        """All options alike."""
+        nn.init.zeros_(self.alpha)
+
+    def probabilities(self, progress: Tensor | None = None) -> Tensor:
+        parts = [self._relax(part, self.training, progress) for part in torch.split(self.alpha, self.counts)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def forward(self, *carry: Tensor, **side: Tensor) -> Carry:
+        progress = side[PROGRESS][0] if PROGRESS in side else None
+        own = self.probabilities(progress)
+        return (*carry, own) if self._begins else (*carry[:-1], torch.cat([carry[-1], own]))
+
+
+class MixedChain(Chain):
+    """What ``mix`` makes. ``order`` names the choices in the order of the vector of probabilities."""
+
+    order: tuple[str, ...]
+    plain: Chain
+    """The chain that it is a mixture of; both hold the same modules."""
+
+    def parameters_of(self, name: str) -> tuple[str, slice]:
+        """The layer that holds the parameters of a choice, and where."""
+        for layer, names in self.held.items():
+            if name in names:
+                counts = [len(choice_options(self.space, n)) for n in names]
+                at = names.index(name)
+                return layer, slice(sum(counts[:at]), sum(counts[: at + 1]))
+        raise SupernetError(f"no layer holds the parameters of choice '{name}'")
+
+    held: dict[str, tuple[str, ...]]
+
+    def mixture(self) -> Mixture:
+        """The mixture that the parameters stand for now, without noise or gradients."""
+        found: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for layer, names in self.held.items():
+                module = self.module(layer)
+                assert isinstance(module, Architecture)
+                was, module.training = module.training, False
+                parts = torch.split(module.probabilities(), module.counts)
+                module.training = was
+                found |= dict(zip(names, parts, strict=True))
+        return Mixture.unchecked(self.space, {name: found[name] for name in self.space.choices})
+
+
+def mix(net: Chain | Factory, relax: Relax, side: Sequence[str] = ()) -> MixedChain:
+    """The chain that trains all subnets of a chain at once, by the expectation of every layer under a mixture.
+
+    Its last carry is that of the chain, followed by all the probabilities in the order ``order``.
+    """
+    plain = net if isinstance(net, Chain) else net()
+    space = plain.space
+    if not space.choices:
+        raise SupernetError("there is nothing to mix: the supernet has no choices")
+    readers = [_read_by(block, plain) for block in plain.blocks]
+    known: list[str] = []
+    blocks: list[Block] = []
+    held: dict[str, tuple[str, ...]] = {}
+    for index, block in enumerate(plain.blocks):
+        # A choice that no block is known to read, as one may be read by a user's own code, is there from the start.
+        unread = [name for name in space.choices if index == 0 and not any(name in names for names in readers)]
+        fresh = [name for name in space.choices if name in readers[index] and name not in known] + unread
+        if fresh or index == 0:
+            made = _ArchitectureBlock(space, f"arch-{block.name}", fresh, relax, index == 0, side)
+            held[made.name] = tuple(fresh)
+            blocks.append(made)
+        known += fresh
+        blocks.append(_MixedBlock(block, plain, space, tuple(known)))
+    chain = MixedChain(*blocks, inputs=plain.inputs)
+    chain.order, chain.held, chain.plain = tuple(known), held, plain
+    return chain
+
+
+def mixed_factory(net: Chain | Factory, relax: Relax, side: Sequence[str] = ()) -> Factory:
+    """A function that makes the mixed chain anew, for every stage to build its own part."""
+    return partial(mix, net, relax, side)
+
+
+def _read_by(block: Block, chain: Chain) -> set[str]:
+    """The choices that a block reads."""
+    if block.space is None:
+        return set()
+    found: set[str] = set()
+    if block.name in chain.space.choices:
+        found.add(block.name)
+        condition = chain.space.conditions.get(block.name)
+        if condition is not None:
+            found |= condition.substitute(chain.space.rules.layout.derived).names
+    found |= set(getattr(getattr(block, "condition", None), "names", ()))
+    for name in block.candidates():
+        module = chain.module(name)
+        if isinstance(module, Unbuilt):
+            with torch.device("meta"):
+                module = module.factory()
+        for part in module.modules():
+            if isinstance(part, Module):
+                found |= set(part.reads)
+    return found
+
+
+class _Always:
+    """What both kinds of block have in common: every micro-batch uses their one layer."""
+
+    elastic = False
+    shared = True
+    name: str
+
+    def pick(self, subnet: Subnet) -> str | None:
+        return self.name
+
+    def mixed(self, modules: Mapping[str, nn.Module], carry: Carry, mixture: Mixture, side: Mapping[str, Any]) -> Carry:
+        raise SupernetError("this chain is a mixture already: give it a batch and any subnet")
+
+
+class _ArchitectureBlock(_Always):
+    arch = True
+    consistency: str | None = None
+    runner: Runner | None = None
+    space: Space | None
+
+    def __init__(
+        self, space: Space, name: str, names: Sequence[str], relax: Relax, begins: bool, side: Sequence[str]
+    ) -> None:
+        self.name, self.space, self.side = name, space, tuple(side)
+        self._make = partial(Architecture, [len(choice_options(space, n)) for n in names], relax, begins)
+
+    def candidates(self) -> Mapping[str, Candidate]:
+        return {self.name: self._make}
+
+
+class _MixedBlock(_Always):
+    arch = False
+    runner: Runner | None
+    space: Space | None
+
+    def __init__(self, block: Block, chain: Chain, space: Space, known: tuple[str, ...]) -> None:
+        self._block, self._space, self._known = block, space, known
+        self.name, self.side, self.consistency = block.name, block.side, block.consistency
+        self.space = space
+        names = list(block.candidates())
+        if names == [block.name]:
+            self._module = chain.module(block.name)
+        else:
+            self._module = nn.Module()
+            for name in names:
+                self._module.add_module(name.partition(".")[2], as_module(chain.module(name), name))
+        self.runner = self._run
+
+    def candidates(self) -> Mapping[str, Candidate]:
+        module = self._module
+        return {self.name: module.factory if isinstance(module, Unbuilt) else module}
+
+    def _run(self, module: nn.Module, carry: Carry, side: Mapping[str, Any]) -> Carry:
+        if isinstance(self._block, Choice):
+            modules = {f"{self.name}.{label}": part for label, part in module.named_children()}
+        else:
+            modules = {self.name: module}
+        mixture = Mixture.flat(self._space, self._known, carry[-1])
+        return (*self._block.mixed(modules, carry[:-1], mixture, side), carry[-1])
