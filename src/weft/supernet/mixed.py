@@ -102,8 +102,8 @@ def mix(net: Chain | Factory, relax: Relax, side: Sequence[str] = ()) -> MixedCh
         # A choice that no block is known to read, as one may be read by a user's own code, is there from the start.
         unread = [name for name in space.choices if index == 0 and not any(name in names for names in readers)]
         fresh = [name for name in space.choices if name in readers[index] and name not in known] + unread
-        if fresh or index == 0:
-            made = _ArchitectureBlock(space, f"arch-{block.name}", fresh, relax, index == 0, side)
+        if fresh:
+            made = _ArchitectureBlock(space, f"arch-{block.name}", fresh, relax, not known, side)
             held[made.name] = tuple(fresh)
             blocks.append(made)
         known += fresh
@@ -197,5 +197,7 @@ class _MixedBlock(_Always):
             modules = {f"{self.name}.{label}": part for label, part in module.named_children()}
         else:
             modules = {self.name: module}
+        if not self._known:  # no block so far has a choice
+            return self._block.mixed(modules, carry, Mixture.unchecked(self._space, {}), side)
         mixture = Mixture.flat(self._space, self._known, carry[-1])
         return (*self._block.mixed(modules, carry[:-1], mixture, side), carry[-1])

@@ -41,7 +41,7 @@ class Sizes:
         """The sizes that each dimension can have, in order."""
         self.key = (self.shared, tuple(self._own), tuple(tuple(t.flatten().tolist()) for t in self._tables))
         self._cache: dict[tuple[Value | None, ...], tuple[int, ...]] = {}
-        self._inside: dict[tuple[int, torch.device], Tensor] = {}
+        self._inside: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
 
     def of(self, subnet: Subnet) -> tuple[int, ...]:
         """The sizes for one subnet."""
@@ -83,7 +83,7 @@ class Sizes:
         found = []
         for index, own in enumerate(self._own):
             like = mixture[self.names[0]] if self.names else torch.zeros(())
-            table = self._inside_table(index, like.device)
+            table = self._inside_table(index, like)
             # table: shared combinations x own combinations x places
             found.append(torch.matmul(mixture.joint(own), table) if own else table[:, 0])
         if self.shared:
@@ -94,19 +94,20 @@ class Sizes:
         names = (*self.shared, *self._own[index])
         if not names:
             like = mixture[mixture.names[0]] if mixture.names else torch.zeros(())
-            return torch.ones(1, device=like.device)
-        key = (-1 - index, mixture[names[0]].device)
+            return torch.ones(1, device=like.device, dtype=like.dtype)
+        like = mixture[names[0]]
+        key = (-1 - index, like.device, like.dtype)
         if key not in self._inside:
             sizes = self._tables[index].flatten()
             rows = torch.tensor([[float(size == v) for v in self.values[index]] for size in sizes], device="cpu")
-            self._inside[key] = rows.to(key[1])
+            self._inside[key] = rows.to(like)
         return mixture.joint(names) @ self._inside[key]
 
-    def _inside_table(self, index: int, device: torch.device) -> Tensor:
-        key = (index, device)
+    def _inside_table(self, index: int, like: Tensor) -> Tensor:
+        key = (index, like.device, like.dtype)
         if key not in self._inside:
             places = torch.arange(self.largest[index], device="cpu")
-            self._inside[key] = (places < self._tables[index][:, :, None]).float().to(device)
+            self._inside[key] = (places < self._tables[index][:, :, None]).to(like.device, like.dtype)
         return self._inside[key]
 
     def _table(self, index: int, what: str) -> Tensor:
@@ -163,7 +164,7 @@ class Condition:
         self._holds = torch.tensor(
             [float(bool(self.expr.value(c))) for c in combinations(space, self.names)], device="cpu"
         )
-        self._on: dict[torch.device, Tensor] = {}
+        self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def holds(self, subnet: Subnet) -> bool:
         """Whether it holds for the subnet; not where it reads an inactive choice."""
@@ -174,8 +175,9 @@ class Condition:
 
         def make() -> Tensor:
             joint = mixture.joint(self.names)
-            if joint.device not in self._on:  # copied once: a copy from the host would make a GPU wait
-                self._on[joint.device] = self._holds.to(joint.device)
-            return joint @ self._on[joint.device]
+            key = (joint.device, joint.dtype)
+            if key not in self._on:  # copied once: a copy from the host would make a GPU wait
+                self._on[key] = self._holds.to(joint)
+            return joint @ self._on[key]
 
         return mixture.known(("condition", self.expr.program), make)  # type: ignore[no-any-return]

@@ -1,0 +1,203 @@
+"""Two levels in one run: who learns from what, that it repeats to the bit, and that stages change nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastics import layered
+from torch import Tensor, nn
+
+import weft
+from weft.data import Data, Tensors, open_data
+from weft.errors import TrainError
+from weft.pipeline.bilevel import Alternating, Bilevel
+from weft.pipeline.session import make_loader
+from weft.search.gradient.darts import Darts
+from weft.search.gradient.drnas import DrNAS
+from weft.search.gradient.gdas import GDAS
+from weft.supernet.mixed import PROGRESS, mix, mixed_factory
+
+METHODS = {"darts": (Darts(), ()), "drnas": (DrNAS(), ()), "gdas": (GDAS(), (PROGRESS,))}
+
+
+def loss(seen: tuple[Tensor, ...], batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(seen[0], batch["label"])
+
+
+def train(folder: Path, method: str = "darts", steps: int = 12, **changes: Any) -> weft.Trained:
+    relax, side = METHODS[method]
+    net = mixed_factory(layered, relax, side)
+    options: dict[str, Any] = {"batch_size": 32, "bilevel": Bilevel(), "runs": folder, "stream": net().space.first()}
+    return weft.train(net, open_data("digits"), steps=steps, loss=loss, **{**options, **changes})
+
+
+def alphas(trained: weft.Trained) -> dict[str, Tensor]:
+    return {n: p for n, p in trained.chain.state_dict().items() if n.startswith("arch-")}
+
+
+def weights(trained: weft.Trained) -> dict[str, Tensor]:
+    return {n: p for n, p in trained.chain.state_dict().items() if not n.startswith("arch-")}
+
+
+def test_the_levels_take_turns_after_the_warm_up() -> None:
+    turns = Bilevel(warmup=3, every=3)
+    assert [turns.architecture(i) for i in range(10)] == [False] * 5 + [True, False, False, True, False]
+    assert [turns.before(i) for i in range(7)] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (5, 1)]
+    for i in range(40):
+        seen = [turns.architecture(k) for k in range(i)]
+        assert turns.before(i) == (seen.count(False), seen.count(True))
+
+
+def test_weights_learn_from_training_data_and_the_architecture_from_validation_data() -> None:
+    data = Data("x", Tensors(x=torch.arange(10.0)), Tensors(x=-1 - torch.arange(10.0)))
+    chain = mix(layered, Darts())
+    settings = weft.pipeline.settings.make_settings(
+        chain, steps=8, loss=loss, batch_size=2, bilevel=Bilevel(), stream=chain.space.first()
+    )
+    loader = make_loader(data, settings)
+    assert isinstance(loader, Alternating)
+    for i in range(8):
+        assert bool((loader.batch(i)["x"] < 0).all()) == bool(i % 2)
+        assert loader.batch(i)[PROGRESS].tolist() == [i / 8] * 2
+    for start in (0, 3):
+        ahead = list(loader.iterate(start, 8))
+        assert len(ahead) == 8 - start
+        for i, batch in enumerate(ahead, start):
+            assert all(torch.equal(batch[name], loader.batch(i)[name]) for name in batch)
+
+
+def test_a_step_changes_its_own_level_and_no_other(tmp_path: Path) -> None:
+    first, second = train(tmp_path, steps=1), train(tmp_path, steps=2)
+    assert all(not p.any() for p in alphas(first).values())
+    assert all(bool(p.any()) for p in alphas(second).values())
+    # The rate of step 0 depends on the length of the run under the cosine, so it is held constant here.
+    one = weights(train(tmp_path, steps=1, schedule="constant"))
+    two = weights(train(tmp_path, steps=2, schedule="constant"))
+    three = weights(train(tmp_path, steps=3, schedule="constant"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not all(torch.equal(two[name], three[name]) for name in two)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_search_repeats_to_the_bit_and_is_the_same_on_two_stages(tmp_path: Path, method: str) -> None:
+    found = {train(tmp_path, method, microbatches=2, stages=stages).fingerprint for stages in (1, 1, 2)}
+    assert len(found) == 1
+
+
+def test_mixed_supernets_train_under_bounded_on_any_number_of_stages(tmp_path: Path) -> None:
+    found = {train(tmp_path, "drnas", consistency="bounded(2, 3)", stages=stages).fingerprint for stages in (1, 3)}
+    assert len(found) == 1
+
+
+def test_a_window_of_both_levels_is_averaged_over_the_steps_of_each_level(tmp_path: Path) -> None:
+    # lagged(2): a window has one step of the weights and one of the architecture. With plain descent its first update
+    # of the weights is the gradient of one step, not half of it.
+    options = {"optimizer": weft.Optimizer("sgd", lr=0.1), "schedule": "constant"}
+    begun = weights(train(tmp_path, steps=1, optimizer=weft.Optimizer("sgd", lr=0.0)))
+    exact = weights(train(tmp_path, steps=1, **options))
+    lagged = weights(train(tmp_path, steps=2, consistency="lagged(2)", **options))
+    for name in exact:
+        torch.testing.assert_close(lagged[name] - begun[name], exact[name] - begun[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", ["drnas", "gdas"])
+def test_a_search_that_was_stopped_goes_on_to_the_same_end(tmp_path: Path, method: str) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] == 7:
+            raise Stop
+
+    whole = train(tmp_path, method, run="whole")
+    with pytest.raises(Stop):
+        train(tmp_path, method, run="cut", checkpoint_every=3, callbacks=[stop])
+    again = train(tmp_path, method, run="cut", checkpoint_every=3, resume=True)
+    assert again.fingerprint == whole.fingerprint
+
+
+def test_validation_data_is_needed_and_said_to_be(tmp_path: Path) -> None:
+    net = mixed_factory(layered, Darts())
+    data = Data("x", open_data("digits").train)
+    with pytest.raises(TrainError, match="validation data"):
+        weft.train(net, data, steps=2, loss=loss, bilevel=Bilevel(), stream=net().space.first(), runs=tmp_path)
+
+
+def test_two_levels_are_for_supernets_with_architecture_parameters(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match="two levels"):
+        weft.train(layered, open_data("digits"), steps=2, bilevel=Bilevel(), runs=tmp_path)
+    with pytest.raises(TrainError, match="two levels"):
+        train(tmp_path, bilevel=None)
+
+
+def plain_choice() -> weft.Chain:
+    space = weft.Space()
+    ops = {"tanh": partial(_layer, nn.Tanh), "sigmoid": partial(_layer, nn.Sigmoid)}
+    return weft.Chain(
+        weft.Shared(partial(_double, 3, 4), "stem"),
+        weft.Choice(space, "op", ops),
+        weft.Shared(partial(_double, 4, 2), "head"),
+    )
+
+
+def _double(inputs: int, outputs: int) -> nn.Module:
+    return nn.Linear(inputs, outputs, dtype=torch.float64)
+
+
+def _layer(act: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(_double(4, 4), act())
+
+
+def test_the_second_order_is_the_gradient_through_one_step_of_the_weights(tmp_path: Path) -> None:
+    rng = torch.Generator().manual_seed(0)
+    rows = [Tensors(x=torch.randn(8, 3, generator=rng, dtype=torch.float64), label=torch.arange(8) % 2) for _ in "ab"]
+    data = Data("x", rows[0], rows[1])
+    rate = 0.5
+    net = mixed_factory(plain_choice, Darts())
+    options: dict[str, Any] = {"batch_size": 8, "schedule": "constant", "stream": net().space.first()}
+    options |= {"optimizer": weft.Optimizer("sgd", lr=rate), "loss": loss, "runs": tmp_path}
+    arch = weft.Optimizer("sgd", lr=1.0)
+    trained = weft.train(net, data, steps=2, bilevel=Bilevel(arch, order=2), **options)
+
+    chain = weft.initialise(net, 0)
+    names = [name for name, _ in chain.named_parameters() if not name.startswith("arch-")]
+    start = weft.train(net, data, steps=1, bilevel=Bilevel(arch), **options).chain.state_dict()  # after step 0
+    w = {name: start[name].clone().requires_grad_() for name in names}
+    alpha = torch.zeros(2, requires_grad=True)
+
+    def run(w: dict[str, Tensor], part: Tensors) -> Tensor:
+        batch = part.take(torch.arange(8).numpy())
+        x, label = batch["x"], batch["label"]
+        p = torch.softmax(alpha, 0)
+        y = nn.functional.linear(x, w["stem.weight"], w["stem.bias"])
+        a, b = (nn.functional.linear(y, w[f"op.{o}.0.weight"], w[f"op.{o}.0.bias"]) for o in ("tanh", "sigmoid"))
+        y = p[0] * torch.tanh(a) + p[1] * torch.sigmoid(b)
+        y = nn.functional.linear(y, w["head.weight"], w["head.bias"])
+        return nn.functional.cross_entropy(y, label)
+
+    # The batch is all of the data, whose order does not matter to a mean.
+    gradients = torch.autograd.grad(run(w, rows[0]), list(w.values()), create_graph=True)
+    ahead = {name: w[name] - rate * g for name, g in zip(w, gradients, strict=True)}
+    (wanted,) = torch.autograd.grad(run(ahead, rows[1]), [alpha])
+    (first,) = torch.autograd.grad(run(w, rows[1]), [alpha])
+    found = -trained.chain.module("arch-op").alpha.detach()
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-7)
+    assert not torch.allclose(first, wanted, rtol=1e-2)
+    after = trained.chain.state_dict()
+    assert all(torch.equal(after[name], start[name]) for name in names)
+
+
+def test_the_second_order_is_refused_where_it_cannot_be_had(tmp_path: Path) -> None:
+    for changes in ({"stages": 2}, {"microbatches": 2}, {"consistency": "lagged(2)"}):
+        with pytest.raises(TrainError, match="second order"):
+            train(tmp_path, bilevel=Bilevel(order=2), **changes)
+
+
+def test_the_log_has_the_phase_of_every_step(tmp_path: Path) -> None:
+    for stages in (1, 2):
+        events = train(tmp_path, steps=4, stages=stages).run.events.read()
+        assert [e["phase"] for e in events if e["event"] == "step"] == ["weights", "architecture"] * 2

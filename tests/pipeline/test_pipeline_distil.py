@@ -1,0 +1,70 @@
+"""Distillation in place: the largest subnet of a sandwich teaches the others of its step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastics import layered
+from torch import Tensor
+
+import weft
+from weft.data import Data, Tensors, open_data
+from weft.errors import TrainError
+
+OPTIONS: dict[str, Any] = {"batch_size": 16, "microbatches": 3, "stream": "sandwich:1", "distil": True}
+
+
+def test_all_but_the_largest_learn_from_what_the_largest_gave(tmp_path: Path) -> None:
+    seen: list[tuple[str, Tensor, Tensor | None]] = []
+
+    def follow(outputs: Tensor, taught: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        seen.append(("follow", outputs.detach(), taught))
+        return (outputs - taught).square().mean()
+
+    def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        seen.append(("loss", outputs.detach(), None))
+        return weft.cross_entropy(outputs, batch)
+
+    options = {**OPTIONS, "distil": follow, "loss": loss, "runs": tmp_path}
+    weft.train(layered, open_data("digits"), steps=2, **options)
+    assert [kind for kind, *_ in seen] == ["loss", "follow", "follow"] * 2
+    for step in (0, 3):
+        largest = seen[step][1]
+        assert len(largest) == 16  # all micro-batches see the whole batch
+        for _, outputs, taught in seen[step + 1 : step + 3]:
+            assert taught is not None
+            assert torch.equal(taught, largest)
+            assert not torch.equal(outputs, largest)
+            assert not taught.requires_grad
+
+
+def test_a_sandwich_with_its_teacher_is_the_same_on_any_number_of_stages(tmp_path: Path) -> None:
+    found = {
+        weft.train(layered, open_data("digits"), steps=10, stages=n, runs=tmp_path, **OPTIONS).fingerprint
+        for n in (1, 2, 3)
+    }
+    assert len(found) == 1
+
+
+def test_following_yourself_is_learning_nothing(tmp_path: Path) -> None:
+    # With one subnet in the space the students are their teacher: the gradient of the soft cross-entropy is zero there.
+    def one() -> weft.Chain:
+        return layered(1, (8,), (2,))
+
+    options = {"schedule": "constant", "optimizer": weft.Optimizer("sgd", lr=0.1), "runs": tmp_path, "batch_size": 16}
+    data = open_data("digits")
+    taught = weft.train(one, data, steps=3, microbatches=3, stream="sandwich:1", distil=True, **options)
+    # The gradient of a step is the mean over its micro-batches, so a third of the rate is what the largest gets.
+    options["optimizer"] = weft.Optimizer("sgd", lr=0.1 / 3)
+    alone = weft.train(one, data, steps=3, stream="iid", **options)
+    for name, p in taught.chain.state_dict().items():
+        torch.testing.assert_close(p, alone.chain.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+def test_only_a_sandwich_has_a_teacher(tmp_path: Path) -> None:
+    data = Data("x", Tensors(image=torch.zeros(4, 8, 8), label=torch.zeros(4, dtype=torch.long)))
+    with pytest.raises(TrainError, match="must be 'sandwich'"):
+        weft.train(layered, data, steps=1, batch_size=2, stream="iid", distil=True, runs=tmp_path)

@@ -1,0 +1,138 @@
+"""A chain under a mixture: one-hot is the pick, the pick is the plain module, and the rest is the expectation."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from elastics import any_mixture, blended, layered
+from torch import nn
+
+import weft
+from weft import elastic
+from weft.errors import SupernetError
+from weft.search.gradient.darts import Darts
+from weft.supernet.mixed import Architecture, mix, mixed_factory
+
+CHAINS = {"layered": (layered, (5, 8, 8)), "blended": (blended, (5, 6))}
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_a_one_hot_mixture_is_the_pick_and_the_pick_is_the_plain_module(kind: str) -> None:
+    make, shape = CHAINS[kind]
+    chain = weft.initialise(make(), 3)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    weights = dict(chain.named_parameters())
+    for subnet in chain.space.enumerate():
+        chain.zero_grad()
+        picked = chain(x, subnet)
+        picked.square().sum().backward()
+        by_pick = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in weights.items()}
+        plain = weft.extract(chain, subnet)
+        out = plain(x)
+        assert torch.equal(out, picked)
+        out.square().sum().backward()
+        assert sum(p.grad.double().square().sum() for p in plain.parameters()) == pytest.approx(
+            float(sum(g.double().square().sum() for g in by_pick.values())), rel=1e-12
+        )
+        chain.zero_grad()
+        mixed = chain(x, elastic.Mixture.one_hot(subnet, chain.space))
+        mixed.square().sum().backward()
+        torch.testing.assert_close(mixed, picked, rtol=1e-5, atol=1e-6)
+        for name, p in weights.items():
+            found = torch.zeros_like(p) if p.grad is None else p.grad
+            torch.testing.assert_close(found, by_pick[name], rtol=1e-5, atol=1e-4)
+
+
+def test_a_chain_of_linear_blocks_under_a_mixture_is_the_product_of_their_expectations() -> None:
+    chain = weft.initialise(blended(), 0).double()
+    mixture = any_mixture(chain.space, dtype=torch.float64)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    found = chain(x, mixture)
+    y = chain.module("stem")(x)
+    p = mixture["op"]
+    y = p[0] * chain.module("op.wide")(y) + p[1] * y + p[2] * torch.tanh(y)
+    q = mixture["extra"]
+    y = q[0] * y + q[1] * chain.module("extra")(y)
+    inner, outer = chain.module("in"), chain.module("out")
+    w = mixture["width"]
+    reach = torch.stack([torch.ones((), dtype=torch.float64)] * 4 + [w[1]] * 2)
+    y = nn.functional.linear(y, inner.weight * reach[:, None], inner.bias * reach)
+    y = nn.functional.linear(y, outer.weight * reach, outer.bias)
+    torch.testing.assert_close(found, y, rtol=1e-12, atol=1e-12)
+
+
+def test_the_mixed_chain_gives_what_the_chain_gives_under_the_mixture_that_it_holds() -> None:
+    mixed = weft.initialise(mix(layered, Darts()), 5)
+    with torch.no_grad():
+        for layer in mixed.held:
+            mixed.module(layer).alpha.copy_(torch.randn(len(mixed.module(layer).alpha)))
+    plain = weft.initialise(layered, 5)
+    x = torch.randn(3, 8, 8)
+    out, p = mixed(x, mixed.space.first())
+    torch.testing.assert_close(out, plain(x, mixed.mixture()))
+    assert torch.equal(p, torch.cat([mixed.mixture()[name] for name in mixed.order]))
+
+
+def test_the_weights_of_a_mixed_chain_are_those_of_the_plain_one_by_name() -> None:
+    for make in (layered, blended):
+        mixed, plain = weft.initialise(mix(make, Darts()), 7), weft.initialise(make, 7)
+        found = {name: p for name, p in mixed.state_dict().items() if not name.startswith("arch-")}
+        assert found.keys() == plain.state_dict().keys()
+        assert all(torch.equal(found[name], p) for name, p in plain.state_dict().items())
+
+
+def test_the_parameters_of_a_choice_live_before_the_first_block_that_reads_it() -> None:
+    mixed = mix(layered, Darts())
+    assert mixed.held == {
+        "arch-stem": ("width",),
+        "arch-block0": ("depth", "ratio0"),
+        "arch-block1": ("ratio1",),
+        "arch-block2": ("ratio2",),
+    }
+    blocks = [block.name for block in mixed.blocks]
+    assert blocks.index("arch-block1") == blocks.index("block1") - 1
+    assert mixed.order == ("width", "depth", "ratio0", "ratio1", "ratio2")
+
+
+def test_a_choice_that_only_a_users_own_code_reads_is_there_from_the_start() -> None:
+    class Own(elastic.Module):
+        def forward(self, x: torch.Tensor, pick: elastic.Pick) -> torch.Tensor:
+            return x * (pick["gain"][1] if isinstance(pick, elastic.Mixture) else float(pick["gain"]))
+
+    space = weft.Space()
+    space.integer("gain", [0, 1])
+    chain = weft.Chain(weft.Shared(nn.Identity(), "stem"), weft.Elastic(space, "own", Own()))
+    mixed = weft.initialise(mix(chain, Darts()))
+    assert mixed.held == {"arch-stem": ("gain",)}
+    assert torch.equal(mixed(torch.ones(2), space.first())[0], torch.full((2,), 0.5))
+
+
+def test_a_mixed_factory_travels_to_another_process() -> None:
+    made = pickle.loads(pickle.dumps(mixed_factory(layered, Darts())))()
+    assert isinstance(made.module("arch-stem"), nn.Module)
+    assert isinstance(weft.initialise(made).module("arch-stem"), Architecture)
+
+
+def test_a_skippable_block_that_changes_shapes_is_refused_by_name() -> None:
+    space = weft.Space()
+    depth = space.integer("depth", [1, 2])
+    chain = weft.Chain(
+        weft.Shared(nn.Linear(4, 4), "stem"),
+        weft.Elastic(space, "odd", partial(elastic.Linear, space, 4, 5), when=depth > 1),
+    )
+    with pytest.raises(SupernetError, match="'odd' can be skipped"):
+        weft.initialise(chain)(torch.randn(2, 4), elastic.Mixture.uniform(space))
+
+
+def test_probabilities_that_do_not_come_to_one_are_refused_with_what_they_come_to() -> None:
+    space = weft.Space()
+    space.integer("width", [1, 2])
+    with pytest.raises(SupernetError, match=r"'width' are 0\.5, 0\.6 and come to 1\.1"):
+        elastic.Mixture(space, {"width": torch.tensor([0.5, 0.6])})
+    with pytest.raises(SupernetError, match="2 options"):
+        elastic.Mixture(space, {"width": torch.tensor([1.0])})
+    with pytest.raises(SupernetError, match="no probabilities for choice 'width'"):
+        elastic.Mixture(space, {})
