@@ -161,9 +161,11 @@ def make_settings(
         )
     if not chain.space.choices and isinstance(stream, str):
         stream = chain.space.subnet()  # one network, and nothing to choose: every step trains it
-    extremes = {}
+    extremes: dict[str, Any] = {}
     if isinstance(stream, str) and stream.partition(":")[0] == "sandwich":
         extremes = {"largest": chain.largest(), "smallest": chain.smallest()}
+    if isinstance(stream, str) and stream.partition(":")[0] == "shrinking":
+        extremes = {"steps": steps}
     named = schedule if isinstance(schedule, str) else told(schedule)
     if optimizer is None:
         optimizer = Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=5e-4)

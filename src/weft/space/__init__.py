@@ -5,6 +5,7 @@ from weft.space.expr import Expr, Value, maximum, minimum
 from weft.space.factory import make_stream
 from weft.space.permuted import Fair, Spaced
 from weft.space.recorded import FromFile
+from weft.space.shrinking import Shrinking
 from weft.space.space import Space
 from weft.space.stream import Fixed, Iid, Sandwich, Stream
 from weft.space.subnet import Subnet
@@ -20,6 +21,7 @@ __all__ = [
     "Iid",
     "Integers",
     "Sandwich",
+    "Shrinking",
     "Space",
     "Spaced",
     "Stream",

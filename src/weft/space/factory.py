@@ -10,19 +10,20 @@ from pathlib import Path
 from weft.errors import StreamError, nearest
 from weft.space.permuted import Fair, Spaced
 from weft.space.recorded import FromFile
+from weft.space.shrinking import Shrinking
 from weft.space.space import Space
 from weft.space.stream import Fixed, Iid, Sandwich, Stream
 from weft.space.subnet import Subnet
 
 Spec = str | os.PathLike[str] | Subnet | Stream | Mapping[str, object]
-KINDS: dict[str, type[Stream]] = {kind.name: kind for kind in (Iid, Fair, Spaced, Sandwich, Fixed, FromFile)}
+KINDS: dict[str, type[Stream]] = {kind.name: kind for kind in (Iid, Fair, Spaced, Sandwich, Shrinking, Fixed, FromFile)}
 
 
 def make_stream(space: Space, spec: Spec, seed: int = 0, **options: object) -> Stream:
     """A stream over the space.
 
-    `spec` is a name ("iid", "fair", "spaced", "sandwich", "fixed"), a name with its argument ("spaced:6", "sandwich:2",
-    "file:steps.jsonl"), a subnet for every step, the path of a file of steps, a stream (returned as it is), or what
+    `spec` is a name ("iid", "fair", "spaced", "sandwich", "shrinking", "fixed"), a name with its argument ("spaced:6",
+    "sandwich:2", "shrinking:kernel,depth,expand", "file:steps.jsonl"), a subnet for every step, the path of a file of steps, a stream (returned as it is), or what
     `to_json` of a stream wrote (its seed counts). Options are those of the stream's class.
     """
     if isinstance(spec, Stream):
@@ -50,6 +51,8 @@ def make_stream(space: Space, spec: Spec, seed: int = 0, **options: object) -> S
 def _argument(name: str, argument: str) -> dict[str, object]:
     if name == "file":
         return {"path": argument}
+    if name == "shrinking":
+        return {"order": argument}
     if name not in ("spaced", "sandwich"):
         raise StreamError(f"the {name} stream takes no argument, got '{argument}'")
     try:
