@@ -1,0 +1,187 @@
+"""Gradient search: a supernet and its data in; a run with its weights, its mixture and the subnet that it settles on
+out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from weft.data import Data, Loader, as_data
+from weft.errors import SearchError
+from weft.pipeline import Optimizer, Trained, cross_entropy, train
+from weft.pipeline.bilevel import Bilevel
+from weft.pipeline.initial import load_initial
+from weft.pipeline.sequential import Loss
+from weft.pipeline.settings import consistencies
+from weft.runs.files import write_json
+from weft.search.entry import search
+from weft.search.expected import measure_expected
+from weft.search.front import Front
+from weft.search.gradient.method import GradientMethod, SampledMethod, make_gradient_method
+from weft.search.gradient.objective import Layout, MixedLoss, MixedMetric, Probabilities
+from weft.search.objective import parse_objectives
+from weft.search.score import Scorer
+from weft.search.scored import Scored
+from weft.search.target import Penalty, Target, likeliest, parse_targets
+from weft.space import Subnet
+from weft.supernet import Chain, Factory, initialise
+from weft.supernet.elastic import Mixture
+from weft.supernet.elastic.mixture import choice_options
+from weft.supernet.mixed import PROGRESS, MixedChain, mix, mixed_factory
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a gradient search settled on: the subnet, its scores on validation data, and the mixture behind it."""
+
+    trained: Trained
+    """The run, with the plain supernet that has its weights: what ``weft.search`` and ``weft.retrain`` start from."""
+    subnet: Subnet
+    scores: dict[str, float]
+    mixture: Mixture | None
+    """None for methods that train by samples."""
+    front: Front
+
+    def extract(self) -> nn.Module:
+        """The subnet as a plain module with the supernet's weights."""
+        module: nn.Module = self.front.best().extract()
+        return module
+
+
+def gradient_search(
+    net: Chain | Factory,
+    data: Any,
+    *,
+    method: str | GradientMethod | SampledMethod = "drnas",
+    steps: int,
+    loss: Loss = cross_entropy,
+    metrics: dict[str, Any] | None = None,
+    targets: str | Iterable[str] = (),
+    penalties: Sequence[Penalty] = (),
+    architecture: Optimizer | None = None,
+    warmup_weights: int = 0,
+    seed: int = 0,
+    budget: int = 200,
+    recalibrate: int = 2,
+    name: str = "search",
+    **options: Any,
+) -> Found:
+    """Learns weights and architecture together, and returns the subnet that it settles on.
+
+    ``steps`` counts steps of both kinds: after ``warmup_weights`` steps for the weights alone, every second one trains
+    the architecture on validation data. ``targets`` such as ``"parameters=5e6"`` or ``"flops=1e9"`` pull the expected
+    cost of the mixture there, and the subnet meets them within 2 %. ``architecture`` is the optimizer of the
+    architecture parameters. Methods that train by samples (``spos``, ``fairnas``, ``sandwich``) train their stream and
+    then search ``budget`` subnets by evolution. Other options are those of ``weft.train``; the run resumes, runs on
+    several stages and repeats to the bit as any other.
+    """
+    chosen = make_gradient_method(method) if isinstance(method, str) else method
+    given = {"steps": steps, "loss": loss, "metrics": dict(metrics or {}), "seed": seed, **options}
+    if isinstance(chosen, SampledMethod):
+        return _by_samples(net, data, chosen, given, targets, budget, recalibrate, name)
+    bilevel = Bilevel(architecture or Bilevel().optimizer, warmup_weights, order=chosen.order)
+    loaded = as_data(data, seed)
+    if loaded.validation is None:
+        raise SearchError(
+            f"'{chosen.name}' learns the architecture on validation data, and this data set has none: "
+            "split some off with weft.data.split"
+        )
+    side = (PROGRESS,) if chosen.anneals else ()
+    mixed = mix(net, chosen, side)
+    layout: Layout = tuple((n, len(choice_options(mixed.space, n))) for n in mixed.order)
+    wanted = _targets(net, loaded, targets, seed, str(options.get("device", "cpu")))
+    total = sum(count for _, count in layout)
+    given |= {
+        "loss": MixedLoss(loss, layout, (*wanted, *penalties)),
+        "metrics": {**{n: MixedMetric(m) for n, m in (metrics or {}).items()}, "mixture": Probabilities(total)},
+        "stream": mixed.space.first(),
+        "bilevel": bilevel,
+    }
+    trained = train(mixed_factory(net, chosen, side), data, **given)
+    assert isinstance(trained.chain, MixedChain)
+    mixture = trained.chain.mixture()
+    subnet = likeliest(mixture, wanted)
+    plain = replace(
+        trained,
+        chain=_inherited(net, trained, seed),
+        net=net,
+        settings=replace(
+            trained.settings,
+            loss=loss,
+            metrics=dict(metrics or {}),
+            bilevel=None,
+            consistency=consistencies(initialise(net, seed, only=()), options.get("consistency")),
+        ),
+    )
+    return _found(plain, subnet, mixture, recalibrate, name, chosen.name, layout)
+
+
+def _by_samples(
+    net: Chain | Factory,
+    data: Any,
+    method: SampledMethod,
+    given: dict[str, Any],
+    targets: str | Iterable[str],
+    budget: int,
+    recalibrate: int,
+    name: str,
+) -> Found:
+    given = {"stream": method.stream, **given}
+    if method.microbatches is not None:
+        given["microbatches"] = method.microbatches
+    trained = train(net, data, **({"distil": True} if method.distils else {}), **given)
+    wanted = _targets(net, trained.data, targets, int(given["seed"]), str(trained.settings.device))
+    bounds = [f"{t.expected.metric}{op}{t.value * (1 + s)}" for t in wanted for op, s in ((">=", -0.02), ("<=", 0.02))]
+    quality = next(iter(given["metrics"]), "loss")
+    front = search(
+        trained,
+        maximize=() if quality == "loss" else quality,
+        minimize=quality if quality == "loss" else (),
+        constraints=bounds,
+        budget=budget,
+        method="evolution",
+        seed=int(given["seed"]),
+        recalibrate=recalibrate,
+        name=name,
+    )
+    best = front.best()
+    return Found(trained, best.subnet, dict(best.scores), None, front)
+
+
+def _targets(
+    net: Chain | Factory, data: Data, targets: str | Iterable[str], seed: int, device: str
+) -> tuple[Target, ...]:
+    """What the texts ask for, with the costs of this supernet measured; raises SearchError for what cannot be met."""
+    texts = [targets] if isinstance(targets, str) else list(targets)
+    if not texts:
+        return ()
+    chain = initialise(net, seed).eval()
+    batch = {name: tensor[:1] for name, tensor in Loader(data.train, 1, 0, shuffle=False).batch(0).items()}
+    wanted = parse_targets(texts, lambda metric: measure_expected(chain, batch, metric, device=device))
+    likeliest(Mixture.uniform(chain.space), wanted)  # what no subnet meets is said now, and not after the training
+    return wanted
+
+
+def _inherited(net: Chain | Factory, trained: Trained, seed: int) -> Chain:
+    """The plain supernet with the weights of the mixed one."""
+    plain = initialise(net, seed, trained.settings.device)
+    load_initial(plain, trained.chain.state_dict())
+    return plain.eval()
+
+
+def _found(
+    trained: Trained, subnet: Subnet, mixture: Mixture, recalibrate: int, name: str, method: str, layout: Layout
+) -> Found:
+    scorer = Scorer(trained.chain, trained.data, trained.settings, recalibrate)
+    scores = {**scorer.quality(subnet), **scorer.cheap(subnet)}
+    quality = next(iter(trained.settings.metrics), "loss")
+    objectives = parse_objectives(*(((), quality) if quality == "loss" else (quality, ())))
+    front = Front([Scored(subnet, scores)], objectives, (), scorer.extract, origin=trained)
+    folder = trained.run.path / "results" / name
+    front.save(folder)
+    told = {n: [round(p, 6) for p in mixture[n].tolist()] for n, _ in layout}
+    write_json(folder / "mixture.json", {"method": method, "subnet": subnet.to_json(), "probabilities": told})
+    return Found(trained, subnet, scores, mixture, front)
