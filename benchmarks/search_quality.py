@@ -8,6 +8,10 @@ and `spaced`; then all 6,561 subnets are scored on validation images that traini
 by one batch of training images, and Kendall's tau is taken against the table. `top1pct_hit` says whether the subnet
 that scored best is among the best 1 % of the table. A file that is there already is gone on with: rows that it has are
 not run again.
+
+    python benchmarks/search_quality.py --data DIR --methods darts drnas ... [--seconds 40] [--workers 6] [--json FILE]
+
+compares search methods at equal time on NAS-Bench-Macro and NAS-Bench-201 (`nas-bench-201/nasbench201.csv.gz`).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import methods
 import numpy as np
 import torch
 from machine import read_rows, write
@@ -151,6 +156,30 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
             yield stream, seed, options.steps
 
 
+def compare(options: argparse.Namespace) -> None:
+    """Search methods at equal time; see `methods.py`."""
+    seeds, limit, seconds = options.seeds, None, options.seconds
+    if options.quick:
+        seeds, limit, seconds = [0], 600, 2.0
+    rows = read_rows(options.json)
+    done = {(row["space"], row["method"], row["seed"], row["budget_seconds"]) for row in rows}
+    # One seed of everything first: a grid that is cut short is then still whole.
+    wanted = [methods.Job(s, m, seed, seconds) for seed in seeds for s in options.spaces for m in options.methods]
+    todo = [job for job in wanted if job.id not in done]
+    print(f"{'space':28}{'method':18}{'seed':>5}{'s':>7}{'tau':>8}{'regret':>8}{'rank':>7}{'top 1 %':>9}")
+    for row in methods.run(todo, Path(options.data), options.device, options.workers, limit):
+        if "failed" in row:
+            print(f"{row['space']:28}{row['method']:18}{row['seed']:5}  failed: {row['failed']}", flush=True)
+            continue
+        rows.append(row)
+        write(options.json, rows=rows, data="CIFAR-10, 30,000 lossy JPEG images, half of them for validation")
+        print(
+            f"{row['space']:28}{row['method']:18}{row['seed']:5}{row['seconds']:7.1f}{row['tau']:8.3f}"
+            f"{row['regret']:8.2f}{row['rank']:7}{row['top1pct']!s:>9}",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, metavar="DIR")
@@ -172,7 +201,14 @@ def main() -> None:
     )
     parser.add_argument("--decay", type=float, default=5e-4, help="weight decay")
     parser.add_argument("--subnets", type=int, help="score this many at random instead of all")
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="compare search methods at equal time instead")
+    parser.add_argument("--spaces", nargs="+", default=list(methods.BENCHES), choices=list(methods.BENCHES))
+    parser.add_argument("--seconds", type=float, default=40.0, help="what every method has")
+    parser.add_argument("--workers", type=int, default=1, help="methods beside each other on the device")
     options = parser.parse_args()
+    if options.methods:
+        compare(options)
+        return
     if options.quick:
         options.steps, options.batch, options.calibration, options.subnets, options.seeds = 20, 32, 64, 30, [0]
     folder = Path(options.data)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from weft.pipeline.boundary import entered
 from weft.pipeline.consistency import Exact
 from weft.pipeline.weights import Weights
-from weft.supernet import Carry
+from weft.supernet import Carry, run_layer
 
 log = logging.getLogger("weft.pipeline")
+
+Gradients = Sequence[Tensor | None]
 
 _WARM_UP = 3
 _ALIGNED = 256
@@ -26,61 +28,71 @@ _ALIGNED = 256
 class Captured:
     """One layer for inputs of one shape: its tensors lie at fixed addresses, and a replay reads and writes them."""
 
-    def __init__(self, weights: Weights, x: Tensor) -> None:
-        parameters = list(weights.parameters)
-        self._x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x.detach())
-        self._x.requires_grad_(x.requires_grad)
-        sources = [*parameters, self._x] if x.requires_grad else parameters
-        self._count = len(parameters)
+    def __init__(self, weights: Weights, carry: Carry, trains: bool) -> None:
+        leaves: list[Tensor] = [p if trains else p.detach() for p in weights.parameters]
+        self._inputs = tuple(
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            .copy_(x.detach())
+            .requires_grad_(x.requires_grad)
+            for x in carry
+        )
+        self._count = len(leaves) if trains else 0
+        sources = [*leaves[: self._count], *(x for x in self._inputs if x.requires_grad)]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), ExitStack() as stack:
             for trial in range(_WARM_UP):  # lazy set-up of libraries must not be captured
                 if trial == _WARM_UP - 1:
                     stack.enter_context(_waiting_refused())
-                y = self._run(weights.module)
-                torch.autograd.grad(y, sources, torch.zeros_like(y), allow_unused=True)
-            del y
+                outputs = self._run(weights, leaves)
+                graded = [y for y in outputs if y.requires_grad]
+                torch.autograd.grad(graded, sources, [torch.zeros_like(y) for y in graded], allow_unused=True)
+            del outputs, graded
         torch.cuda.current_stream().wait_stream(stream)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._forward, stream=stream):
-            y = self._run(weights.module)
-        self._gradient = torch.empty_like(y)
+            outputs = self._run(weights, leaves)
+        graded = [y for y in outputs if y.requires_grad]
+        self._gradients = [torch.empty_like(y) for y in graded]
         with torch.cuda.graph(self._backward, pool=self._forward.pool(), stream=stream):
-            found = torch.autograd.grad(y, sources, self._gradient, allow_unused=True)
-        self._y: Tensor = y.detach().requires_grad_()
+            found = torch.autograd.grad(graded, sources, self._gradients, allow_unused=True)
+        self._outputs: Carry = tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
         self._own = list(found[: self._count])
-        self._back: Tensor | None = found[self._count] if x.requires_grad else None
-        self.taken = x
+        back = iter(found[self._count :])
+        self._back = [next(back) if x.requires_grad else None for x in self._inputs]
+        self.taken = carry
 
-    def _run(self, module: nn.Module) -> Tensor:
+    def _run(self, weights: Weights, leaves: list[Tensor]) -> Carry:
         # Autocast keeps the cast of a leaf for its next use. A weight's must not come from an earlier run, or the graph
         # would read that one for ever; the input is no leaf where the layer runs as it is, so it must be none here.
         torch.clear_autocast_cache()
-        y: Tensor = module(*entered((self._x,)))
-        return y
+        with weights.bound(leaves) or nullcontext():
+            return run_layer(weights.layer, weights.module, entered(self._inputs), {})
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.taken = x
-        self._x.data.copy_(x.detach())
+    def forward(self, carry: Carry) -> Carry:
+        self.taken = carry
+        for own, x in zip(self._inputs, carry, strict=True):
+            own.data.copy_(x.detach())
         self._forward.replay()
-        return self._y
+        return self._outputs
 
-    def backward(self, gradient: Tensor | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Gradients of the layer's parameters and of its input; they are overwritten by the next replay."""
-        if gradient is None:
-            return [None] * self._count, [None]
-        self._gradient.copy_(gradient)
+    def backward(self, gradients: Gradients) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Gradients of the layer's parameters and of its inputs; they are overwritten by the next replay."""
+        given = [g for g, y in zip(gradients, self._outputs, strict=True) if y.requires_grad]
+        if all(gradient is None for gradient in given):
+            return [None] * self._count, [None] * len(self._inputs)
+        for own, gradient in zip(self._gradients, given, strict=True):
+            own.zero_() if gradient is None else own.copy_(gradient)
         self._backward.replay()
-        return list(self._own), [self._back]
+        return list(self._own), list(self._back)
 
 
 class Graphs:
     """Captures a layer the first time that it is used with an input of some shape, and replays it from then on.
 
     Only `exact` layers are captured: their weights lie at one address for the whole run. A layer that cannot be
-    captured (it waits for the host or draws there, changes its buffers, carries a tuple, or takes side inputs) runs as
-    it is, and the log says why.
+    captured (it waits for the host or draws there, changes its buffers, or takes side inputs or the subnet) runs as it
+    is, and the log says why.
     """
 
     def __init__(self, most: int = 512) -> None:
@@ -88,30 +100,32 @@ class Graphs:
         self._refused: set[str] = set()
         self._most = most
 
-    def get(self, weights: Weights, carry: Carry) -> Captured | None:
+    def get(self, weights: Weights, carry: Carry, trains: bool = True) -> Captured | None:
         """The captured layer, or None where the layer is to run as it is."""
         layer = weights.layer
-        if layer.name in self._refused or not weights.parameters or len(carry) != 1:
+        if layer.name in self._refused or not weights.parameters:
             return None
-        x = carry[0]
-        if x.data_ptr() % _ALIGNED:  # a copy of it would lie otherwise, and might be summed in another order
+        if not trains and not any(x.requires_grad for x in carry):  # there is no backward to capture
             return None
-        key = (layer.name, x.shape, x.dtype, x.stride(), x.requires_grad)
+        # A copy that lies otherwise might be summed in another order.
+        if any(x.data_ptr() % _ALIGNED for x in carry):
+            return None
+        key = (layer.name, trains, *((x.shape, x.dtype, x.stride(), x.requires_grad) for x in carry))
         found = self._captured.get(key)
         if found is None and len(self._captured) < self._most:
-            found = self._capture(weights, x)
+            found = self._capture(weights, carry, trains)
             if found is not None:
                 self._captured[key] = found
         return found
 
-    def _capture(self, weights: Weights, x: Tensor) -> Captured | None:
+    def _capture(self, weights: Weights, carry: Carry, trains: bool) -> Captured | None:
         if not isinstance(weights.clock.consistency, Exact) or weights.layer.side or weights.layer.elastic:
             self._refused.add(weights.layer.name)
             return None
         try:
-            with _undisturbed(weights.module, x.device):
+            with _undisturbed(weights.module, carry[0].device):
                 buffers, drawn = weights.buffer_state(), torch.default_generator.get_state()
-                captured = Captured(weights, x)
+                captured = Captured(weights, carry, trains)
                 if weights.buffer_state() != buffers:
                     raise RuntimeError("it changes its own buffers")
                 if not torch.equal(torch.default_generator.get_state(), drawn):

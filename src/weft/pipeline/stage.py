@@ -20,13 +20,13 @@ from weft.errors import NonFiniteError, TrainError
 from weft.pipeline import foreach
 from weft.pipeline.consistency import clock
 from weft.pipeline.cut import Cut, stage_of
-from weft.pipeline.graphs import Graphs
+from weft.pipeline.graphs import Gradients, Graphs
 from weft.pipeline.scheduler import Need, Scheduler
 from weft.pipeline.seeding import Seeder
 from weft.pipeline.sequential import Law, detached
 from weft.pipeline.state import capture
 from weft.pipeline.statistics import Record
-from weft.pipeline.tape import Gradients, Tape
+from weft.pipeline.tape import Tape
 from weft.pipeline.unrolled import check_unrolled
 from weft.pipeline.weights import Weights
 from weft.space import Stream, Subnet

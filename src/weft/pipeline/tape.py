@@ -7,7 +7,7 @@ across. A layer captured as a CUDA graph is an island of its own. Where islands 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from weft.pipeline.boundary import boundary, entered
-from weft.pipeline.graphs import Captured, Graphs
+from weft.pipeline.graphs import Captured, Gradients, Graphs
 from weft.pipeline.weights import Weights
 from weft.supernet import Carry
-
-Gradients = Sequence[Tensor | None]
 
 
 @dataclass(slots=True)
@@ -60,9 +58,9 @@ class Tape:
         """
         self.used.append(weights)
         self._trained.append(trains)
-        captured = None if self._graphs is None or not trains else self._graphs.get(weights, self.carry)
+        captured = None if self._graphs is None else self._graphs.get(weights, self.carry, trains)
         if captured is not None:
-            self.carry = (captured.forward(self.carry[0]),)
+            self.carry = captured.forward(self.carry)
             self._islands.append(captured)
             return
         island = self._open()
@@ -89,7 +87,7 @@ class Tape:
             given = gradients
             own: list[Tensor | None] = []
             if isinstance(island, Captured):
-                own, gradients = island.backward(gradients[0])
+                own, gradients = island.backward(gradients)
             elif self._split:
                 _, gradients = _backward(island, gradients, weights=False)
             else:
@@ -127,7 +125,7 @@ class Tape:
             # What a captured layer gave is neither, and autograd says so.
             own = (x.detach().clone() if isinstance(last, _Island) else x.detach() for x in leaves)
             leaves = tuple(x.requires_grad_(y.requires_grad) for x, y in zip(own, self.carry, strict=True))
-            self.carry = leaves if isinstance(last, Captured) else entered(leaves)
+            self.carry = boundary(leaves) if isinstance(last, Captured) else entered(leaves)
         island = _Island(leaves)
         self._islands.append(island)
         return island
@@ -138,7 +136,7 @@ class Tape:
         # An island ends where a captured layer begins, with what that one took.
         for before, after in zip(self._islands, self._islands[1:], strict=False):
             if isinstance(before, _Island) and isinstance(after, Captured):
-                before.outputs = (after.taken,)
+                before.outputs = after.taken
 
 
 def _backward(
