@@ -6,13 +6,34 @@ from collections.abc import Callable, Mapping
 
 from weft.errors import SupernetError, nearest
 from weft.supernet import Chain
+from weft.zoo.cell import toy_cell
+from weft.zoo.convmacro import conv_macro
+from weft.zoo.darts import darts
 from weft.zoo.digits import digits_conv, digits_mlp
-from weft.zoo.macro import macro_key, macro_subnet, nas_bench_macro
+from weft.zoo.gpt import gpt, gpt_default, gpt_shakespeare, gpt_small, gpt_test
+from weft.zoo.macro import macro_key, macro_subnet, nas_bench_macro, nas_bench_macro_entangled
+from weft.zoo.mobilenet import ofa_mobilenet_v3
+from weft.zoo.nb201 import nas_bench_201, nb201_key, nb201_subnet
+from weft.zoo.vit import autoformer_base, autoformer_small, autoformer_tiny, vit, vit_test
 
 SUPERNETS: Mapping[str, Callable[[], Chain]] = {
     "digits-conv": digits_conv,
     "digits-mlp": digits_mlp,
     "nas-bench-macro": nas_bench_macro,
+    "nas-bench-macro-entangled": nas_bench_macro_entangled,
+    "nas-bench-201": nas_bench_201,
+    "toy-cell": toy_cell,
+    "conv-macro": conv_macro,
+    "darts": darts,
+    "ofa-mobilenet-v3": ofa_mobilenet_v3,
+    "autoformer-tiny": autoformer_tiny,
+    "autoformer-small": autoformer_small,
+    "autoformer-base": autoformer_base,
+    "vit-test": vit_test,
+    "gpt-small": gpt_small,
+    "gpt-default": gpt_default,
+    "gpt-shakespeare": gpt_shakespeare,
+    "gpt-test": gpt_test,
 }
 
 
@@ -27,4 +48,30 @@ def find(name: str) -> Callable[[], Chain]:
     return SUPERNETS[name]
 
 
-__all__ = ["SUPERNETS", "digits_conv", "digits_mlp", "find", "macro_key", "macro_subnet", "nas_bench_macro"]
+__all__ = [
+    "SUPERNETS",
+    "autoformer_base",
+    "autoformer_small",
+    "autoformer_tiny",
+    "conv_macro",
+    "darts",
+    "digits_conv",
+    "digits_mlp",
+    "find",
+    "gpt",
+    "gpt_default",
+    "gpt_shakespeare",
+    "gpt_small",
+    "gpt_test",
+    "macro_key",
+    "macro_subnet",
+    "nas_bench_201",
+    "nas_bench_macro",
+    "nas_bench_macro_entangled",
+    "nb201_key",
+    "nb201_subnet",
+    "ofa_mobilenet_v3",
+    "toy_cell",
+    "vit",
+    "vit_test",
+]

@@ -58,7 +58,7 @@ class Learner:
     >>> (mixture["width"] * torch.tensor([0.0, 1.0])).sum().backward()  # the second option costs more
     >>> learner.tell()
     >>> [round(p, 3) for p in learner.ask()["width"].tolist()]
-    [0.562, 0.438]
+    [0.622, 0.378]
     """
 
     def __init__(

@@ -1,0 +1,133 @@
+"""Elastic attention: heads, their groups and their features may vary, each a prefix along its own dimension."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.errors import SupernetError
+from weft.space import Expr, Space
+from weft.supernet.elastic.grid import Grid
+from weft.supernet.elastic.leaf import Module
+from weft.supernet.elastic.linear import Linear
+from weft.supernet.elastic.mixture import Mixture, Pick
+from weft.supernet.elastic.rotary import Rotary
+from weft.supernet.elastic.sizes import Dim, Sizes, combinations, forbidden
+
+
+class Attention(Module):
+    """Self-attention over (batch, tokens, width), with ``heads`` of ``head_dim`` features, which need not make up the
+    width.
+
+    With fewer ``kv_heads``, that many keys and values serve groups of heads. The rows of q, k and v form grids (group,
+    head of the group, feature), of which a subnet uses a corner, so that subnets share what they have in common and a
+    mixture adds each head to itself. Raises SupernetError for sizes that do not divide. Attention weights are not
+    dropped out.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        width: Dim,
+        heads: Dim,
+        head_dim: Dim,
+        kv_heads: Dim | None = None,
+        *,
+        causal: bool = False,
+        bias: bool = True,
+        out_bias: bool = True,
+        rotary: Rotary | None = None,
+        scale: float | None = None,
+        eager: bool = False,
+    ) -> None:
+        """``scale`` stands in for 1 / sqrt(head_dim); ``eager`` multiplies the matrices one by one, without a fused
+        kernel."""
+        super().__init__()
+        groups, each = (heads, 1) if kv_heads is None else (kv_heads, heads // kv_heads)
+        _check(space, heads, groups, head_dim, None if rotary is None else rotary.dim)
+        self.sizes = Sizes(space, groups, each, head_dim, what=f"Attention({heads} heads of {head_dim})")
+        self.causal, self.eager, self.rotary = causal, eager, rotary
+        self._scale = scale
+        # A mixture of head sizes has a mixture of scales: they are folded into what it expects of q.
+        self._folds = scale is None and not self.sizes.is_fixed(2)
+        self._make(space, width, (groups, each, head_dim), bias, out_bias)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.sizes.names
+
+    def _make(self, space: Space, width: Dim, grid: tuple[Dim, Dim, Dim], bias: bool, out_bias: bool) -> None:
+        """The layers that hold the weights."""
+        groups, each, dim = grid
+        self.q: Module
+        self.k: Module
+        self.v: Module
+        self.out: Module
+        whole = self.sizes.is_fixed(2)  # heads are used as a whole, so corners of (groups, dim) are prefixes
+        if whole and (self.sizes.is_fixed(1) or self.sizes.largest[0] == 1):
+            self.q = Linear(space, width, groups * each * dim, bias)
+            self.out = Linear(space, groups * each * dim, width, out_bias)
+        else:
+            self.q = Grid(space, width, grid, bias, scaled=self._folds)
+            self.out = Grid(space, grid, width, out_bias)
+        self.k = Linear(space, width, groups * dim, bias) if whole else Grid(space, width, (groups, dim), bias)
+        self.v = Linear(space, width, groups * dim, bias) if whole else Grid(space, width, (groups, dim), bias)
+
+    def project(self, x: Tensor, pick: Pick) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, the heads side by side."""
+        return self.q(x, pick=pick), self.k(x, pick=pick), self.v(x, pick=pick)
+
+    def forward(self, x: Tensor, pick: Pick) -> Tensor:
+        groups, each, dim = self.sizes.largest if isinstance(pick, Mixture) else self.sizes.of(pick)
+        q, k, v = self.project(x, pick)
+        q = torch.unflatten(q, -1, (groups * each, dim)).transpose(1, 2)
+        k = torch.unflatten(k, -1, (groups, dim)).transpose(1, 2)
+        v = torch.unflatten(v, -1, (groups, dim)).transpose(1, 2)
+        if self.rotary is not None:
+            q, k = self.rotary(q, k, pick=pick)
+        scale = dim**-0.5 if self._scale is None else self._scale
+        y = self._attend(q, k, v, 1.0 if self._folds and isinstance(pick, Mixture) else scale, each)
+        return cast("Tensor", self.out(y.transpose(1, 2).flatten(2), pick=pick))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, each: int) -> Tensor:
+        if not self.eager:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=scale, enable_gqa=each > 1)
+        if each > 1:
+            k, v = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1)
+        scores = torch.matmul(q, k.transpose(2, 3)) * scale
+        if self.causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+        return torch.matmul(torch.softmax(scores, -1), v)
+
+
+def _check(space: Space, heads: Dim, groups: Dim, head_dim: Dim, turned: int | None) -> None:
+    derived = space.rules.layout.derived
+    exprs = {
+        "heads": Expr.of(heads).substitute(derived),
+        "kv_heads": Expr.of(groups).substitute(derived),
+        "head_dim": Expr.of(head_dim).substitute(derived),
+    }
+    reads = set().union(*(expr.names for expr in exprs.values()))
+    found = set()
+    for values in combinations(space, [name for name in space.choices if name in reads]):
+        if forbidden(space, values):
+            continue
+        number = {name: float(expr.value(values)) for name, expr in exprs.items()}
+        given = " ".join(f"{name}={value}" for name, value in values.items()) or "these sizes"
+        for name, value in number.items():
+            if value < 1 or value != int(value):
+                raise SupernetError(f"attention needs a whole number of {name}, but with {given} it is {value:g}")
+        if number["heads"] % number["kv_heads"]:
+            raise SupernetError(
+                f"attention needs as many heads for every key and value, but with {given} there are "
+                f"{number['heads']:g} heads and {number['kv_heads']:g} kv_heads: let one divide the other"
+            )
+        found.add(int(number["head_dim"]))
+    if turned is not None and found != {turned}:
+        raise SupernetError(
+            f"rotary embedding pairs the first half of a head's features with the second, so head_dim is the one that "
+            f"it was made for, {turned}, not {', '.join(map(str, sorted(found)))}"
+        )

@@ -1,0 +1,85 @@
+"""An elastic batch norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.errors import SupernetError
+from weft.space import Space, Subnet
+from weft.supernet.elastic.leaf import Leaf, copied, load, prefix
+from weft.supernet.elastic.mixture import Mixture, Pick
+from weft.supernet.elastic.sizes import Dim, Sizes
+
+
+class BatchNorm2d(nn.BatchNorm2d, Leaf):
+    """``nn.BatchNorm2d`` of which a subnet uses the first channels.
+
+    Training moves the running statistics of the channels that it sees, and of no others.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        channels: Dim,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        sizes = Sizes(space, channels, what=f"BatchNorm2d({channels})")
+        if momentum is None and not sizes.is_fixed(0):
+            raise SupernetError(
+                f"BatchNorm2d({channels}) has momentum=None, an average over all batches, but not every batch meets "
+                "every channel: give it a momentum"
+            )
+        super().__init__(sizes.largest[0], eps, momentum, affine, track_running_stats)
+        self.sizes = sizes
+
+    def forward(self, x: Tensor, pick: Pick) -> Tensor:  # type: ignore[override]
+        self._check_input_dim(x)
+        if isinstance(pick, Mixture):
+            return self._mixed(x, pick)
+        channels = self.sizes.of(pick)[0]
+        return self._normalised(x, _first(self.weight, channels), _first(self.bias, channels), channels)
+
+    def plain(self, subnet: Subnet) -> nn.Module:
+        channels = self.sizes.of(subnet)[0]
+        made = nn.BatchNorm2d(channels, self.eps, self.momentum, self.affine, self.track_running_stats, device="meta")
+        tensors = {
+            name: None if (held := getattr(self, name)) is None else copied(held, channels)
+            for name in ("weight", "bias", "running_mean", "running_var")
+        }
+        tensors["num_batches_tracked"] = None if self.num_batches_tracked is None else copied(self.num_batches_tracked)
+        return load(made, tensors, self.training)
+
+    def _mixed(self, x: Tensor, mixture: Mixture) -> Tensor:
+        """Channels are normalised one by one, so the expectation is that of all, each times its chance to be there."""
+        if self.sizes.is_fixed(0):
+            return self._normalised(x, self.weight, self.bias, self.num_features)
+        chance = self.sizes.inside(mixture)
+        held = self.weight if self.affine else self.running_mean
+        chance = chance.to(x.dtype if held is None else held.dtype)
+        moved = [b for b in (self.running_mean, self.running_var) if b is not None and self.training]
+        before = [buffer.clone() for buffer in moved]
+        weight, bias = (self.weight * chance, self.bias * chance) if self.affine else (chance, None)
+        out = self._normalised(x, weight, bias, self.num_features)
+        for buffer, old in zip(moved, before, strict=True):
+            # What cannot be picked was not seen. Autograd has noted the buffer, though a training backward reads none.
+            buffer.data.copy_(torch.where(chance.detach() > 0, buffer, old))
+        return out
+
+    def _normalised(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, channels: int) -> Tensor:
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        mean, var = _first(self.running_mean, channels), _first(self.running_var, channels)
+        return F.batch_norm(x, mean, var, weight, bias, self.training or mean is None, factor, self.eps)
+
+
+def _first(tensor: Tensor | None, channels: int) -> Tensor | None:
+    """The first entries, in the memory of all: running statistics are written through it."""
+    return None if tensor is None else prefix(tensor, channels)

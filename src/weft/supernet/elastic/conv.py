@@ -1,0 +1,155 @@
+"""An elastic convolution: channels are a prefix, kernels are nested by their centre."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.errors import SupernetError
+from weft.space import Expr, Space, Subnet
+from weft.supernet.elastic.leaf import Leaf, copied, load, prefix
+from weft.supernet.elastic.mixedconv import mixed_conv2d
+from weft.supernet.elastic.mixture import Mixture, Pick
+from weft.supernet.elastic.sizes import Dim, Sizes
+
+
+class Conv2d(nn.Conv2d, Leaf):
+    """``nn.Conv2d`` of which a subnet uses the first inputs and outputs, and the centre of the kernel.
+
+    Kernels are odd and, unless a fixed one is given its ``padding``, keep height and width at stride 1. With a
+    ``group_width`` the channels form as many groups of that width as there are, so that a narrower layer is the first
+    groups of a wider one; ``groups="depthwise"`` is a width of 1. A number of groups is for fixed channels.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        inputs: Dim,
+        outputs: Dim,
+        kernel: Dim,
+        stride: int = 1,
+        groups: int | Literal["depthwise"] = 1,
+        group_width: int | None = None,
+        dilation: int = 1,
+        bias: bool = True,
+        padding: int | None = None,
+    ) -> None:
+        what = f"Conv2d({inputs}, {outputs}, kernel {kernel})"
+        width = 1 if groups == "depthwise" else group_width
+        if (groups != 1) + (group_width is not None) > 1:
+            raise SupernetError(f"{what} has groups={groups!r} and group_width={group_width}: give one of them")
+        if groups == "depthwise" or groups == 1:
+            number = 1
+        else:
+            number = _number_of_groups(space, inputs, outputs, groups, what)
+        if width is not None and not _same(space, inputs, outputs):
+            raise SupernetError(
+                f"{what} has groups of {width} channels, which needs as many outputs as inputs: write both alike"
+            )
+        per_group = inputs if number == 1 else int(Expr.of(inputs).value({})) // number
+        sizes = Sizes(space, outputs, per_group if width is None else width, kernel, what=what)
+        _check(sizes, width, padding, what)
+        largest, within, side = sizes.largest
+        if width is not None:
+            number = largest // width
+        pad = dilation * (side // 2) if padding is None else padding
+        super().__init__(within * number, largest, side, stride, pad, dilation, number, bias)
+        self.sizes = sizes
+        self.group_width = width
+        self._fixed_padding = padding
+        self._rings: dict[torch.device, Tensor] = {}
+
+    def forward(self, x: Tensor, pick: Pick) -> Tensor:  # type: ignore[override]
+        if isinstance(pick, Mixture):
+            if not self.sizes.names:
+                return super().forward(x)
+            rows, columns = self._factors(pick)
+            where = (self.stride, self.padding, self.dilation, self.groups)
+            return mixed_conv2d(x, self.weight, self.bias, rows, columns, *where)  # type: ignore[arg-type]
+        outputs, within, kernel = self.sizes.of(pick)
+        bias = None if self.bias is None else prefix(self.bias, outputs)
+        weight = prefix(_centre(self.weight, kernel), outputs, within)
+        return F.conv2d(x, weight, bias, self.stride, self._padding(kernel), self.dilation, self._groups(outputs))
+
+    def plain(self, subnet: Subnet) -> nn.Module:
+        outputs, within, kernel = self.sizes.of(subnet)
+        groups = self._groups(outputs)
+        made = nn.Conv2d(
+            within * groups,
+            outputs,
+            kernel,
+            self.stride,  # type: ignore[arg-type]
+            self._padding(kernel),
+            self.dilation,  # type: ignore[arg-type]
+            groups,
+            self.bias is not None,
+            device="meta",
+            dtype=self.weight.dtype,
+        )
+        bias = None if self.bias is None else copied(self.bias, outputs)
+        weight = copied(_centre(self.weight, kernel), outputs, within)
+        return load(made, {"weight": weight, "bias": bias}, self.training)
+
+    def _padding(self, kernel: int) -> int:
+        return int(self.dilation[0]) * (kernel // 2) if self._fixed_padding is None else self._fixed_padding
+
+    def _groups(self, outputs: int) -> int:
+        return self.groups if self.group_width is None else outputs // self.group_width
+
+    def _factors(self, mixture: Mixture) -> tuple[Tensor, Tensor]:
+        """Those of the outputs, and of inputs and places of the kernel together."""
+        rows, within, kernel = self.sizes.factors(mixture)
+
+        def make() -> Tensor:
+            # A kernel of size k reaches the places whose distance d from the centre has 2 d < k.
+            places = kernel.index_select(1, self._ring(kernel.device))
+            return (within[:, :, None] * places[:, None, :]).flatten(1)
+
+        return rows, mixture.known(("places", self.sizes.key), make)
+
+    def _ring(self, device: torch.device) -> Tensor:
+        """For each place of the largest kernel twice its distance from the centre."""
+        if device not in self._rings:
+            far = (torch.arange(self.kernel_size[0], device="cpu") - self.kernel_size[0] // 2).abs()
+            self._rings[device] = (2 * torch.maximum(far[:, None], far)).flatten().to(device)
+        return self._rings[device]
+
+
+def _centre(weight: Tensor, kernel: int) -> Tensor:
+    margin = (weight.shape[-1] - kernel) // 2
+    return weight[:, :, margin : margin + kernel, margin : margin + kernel] if margin else weight
+
+
+def _same(space: Space, first: Dim, second: Dim) -> bool:
+    derived = space.rules.layout.derived
+    return Expr.of(first).substitute(derived).same_as(Expr.of(second).substitute(derived))
+
+
+def _number_of_groups(space: Space, inputs: Dim, outputs: Dim, groups: int, what: str) -> int:
+    channels = Sizes(space, inputs, outputs, what=what)
+    if channels.names:
+        raise SupernetError(
+            f"{what} has {groups} groups, and channels that vary: the groups of a narrower layer would cut those of a "
+            "wider one apart. Give group_width, the channels of a group, instead"
+        )
+    if groups < 1 or any(size % groups for size in channels.largest):
+        raise SupernetError(f"{what} cannot have {groups} groups: inputs and outputs must be multiples of them")
+    return groups
+
+
+def _check(sizes: Sizes, width: int | None, padding: int | None, what: str) -> None:
+    even = [size for size in sizes.values[2] if size % 2 == 0]
+    if even:
+        raise SupernetError(
+            f"{what} has a kernel of size {even[0]}, but kernels are nested by their centre: use odd ones"
+        )
+    if padding is not None and not sizes.is_fixed(2):
+        raise SupernetError(f"{what} has padding={padding}, but kernels that vary are padded by half their size")
+    if width is not None and (width < 1 or any(size % width for size in sizes.values[0])):
+        raise SupernetError(
+            f"{what} has groups of {width} channels, but {', '.join(map(str, sizes.values[0]))} channels: all of them "
+            "must be multiples of the group's"
+        )

@@ -1,0 +1,45 @@
+"""Which fused kernels can be used: those for GPUs need triton, and tensors as they know them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+
+def weight_kernels(weight: Tensor, rows: Tensor) -> ModuleType | None:
+    """``kernels``, for a weight with factors of a small rank in single precision on a GPU."""
+    if not weight.is_cuda or not _known(weight) or weight.dtype != torch.float32 or rows.dtype != torch.float32:
+        return None
+    if not _has_triton():
+        return None
+    from weft.supernet.elastic import kernels
+
+    return kernels if len(rows) <= kernels.MOST_RANK else None
+
+
+def norm_kernels(x: Tensor, weight: Tensor, chances: Tensor, widths: Sequence[int]) -> ModuleType | None:
+    """``norm_kernels``, for few widths and no double precision on a GPU."""
+    tensors = (x, weight, chances)
+    if not x.is_cuda or not all(_known(tensor) and tensor.dtype != torch.float64 for tensor in tensors):
+        return None
+    if not _has_triton():
+        return None
+    from weft.supernet.elastic import norm_kernels
+
+    few = len(widths) <= norm_kernels.MOST_WIDTHS and x.shape[-1] <= norm_kernels.MOST_FEATURES
+    return norm_kernels if few else None
+
+
+def _known(tensor: Tensor) -> bool:
+    # Subclasses (fake tensors, distributed ones) know torch's operations only.
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,122 @@
+"""An elastic linear layer whose inputs or outputs form a grid, such as heads x features of a head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.space import Space, Subnet
+from weft.supernet.elastic.leaf import Leaf, copied, load, prefix
+from weft.supernet.elastic.mixture import Mixture, Pick
+from weft.supernet.elastic.sizes import Dim, Sizes
+from weft.supernet.elastic.superpose import mixed_linear
+
+Dims = Dim | tuple[Dim, ...]
+
+
+class Grid(Leaf):
+    """A linear layer of which a subnet uses a corner: the first along each dimension of both grids.
+
+    Its plain form is an ``nn.Linear``. ``transposed`` keeps the weight as inputs x outputs, as GPT-2 does, and hands it
+    to the kernels so, which round by the layout. ``scaled`` folds 1 / sqrt(d) into what a mixture expects, d the last
+    dimension of the outputs; a pick is not scaled.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        inputs: Dims,
+        outputs: Dims,
+        bias: bool = True,
+        *,
+        transposed: bool = False,
+        scaled: bool = False,
+    ) -> None:
+        super().__init__()
+        rows, columns = _as_tuple(outputs), _as_tuple(inputs)
+        what = f"Grid({inputs}, {outputs})"
+        self.sizes = RootScaled(space, rows, columns, what) if scaled else Sizes(space, *rows, *columns, what=what)
+        self.transposed = transposed
+        self._split = len(rows)
+        shape = self._flat(self.sizes.largest)
+        self.weight = nn.Parameter(torch.empty(shape[::-1] if transposed else shape))
+        self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As ``nn.Linear`` draws them."""
+        bound = 1 / math.sqrt(self._flat(self.sizes.largest)[1])
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor, pick: Pick) -> Tensor:
+        if isinstance(pick, Mixture):
+            weight = self.weight.t() if self.transposed else self.weight
+            return mixed_linear(x, weight, self.bias, *self._factors(pick))
+        return F.linear(x, *self._corner(self.sizes.of(pick), self.weight, self.bias))
+
+    def plain(self, subnet: Subnet) -> nn.Module:
+        sizes = self.sizes.of(subnet)
+        outputs, inputs = self._flat(sizes)
+        made = nn.Linear(inputs, outputs, self.bias is not None, device="meta", dtype=self.weight.dtype)
+        weight, bias = self._corner(sizes, self.weight.detach(), None if self.bias is None else self.bias.detach())
+        # The copy keeps the strides, and with them the kernel.
+        held = {"weight": weight.clone(), "bias": None if bias is None else copied(bias, outputs)}
+        return load(made, held, self.training)
+
+    def _corner(self, sizes: Sequence[int], weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The weight (outputs x inputs) and the bias that a pick uses."""
+        most, rows = self.sizes.largest, self._split
+        if bias is not None:
+            bias = prefix(bias.view(most[:rows]), *sizes[:rows]).view(-1)
+        if self.transposed:
+            turned = prefix(weight.view(most[rows:] + most[:rows]), *sizes[rows:], *sizes[:rows])
+            return turned.view(self._flat(sizes)[::-1]).t(), bias
+        return prefix(weight.view(most), *sizes).view(self._flat(sizes)), bias
+
+    def _flat(self, sizes: Sequence[int]) -> tuple[int, int]:
+        return math.prod(sizes[: self._split]), math.prod(sizes[self._split :])
+
+    def _factors(self, mixture: Mixture) -> tuple[Tensor, Tensor]:
+        def make() -> tuple[Tensor, Tensor]:
+            each = self.sizes.factors(mixture)
+            return _joined(each[: self._split]), _joined(each[self._split :])
+
+        return mixture.known(("grid", self.sizes.key, self._split), make)  # type: ignore[no-any-return]
+
+
+class RootScaled(Sizes):
+    """Sizes whose factors expect 1 / sqrt(d) where others expect 1, d the last dimension of the rows."""
+
+    def __init__(self, space: Space, rows: tuple[Dim, ...], columns: tuple[Dim, ...], what: str) -> None:
+        super().__init__(space, *rows, *columns, what=what)
+        self._root = len(rows) - 1
+        self.key = (*self.key, self._root)  # type: ignore[assignment]
+        self._scaled: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def _inside_table(self, index: int, like: Tensor) -> Tensor:
+        table = super()._inside_table(index, like)
+        if index != self._root:
+            return table
+        key = (like.device, like.dtype)
+        if key not in self._scaled:
+            roots = self._tables[index].clamp_min(1).double().rsqrt()
+            self._scaled[key] = table * roots[:, :, None].to(*key)
+        return self._scaled[key]
+
+
+def _as_tuple(dims: Dims) -> tuple[Dim, ...]:
+    return dims if isinstance(dims, tuple) else (dims,)
+
+
+def _joined(factors: Sequence[Tensor]) -> Tensor:
+    """The factors of the places of a grid, in order: combinations x places."""
+    out = factors[0]
+    for factor in factors[1:]:
+        out = (out[:, :, None] * factor[:, None, :]).flatten(1)
+    return out

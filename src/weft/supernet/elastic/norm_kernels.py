@@ -1,0 +1,311 @@
+"""The expectation of a norm under a mixture of widths, fused for GPUs with triton; ``normalise`` says what it computes.
+
+A program owns some tokens. Sums over tokens are left by each program in a row of its own and added in a fixed order, so
+that the same inputs give the same bits every time.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+MOST_WIDTHS, MOST_FEATURES = 16, 8192
+_PROGRAMS = 512  # of the backward, at most: each leaves a row of sums
+_PLACES, _CHUNK = 32, 64  # of a program that adds up what those left: places, and rows at a time
+
+
+def mixed_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chances: Tensor,
+    widths: tuple[int, ...],
+    eps: float,
+    centred: bool,
+) -> Tensor:
+    """As ``normalise.mixed_norm``."""
+    out: Tensor = _Norm.apply(x, weight, bias, chances, widths, eps, centred)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        chances: Tensor,
+        widths: tuple[int, ...],
+        eps: float,
+        centred: bool,
+    ) -> Tensor:
+        features = x.shape[-1]
+        rows = x.reshape(-1, features).contiguous()
+        # As F.layer_norm: autocast makes its result one of single precision.
+        single = torch.is_autocast_enabled("cuda")
+        out = torch.empty_like(rows, dtype=torch.float32 if single else x.dtype)
+        mean, rstd = torch.empty(2, len(widths), len(rows), device=x.device, dtype=torch.float32)
+        table, (block, tokens) = _widths(widths, x.device), _tile(features)
+        if len(rows):
+            with torch.cuda.device(x.device):
+                _forward[(triton.cdiv(len(rows), tokens),)](
+                    rows,
+                    weight,
+                    weight if bias is None else bias,
+                    chances.contiguous(),
+                    table,
+                    out,
+                    mean,
+                    rstd,
+                    len(rows),
+                    features,
+                    eps,
+                    WIDTHS=len(widths),
+                    CENTRED=centred,
+                    BIAS=bias is not None,
+                    TOKENS=tokens,
+                    BLOCK=block,
+                    num_warps=_warps(block),
+                )
+        ctx.save_for_backward(x, weight, bias, chances, mean, rstd)
+        ctx.widths, ctx.centred = widths, centred
+        return out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, bias, chances, mean, rstd = ctx.saved_tensors
+        features, count = x.shape[-1], len(ctx.widths)
+        rows, dy = x.reshape(-1, features).contiguous(), gradient.reshape(-1, features).contiguous()
+        dx = torch.empty_like(rows)
+        table, (block, tokens) = _widths(ctx.widths, x.device), _tile(features)
+        programs = max(1, min(_PROGRAMS, triton.cdiv(len(rows), tokens)))
+        length = 2 * features + count  # the gradients of weight, bias and chances side by side
+        parts = torch.empty(programs, length, device=x.device, dtype=torch.float32)
+        sums = torch.empty(length, device=x.device, dtype=torch.float32)
+        likely = chances.contiguous()
+        with torch.cuda.device(x.device):
+            _backward[(programs,)](
+                rows,
+                dy,
+                weight,
+                weight if bias is None else bias,
+                likely,
+                table,
+                mean,
+                rstd,
+                dx,
+                parts,
+                len(rows),
+                features,
+                triton.cdiv(triton.cdiv(len(rows), tokens), programs),
+                WIDTHS=count,
+                CENTRED=ctx.centred,
+                BIAS=bias is not None,
+                TOKENS=tokens,
+                BLOCK=block,
+                SLOTS=triton.next_power_of_2(count),
+                num_warps=_warps(block),
+            )
+            _add[(triton.cdiv(length, _PLACES),)](
+                parts,
+                likely,
+                table,
+                sums,
+                programs,
+                features,
+                length,
+                WIDTHS=count,
+                PLACES=_PLACES,
+                CHUNK=_CHUNK,
+            )
+        wants = ctx.needs_input_grad
+        return (
+            dx.view(x.shape) if wants[0] else None,
+            sums[:features].to(weight.dtype) if wants[1] else None,
+            sums[features : 2 * features].to(weight.dtype) if wants[2] else None,
+            sums[2 * features :].to(chances.dtype) if wants[3] else None,
+            None,
+            None,
+            None,
+        )
+
+
+@cache
+def _widths(widths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(widths, dtype=torch.int32, device=device)  # copied once: a copy makes the host wait
+
+
+def _tile(features: int) -> tuple[int, int]:
+    """Features, up to a power of two, and tokens of a program."""
+    block = int(triton.next_power_of_2(features))
+    return block, max(1, 2048 // block)
+
+
+def _warps(block: int) -> int:
+    return max(4, block // 512)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _forward(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    chances: Any,
+    widths: Any,
+    out: Any,
+    means: Any,
+    rstds: Any,
+    rows: Any,
+    features: Any,
+    eps: Any,
+    WIDTHS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    feature = tl.arange(0, BLOCK)
+    in_rows = row < rows
+    in_features = feature < features
+    at = row[:, None].to(tl.int64) * features + feature[None, :]
+    within = in_rows[:, None] & in_features[None, :]
+    value = tl.load(x + at, mask=within, other=0.0).to(tl.float32)
+    scale = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
+    shift = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
+    inside = tl.zeros((BLOCK,), dtype=tl.float32)
+    for k in tl.static_range(WIDTHS):
+        width = tl.load(widths + k)
+        q = tl.load(chances + k).to(tl.float32)
+        here = (feature < width) & in_features
+        mean = tl.zeros((TOKENS,), dtype=tl.float32)
+        if CENTRED:
+            mean = tl.sum(tl.where(here[None, :], value, 0.0), axis=1) / width
+        apart = tl.where(here[None, :], value - mean[:, None], 0.0)
+        variance = tl.sum(apart * apart, axis=1) / width
+        rstd = 1.0 / tl.sqrt(variance + eps)
+        tl.store(means + k * rows + row, mean, mask=in_rows)
+        tl.store(rstds + k * rows + row, rstd, mask=in_rows)
+        each = q * rstd
+        scale += tl.where(here[None, :], each[:, None], 0.0)
+        shift += tl.where(here[None, :], (each * mean)[:, None], 0.0)
+        inside += tl.where(here, q, 0.0)
+    w = tl.load(weight + feature, mask=in_features, other=0.0).to(tl.float32)
+    result = (value * scale - shift) * w[None, :]
+    if BIAS:
+        b = tl.load(bias + feature, mask=in_features, other=0.0).to(tl.float32)
+        result += (b * inside)[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=within)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _backward(
+    x: Any,
+    dy: Any,
+    weight: Any,
+    bias: Any,
+    chances: Any,
+    widths: Any,
+    means: Any,
+    rstds: Any,
+    dx: Any,
+    parts: Any,
+    rows: Any,
+    features: Any,
+    turns: Any,
+    WIDTHS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    feature = tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
+    in_features = feature < features
+    w = tl.load(weight + feature, mask=in_features, other=0.0).to(tl.float32)
+    b = tl.zeros((BLOCK,), dtype=tl.float32)
+    if BIAS:
+        b = tl.load(bias + feature, mask=in_features, other=0.0).to(tl.float32)
+    sum_weight = tl.zeros((BLOCK,), dtype=tl.float32)
+    sum_bias = tl.zeros((BLOCK,), dtype=tl.float32)
+    sum_chance = tl.zeros((SLOTS,), dtype=tl.float32)
+    for turn in range(turns):
+        row = (program * turns + turn) * TOKENS + tl.arange(0, TOKENS)
+        in_rows = row < rows
+        at = row[:, None].to(tl.int64) * features + feature[None, :]
+        within = in_rows[:, None] & in_features[None, :]
+        value = tl.load(x + at, mask=within, other=0.0).to(tl.float32)
+        gradient = tl.load(dy + at, mask=within, other=0.0).to(tl.float32)
+        direct = gradient * w[None, :]
+        product = direct * value
+        scale = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
+        shift = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
+        slope = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
+        level = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
+        for k in tl.static_range(WIDTHS):
+            width = tl.load(widths + k)
+            q = tl.load(chances + k).to(tl.float32)
+            here = (feature < width) & in_features
+            mean = tl.load(means + k * rows + row, mask=in_rows, other=0.0)
+            rstd = tl.load(rstds + k * rows + row, mask=in_rows, other=0.0)
+            each = q * rstd
+            pull = tl.zeros((TOKENS,), dtype=tl.float32)
+            if CENTRED:
+                pull = -tl.sum(tl.where(here[None, :], direct, 0.0), axis=1)
+            inner = tl.sum(tl.where(here[None, :], product, 0.0), axis=1) + mean * pull
+            asked = rstd * inner
+            if BIAS:
+                asked += tl.sum(tl.where(here[None, :], gradient * b[None, :], 0.0), axis=1)
+            sum_chance += tl.where(slot == k, tl.sum(asked, axis=0), 0.0)
+            steep = -each * rstd * rstd * inner / width
+            scale += tl.where(here[None, :], each[:, None], 0.0)
+            shift += tl.where(here[None, :], (each * mean)[:, None], 0.0)
+            slope += tl.where(here[None, :], steep[:, None], 0.0)
+            level += tl.where(here[None, :], (each * pull / width - steep * mean)[:, None], 0.0)
+        sum_weight += tl.sum(gradient * (value * scale - shift), axis=0)
+        sum_bias += tl.sum(gradient, axis=0)
+        change = direct * scale + value * slope + level
+        tl.store(dx + at, change.to(dx.dtype.element_ty), mask=within)
+    into = parts + program * (2 * features + WIDTHS)
+    tl.store(into + feature, sum_weight, mask=in_features)
+    tl.store(into + features + feature, sum_bias, mask=in_features)
+    tl.store(into + 2 * features + slot, sum_chance, mask=slot < WIDTHS)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _add(
+    parts: Any,
+    chances: Any,
+    widths: Any,
+    sums: Any,
+    programs: Any,
+    features: Any,
+    length: Any,
+    WIDTHS: tl.constexpr,
+    PLACES: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    at = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    within = at < length
+    total = tl.zeros((CHUNK, PLACES), dtype=tl.float32)
+    for start in range(0, programs, CHUNK):
+        program = start + tl.arange(0, CHUNK)
+        mask = (program < programs)[:, None] & within[None, :]
+        total += tl.load(parts + program[:, None] * length + at[None, :], mask=mask, other=0.0)
+    result = tl.sum(total, axis=0)
+    # The bias of a feature counts as often as the feature is within the pick.
+    inside = tl.zeros((PLACES,), dtype=tl.float32)
+    for k in tl.static_range(WIDTHS):
+        inside += tl.where(at - features < tl.load(widths + k), tl.load(chances + k).to(tl.float32), 0.0)
+    of_bias = (at >= features) & (at < 2 * features)
+    tl.store(sums + at, tl.where(of_bias, result * inside, result), mask=within)

@@ -1,0 +1,181 @@
+"""DARTS: normal and reduction cells of four nodes, each with two inputs and an operation for each of them.
+
+Liu, Simonyan and Yang, "DARTS: Differentiable Architecture Search", ICLR 2019; partial channel connections: Xu et al.,
+"PC-DARTS", ICLR 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial as bound
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import SupernetError
+from weft.space import Expr, Space
+from weft.supernet import Chain, Elastic, Shared
+from weft.supernet.elastic import Condition, Module, Pick, Switch, Zero, call
+from weft.zoo.cell import Edge, Edges, kernels_of, relu_conv_norm
+
+DARTS_OPERATIONS = (
+    "skip_connect",
+    "max_pool_3x3",
+    "avg_pool_3x3",
+    "dil_conv_3x3",
+    "dil_conv_5x5",
+    "sep_conv_3x3",
+    "sep_conv_5x5",
+)
+"""The operations that a found cell may have, the larger ones last."""
+
+NODES = 4
+KINDS = ("normal", "reduce")
+
+
+def darts(
+    cells: int = 8,
+    channels: int = 16,
+    classes: int = 10,
+    partial: int | None = None,
+    entangled: bool = False,
+    all_edges: bool = False,
+    affine: bool = False,
+) -> Chain:
+    """The space of the cells that DARTS can find: (1 * 3 * 6 * 10 * 7^8)^2, about 1.1e18.
+
+    DARTS trains eight operations on all 14 edges of a cell, one of them "none", and afterwards keeps for each node the
+    two strongest edges with their best operation but "none". Here that rule is part of the space. For the cells of a
+    kind, ``normal_inputs4`` is the pair of states that node 4 takes (states 0 and 1 are the cell's inputs, 2 to 5 its
+    nodes; node 2 has no choice), and ``normal_0_4`` the operation of an edge, which is active where the pair has it.
+    So a subnet is a final cell, and in a mixture an edge counts by the probability of the pairs that hold it, which
+    takes the place of "none" (and of the edge weights of PC-DARTS), times the mixture of its seven operations: the
+    expectation of the node under independent choices, and at its corners the found cells.
+
+    ``all_edges`` gives the encoding of DARTS's search instead: 28 choices of eight operations, 8^28, all edges kept.
+    ``partial=4`` is PC-DARTS; ``entangled``: kernels of 3 x 3 are the centres of those of 5 x 5; ``affine``: batch
+    norms have gains and shifts, as in retraining but not in the published search. Extraction needs an example batch,
+    since two tensors travel along this chain.
+    """
+    space = Space()
+    conditions = {kind: _choices(space, kind, all_edges) for kind in KINDS}
+    if partial is not None and (partial < 1 or channels % (2 * partial)):
+        raise SupernetError(f"partial={partial} needs channels that are a multiple of {2 * partial}, not {channels}")
+    stem = 3 * channels
+    blocks: list[Shared | Elastic] = [Shared(bound(_stem, stem), "stem")]
+    before, last, width, reduced = stem, stem, channels, False
+    for index in range(cells):
+        reduces = index in (cells // 3, 2 * cells // 3) and index > 0
+        kind = "reduce" if reduces else "normal"
+        width = 2 * width if reduces else width
+        shape = (before, last, width, reduced, index == 0, index == cells - 1)
+        made = bound(DartsCell, space, kind, shape, conditions[kind], partial, entangled, affine)
+        blocks.append(Elastic(space, f"cell{index}", made))
+        before, last, reduced = last, NODES * width, reduces
+    return Chain(*blocks, Shared(bound(_head, last, classes), "head"))
+
+
+class DartsCell(Module):
+    """Takes what the last two cells gave and gives what the last one gave and its own; the first takes the stem's
+    output as both, and the last gives its own alone."""
+
+    def __init__(
+        self,
+        space: Space,
+        kind: str,
+        shape: tuple[int, int, int, bool, bool, bool],
+        conditions: dict[Edge, Condition],
+        partial: int | None,
+        entangled: bool,
+        affine: bool,
+    ) -> None:
+        super().__init__()
+        before, last, width, reduced, self._first, self._last = shape
+        self.enter0 = Halved(before, width, affine) if reduced else relu_conv_norm(before, width, affine=affine)
+        self.enter1 = relu_conv_norm(last, width, affine=affine)
+        edges = {}
+        for source, target in _edges():
+            stride = 2 if kind == "reduce" and source < 2 else 1
+            choice = space.handle(f"{kind}_{source}_{target}")
+            modules = _operations(space, choice, width // (partial or 1), stride, entangled, affine)
+            edges[source, target] = Switch(space, choice, modules, partial, stride)
+        self.inside = Edges(edges, conditions)
+
+    def forward(self, *states: Tensor, pick: Pick) -> Tensor | tuple[Tensor, Tensor]:
+        if len(states) != (1 if self._first else 2):
+            raise SupernetError(
+                "a cell of DARTS takes what the last two gave: extract it with an example batch, as in "
+                "extract(chain, subnet, example=batch)"
+            )
+        old, new = states[0], states[-1]
+        first = call(self.enter0, old, pick=pick)
+        out = torch.cat(self.inside(first, self.enter1(new), pick=pick)[2:], 1)
+        return out if self._last else (new, out)
+
+
+class Halved(Module):
+    """Half the resolution, by two convolutions that look at alternate pixels."""
+
+    def __init__(self, inputs: int, outputs: int, affine: bool) -> None:
+        super().__init__()
+        self.even = nn.Conv2d(inputs, outputs // 2, 1, 2, bias=False)
+        self.odd = nn.Conv2d(inputs, outputs // 2, 1, 2, bias=False)
+        self.norm = nn.BatchNorm2d(outputs, affine=affine)
+
+    def forward(self, x: Tensor, pick: Pick) -> Tensor:
+        x = torch.relu(x)
+        out: Tensor = self.norm(torch.cat((self.even(x), self.odd(x[:, :, 1:, 1:])), 1))
+        return out
+
+
+def _choices(space: Space, kind: str, all_edges: bool) -> dict[Edge, Condition]:
+    """Declares the choices of a kind of cell; when each edge is there, for those that not every subnet has."""
+    conditions: dict[Edge, Condition] = {}
+    for target in range(2, 2 + NODES):
+        pairs = [f"{a}-{b}" for a, b in combinations(range(target), 2)]
+        inputs = space.categorical(f"{kind}_inputs{target}", pairs) if len(pairs) > 1 and not all_edges else None
+        for source in range(target):
+            name = f"{kind}_{source}_{target}"
+            if inputs is None:
+                space.categorical(name, ("none", *DARTS_OPERATIONS) if all_edges else DARTS_OPERATIONS)
+            else:
+                there = _any([inputs == pair for pair in pairs if str(source) in pair.split("-")])
+                conditions[source, target] = Condition(space, there)
+                space.categorical(name, DARTS_OPERATIONS, when=there)
+    return conditions
+
+
+def _any(terms: Sequence[Expr]) -> Expr:
+    found = terms[0]
+    for term in terms[1:]:
+        found = found | term
+    return found
+
+
+def _edges() -> list[Edge]:
+    return [(source, target) for target in range(2, 2 + NODES) for source in range(target)]
+
+
+def _operations(
+    space: Space, choice: Expr, width: int, stride: int, entangled: bool, affine: bool
+) -> dict[str | tuple[str, ...], nn.Module]:
+    pools = {
+        "max_pool_3x3": nn.MaxPool2d(3, stride, 1),
+        "avg_pool_3x3": nn.AvgPool2d(3, stride, 1, count_include_pad=False),
+    }
+    found: dict[str | tuple[str, ...], nn.Module] = {
+        "skip_connect": nn.Identity() if stride == 1 else Halved(width, width, affine),
+        **{name: nn.Sequential(pool, nn.BatchNorm2d(width, affine=affine)) for name, pool in pools.items()},
+        **kernels_of(space, choice, width, stride, entangled, affine),
+    }
+    name = str(choice)
+    return {"none": Zero(stride), **found} if "none" in (space.choices[name].options or ()) else found
+
+
+def _stem(width: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
+
+
+def _head(width: int, classes: int) -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))

@@ -1,0 +1,114 @@
+"""NAS-Bench-201: a cell of six edges with five operations each, whose 15,625 true accuracies are published.
+
+Dong and Yang, "NAS-Bench-201: Extending the Scope of Reproducible Neural Architecture Search", ICLR 2020.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+from torch import Tensor, nn
+
+from weft.errors import SpaceError
+from weft.space import Space, Subnet
+from weft.supernet import Chain, Elastic, Shared
+from weft.supernet.elastic import Conv2d, Module, Pick, Sequential, Switch, Zero
+from weft.zoo.cell import Edges, relu_conv_norm
+
+NB201_OPERATIONS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
+"""In the order of the digits of a key in the published table."""
+
+# In the space the larger operations come last, as everywhere: the last subnet is the largest.
+_BY_SIZE = ("none", "skip_connect", "avg_pool_3x3", "nor_conv_1x1", "nor_conv_3x3")
+
+_EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
+
+
+def nas_bench_201(cells: int = 5, channels: int = 16, classes: int = 10, entangled: bool = False) -> Chain:
+    """The published space: three stages of ``cells`` cells, all steered by the same six choices.
+
+    ``entangled``: the 1 x 1 convolution of an edge is the centre of its 3 x 3 one; else each has its own weights.
+    """
+    space = Space()
+    for source, target in _EDGES:
+        space.categorical(f"edge{source}{target}", _BY_SIZE)
+    blocks: list[Shared | Elastic] = [
+        Shared(partial(_stem, channels), "stem"),
+    ]
+    for stage in range(3):
+        width = channels << stage
+        if stage:
+            blocks.append(Shared(partial(Reduction, width // 2, width), f"reduce{stage}"))
+        for index in range(cells):
+            made = partial(Cell201, space, width, entangled)
+            blocks.append(Elastic(space, f"stage{stage}_cell{index}", made))
+    return Chain(*blocks, Shared(partial(_head, 4 * channels, classes), "head"))
+
+
+def nb201_key(subnet: Subnet) -> str:
+    """The subnet's key in the published table: six digits, for the edges 0-1, 0-2, 1-2, 0-3, 1-3 and 2-3.
+
+    >>> space = nas_bench_201().space
+    >>> nb201_key(nb201_subnet(space, "333132"))
+    '333132'
+    """
+    names = (str(subnet[f"edge{source}{target}"]) for source, target in _EDGES)
+    return "".join(str(NB201_OPERATIONS.index(name)) for name in names)
+
+
+def nb201_subnet(space: Space, key: str) -> Subnet:
+    """The subnet of a published key; raises SpaceError for what is none."""
+    if not re.fullmatch("[0-4]{6}", key):
+        raise SpaceError(f"'{key}' is no key of NAS-Bench-201: six digits, each 0 to 4")
+    names = (f"edge{source}{target}" for source, target in _EDGES)
+    return space.subnet({name: NB201_OPERATIONS[int(digit)] for name, digit in zip(names, key, strict=True)})
+
+
+class Cell201(Module):
+    """Four states, each but the first the sum of what its edges make of those before; the last comes out."""
+
+    def __init__(self, space: Space, width: int, entangled: bool) -> None:
+        super().__init__()
+        self.inside = Edges({edge: _edge(space, f"edge{edge[0]}{edge[1]}", width, entangled) for edge in _EDGES})
+
+    def forward(self, x: Tensor, pick: Pick) -> Tensor:
+        out: Tensor = self.inside(x, pick=pick)[-1]
+        return out
+
+
+class Reduction(nn.Module):
+    """A residual block that halves the resolution."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(relu_conv_norm(inputs, outputs, 3, 2), relu_conv_norm(outputs, outputs, 3))
+        self.shortcut = nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(inputs, outputs, 1, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.shortcut(x) + self.body(x)
+        return out
+
+
+def _edge(space: Space, name: str, width: int, entangled: bool) -> Switch:
+    small, large = "nor_conv_1x1", "nor_conv_3x3"
+    modules: dict[str | tuple[str, ...], nn.Module] = {
+        "none": Zero(),
+        "skip_connect": nn.Identity(),
+        "avg_pool_3x3": nn.AvgPool2d(3, 1, 1, count_include_pad=False),
+    }
+    if entangled:
+        conv = Conv2d(space, width, width, 1 + 2 * (space.handle(name) == large), bias=False)
+        modules[small, large] = Sequential(nn.ReLU(), conv, nn.BatchNorm2d(width))
+    else:
+        modules |= {small: relu_conv_norm(width, width, 1), large: relu_conv_norm(width, width, 3)}
+    return Switch(space, name, modules)
+
+
+def _stem(channels: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels))
+
+
+def _head(width: int, classes: int) -> nn.Module:
+    pooled = (nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(*pooled, nn.Linear(width, classes))
