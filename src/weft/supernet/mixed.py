@@ -7,7 +7,7 @@ block that it belongs to, and a choice that many blocks read reaches them all, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -129,15 +129,20 @@ def _read_by(block: Block, chain: Chain) -> set[str]:
         if condition is not None:
             found |= condition.substitute(chain.space.rules.layout.derived).names
     found |= set(getattr(getattr(block, "condition", None), "names", ()))
+    for part in parts(block, chain):
+        if isinstance(part, Module):
+            found |= set(part.reads)
+    return found
+
+
+def parts(block: Block, chain: Chain) -> Iterator[nn.Module]:
+    """Every module of a block; of what is not built yet, a shadow without values."""
     for name in block.candidates():
         module = chain.module(name)
         if isinstance(module, Unbuilt):
             with torch.device("meta"):
                 module = module.factory()
-        for part in module.modules():
-            if isinstance(part, Module):
-                found |= set(part.reads)
-    return found
+        yield from module.modules()
 
 
 class _Always:

@@ -1,0 +1,223 @@
+"""Gradient search: methods as values, every method on every kind of space, targets, and the law of its results."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastics import layered
+
+import weft
+from weft import zoo
+from weft.data import Data, Tensors, open_data
+from weft.errors import SearchError
+from weft.search.gradient import (
+    GRADIENT_METHODS,
+    GradientMethod,
+    Learner,
+    SampledMethod,
+    gradient_search,
+    make_gradient_method,
+)
+from weft.search.gradient.drnas import DrNAS
+from weft.search.gradient.gdas import GDAS
+from weft.supernet import Chain
+
+RELAXED = [name for name in GRADIENT_METHODS if isinstance(make_gradient_method(name), GradientMethod)]
+SAMPLED = [name for name in GRADIENT_METHODS if name not in RELAXED]
+
+
+def images(channels: int, size: int, rows: int = 8) -> Data:
+    rng = torch.Generator().manual_seed(0)
+    parts = [
+        Tensors(image=torch.randn(rows, channels, size, size, generator=rng), label=torch.arange(rows) % 10)
+        for _ in range(2)
+    ]
+    return Data("images", *parts)
+
+
+def tokens(rows: int = 8) -> Data:
+    rng = torch.Generator().manual_seed(0)
+    parts = []
+    for _ in range(2):
+        row = torch.randint(0, 128, (rows, 9), generator=rng)
+        parts.append(Tensors(tokens=row[:, :-1].clone(), targets=row[:, 1:].clone()))
+    return Data("tokens", *parts)
+
+
+SPACES: dict[str, tuple[Callable[[], Chain], Callable[[], Data]]] = {
+    "toy-cell": (partial(zoo.toy_cell, channels=4, size=8), partial(images, 1, 8)),
+    "toy-cell-shared": (partial(zoo.toy_cell, channels=4, size=8, entangled=False), partial(images, 1, 8)),
+    "conv-macro": (partial(zoo.conv_macro, size=16), partial(images, 3, 16)),
+    "nas-bench-201": (partial(zoo.nas_bench_201, cells=1, channels=4), partial(images, 3, 8)),
+    "nas-bench-201-entangled": (
+        partial(zoo.nas_bench_201, cells=1, channels=4, entangled=True),
+        partial(images, 3, 8),
+    ),
+    "darts-partial": (partial(zoo.darts, cells=3, channels=8, partial=4), partial(images, 3, 8)),
+    "ofa": (partial(zoo.ofa_mobilenet_v3, 10, 0.25, (3, 5), (3, 4), (1, 2)), partial(images, 3, 32)),
+    "macro": (zoo.nas_bench_macro, partial(images, 3, 8)),
+    "macro-entangled": (zoo.nas_bench_macro_entangled, partial(images, 3, 8)),
+    "vit": (zoo.vit_test, partial(images, 1, 8)),
+    "gpt": (zoo.gpt_test, tokens),
+}
+
+
+def search(folder: Path, method: str = "drnas", steps: int = 6, **options: Any) -> Any:
+    given = {"batch_size": 32, "metrics": {"accuracy": weft.accuracy}, "runs": folder, **options}
+    return gradient_search(layered, open_data("digits"), method=method, steps=steps, **given)
+
+
+@pytest.mark.parametrize("method", RELAXED)
+def test_probabilities_come_to_one_and_have_gradients(method: str) -> None:
+    relax = make_gradient_method(method)
+    assert isinstance(relax, GradientMethod)
+    alpha = torch.randn(5, requires_grad=True)
+    for training in (True, False):
+        p = relax(alpha, training, torch.tensor(0.5))
+        assert bool((p >= 0).all())
+        assert float(p.detach().sum()) == pytest.approx(1.0)
+    (gradient,) = torch.autograd.grad((relax(alpha, True, torch.tensor(0.5)) * torch.arange(5)).sum(), [alpha])
+    assert bool(gradient.any())
+    assert pickle.loads(pickle.dumps(relax)) == relax
+
+
+def test_gdas_draws_one_option_as_often_as_it_is_likely() -> None:
+    torch.manual_seed(0)
+    alpha = torch.log(torch.tensor([0.6, 0.3, 0.1]))
+    drawn = torch.stack([GDAS()(alpha, True, torch.tensor(1.0)).round() for _ in range(4000)])
+    assert bool((drawn.sum(1) == 1).all())
+    torch.testing.assert_close(drawn.mean(0), torch.tensor([0.6, 0.3, 0.1]), rtol=0, atol=0.03)
+
+
+def test_drnas_draws_from_the_dirichlet_whose_mean_it_gives_without_training() -> None:
+    torch.manual_seed(0)
+    alpha = torch.tensor([1.5, 0.0, -0.5])
+    drawn = torch.stack([DrNAS()(alpha, True, None) for _ in range(8000)])
+    mean = DrNAS()(alpha, False, None)
+    torch.testing.assert_close(drawn.mean(0), mean, rtol=0, atol=0.01)
+    total = (torch.nn.functional.elu(alpha) + 1).sum()
+    torch.testing.assert_close(drawn.var(0), mean * (1 - mean) / (total + 1), rtol=0.1, atol=0.0)
+
+
+def test_a_learner_finds_the_option_that_costs_least_and_repeats_to_the_bit() -> None:
+    space = weft.Space()
+    for name in ("a", "b"):
+        space.integer(name, [0, 1, 2])
+
+    def run(method: str) -> tuple[weft.Subnet, list[float]]:
+        learner = Learner(space, make_gradient_method(method), weft.Optimizer("adam", lr=0.05), steps=200, seed=1)
+        for _ in range(200):
+            p = learner.ask()
+            ((p["a"] - torch.tensor([0.0, 0.0, 1.0])).square().sum() + p["b"] @ torch.tensor([1.0, 0.0, 2.0])).backward()
+            learner.tell()
+        return learner.ask(training=False).likeliest(), [p for a in learner.alphas.values() for p in a.tolist()]
+
+    for method in ("darts", "drnas", "gdas"):
+        found, alphas = run(method)
+        assert found == space.subnet(a=2, b=1)
+        assert run(method) == (found, alphas)
+
+
+def test_a_learner_that_is_told_nothing_says_what_comes_first() -> None:
+    space = weft.Space()
+    space.integer("a", [0, 1])
+    with pytest.raises(SearchError, match="after a backward"):
+        Learner(space, make_gradient_method("darts")).tell()
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_every_method_searches_every_space(tmp_path: Path, space: str) -> None:
+    build, data = SPACES[space]
+    for method in GRADIENT_METHODS:
+        if method == "pc-darts" and space != "darts-partial":
+            continue
+        options: dict[str, Any] = {"batch_size": 4, "steps": 2, "runs": tmp_path, "budget": 2, "recalibrate": 1}
+        found = gradient_search(build, data(), method=method, **options)
+        assert found.trained.chain.space.contains(found.subnet)
+        assert found.scores["parameters"] == sum(p.numel() for p in found.extract().parameters())
+
+
+@pytest.mark.parametrize("method", ["darts", "drnas", "gdas"])
+def test_the_pick_meets_its_targets_within_two_percent(tmp_path: Path, method: str) -> None:
+    low, high = 1_700, 5_000
+    for wanted in (2_282, 3_354, 4_426):
+        assert low < wanted < high
+        found = search(tmp_path, method, targets=f"parameters={wanted}")
+        assert abs(found.scores["parameters"] / wanted - 1) <= 0.02
+
+
+def test_a_target_moves_the_mixture_there(tmp_path: Path) -> None:
+    def width(targets: str | tuple[str, ...]) -> float:
+        fast = weft.Optimizer("adam", lr=0.05)
+        return float(search(tmp_path, "darts", 60, targets=targets, architecture=fast).mixture["width"][1])
+
+    assert width("parameters=890") < 0.4 < 0.6 < width("parameters=6802")
+
+
+def test_a_target_that_no_architecture_meets_is_refused_before_the_training_with_the_range(tmp_path: Path) -> None:
+    with pytest.raises(SearchError, match=r"no architecture meets parameters=1e\+09 \(the reachable range is"):
+        search(tmp_path, targets="parameters=1e9")
+    with pytest.raises(SearchError, match="the nearest has parameters="):
+        search(tmp_path, targets="parameters=3700")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_method_that_needs_validation_data_says_so(tmp_path: Path) -> None:
+    data = Data("x", open_data("digits").train)
+    with pytest.raises(SearchError, match="validation data"):
+        gradient_search(layered, data, method="darts", steps=2, runs=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_partial_channels_are_asked_for_where_the_method_means_them(tmp_path: Path) -> None:
+    with pytest.raises(SearchError, match="partial"):
+        search(tmp_path, "pc-darts")
+
+
+def test_an_unknown_method_is_answered_with_the_nearest() -> None:
+    with pytest.raises(SearchError, match="did you mean 'drnas'"):
+        make_gradient_method("drnass")
+
+
+def test_what_was_found_lies_in_the_run(tmp_path: Path) -> None:
+    found = search(tmp_path, "darts")
+    folder = found.trained.run.path / "results" / "search"
+    told = json.loads((folder / "mixture.json").read_text())
+    assert told["subnet"] == found.subnet.to_json()
+    assert set(told["probabilities"]) == set(found.trained.chain.space.choices)
+    front = json.loads((folder / "front.json").read_text())
+    assert found.subnet.id in json.dumps(front)
+    steps = [e for e in found.trained.run.events.read() if e["event"] == "step"]
+    assert all(len(e["mixture"]) == 11 for e in steps)
+    assert all(sum(e["mixture"][:2]) == pytest.approx(1.0, abs=1e-4) for e in steps)
+
+
+def test_what_was_found_can_be_trained_again_and_searched_further(tmp_path: Path) -> None:
+    found = search(tmp_path, "drnas")
+    again = weft.retrain(found.front.best(), steps=3)
+    assert again.settings.steps == 3
+    more = weft.search(found.trained, maximize="accuracy", minimize="parameters", budget=5)
+    assert len(more) >= 1
+
+
+@pytest.mark.parametrize("method", SAMPLED)
+def test_methods_that_train_by_samples_have_no_mixture(tmp_path: Path, method: str) -> None:
+    assert isinstance(make_gradient_method(method), SampledMethod)
+    found = search(tmp_path, method, budget=4)
+    assert found.mixture is None
+    assert set(found.scores) >= {"accuracy", "parameters", "flops"}
+
+
+def test_a_search_on_two_stages_finds_what_one_finds(tmp_path: Path) -> None:
+    one, two = (search(tmp_path, "drnas", microbatches=2, stages=n) for n in (1, 2))
+    assert one.trained.fingerprint == two.trained.fingerprint
+    assert (one.subnet, one.scores) == (two.subnet, two.scores)
+    for name in one.mixture.names:
+        assert torch.equal(one.mixture[name], two.mixture[name])
