@@ -15,6 +15,7 @@ from weft.config import SGD, Config, Source, locate
 from weft.data import Data, as_data, open_data
 from weft.errors import ConfigError, RunError, WeftError, nearest
 from weft.pipeline import Optimizer, Trained, accuracy, cross_entropy, load_run, mean_squared_error
+from weft.pipeline.bilevel import Bilevel
 from weft.supernet import Chain, Factory
 
 FUNCTIONS = {"accuracy": accuracy, "cross_entropy": cross_entropy, "mean_squared_error": mean_squared_error}
@@ -92,6 +93,28 @@ def extra_arguments(config: Config, folder: Path) -> dict[str, Any]:
         "split_backward": t.split_backward,
         "trace": t.trace,
         "restarts": t.restarts,
+    }
+
+
+def gradient_arguments(config: Config, folder: Path) -> dict[str, Any]:
+    """The keyword arguments of ``weft.search`` with a gradient method, without those of ``extra_arguments``.
+
+    The stream is the method's own: it says which subnets are trained.
+    """
+    s = config.search
+    if s.warmup < 0 or (s.rate is not None and not s.rate > 0):
+        raise ConfigError(f"search.warmup is 0 or more and search.rate above 0, not {s.warmup} and {s.rate}")
+    usual = Bilevel().optimizer
+    options = {**usual.options, **({} if s.rate is None else {"lr": s.rate})}
+    return {
+        **{name: value for name, value in train_arguments(config, folder).items() if name != "stream"},
+        "method": s.method,
+        "targets": s.targets,
+        "architecture": Optimizer(usual.kind, **options),
+        "warmup_weights": s.warmup,
+        "budget": s.budget,
+        "recalibrate": s.recalibrate,
+        "name": s.name,
     }
 
 

@@ -8,7 +8,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -118,17 +119,10 @@ def train(
     arguments |= assembly.extra_arguments(settings, folder)
     saved = {**to_dict(settings), "folder": str(folder.resolve())}
     load = data if (settings.train.stages or 1) == 1 else partial(assembly.data_of, settings, folder.resolve())
-    try:
-        with Bar(errors, "train", settings.train.steps) as bar:
-            trained = library.train(net, load, **arguments, callbacks=[bar.train], resume=resume, config=saved)
-    except KeyboardInterrupt:
-        again = [*context.args, *([] if stages is None else [f"--stages={stages}"])]
-        _say_how_to_resume(path, shlex.join(["weft", "train", config, *again, "--resume"]))
-        raise
-    except WeftError as problem:
-        if "already holds a run" in str(problem):
-            raise ConfigError(f"{problem} (--resume, or --run=NAME)") from None
-        raise
+    typed = [*context.args, *([] if stages is None else [f"--stages={stages}"]), "--resume"]
+    again = shlex.join(["weft", "train", config, *typed])
+    with _resumable(path, again), Bar(errors, "train", settings.train.steps) as bar:
+        trained = library.train(net, load, **arguments, callbacks=[bar.train], resume=resume, config=saved)
     if told is not None and told.rank > 0:
         return
     _show(
@@ -139,15 +133,55 @@ def train(
 
 
 @app.command(context_settings=_EXTRA)
-def search(context: typer.Context, config: Target, as_json: AsJson = False) -> None:
-    """Search a trained supernet with inherited weights and print its Pareto front."""
-    settings, folder = _config(config, context)
+def search(
+    context: typer.Context,
+    config: Target,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="random, evolution or nsga2 search a trained run; darts, darts2, drnas, gdas, pc-darts, spos, fairnas "
+            "and sandwich train the supernet too.",
+        ),
+    ] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What the found subnet shall cost, such as parameters=5e6; for gradient methods, repeatable."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the training of a gradient method from its newest checkpoint.")
+    ] = False,
+    stages: Annotated[int | None, typer.Option(help="For gradient methods: on how many processes.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search a trained supernet and print its Pareto front; or, by a gradient method, train and search at once."""
+    more = {"search.method": method, "search.targets": json.dumps(target) if target else None, "train.stages": stages}
+    settings, folder = _config(
+        config, context, [f"--{key}={value}" for key, value in more.items() if value is not None]
+    )
+    from weft.searching import check_method, is_gradient, tell_unused
+
+    s, asked = settings.search, {"--method": method, "--stages": stages}
+    typed = [*context.args, *(f"{option}={value}" for option, value in asked.items() if value is not None)]
+    typed += [f"--target={one}" for one in target or ()]
+    check_method(s.method)
+    if is_gradient(s.method):
+        tell_unused(s)
+        _learn(settings, folder, resume, shlex.join(["weft", "search", config, *typed, "--resume"]), as_json)
+        return
+    for option, value in {"--target": target, "--resume": resume, "--stages": stages}.items():
+        if value:
+            raise ConfigError(
+                f"{option} is for methods that train, such as --method drnas: '{s.method or 'evolution'}' searches a "
+                f"trained run{', bounded by --search.constraints' if option == '--target' else ''}"
+            )
+    tell_unused(s)
     import weft as library
     from weft import assembly
     from weft.progress import Bar
 
     trained = assembly.open_trained(settings, folder)
-    s = settings.search
     try:
         with Bar(errors, "search", s.budget) as bar:
             front = library.search(
@@ -164,7 +198,7 @@ def search(context: typer.Context, config: Target, as_json: AsJson = False) -> N
                 on_score=bar.search,
             )
     except KeyboardInterrupt:
-        again = shlex.join(["weft", "search", config, *context.args])
+        again = shlex.join(["weft", "search", config, *typed])
         print(f"stopped; the scores so far are kept. Go on with: {again}", file=sys.stderr)
         raise
     where = trained.path / "results" / s.name
@@ -173,6 +207,25 @@ def search(context: typer.Context, config: Target, as_json: AsJson = False) -> N
         return
     console.print(front.table())
     console.print(f"saved as front.json and front.csv in {where}", soft_wrap=True)
+
+
+def _learn(settings: Config, folder: Path, resume: bool, again: str, as_json: bool) -> None:
+    """A search that trains: what it found, or how to go on with it."""
+    from weft import tables
+    from weft.searching import learn, told
+
+    with _resumable(Path(settings.runs) / str(settings.run), again):
+        found = learn(settings, folder, resume, errors)
+    result = told(found, settings)
+    if as_json:
+        _print_json(result)
+        return
+    if result["probabilities"] is not None:
+        tables.mixture(console, result["probabilities"])
+    names = ("architecture", "run", "steps", "fingerprint")
+    scores = {name: f"{value:.6g}" for name, value in result["scores"].items()}
+    tables.facts(console, {**{name: result[name] for name in names}, **scores}, f"searched by {result['method']}")
+    console.print(f"saved in {result['results']}: {', '.join(result['files'])}", soft_wrap=True)
 
 
 @app.command(context_settings=_EXTRA)
@@ -294,6 +347,17 @@ def runs(
 
 
 @app.command()
+def zoo(as_json: AsJson = False) -> None:
+    """List the spaces of the zoo: how many subnets, of how many choices, and the parameters of the ends."""
+    from weft import tables
+    from weft.zoo import SUPERNETS
+    from weft.zoo.catalogue import catalogue
+
+    entries = list(catalogue(SUPERNETS))
+    _print_json([asdict(entry) for entry in entries]) if as_json else tables.zoo(console, entries)
+
+
+@app.command()
 def trace(
     run: Annotated[str, typer.Argument(help="The directory of a run that wrote traces.", metavar="RUN")],
     out: Annotated[str | None, typer.Option(help="The file to write; RUN/traces/trace.json if not given.")] = None,
@@ -343,12 +407,22 @@ def _config(target: str, context: typer.Context, more: Sequence[str] = ()) -> tu
     return config, path.parent
 
 
-def _say_how_to_resume(path: Path, command: str) -> None:
-    from weft.runs import Checkpoints
+@contextmanager
+def _resumable(path: Path, command: str) -> Iterator[None]:
+    """Around a training: whoever stops it is told how to go on, and whoever begins it twice, that it is there."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        from weft.runs import Checkpoints
 
-    steps = Checkpoints(path / "checkpoints").steps()
-    what = f"a checkpoint after {steps[-1]} steps is written" if steps else "there is no checkpoint yet"
-    print(f"stopped; {what}. Resume with: {command}", file=sys.stderr)
+        steps = Checkpoints(path / "checkpoints").steps()
+        what = f"a checkpoint after {steps[-1]} steps is written" if steps else "there is no checkpoint yet"
+        print(f"stopped; {what}. Resume with: {command}", file=sys.stderr)
+        raise
+    except WeftError as problem:
+        if "already holds a run" in str(problem):
+            raise ConfigError(f"{problem} (--resume, or --run=NAME)") from None
+        raise
 
 
 def _show(values: Mapping[str, Any], as_json: bool, title: str) -> None:

@@ -63,7 +63,11 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the trained supernet is searched; the names are those of ``weft.search``."""
+    """How the supernet is searched; the names are those of ``weft.search``.
+
+    Gradient methods train it too, as ``Train`` says: then ``targets``, ``warmup`` and ``rate`` count, and of the others
+    ``budget``, ``recalibrate`` and ``name``.
+    """
 
     maximize: Names = ()
     minimize: Names = ()
@@ -74,6 +78,11 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recalibrate: int = 2
     batch_size: int = 256
     name: str = "search"
+    targets: Names = ()
+    warmup: int = 0
+    """Steps that train the weights alone, before the architecture learns too."""
+    rate: float | None = None
+    """The learning rate of the architecture."""
 
 
 class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

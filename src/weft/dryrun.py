@@ -19,7 +19,7 @@ from weft.pipeline.session import make_law, make_loader
 from weft.pipeline.settings import Settings, make_settings
 from weft.search.method import count
 from weft.space import Subnet
-from weft.supernet import Chain, Factory, Unbuilt, initialise
+from weft.supernet import Chain, Factory, Unbuilt, extract, initialise
 
 META = torch.device("meta")
 
@@ -46,12 +46,12 @@ def describe(net: Chain | Factory, data: Data, arguments: Mapping[str, Any], pat
         "blocks": len(chain.blocks),
         "layers": len(chain.layers),
         "parameters": sum(p.numel() for p in chain.parameters()),
-        "parameters_largest": parameters(chain, largest),
-        "parameters_smallest": parameters(chain, smallest),
+        "parameters_largest": parameters(chain, largest, batch),
+        "parameters_smallest": parameters(chain, smallest, batch),
         "memory_weights": weights,
         "memory_optimizer": int(weights * state_ratio(settings.optimizer)),
         "memory_versions": kept_bytes(chain, settings),
-        "memory_gradients": parameters(chain, largest) * 4,
+        "memory_gradients": parameters(chain, largest, batch) * 4,
         "memory_activations": activations(chain, largest, batch, settings),
     }
 
@@ -79,8 +79,11 @@ def _built(chain: Chain) -> Chain:
     return chain
 
 
-def parameters(chain: Chain, subnet: Subnet) -> int:
-    return sum(p.numel() for layer in chain.route(subnet) for p in chain.module(layer).parameters())
+def parameters(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor]) -> int:
+    """What the subnet has by itself: of an elastic layer its slice alone."""
+    route = chain.route(subnet)
+    own = [extract(chain, subnet, batch)] if any(x.elastic for x in route) else [chain.module(x) for x in route]
+    return sum(p.numel() for module in own for p in module.parameters())
 
 
 def state_ratio(optimizer: Optimizer) -> float:

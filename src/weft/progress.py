@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -15,13 +16,13 @@ from weft.search.scored import Scored
 class Bar:
     """A bar for one piece of work; ``train`` and ``search`` are its callbacks."""
 
-    def __init__(self, console: Console, title: str, total: int) -> None:
-        self._progress = Progress(
+    def __init__(self, console: Console, title: str, total: int, unit: str | None = None) -> None:
+        self._progress = _Lined(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}", markup=False),
-            Rate("steps" if title == "train" else "subnets"),
+            Rate(unit or ("steps" if title == "train" else "subnets")),
             TimeRemainingColumn(compact=True),
             console=console,
             disable=not console.is_terminal,
@@ -29,7 +30,16 @@ class Bar:
         )
         self._task = self._progress.add_task(title, total=total, note="")
         self._loss: float | None = None
-        self._stages = ""
+        self._stages = self._more = ""
+
+    @property
+    def shown(self) -> bool:
+        """Whether anybody sees it."""
+        return not self._progress.disable
+
+    def tell(self, note: str, line: str) -> None:
+        """What is said beside the loss, and on a line of its own below the bar."""
+        self._more, self._progress.line = f" | {note}" if note else "", line
 
     def train(self, event: Any) -> None:
         """Sees the events of a run."""
@@ -38,10 +48,18 @@ class Bar:
         elif event["event"] == "step":
             loss = event["loss"]
             self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
-            self._progress.update(self._task, completed=event["step"] + 1, note=f"loss {self._loss:.3f}{self._stages}")
+            self._progress.update(self._task, completed=event["step"] + 1, note=self._note())
         elif event["event"] == "pipeline":
             busy = " ".join(f"{100 * share:.0f}" for share in event["utilisation"])
             self._stages = f" | busy % {busy} | in flight {' '.join(map(str, event['in_flight']))}"
+
+    def _note(self) -> str:
+        return f"loss {self._loss:.3f}{self._more}{self._stages}"
+
+    def begin(self, title: str, total: int) -> None:
+        """The next piece of work."""
+        self.tell("", "")
+        self._progress.reset(self._task, description=title, total=total, note="")
 
     def search(self, scored: Scored, cached: bool) -> None:
         """Sees every score of a search."""
@@ -54,6 +72,17 @@ class Bar:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._progress.stop()
+
+
+class _Lined(Progress):
+    """Bars with a line of text below."""
+
+    line = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.line:
+            yield Text(self.line, no_wrap=True, overflow="ellipsis", style="dim")
 
 
 class Rate(ProgressColumn):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from weft.dryrun import size
+from weft.zoo.catalogue import Entry
 
 
 def facts(console: Console, values: Mapping[str, Any], title: str) -> None:
@@ -19,6 +20,38 @@ def facts(console: Console, values: Mapping[str, Any], title: str) -> None:
     for name, value in values.items():
         shown = size(value) if name.startswith("memory") and isinstance(value, int) else value
         table.add_row(name.replace("_", " "), f"{shown:,}" if isinstance(shown, int) else str(shown))
+    console.print(table)
+
+
+def zoo(console: Console, entries: Iterable[Entry]) -> None:
+    """The spaces of the zoo."""
+    table = Table("supernet", "subnets", "choices", "parameters", "")
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    for entry in entries:
+        subnets = "too many" if entry.subnets is None else count(entry.subnets)
+        ends = " to ".join("?" if end is None else f"{end:,}" for end in (entry.smallest, entry.largest))
+        table.add_row(entry.name, subnets, str(entry.choices), ends, entry.about)
+    console.print(table)
+
+
+def count(number: int) -> str:
+    """Exact below a million.
+
+    >>> count(6561), count(1791153), count(21758655492572485851)
+    ('6,561', '1.79e6', '2.18e19')
+    """
+    digits, _, power = f"{number:.2e}".partition("e+")
+    return f"{number:,}" if number < 1_000_000 else f"{digits}e{int(power)}"
+
+
+def mixture(console: Console, rows: Iterable[Mapping[str, Any]]) -> None:
+    """What a gradient search settled on, choice by choice."""
+    table = Table("choice", "found", "bits", "probabilities", title="found", title_justify="left")
+    table.columns[2].justify = "right"
+    for row in rows:
+        shares = ", ".join(f"{o} {p:.0%}" for o, p in zip(row["options"], row["probabilities"], strict=True))
+        table.add_row(row["choice"], "" if row["found"] is None else str(row["found"]), f"{row['bits']:.2f}", shares)
     console.print(table)
 
 

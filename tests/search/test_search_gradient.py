@@ -115,7 +115,8 @@ def test_a_learner_finds_the_option_that_costs_least_and_repeats_to_the_bit() ->
         learner = Learner(space, make_gradient_method(method), weft.Optimizer("adam", lr=0.05), steps=200, seed=1)
         for _ in range(200):
             p = learner.ask()
-            ((p["a"] - torch.tensor([0.0, 0.0, 1.0])).square().sum() + p["b"] @ torch.tensor([1.0, 0.0, 2.0])).backward()
+            far = (p["a"] - torch.tensor([0.0, 0.0, 1.0])).square().sum()
+            (far + p["b"] @ torch.tensor([1.0, 0.0, 2.0])).backward()
             learner.tell()
         return learner.ask(training=False).likeliest(), [p for a in learner.alphas.values() for p in a.tolist()]
 

@@ -1,22 +1,99 @@
-"""weft.search: a trained run in, a front of its best subnets out."""
+"""weft.search: the best subnets of a trained run; or, of a supernet and its data, weights and subnet at once."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 from weft.errors import SearchError, nearest
-from weft.pipeline import Trained
+from weft.pipeline import Optimizer, Trained
 from weft.search.cache import Cache
 from weft.search.front import Front
 from weft.search.loop import run_search
+from weft.search.method import METHODS
 from weft.search.objective import Constraint, parse_constraints, parse_objectives
 from weft.search.score import MEASURED, Scorer, context, known_metrics
 from weft.search.scored import Scored
 from weft.space import Subnet
+from weft.supernet import Chain, Factory
+
+if TYPE_CHECKING:
+    from weft.search.gradient import Found, GradientMethod, SampledMethod
 
 
+@overload
 def search(
+    trained: Trained,
+    *,
+    maximize: str | Sequence[str] = (),
+    minimize: str | Sequence[str] = (),
+    constraints: str | Constraint | Iterable[str | Constraint] = (),
+    budget: int = 200,
+    method: str | None = None,
+    seed: int = 0,
+    recalibrate: int = 2,
+    batch_size: int = 256,
+    name: str = "search",
+    on_score: Callable[[Scored, bool], None] | None = None,
+) -> Front: ...
+
+
+@overload
+def search(
+    trained: Chain | Factory,
+    data: Any,
+    *,
+    method: str | GradientMethod | SampledMethod = "drnas",
+    steps: int,
+    targets: str | Iterable[str] = (),
+    architecture: Optimizer | None = None,
+    warmup_weights: int = 0,
+    seed: int = 0,
+    budget: int = 200,
+    recalibrate: int = 2,
+    name: str = "search",
+    **options: Any,
+) -> Found: ...
+
+
+def search(trained: Trained | Chain | Factory, data: Any = None, **options: Any) -> Front | Found:
+    """Searches a trained run, or trains a supernet and its architecture together.
+
+    ``search(run, maximize="accuracy", minimize="flops", budget=200)`` scores up to ``budget`` subnets with inherited
+    weights and returns their front; see ``search_trained``. ``search(build, data, method="drnas", steps=2000)`` is
+    gradient search, from a Chain or a function that makes one, and returns what it found; see ``gradient_search``.
+    """
+    from weft.search.gradient import GRADIENT_METHODS, gradient_search
+
+    method = options.get("method")
+    if isinstance(trained, Trained):
+        if method in GRADIENT_METHODS or not isinstance(method, str | None):
+            called = getattr(method, "name", method)
+            raise SearchError(
+                f"'{called}' trains weights and architecture together, and this run is trained already: "
+                f'call weft.search(build, data, method="{called}", steps=...) with what makes the supernet'
+            )
+        if data is not None:
+            raise SearchError("a trained run has its own data: call weft.search(run, ...) without any")
+        return search_trained(trained, **options)
+    if not isinstance(trained, Chain) and not callable(trained):
+        raise SearchError(
+            f"weft.search takes a run that weft.train made, or a supernet and its data, not {type(trained).__name__}"
+        )
+    if method in METHODS:
+        raise SearchError(
+            f"'{method}' searches a trained run: call weft.search(weft.train(build, data, ...), method=\"{method}\")"
+        )
+    if data is None or "steps" not in options:
+        raise SearchError(
+            f"a supernet is trained and searched at once, so {'data' if data is None else 'steps'} must be given: "
+            'weft.search(build, data, method="drnas", steps=2000)'
+        )
+    return gradient_search(trained, data, **options)
+
+
+def search_trained(
     trained: Trained,
     *,
     maximize: str | Sequence[str] = (),
@@ -37,8 +114,7 @@ def search(
     objective, else NSGA-II). The search is a function of its seed; scores are kept in the run by subnet, so a search
     that was stopped goes on where it was. The front is saved under ``results/<name>``.
     """
-    if not re.fullmatch(r"\w[\w-]*", name):
-        raise SearchError(f"a search cannot be called '{name}'; use letters, digits, '-' and '_'")
+    check_name(name)
     if not maximize and not minimize:
         first = next(iter(trained.settings.metrics), None)
         maximize, minimize = (first, "flops") if first else ((), ("loss", "flops"))
@@ -75,3 +151,9 @@ def search(
     front = Front(result.scored, objectives, rules, scorer.extract, origin=trained)
     front.save(results / name)
     return front
+
+
+def check_name(name: str) -> None:
+    """Raises SearchError for a name that cannot be that of a folder of results."""
+    if not re.fullmatch(r"\w[\w-]*", name):
+        raise SearchError(f"a search cannot be called '{name}'; use letters, digits, '-' and '_'")

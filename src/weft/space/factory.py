@@ -23,8 +23,9 @@ def make_stream(space: Space, spec: Spec, seed: int = 0, **options: object) -> S
     """A stream over the space.
 
     `spec` is a name ("iid", "fair", "spaced", "sandwich", "shrinking", "fixed"), a name with its argument ("spaced:6",
-    "sandwich:2", "shrinking:kernel,depth,expand", "file:steps.jsonl"), a subnet for every step, the path of a file of steps, a stream (returned as it is), or what
-    `to_json` of a stream wrote (its seed counts). Options are those of the stream's class.
+    "sandwich:2", "shrinking:kernel,depth,expand", "file:steps.jsonl"), a subnet for every step, the path of a file of
+    steps, a stream (returned as it is), or what `to_json` of a stream wrote (its seed counts). Options are those of the
+    stream's class.
     """
     if isinstance(spec, Stream):
         if options:

@@ -22,8 +22,8 @@ class Shrinking(Stream):
     the first, ``order`` by ``order``, each kind in as many equal parts as it takes.
 
     A kind is the beginning of the names of its choices, as in ``("kernel", "depth", "expand")``; choices of no kind are
-    open from the start of the second part. Depth that opens so is warmed up from the deepest on. Once open, an option is
-    as likely as the others.
+    open from the start of the second part. Depth that opens so is warmed up from the deepest on. Once open, an option
+    is as likely as the others.
     """
 
     name = "shrinking"

@@ -3,7 +3,7 @@ out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,23 +14,25 @@ from weft.errors import SearchError
 from weft.pipeline import Optimizer, Trained, cross_entropy, train
 from weft.pipeline.bilevel import Bilevel
 from weft.pipeline.initial import load_initial
+from weft.pipeline.ranks import ranks
 from weft.pipeline.sequential import Loss
 from weft.pipeline.settings import consistencies
 from weft.runs.files import write_json
-from weft.search.entry import search
+from weft.search.entry import check_name, search_trained
 from weft.search.expected import measure_expected
 from weft.search.front import Front
 from weft.search.gradient.method import GradientMethod, SampledMethod, make_gradient_method
 from weft.search.gradient.objective import Layout, MixedLoss, MixedMetric, Probabilities
+from weft.search.gradient.picture import write_picture
 from weft.search.objective import parse_objectives
 from weft.search.score import Scorer
 from weft.search.scored import Scored
 from weft.search.target import Penalty, Target, likeliest, parse_targets
 from weft.space import Subnet
 from weft.supernet import Chain, Factory, initialise
-from weft.supernet.elastic import Mixture
+from weft.supernet.elastic import Mixture, Switch
 from weft.supernet.elastic.mixture import choice_options
-from weft.supernet.mixed import PROGRESS, MixedChain, mix, mixed_factory
+from weft.supernet.mixed import PROGRESS, MixedChain, mix, mixed_factory, parts
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def gradient_search(
     budget: int = 200,
     recalibrate: int = 2,
     name: str = "search",
+    on_score: Callable[[Scored, bool], None] | None = None,
     **options: Any,
 ) -> Found:
     """Learns weights and architecture together, and returns the subnet that it settles on.
@@ -75,27 +78,38 @@ def gradient_search(
     the architecture on validation data. ``targets`` such as ``"parameters=5e6"`` or ``"flops=1e9"`` pull the expected
     cost of the mixture there, and the subnet meets them within 2 %. ``architecture`` is the optimizer of the
     architecture parameters. Methods that train by samples (``spos``, ``fairnas``, ``sandwich``) train their stream and
-    then search ``budget`` subnets by evolution. Other options are those of ``weft.train``; the run resumes, runs on
-    several stages and repeats to the bit as any other.
+    then search ``budget`` subnets by evolution, of which ``on_score`` is told. Other options are those of
+    ``weft.train``; the run resumes, runs on several stages and repeats to the bit as any other.
     """
     chosen = make_gradient_method(method) if isinstance(method, str) else method
     given = {"steps": steps, "loss": loss, "metrics": dict(metrics or {}), "seed": seed, **options}
-    if isinstance(chosen, SampledMethod):
-        return _by_samples(net, data, chosen, given, targets, budget, recalibrate, name)
-    bilevel = Bilevel(architecture or Bilevel().optimizer, warmup_weights, order=chosen.order)
+    check_name(name)
+    started = ranks()
+    if started is not None and started.world > 1:  # only the first of them would have the weights in the end
+        raise SearchError("gradient search starts the processes of its stages itself: use stages=N and not torchrun")
     loaded = as_data(data, seed)
     if loaded.validation is None:
         raise SearchError(
-            f"'{chosen.name}' learns the architecture on validation data, and this data set has none: "
+            f"'{chosen.name}' finds the architecture on validation data, and this data set has none: "
             "split some off with weft.data.split"
         )
+    if not initialise(net, seed, only=()).space.choices:
+        raise SearchError(f"'{chosen.name}' has nothing to search: the supernet has no choices")
+    wanted = _targets(net, loaded, targets, seed, str(options.get("device", "cpu")))
+    if isinstance(chosen, SampledMethod):
+        return _by_samples(net, data, chosen, given, wanted, budget, recalibrate, name, on_score)
+    bilevel = Bilevel(architecture or Bilevel().optimizer, warmup_weights, order=chosen.order)
     side = (PROGRESS,) if chosen.anneals else ()
     mixed = mix(net, chosen, side)
+    if chosen.name == "pc-darts" and not _is_partial(mixed.plain):
+        raise SearchError(
+            "'pc-darts' mixes a part of the channels, which the supernet has to be built for: give its switches "
+            "partial=4, as weft.zoo.darts(partial=4) does, or use 'darts'"
+        )
     layout: Layout = tuple((n, len(choice_options(mixed.space, n))) for n in mixed.order)
-    wanted = _targets(net, loaded, targets, seed, str(options.get("device", "cpu")))
     total = sum(count for _, count in layout)
     given |= {
-        "loss": MixedLoss(loss, layout, (*wanted, *penalties)),
+        "loss": MixedLoss(loss, layout, (*wanted, *penalties), repr(chosen)),
         "metrics": {**{n: MixedMetric(m) for n, m in (metrics or {}).items()}, "mixture": Probabilities(total)},
         "stream": mixed.space.first(),
         "bilevel": bilevel,
@@ -119,24 +133,31 @@ def gradient_search(
     return _found(plain, subnet, mixture, recalibrate, name, chosen.name, layout)
 
 
+def _is_partial(chain: Chain) -> bool:
+    found = (part for block in chain.blocks for part in parts(block, chain))
+    return any(isinstance(part, Switch) and part.partial is not None for part in found)
+
+
 def _by_samples(
     net: Chain | Factory,
     data: Any,
     method: SampledMethod,
     given: dict[str, Any],
-    targets: str | Iterable[str],
+    wanted: Sequence[Target],
     budget: int,
     recalibrate: int,
     name: str,
+    on_score: Callable[[Scored, bool], None] | None,
 ) -> Found:
     given = {"stream": method.stream, **given}
     if method.microbatches is not None:
         given["microbatches"] = method.microbatches
-    trained = train(net, data, **({"distil": True} if method.distils else {}), **given)
-    wanted = _targets(net, trained.data, targets, int(given["seed"]), str(trained.settings.device))
+    if method.distils:
+        given["distil"] = True
+    trained = train(net, data, **given)
     bounds = [f"{t.expected.metric}{op}{t.value * (1 + s)}" for t in wanted for op, s in ((">=", -0.02), ("<=", 0.02))]
     quality = next(iter(given["metrics"]), "loss")
-    front = search(
+    front = search_trained(
         trained,
         maximize=() if quality == "loss" else quality,
         minimize=quality if quality == "loss" else (),
@@ -146,6 +167,7 @@ def _by_samples(
         seed=int(given["seed"]),
         recalibrate=recalibrate,
         name=name,
+        on_score=on_score,
     )
     best = front.best()
     return Found(trained, best.subnet, dict(best.scores), None, front)
@@ -184,4 +206,6 @@ def _found(
     front.save(folder)
     told = {n: [round(p, 6) for p in mixture[n].tolist()] for n, _ in layout}
     write_json(folder / "mixture.json", {"method": method, "subnet": subnet.to_json(), "probabilities": told})
+    options = {n: choice_options(trained.chain.space, n) for n, _ in layout}
+    write_picture(folder / "probabilities.svg", trained.run.events.read(), trained.settings.steps, options, told)
     return Found(trained, subnet, scores, mixture, front)

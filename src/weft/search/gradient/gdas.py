@@ -1,4 +1,4 @@
-"""GDAS (Dong and Yang, 2019): one option of each choice is drawn by the Gumbel trick; gradients pass straight through."""
+"""GDAS (Dong and Yang, 2019): one option of each choice is drawn by the Gumbel trick; gradients go straight through."""
 
 from __future__ import annotations
 

@@ -25,11 +25,18 @@ from weft.supernet.elastic.mixture import choice_options
 class GradientMethod(Protocol):
     """How the architecture parameters of one choice become its probabilities. A value: frozen, and picklable."""
 
-    name: str
-    order: int
-    """2: the gradient looks one step of the weights ahead."""
-    anneals: bool
-    """Whether it asks for the progress of the run."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def order(self) -> int:
+        """2: the gradient looks one step of the weights ahead."""
+        ...
+
+    @property
+    def anneals(self) -> bool:
+        """Whether it asks for the progress of the run."""
+        ...
 
     def __call__(self, alpha: Tensor, training: bool, progress: Tensor | None) -> Tensor:
         """Probabilities that come to 1, differentiable; without noise unless it trains."""
@@ -40,11 +47,19 @@ class GradientMethod(Protocol):
 class SampledMethod(Protocol):
     """A way to train discrete subnets, of which evolution then finds the best."""
 
-    name: str
-    stream: str
-    microbatches: int | None
-    distils: bool
-    """Whether the largest subnet of a step teaches the others."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def stream(self) -> str: ...
+
+    @property
+    def microbatches(self) -> int | None: ...
+
+    @property
+    def distils(self) -> bool:
+        """Whether the largest subnet of a step teaches the others."""
+        ...
 
 
 class Learner:

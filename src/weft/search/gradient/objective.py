@@ -36,6 +36,8 @@ class MixedLoss:
     loss: Loss
     layout: Layout
     targets: Sequence[Target | Penalty] = ()
+    method: str = ""
+    """How the probabilities come about; so a run tells its method, and is not resumed with another."""
 
     def __call__(self, seen: tuple[Tensor, ...], batch: Batch) -> Tensor:
         loss = self.loss(outputs_of(seen), batch)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.supernet.elastic.fused import weight_kernels
 
-_PIECE = 1 << 18
+_PIECE = 1 << 17
 """Entries of a weight that a CPU takes at a time, so that they stay in its cache from one operation to the next."""
 
 

@@ -1,0 +1,100 @@
+"""What is in the zoo: each space with its size and the parameters of its ends, worked out without a single weight."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from weft.errors import WeftError
+from weft.space import Subnet
+from weft.space.counter import TooManyCases
+from weft.supernet import Chain, Unbuilt
+from weft.supernet.elastic.plain import plain_module
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One space. ``subnets`` is None where there are too many to count, parameters where they cannot be known."""
+
+    name: str
+    subnets: int | None
+    choices: int
+    smallest: int | None
+    """Parameters of the chain's smallest subnet: the first option of every choice, which in the zoo is the least."""
+    largest: int | None
+    about: str
+
+
+def catalogue(supernets: Mapping[str, Callable[[], Chain]]) -> Iterator[Entry]:
+    """An entry for each, in order."""
+    for name, make in supernets.items():
+        chain = _bare(make)
+        try:
+            size = chain.space.size()
+        except TooManyCases:
+            size = math.inf
+        subnets = size if isinstance(size, int) else None
+        ends = [_parameters(chain, subnet) for subnet in (chain.smallest(), chain.largest())]
+        yield Entry(name, subnets, len(chain.space.choices), ends[0], ends[1], summary(make))
+
+
+def summary(function: Callable[..., Any]) -> str:
+    """The first paragraph of a docstring, as one line of plain text.
+
+    >>> summary(catalogue)
+    'An entry for each, in order.'
+    """
+    first = (inspect.getdoc(function) or "").split("\n\n")[0]
+    return re.sub(r"\s+", " ", first.replace("``", "")).strip()
+
+
+class Undrawn(TorchFunctionMode):
+    """Weights are not drawn: without data there is nothing to draw, and torch would import its compiler to do so."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else (kwargs or {}).get("tensor")
+        return func(*args, **(kwargs or {}))
+
+
+def _bare(make: Callable[[], Chain]) -> Chain:
+    """The supernet on the meta device, every layer built."""
+    with torch.device("meta"), Undrawn():
+        chain = make()
+        for name in chain.layers:
+            module = chain.module(name)
+            if isinstance(module, Unbuilt):
+                block, _, label = name.rpartition(".")
+                chain.get_submodule(block).add_module(label, module.factory())
+    return chain
+
+
+def _parameters(chain: Chain, subnet: Subnet) -> int | None:
+    """As many as the subnet has once it is extracted."""
+    total, carried = 0, len(chain.inputs or ("",))
+    try:
+        for layer in chain.route(subnet):
+            module = chain.module(layer)
+            if layer.elastic:
+                module = plain_module(module, subnet, carried, layer.side)
+                carried = _outputs(module)
+            total += sum(parameter.numel() for parameter in module.parameters())
+    except WeftError:  # a layer that takes several tensors, behind one of which nobody knows how many it gives
+        return None
+    return total
+
+
+def _outputs(module: nn.Module) -> int:
+    """How many tensors a plain layer gives."""
+    if not isinstance(module, fx.GraphModule):
+        return 1
+    given = next(node for node in module.graph.nodes if node.op == "output").args[0]
+    return len(given) if isinstance(given, (tuple, list)) else 1

@@ -1,0 +1,575 @@
+"""Gradient search as a user calls it: ``weft search --method``, ``weft.search(build, data)``, and ``weft zoo``."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastics import layered
+from torch import nn
+
+import weft
+from weft import zoo
+from weft.cli import main
+from weft.config import Config, locate, make_config
+from weft.errors import SearchError
+from weft.runs import Run
+from weft.search.cost import parameters
+from weft.search.gradient import GRADIENT_METHODS, Found
+from weft.search.gradient.gdas import GDAS
+from weft.searching import Watch
+from weft.zoo.catalogue import catalogue, summary
+
+SAMPLED = ("spos", "fairnas", "sandwich")
+
+CONFIG = """
+supernet = "grad_net:build"
+data = "digits"
+[train]
+steps = 24
+batch_size = 16
+checkpoint_every = 5
+threads = 1
+metrics = ["accuracy", "grad_net:watched"]
+[search]
+budget = 3
+rate = 0.05
+"""
+
+CODE = """
+import os, signal
+from functools import partial
+import torch
+from torch import nn
+import weft
+from weft import elastic
+
+class Stem(elastic.Module):
+    def __init__(self, space, width):
+        super().__init__()
+        self.linear = elastic.Linear(space, 64, width)
+
+    def forward(self, x, pick):
+        return self.linear(x.flatten(1), pick)
+
+class Hidden(elastic.Module):
+    def __init__(self, space, width, hidden):
+        super().__init__()
+        self.up = elastic.Linear(space, width, hidden)
+        self.down = elastic.Linear(space, hidden, width)
+
+    def forward(self, x, pick):
+        return x + self.down(torch.relu(self.up(x, pick)), pick)
+
+def build():
+    space = weft.Space()
+    width = space.integer("width", [4, 8])
+    depth = space.integer("depth", [1, 2])
+    ratio = space.categorical("ratio", [1, 2.5])
+    parts = [weft.Elastic(space, "stem", partial(Stem, space, width))]
+    hidden = partial(Hidden, space, width, ratio * width)
+    parts += [weft.Elastic(space, f"b{i}", hidden, when=depth > i) for i in (0, 1)]
+    return weft.Chain(*parts, weft.Elastic(space, "head", partial(elastic.Linear, space, width, 10)))
+
+def no_choices():
+    return weft.Chain(weft.Shared(nn.Flatten, "flat"), weft.Shared(partial(nn.Linear, 64, 10), "head"))
+
+def train_only():
+    digits = weft.data.digits()
+    return weft.Data("few", digits.train)
+
+calls = 0
+
+def watched(outputs, batch):
+    global calls
+    calls += 1
+    if str(calls) == os.environ.get("GRAD_STOP"):
+        os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does
+    return outputs.sum(), len(outputs)
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a call ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The one JSON document on standard output, strictly read; nothing is on standard error."""
+        assert (self.code, self.err) == (0, "")
+        assert self.out.count("\n") == 1
+        return json.loads(self.out, parse_constant=pytest.fail)
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """As a process that was started in the folder would be, and afterwards as before."""
+    paths, modules, here, threads = list(sys.path), set(sys.modules), Path.cwd(), torch.get_num_threads()
+    try:
+        os.chdir(folder)
+        yield
+    finally:
+        os.chdir(here)
+        sys.path[:] = paths
+        torch.set_num_threads(threads)
+        for name in set(sys.modules) - modules:
+            if name.startswith("grad_"):
+                del sys.modules[name]
+
+
+def call(*arguments: object, cwd: Path) -> Done:
+    """Calls the command line in this process."""
+    argv, out, err, code = sys.argv, io.StringIO(), io.StringIO(), 0
+    with inside(cwd):
+        try:
+            sys.argv = ["weft", *map(str, arguments)]
+            with redirect_stdout(out), redirect_stderr(err):
+                main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            sys.argv = argv
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def write_project(folder: Path) -> Path:
+    (folder / "c.toml").write_text(CONFIG)
+    (folder / "grad_net.py").write_text(CODE)
+    return folder
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return write_project(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder whose config was searched by DrNAS, and what was said; only to be read."""
+    folder = write_project(tmp_path_factory.mktemp("searched"))
+    return folder, call(
+        "search", "c.toml", "--method", "drnas", "--target", "parameters=900", "--json", cwd=folder
+    ).json
+
+
+def test_what_was_found_is_told_as_json_and_lies_in_the_run(searched: tuple[Path, dict[str, Any]]) -> None:
+    folder, said = searched
+    assert (said["run"], said["method"], said["steps"]) == ("runs/c", "drnas", 24)
+    assert re.fullmatch("[0-9a-f]{64}", said["fingerprint"])
+    assert said["scores"].keys() == {"accuracy", "watched", "loss", "parameters", "flops"}
+    assert 0.98 * 900 <= said["scores"]["parameters"] <= 1.02 * 900
+    assert [row["choice"] for row in said["probabilities"]] == ["width", "depth", "ratio"]
+    for row, options in zip(said["probabilities"], ([4, 8], [1, 2], [1, 2.5]), strict=True):
+        assert row["options"] == options
+        assert row["found"] == said["subnet"]["values"][row["choice"]]
+        assert sum(row["probabilities"]) == pytest.approx(1, abs=1e-5)
+        assert row["bits"] == pytest.approx(-sum(p * math.log2(p) for p in row["probabilities"]), abs=1e-5)
+    assert said["architecture"] == " ".join(f"{name}={value}" for name, value in said["subnet"]["values"].items())
+
+    run = Run.open(folder / "runs" / "c")
+    assert run.state() == "finished"
+    assert run.manifest["config"]["search"]["method"] == "drnas"
+    assert run.manifest["config"]["search"]["targets"] == ["parameters=900"]
+    assert run.manifest["law"]["bilevel"]["optimizer"]["lr"] == 0.05
+    results = folder / said["results"]
+    assert said["files"] == ["front.csv", "front.json", "mixture.json", "probabilities.svg"]
+    kept = json.loads((results / "mixture.json").read_text())
+    assert (kept["method"], kept["subnet"]) == ("drnas", said["subnet"])
+    for row in said["probabilities"]:
+        assert kept["probabilities"][row["choice"]] == pytest.approx(row["probabilities"], abs=1e-6)
+    front = json.loads((results / "front.json").read_text())
+    assert [member["subnet"] for member in front["members"]] == [said["subnet"]]
+    picture = ET.fromstring((results / "probabilities.svg").read_text())
+    told = [str(title.text) for title in picture.iter("{http://www.w3.org/2000/svg}title")]
+    assert told == [
+        f"{row['choice']} = {option}: {p:.1%} at the end"
+        for row in said["probabilities"]
+        for option, p in zip(row["options"], kept["probabilities"][row["choice"]], strict=True)
+    ]
+
+
+def test_python_finds_what_the_command_line_finds(searched: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, said = searched
+    with inside(folder):
+        torch.set_num_threads(1)
+        found = weft.search(
+            locate("grad_net:build", folder),
+            weft.data.digits(),
+            method="drnas",
+            steps=24,
+            targets="parameters=900",
+            architecture=weft.Optimizer("adam", lr=0.05, betas=(0.5, 0.999), weight_decay=1e-3),
+            batch_size=16,
+            metrics={"accuracy": weft.accuracy},
+            runs=tmp_path,
+        )
+    assert isinstance(found, Found)
+    assert found.trained.fingerprint == said["fingerprint"]
+    assert found.subnet.to_json() == said["subnet"]
+    model = found.extract()
+    assert parameters(model) == said["scores"]["parameters"]
+    assert not any(type(part).__module__.startswith("weft") for part in model.modules())
+    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("method", [method for method in GRADIENT_METHODS if method != "pc-darts"])
+def test_every_method_runs_and_names_a_subnet_of_the_space(project: Path, method: str) -> None:
+    said = call("search", "c.toml", f"--method={method}", "--train.steps=6", "--json", cwd=project).json
+    assert said["method"] == method
+    assert set(said["subnet"]["values"]) == {"width", "depth", "ratio"}
+    assert (said["probabilities"] is None) == (method in SAMPLED)
+    assert ("probabilities.svg" in said["files"]) == (method not in SAMPLED)
+    run = Run.open(project / "runs" / "c")
+    assert len([event for event in run.events.read() if event["event"] == "step"]) == 6
+    streams = {"spos": "iid", "fairnas": "spaced", "sandwich": "sandwich"}
+    assert run.manifest["law"]["stream"]["stream"] == streams.get(method, "fixed")
+
+
+def test_for_a_person_there_is_a_table_of_choices_without_escape_codes(project: Path) -> None:
+    arguments = ["search", "c.toml", "--train.steps=4", "--search.warmup=2"]
+    done = call(*arguments, "--method=gdas", cwd=project)
+    assert (done.code, done.err) == (0, "")
+    assert re.search(r"width +│ [48] +│ [01]\.\d\d │ 4 \d+%, 8 \d+% +│", done.out)
+    assert "searched by gdas" in done.out
+    assert re.search(r"architecture │ width=[48] depth=[12] ratio=(1|2\.5) ", done.out)
+    assert "saved in runs/c/results/search: front.csv, front.json, mixture.json, probabilities.svg" in done.out
+    assert "\x1b" not in done.out
+    assert Run.open(project / "runs" / "c").manifest["law"]["bilevel"]["warmup"] == 2
+    by_samples = call(*arguments, "--method=spos", "--run=s", cwd=project)
+    assert (by_samples.code, by_samples.err) == (0, "")
+    assert "searched by spos" in by_samples.out
+    assert "bits" not in by_samples.out
+
+
+def test_the_method_and_its_settings_can_stand_in_the_config(project: Path) -> None:
+    with (project / "c.toml").open("a") as file:
+        file.write('method = "darts"\ntargets = ["parameters=900"]\nwarmup = 1\nname = "mine"\n')
+    said = call("search", "c.toml", "--train.steps=4", "--json", cwd=project).json
+    assert (said["method"], said["results"]) == ("darts", "runs/c/results/mine")
+    assert 0.98 * 900 <= said["scores"]["parameters"] <= 1.02 * 900
+    law = Run.open(project / "runs" / "c").manifest["law"]
+    assert law["bilevel"]["warmup"] == 1
+    assert "value=900.0" in law["loss"]
+
+
+def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_bits(
+    searched: tuple[Path, dict[str, Any]], project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAD_STOP", "13")
+    done = call("search", "c.toml", "--method=drnas", "--target=parameters=900", cwd=project)
+    assert (done.code, done.out) == (130, "")
+    again = "weft search c.toml --method=drnas --target=parameters=900 --resume"
+    assert done.err == f"stopped; a checkpoint after 13 steps is written. Resume with: {again}\n"
+    assert Run.open(project / "runs" / "c").state() == "stopped"
+
+    for changed, words in {
+        "--method=darts": "search.method = drnas, now it is darts",
+        "--target=flops=1": "search.targets = ['parameters=900'], now it is ['parameters=900', 'flops=1']",
+        "--search.rate=1": "search.rate = 0.05, now it is 1.0",
+        "--search.warmup=1": "search.warmup = 0, now it is 1",
+    }.items():
+        other = call(*again.split()[1:], changed, cwd=project)
+        assert (other.code, other.out) == (2, "")
+        assert f"error: run 'c' was made with {words}: resume it as it was" in other.err
+
+    monkeypatch.delenv("GRAD_STOP")
+    resumed = call(*again.split()[1:], "--json", cwd=project).json
+    assert resumed == searched[1]
+    picture = "runs/c/results/search/probabilities.svg"
+    assert (project / picture).read_bytes() == (searched[0] / picture).read_bytes()
+
+
+def test_in_python_too_a_run_is_not_resumed_by_another_method(tmp_path: Path) -> None:
+    def run(method: Any, **options: Any) -> Any:
+        return weft.search(
+            layered, weft.data.digits(), method=method, steps=2, batch_size=8, run="r", runs=tmp_path, **options
+        )
+
+    run("darts")
+    for other in ("drnas", "gdas", GDAS(first=5.0)):
+        with pytest.raises(weft.WeftError, match="run 'r' was made with l"):
+            run(other, resume=True)
+    assert run("darts", resume=True).trained.fingerprint
+
+
+def test_a_finished_search_is_exported_searched_on_and_told_again(
+    searched: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(searched[0], folder)
+    exported = call("export", "runs/c", "--export.formats=safetensors", "--json", cwd=folder).json
+    about = json.loads((folder / "runs" / "c" / exported["json"]).read_text())
+    assert about["subnet"] == searched[1]["subnet"]
+    onward = call("search", "c.toml", "--method=random", "--search.name=more", "--json", cwd=folder).json
+    assert {member["id"] for member in onward["front"]["members"]}
+    # The run stands for its config, with the method and the targets that it was started with.
+    again = call("search", "runs/c", "--resume", "--json", cwd=folder).json
+    assert {**again, "run": "", "results": ""} == {**searched[1], "run": "", "results": ""}
+
+
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "unknown method": (["--method=drns"], r"unknown search method 'drns'; did you mean 'drnas'\?"),
+    "second run": (
+        ["--method=drnas"],
+        r"'runs/c' already holds a run; resume it, or choose another name \(--resume, or --run=NAME\)",
+    ),
+    "target out of reach": (
+        ["--method=drnas", "--run=n", "--target=parameters=5e9"],
+        r"no architecture meets parameters=5e\+09 \(the reachable range is \d+ to \d+\)",
+    ),
+    "target out of reach, by samples": (
+        ["--method=spos", "--run=n", "--target=parameters=5e9"],
+        r"no architecture meets parameters=5e\+09",
+    ),
+    "target between": (["--method=drnas", "--run=n", "--target=parameters=600"], r"no subnet was found within 2% of"),
+    "unreadable target": (["--method=drnas", "--run=n", "--target=parameters<3"], r"cannot read target 'parameters<3'"),
+    "unknown target": (["--method=drnas", "--run=n", "--target=flps=3"], r"'flps'; did you mean 'flops'\?"),
+    "two targets": (["--method=darts", "--run=n", "--target=flops=1", "--target=flops=2"], r"two targets for flops"),
+    "target of a search": (["--target=flops=3"], r"--target is for methods that train.*--search\.constraints"),
+    "resumed search": (["--method=random", "--resume"], r"--resume is for methods that train.*'random' searches"),
+    "stages of a search": (["--stages=2"], r"--stages is for methods that train"),
+    "no validation data": (
+        ["--method=darts", "--run=n", "--data=grad_net:train_only"],
+        r"'darts' finds the architecture on validation data, and this data set has none: split some off",
+    ),
+    "no validation data, by samples": (
+        ["--method=sandwich", "--run=n", "--data=grad_net:train_only"],
+        r"'sandwich' finds the architecture on validation data",
+    ),
+    "no choices": (
+        ["--method=darts", "--run=n", "--supernet=grad_net:no_choices"],
+        r"'darts' has nothing to search: the supernet has no choices",
+    ),
+    "no choices, by samples": (
+        ["--method=fairnas", "--run=n", "--supernet=grad_net:no_choices"],
+        r"'fairnas' has nothing to search: the supernet has no choices",
+    ),
+    "no partial channels": (["--method=pc-darts", "--run=n"], r"'pc-darts' mixes a part of the channels.*partial=4"),
+    "no rate": (["--method=darts", "--run=n", "--search.rate=0"], r"search\.rate above 0, not 0 and 0\.0"),
+    "no warm-up": (["--method=darts", "--run=n", "--search.warmup=-1"], r"search\.warmup is 0 or more"),
+    "name of a search": (["--method=darts", "--run=n", "--search.name=../x"], r"a search cannot be called '\.\./x'"),
+    "unknown option": (["--methd=darts"], r"unknown key 'methd'"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_ends_with_one_clear_line_and_no_run(searched: tuple[Path, dict[str, Any]], case: str) -> None:
+    arguments, words = MISTAKES[case]
+    done = call("search", "c.toml", *arguments, cwd=searched[0])
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert re.search(words, done.err), done.err
+    assert [path.name for path in (searched[0] / "runs").iterdir()] == ["c"]
+    assert Run.open(searched[0] / "runs" / "c").state() == "finished"
+
+
+def test_settings_that_a_method_does_not_look_at_are_told(project: Path, caplog: pytest.LogCaptureFixture) -> None:
+    limits = ["--train.steps=2", "--search.minimize=flops", "--search.constraints=flops<=1e9"]
+    assert call("search", "c.toml", "--method=darts", *limits, cwd=project).code == 0
+    said = "'darts' does not look at search.minimize, search.constraints, but at search.targets and train.seed"
+    assert [record.getMessage() for record in caplog.records if record.name == "weft"] == [said]
+
+
+def test_two_processes_have_the_bits_of_one(searched: tuple[Path, dict[str, Any]], project: Path) -> None:
+    done = call("search", "c.toml", "--method=drnas", "--target=parameters=900", "--stages=2", "--json", cwd=project)
+    assert done.code == 0, done.err
+    assert json.loads(done.out) == searched[1]
+    picture = "runs/c/results/search/probabilities.svg"
+    assert (project / picture).read_bytes() == (searched[0] / picture).read_bytes()
+
+
+def test_on_a_terminal_the_bar_tells_entropy_cost_and_the_likeliest_architecture(project: Path) -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "140", "LINES": "30"}
+    command = [sys.executable, "-m", "weft.cli", "search", "c.toml", "--method=drnas", "--train.steps=150"]
+    process = subprocess.Popen(command, cwd=project, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen, limit = b"", time.monotonic() + 120
+    try:
+        while time.monotonic() < limit:
+            if select.select([ours], [], [], 0.2)[0]:
+                try:
+                    seen += os.read(ours, 65536)
+                except OSError:  # Linux says so when the other side is closed
+                    break
+        assert process.wait(timeout=10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    drawn, _, result = seen.decode().rpartition("\x1b[2K")  # the last line that was cleared is that of the bar
+    drawn = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", drawn)
+    assert re.search(
+        r"search\b.*\b\d+/150\b.*loss \d\.\d{3} \| [01]\.\d\d bits \| [\d.]+k? parameters [\d.]+k? flops", drawn
+    )
+    assert re.search(r"width=[48] depth=[12] ratio=(1|2\.5)", drawn)
+    assert re.search(r"\d steps/s", drawn)
+    assert "searched by drnas" in result
+    assert "steps/s" not in result
+
+
+class Said:
+    """A bar that keeps what it is told."""
+
+    def __init__(self, shown: bool = True) -> None:
+        self.shown = shown
+        self.told: list[tuple[str, str]] = []
+
+    def tell(self, note: str, line: str) -> None:
+        self.told.append((note, line))
+
+
+def test_the_watch_tells_what_the_mean_of_the_last_steps_stands_for() -> None:
+    now = 0.0
+    said = Said()
+    watch = Watch(said, partial(layered, blocks=1), weft.data.digits(), clock=lambda: now)  # type: ignore[arg-type]
+    # Draws of one option or the other by turns: no step tells that it is undecided, but their mean does.
+    for i in range(400):
+        now = float(i)
+        watch({"event": "step", "step": i, "mixture": [float(i % 2), float(1 - i % 2), 1.0, 0.0, 1.0]})
+    space = layered(blocks=1).space
+    assert list(space.choices) == ["width", "depth", "ratio0"]
+    note, line = said.told[-1]
+    assert float(note.split(" bits")[0]) == pytest.approx(1 / 3, abs=0.01)
+    assert line in ("width=8 depth=1 ratio0=3.5", "width=16 depth=1 ratio0=3.5")
+    values = {"width": 16 if "16" in line else 8, "depth": 1, "ratio0": 3.5}
+    plain = weft.extract(weft.initialise(partial(layered, blocks=1)), space.subnet(values))
+    assert f"| {parameters(plain) / (1000 if parameters(plain) > 999 else 1):.3g}" in note
+    assert len(said.told) > 100
+
+
+def test_the_watch_works_out_nothing_where_nobody_looks_and_never_stops_a_run() -> None:
+    unseen = Said(shown=False)
+    watch = Watch(unseen, lambda: pytest.fail("built for nobody"), weft.data.digits())  # type: ignore[arg-type, return-value]
+    watch({"event": "step", "step": 0, "mixture": [1.0]})
+    assert unseen.told == []
+    seen = Said()
+
+    def broken() -> weft.Chain:
+        raise RuntimeError("cannot be built without data")
+
+    Watch(seen, broken, weft.data.digits())({"event": "step", "step": 0, "mixture": [1.0]})  # type: ignore[arg-type]
+    assert seen.told == []
+
+
+def test_search_in_python_says_how_it_is_called(tmp_path: Path) -> None:
+    data = weft.data.digits()
+    trained = weft.train(layered, data, steps=1, runs=tmp_path)
+    search: Any = weft.search
+    for arguments, options, words in (
+        ((trained,), {"method": "drnas"}, r'call weft.search\(build, data, method="drnas", steps=...\)'),
+        ((trained,), {"method": GDAS()}, r"'gdas' trains weights and architecture together"),
+        ((trained, data), {}, "a trained run has its own data"),
+        ((layered,), {"method": "drnas", "steps": 3}, r"data must be given: weft.search\(build, data, method="),
+        ((layered, data), {"method": "drnas"}, "steps must be given"),
+        ((layered, data), {"method": "evolution", "steps": 3}, r"searches a trained run: call weft.search\(weft.train"),
+        ((layered, data), {"method": "dars", "steps": 3}, "unknown gradient method 'dars'; did you mean 'darts'"),
+        (("runs/x",), {}, "takes a run that weft.train made, or a supernet and its data, not str"),
+    ):
+        with pytest.raises(SearchError, match=words):
+            search(*arguments, **options)
+    with pytest.raises(TypeError, match="budgt"):
+        search(trained, budgt=3)
+
+
+def test_gradient_search_is_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SearchError, match="use stages=N and not torchrun"):
+        weft.search(layered, weft.data.digits(), method="darts", steps=2)
+
+
+def test_the_zoo_is_listed_with_all_its_spaces(tmp_path: Path) -> None:
+    listed = call("zoo", "--json", cwd=tmp_path).json
+    assert [entry["name"] for entry in listed] == list(zoo.SUPERNETS)
+    for entry in listed:
+        assert entry["choices"] >= 1
+        assert entry["subnets"] > 1
+        assert 0 < entry["smallest"] <= entry["largest"], entry["name"]
+        assert entry["about"].endswith(".")
+        assert "\n" not in entry["about"]
+    known = {entry["name"]: entry for entry in listed}
+    assert known["nas-bench-macro"]["subnets"] == 6561
+    assert known["digits-conv"] == {
+        "name": "digits-conv",
+        "subnets": 4096,
+        "choices": 6,
+        "smallest": 5178,
+        "largest": 101466,
+        "about": summary(zoo.digits_conv),
+    }
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["digits-mlp", "vit-test", "gpt-test", "nas-bench-macro-entangled", "toy-cell"])
+def test_the_parameters_of_the_ends_are_those_of_extracted_modules(name: str) -> None:
+    chain = weft.initialise(zoo.find(name))
+    (entry,) = catalogue({name: zoo.find(name)})
+    ends = [parameters(weft.extract(chain, subnet)) for subnet in (chain.smallest(), chain.largest())]
+    assert [entry.smallest, entry.largest] == ends
+    assert entry.subnets == chain.space.size()
+    assert all(not p.is_meta for p in chain.parameters())
+
+
+def test_a_space_of_ones_own_is_catalogued_too() -> None:
+    def endless() -> weft.Chain:
+        """Two lines
+        of ``words``.
+
+        More of them.
+        """
+        space = weft.Space()
+        space.real("rate", 0.0, 1.0)
+        return weft.Chain(weft.Choice(space, "op", {"a": partial(nn.Linear, 2, 2), "b": nn.Identity}))
+
+    (entry,) = catalogue({"own": endless})
+    assert (entry.name, entry.subnets, entry.choices, entry.about) == ("own", None, 2, "Two lines of words.")
+    assert (entry.smallest, entry.largest) == (0, 6)
+
+
+def test_for_a_person_the_zoo_is_a_table_with_large_numbers_in_short() -> None:
+    from rich.console import Console
+
+    from weft import tables
+
+    text = io.StringIO()
+    tables.zoo(
+        Console(file=text, width=160), catalogue({name: zoo.find(name) for name in ("gpt-shakespeare", "vit-test")})
+    )
+    assert re.search(
+        r"gpt-shakespeare +│ +1\.79e6 │ +14 │ +385,920 to 10,795,776 │ The space for the char", text.getvalue()
+    )
+    assert re.search(r"vit-test +│ +774 │", text.getvalue())
+
+
+def test_the_new_keys_of_a_config_are_typed() -> None:
+    config = make_config({"supernet": "x", "search": {"targets": "flops=1e9", "warmup": 5, "rate": 0.1}})
+    assert isinstance(config, Config)
+    assert (config.search.targets, config.search.warmup, config.search.rate) == ("flops=1e9", 5, 0.1)
+    with pytest.raises(weft.WeftError, match=r"'search\.warmup' must be int, not str"):
+        make_config({"supernet": "x", "search": {"warmup": "long"}})
+    with pytest.raises(weft.WeftError, match=r"unknown key 'search\.target'; did you mean 'search\.targets'\?"):
+        make_config({"supernet": "x", "search": {"target": ["flops=1"]}})
