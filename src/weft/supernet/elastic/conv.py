@@ -14,6 +14,7 @@ from weft.supernet.elastic.leaf import Leaf, copied, load, prefix
 from weft.supernet.elastic.mixedconv import mixed_conv2d
 from weft.supernet.elastic.mixture import Mixture, Pick
 from weft.supernet.elastic.sizes import Dim, Sizes
+from weft.supernet.elastic.slices import narrowed, with_slice
 
 
 class Conv2d(nn.Conv2d, Leaf):
@@ -71,8 +72,9 @@ class Conv2d(nn.Conv2d, Leaf):
             return mixed_conv2d(x, self.weight, self.bias, rows, columns, *where)  # type: ignore[arg-type]
         outputs, within, kernel = self.sizes.of(pick)
         bias = None if self.bias is None else prefix(self.bias, outputs)
-        weight = prefix(_centre(self.weight, kernel), outputs, within)
-        return F.conv2d(x, weight, bias, self.stride, self._padding(kernel), self.dilation, self._groups(outputs))
+        padding, groups = self._padding(kernel), self._groups(outputs)
+        view = narrowed(_centre(self.weight, kernel), outputs, within)
+        return with_slice(lambda weight: F.conv2d(x, weight, bias, self.stride, padding, self.dilation, groups), view)
 
     def plain(self, subnet: Subnet) -> nn.Module:
         outputs, within, kernel = self.sizes.of(subnet)

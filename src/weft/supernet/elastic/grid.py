@@ -13,6 +13,7 @@ from weft.space import Space, Subnet
 from weft.supernet.elastic.leaf import Leaf, copied, load, prefix
 from weft.supernet.elastic.mixture import Mixture, Pick
 from weft.supernet.elastic.sizes import Dim, Sizes
+from weft.supernet.elastic.slices import narrowed, with_slice
 from weft.supernet.elastic.superpose import mixed_linear
 
 Dims = Dim | tuple[Dim, ...]
@@ -58,26 +59,36 @@ class Grid(Leaf):
         if isinstance(pick, Mixture):
             weight = self.weight.t() if self.transposed else self.weight
             return mixed_linear(x, weight, self.bias, *self._factors(pick))
-        return F.linear(x, *self._corner(self.sizes.of(pick), self.weight, self.bias))
+        sizes = self.sizes.of(pick)
+        bias = self._bias(sizes, self.bias)
+        return with_slice(lambda part: F.linear(x, self._matrix(sizes, part), bias), self._view(sizes, self.weight))
 
     def plain(self, subnet: Subnet) -> nn.Module:
         sizes = self.sizes.of(subnet)
         outputs, inputs = self._flat(sizes)
         made = nn.Linear(inputs, outputs, self.bias is not None, device="meta", dtype=self.weight.dtype)
-        weight, bias = self._corner(sizes, self.weight.detach(), None if self.bias is None else self.bias.detach())
+        bias = self._bias(sizes, self.bias)
         # The copy keeps the strides, and with them the kernel.
-        held = {"weight": weight.clone(), "bias": None if bias is None else copied(bias, outputs)}
+        weight = self._matrix(sizes, self._view(sizes, self.weight.detach()).contiguous().clone())
+        held = {"weight": weight, "bias": None if bias is None else copied(bias, outputs)}
         return load(made, held, self.training)
 
-    def _corner(self, sizes: Sequence[int], weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The weight (outputs x inputs) and the bias that a pick uses."""
+    def _bias(self, sizes: Sequence[int], bias: Tensor | None) -> Tensor | None:
+        """The bias that a pick uses."""
+        rows = self._split
+        return None if bias is None else prefix(bias.view(self.sizes.largest[:rows]), *sizes[:rows]).view(-1)
+
+    def _view(self, sizes: Sequence[int], weight: Tensor) -> Tensor:
+        """The corner of the grid that a pick uses."""
         most, rows = self.sizes.largest, self._split
-        if bias is not None:
-            bias = prefix(bias.view(most[:rows]), *sizes[:rows]).view(-1)
         if self.transposed:
-            turned = prefix(weight.view(most[rows:] + most[:rows]), *sizes[rows:], *sizes[:rows])
-            return turned.view(self._flat(sizes)[::-1]).t(), bias
-        return prefix(weight.view(most), *sizes).view(self._flat(sizes)), bias
+            return narrowed(weight.view(most[rows:] + most[:rows]), *sizes[rows:], *sizes[:rows])
+        return narrowed(weight.view(most), *sizes)
+
+    def _matrix(self, sizes: Sequence[int], part: Tensor) -> Tensor:
+        """The corner, without gaps, as outputs x inputs."""
+        flat = self._flat(sizes)
+        return part.view(flat[::-1]).t() if self.transposed else part.view(flat)
 
     def _flat(self, sizes: Sequence[int]) -> tuple[int, int]:
         return math.prod(sizes[: self._split]), math.prod(sizes[self._split :])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from weft.space import Subnet
 from weft.supernet.elastic.mixture import Pick
 from weft.supernet.elastic.sizes import Sizes
+from weft.supernet.elastic.slices import narrowed
 
 
 class Module(nn.Module):
@@ -50,10 +51,7 @@ def takes_pick(module: nn.Module) -> bool:
 
 def prefix(tensor: Tensor, *sizes: int) -> Tensor:
     """The part of a weight that a subnet uses, laid out as in the plain module, so that kernels round alike."""
-    for dim, size in enumerate(sizes):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, 0, size)
-    return tensor.contiguous()
+    return narrowed(tensor, *sizes).contiguous()
 
 
 def copied(tensor: Tensor, *sizes: int) -> Tensor:

@@ -9,6 +9,7 @@ from weft.space import Space, Subnet
 from weft.supernet.elastic.leaf import Leaf, copied, load, prefix
 from weft.supernet.elastic.mixture import Mixture, Pick
 from weft.supernet.elastic.sizes import Dim, Sizes
+from weft.supernet.elastic.slices import narrowed, with_slice
 from weft.supernet.elastic.superpose import mixed_linear
 
 
@@ -25,7 +26,7 @@ class Linear(nn.Linear, Leaf):
             return mixed_linear(x, self.weight, self.bias, *self.sizes.factors(pick))
         outputs, inputs = self.sizes.of(pick)
         bias = None if self.bias is None else prefix(self.bias, outputs)
-        return F.linear(x, prefix(self.weight, outputs, inputs), bias)
+        return with_slice(lambda weight: F.linear(x, weight, bias), narrowed(self.weight, outputs, inputs))
 
     def plain(self, subnet: Subnet) -> nn.Module:
         outputs, inputs = self.sizes.of(subnet)
