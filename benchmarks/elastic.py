@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import math
 import statistics
 import time
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 from machine import read_rows, write
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import weft
@@ -50,6 +52,7 @@ SPACES: dict[str, dict[str, list[float]]] = {
     "gpt-small": {"width": [384, 576, 768], "heads": [6, 8, 12], "ratio": [2, 3, 4]},
 }
 SEQUENCE = 197  # a class token and 14 x 14 patches of an image of 224 pixels
+VOCABULARY = 8192  # of 50,304: so that the head is not most of the language model, nor its logits most of the memory
 TOKENS = (SEQUENCE, 16 * SEQUENCE, 256 * SEQUENCE)
 
 Step = Callable[[], Any]
@@ -105,7 +108,7 @@ class Case:
         self.space, self.mixed = chain.space, chain
         batch = tokens // SEQUENCE
         if name.startswith("gpt"):
-            self.x = torch.randint(0, 50, (batch, SEQUENCE), device=self.device)
+            self.x = torch.randint(0, VOCABULARY, (batch, SEQUENCE), device=self.device)
         else:
             self.x = torch.randn(batch, 3, 224, 224, device=self.device)
         self.plain = extract(chain, chain.largest()).train()
@@ -130,19 +133,18 @@ class Case:
 
     def saved(self, way: str) -> int:
         """Bytes that a forward keeps for its backward; not what is there anyway: weights and tables."""
-        (_, before), (_, found) = self._kept(way), self._kept(way)  # both alive: what is in both belongs to no step
-        own = self.x.untyped_storage().data_ptr()
-        return sum(size for place, size in found.items() if place not in before or place == own)
-
-    def _kept(self, way: str) -> tuple[Any, dict[int, int]]:
-        found: dict[int, int] = {}
+        found: dict[int, tuple[StorageWeakRef, int]] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+            return tensor.detach()  # the tensor itself would hold the graph that holds it
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            return self.forward(way), found
+            out = self.forward(way)
+        del out  # with it goes what belongs to this forward
+        own = self.x.untyped_storage().data_ptr()
+        return sum(size for place, (held, size) in found.items() if held.expired() or place == own)
 
 
 def networks() -> dict[str, Callable[[], weft.Chain]]:
@@ -152,7 +154,7 @@ def networks() -> dict[str, Callable[[], weft.Chain]]:
     return {
         "autoformer-t": autoformer_tiny,
         "autoformer-s": autoformer_small,
-        "gpt-small": partial(gpt_small, dropout=0.0),
+        "gpt-small": partial(gpt_small, VOCABULARY, dropout=0.0),
     }
 
 
@@ -256,6 +258,7 @@ def no_synchronisation() -> Iterator[None]:
 
 
 def measure(what: str, name: str, tokens: int, device: str, precision: str, repeats: int) -> list[dict[str, Any]]:
+    gc.collect()  # the last case's
     torch.manual_seed(0)
     case = Case(what, name, tokens, device, torch.bfloat16 if precision == "bf16" else None)
     ways = ("plain", "ours", "padded")

@@ -121,3 +121,32 @@ def test_stages_that_share_a_gpu_had_one_fingerprint() -> None:
     assert len(measured["same"]) == 4
     assert all(measured["same"].values())
     assert {row["stages"] for row in measured["rows"]} == {1, 2, 4}
+
+
+def test_every_figure_of_the_table_of_mixtures_is_in_a_result_file() -> None:
+    names = {"autoformer-t": "AutoFormer-T", "autoformer-s": "AutoFormer-S", "gpt-small": "GPT small"}
+    table = re.findall(
+        r"^\| (AutoFormer-[TS]|GPT small) \| (1 core|H200) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|", README, re.M
+    )
+    measured = []
+    for name, device, mode in (("elastic-cpu", "1 core", "eager"), ("elastic-gpu", "H200", "graph")):
+        own = [r for r in rows(name) if (r["what"], r["mode"], r["precision"]) == ("network", mode, "fp32")]
+        for row in (r for r in own if r["way"] == "ours"):
+            (other,) = (r for r in own if r["way"] == "padded" and all(r[k] == row[k] for k in ("space", "tokens")))
+            ratios = (f"{row['ratio']:.2f}", f"{other['ratio']:.2f}", f"{row['memory_ratio']:.3f}")
+            measured.append((names[str(row["space"])], device, f"{row['tokens']:,}", *ratios))
+    assert table == measured
+
+
+def test_every_figure_of_the_table_of_methods_is_in_a_result_file() -> None:
+    order = ("darts", "drnas", "gdas", "spos", "fairnas", "random", "table-evolution")
+    table = re.findall(r"^\| NAS-Bench-(Macro|201) \| (.*) \|$", README, re.M)
+    assert len(table) == 2
+    for space, figures in table:
+        for method, shown in zip(order, figures.split(" | "), strict=True):
+            own = [
+                float(str(row["regret"]))
+                for row in rows("search-methods")
+                if (row["space"], row["method"]) == (f"nas-bench-{space.lower()}", method)
+            ]
+            assert f"{sum(own) / len(own):.2f}" == shown

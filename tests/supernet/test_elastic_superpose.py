@@ -293,8 +293,7 @@ def test_a_mixed_layer_agrees_with_the_sum_over_all_combinations_padded() -> Non
 @contextmanager
 def saved(found: dict[int, Tensor]) -> Iterator[None]:
     def pack(tensor: Tensor) -> Tensor:
-        found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
+        return found.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield

@@ -154,18 +154,18 @@ def _warps(block: int) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _forward(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    chances: Any,
-    widths: Any,
-    out: Any,
-    means: Any,
-    rstds: Any,
-    rows: Any,
-    features: Any,
-    eps: Any,
+def _forward(  # type: ignore[no-untyped-def]  # annotations of pointers would be read as globals
+    x,
+    weight,
+    bias,
+    chances,
+    widths,
+    out,
+    means,
+    rstds,
+    rows,
+    features,
+    eps,
     WIDTHS: tl.constexpr,
     CENTRED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -207,20 +207,20 @@ def _forward(
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _backward(
-    x: Any,
-    dy: Any,
-    weight: Any,
-    bias: Any,
-    chances: Any,
-    widths: Any,
-    means: Any,
-    rstds: Any,
-    dx: Any,
-    parts: Any,
-    rows: Any,
-    features: Any,
-    turns: Any,
+def _backward(  # type: ignore[no-untyped-def]  # annotations of pointers would be read as globals
+    x,
+    dy,
+    weight,
+    bias,
+    chances,
+    widths,
+    means,
+    rstds,
+    dx,
+    parts,
+    rows,
+    features,
+    turns,
     WIDTHS: tl.constexpr,
     CENTRED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -283,14 +283,14 @@ def _backward(
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _add(
-    parts: Any,
-    chances: Any,
-    widths: Any,
-    sums: Any,
-    programs: Any,
-    features: Any,
-    length: Any,
+def _add(  # type: ignore[no-untyped-def]  # annotations of pointers would be read as globals
+    parts,
+    chances,
+    widths,
+    sums,
+    programs,
+    features,
+    length,
     WIDTHS: tl.constexpr,
     PLACES: tl.constexpr,
     CHUNK: tl.constexpr,

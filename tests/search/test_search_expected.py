@@ -1,0 +1,501 @@
+"""Expected costs, against extracted subnets and against the expectation over all of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.errors import SearchError
+from weft.keys import generator
+from weft.search import expected as expected_module
+from weft.search.cost import flops, parameters
+from weft.search.expected import Expected, measure_expected
+from weft.space import Expr, Space, Subnet
+from weft.supernet import Chain, Choice, Elastic, Optional, Shared, Unbuilt, extract, initialise
+from weft.supernet.elastic import Linear, Mixture, Module
+from weft.zoo import digits_mlp
+
+Batch = dict[str, Tensor]
+
+
+class Feed(Module):
+    """A residual feed-forward of an elastic width and hidden size, with a weight of its own and a plain module."""
+
+    def __init__(self, space: Space, width: Expr | int, hidden: Expr | int) -> None:
+        super().__init__()
+        self.up, self.down = Linear(space, width, hidden), Linear(space, hidden, width)
+        self.act, self.scale = nn.GELU(), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, pick: Any) -> Tensor:
+        return x + self.scale * self.down(self.act(self.up(x, pick=pick)), pick=pick)
+
+
+class Attend(Module):
+    """Attention whose products follow the number of heads, which it never reads itself."""
+
+    def __init__(self, space: Space, width: Expr | int, heads: Expr) -> None:
+        super().__init__()
+        self.into, self.out = Linear(space, width, 3 * 4 * heads), Linear(space, 4 * heads, width)
+
+    def forward(self, x: Tensor, pick: Any) -> Tensor:
+        q, k, v = self.into(x, pick=pick).unflatten(-1, (3, -1, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y.transpose(1, 2).flatten(2), pick=pick)
+
+
+class Both(Module):
+    def __init__(self, first: Module, second: Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor, pick: Any) -> Tensor:
+        out: Tensor = self.second(self.first(x, pick=pick), pick=pick)
+        return out
+
+
+class Crop(Module):
+    """Keeps the first tokens."""
+
+    def forward(self, x: Tensor, pick: Any) -> Tensor:
+        return x[:, : pick["tokens"]]
+
+
+class Cases(Module):
+    """Plain modules, of which one runs only for one combination of two choices."""
+
+    def __init__(self, options: int) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(4, 4, bias=index % 2 == 0) for index in range(options))
+        self.rare = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, pick: Any) -> Tensor:
+        x = self.each[int(pick["case"])](x)
+        return self.rare(x) if pick["case"] == 3 and pick["other"] == 2 else x
+
+
+class Fitting(nn.Module):
+    """A product that fits any width, so that it can be a candidate among elastic layers."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x.transpose(0, 1) @ x @ x.new_ones(x.shape[1], len(self.weight))).sum()
+
+
+class Valued(nn.Module):
+    """Looks at the values of a tensor, so that shapes alone will not do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if float(x.sum()) < 1e9 else x
+
+
+def tower(layers: int = 3) -> tuple[Chain, Batch]:
+    space = Space()
+    width, depth = space.integer("width", [4, 8]), space.integer("depth", 1, layers)
+    blocks = []
+    for index in range(layers):
+        when = None if index == 0 else depth > index
+        heads = space.integer(f"heads{index}", [1, 2], when=when)
+        ratio = space.categorical(f"ratio{index}", [1, 1.5, 2], when=when)
+        block = Both(Attend(space, width, heads), Feed(space, width, ratio * width))
+        blocks.append(Elastic(space, f"block{index}", block, when=when))
+    stem, head = Elastic(space, "stem", Linear(space, 3, width)), Elastic(space, "head", Linear(space, width, 2))
+    return Chain(stem, *blocks, head), {"x": torch.ones(2, 5, 3)}
+
+
+def plain_and_optional() -> tuple[Chain, Batch]:
+    space = Space()
+    deep = space.categorical("deep", [False, True])
+    candidates = {
+        "wide": nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 4)),
+        "none": nn.Identity(),
+        "one": nn.Linear(4, 4),
+    }
+    return Chain(
+        Shared(nn.Linear(6, 4), "stem"),
+        Choice(space, "a", candidates),
+        Choice(space, "b", {"x": nn.Linear(4, 4), "y": nn.Linear(4, 4, bias=False)}, when=deep == True),  # noqa: E712
+        Optional(space, "c", nn.Linear(4, 4), when=deep == True),  # noqa: E712
+        Optional(space, "d", nn.Linear(4, 4, bias=False)),
+    ), {"x": torch.ones(3, 6)}
+
+
+def nested() -> tuple[Chain, Batch]:
+    """Conditions on conditions, and a width that only some subnets have."""
+    space = Space()
+    outer = space.integer("outer", [0, 1, 2])
+    inner = space.integer("inner", [0, 1], when=outer > 0)
+    size = space.integer("size", [2, 3, 5], when=inner > 0)
+    block = Elastic(space, "block", Feed(space, 4, size), when=inner > 0)
+    return Chain(Shared(nn.Linear(4, 4), "stem"), block), {"x": torch.ones(1, 4)}
+
+
+def cropped() -> tuple[Chain, Batch]:
+    """What the layers after the crop take follows a choice that none of them reads."""
+    space = Space()
+    space.integer("tokens", [1, 3, 4])
+    hidden = space.integer("hidden", [2, 6])
+    return Chain(
+        Elastic(space, "crop", Crop()), Elastic(space, "feed", Feed(space, 4, hidden)), Shared(nn.Linear(4, 2), "head")
+    ), {"x": torch.ones(2, 7, 4)}
+
+
+def following() -> tuple[Chain, Batch]:
+    """Candidates without any choice of their own, each of which costs what the width before it makes it cost."""
+    space = Space()
+    width = space.integer("width", 1, 8)
+    candidates: dict[str, nn.Module] = {f"c{n}": Fitting(n) for n in range(9)}
+    return Chain(Elastic(space, "stem", Linear(space, 2, width)), Choice(space, "any", candidates)), {
+        "x": torch.ones(2, 2)
+    }
+
+
+def cased() -> tuple[Chain, Batch]:
+    space = Space()
+    space.integer("case", 0, 29)
+    space.integer("other", 0, 5)
+    return Chain(Elastic(space, "cases", Cases(30)), Shared(nn.Linear(4, 1), "head")), {"x": torch.ones(1, 4)}
+
+
+def valued() -> tuple[Chain, Batch]:
+    space = Space()
+    hidden = space.integer("hidden", [2, 6])
+    return Chain(Elastic(space, "feed", Feed(space, 4, hidden)), Shared(Valued(), "head")), {"x": torch.ones(2, 4)}
+
+
+def constrained() -> tuple[Chain, Batch]:
+    space = Space()
+    width, hidden = space.integer("width", [2, 4, 8]), space.integer("hidden", [2, 4, 8])
+    extra = space.integer("extra", [1, 2, 3])
+    space.require(hidden >= width)
+    space.require((extra < 3) | (hidden < 8))
+    blocks = [Elastic(space, "stem", Linear(space, 3, width)), Elastic(space, "feed", Feed(space, width, hidden))]
+    return Chain(*blocks, Elastic(space, "side", Linear(space, width, 4 * extra))), {"x": torch.ones(1, 3)}
+
+
+def sided() -> tuple[Chain, Batch]:
+    """Two tensors travel, and a third one comes from the side."""
+
+    class Split(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return x, y
+
+    class Joined(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Linear(space, 4, hidden)
+
+        def forward(self, x: Tensor, y: Tensor, bias: Tensor, pick: Any) -> Tensor:
+            return self.layer(x @ y + bias, pick=pick)
+
+    space = Space()
+    hidden = space.integer("hidden", [2, 6])
+    chain = Chain(Shared(Split(), "split"), Elastic(space, "joined", Joined(), side=["bias"]), inputs=["x", "y"])
+    return chain, {"x": torch.ones(3, 4), "y": torch.ones(4, 4), "bias": torch.ones(3, 4)}
+
+
+CHAINS: list[Callable[[], tuple[Chain, Batch]]] = [
+    tower, plain_and_optional, nested, cropped, following, cased, valued, constrained, sided,
+]  # fmt: skip
+
+
+def true_cost(chain: Chain, subnet: Subnet, batch: Batch, metric: str) -> int:
+    plain = extract(chain, subnet, batch)
+    names = chain.inputs or tuple(batch)[:1]
+    side = [name for layer in chain.route(subnet) for name in layer.side]
+    inputs = tuple(batch[name] for name in dict.fromkeys((*names, *side)))
+    return parameters(plain) if metric == "parameters" else flops(plain, inputs)
+
+
+def random_mixture(space: Space, seed: int = 0, dtype: torch.dtype = torch.float64) -> Mixture:
+    rng = generator(seed, "mixture")
+    rows = {}
+    for name, choice in space.choices.items():
+        weights = rng.random(len(choice.options or ())) + 0.05
+        rows[name] = torch.tensor(weights / weights.sum(), dtype=dtype)
+    return Mixture(space, rows)
+
+
+def probability(mixture: Mixture, subnet: Subnet) -> float:
+    options = {name: choice.options or () for name, choice in mixture.space.choices.items()}
+    return math.prod(float(mixture[name][options[name].index(value)]) for name, value in subnet.values.items())
+
+
+def brute_force(expected: Expected, mixture: Mixture) -> float:
+    """Over all valid subnets, each as likely as its active choices are together."""
+    every = list(mixture.space.enumerate())
+    chances = [probability(mixture, subnet) for subnet in every]
+    return sum(p * expected.of(s) for p, s in zip(chances, every, strict=True)) / sum(chances)
+
+
+def test_a_width_of_which_both_layers_read_the_size_by_hand() -> None:
+    space = Space()
+    width = space.integer("width", [2, 5])
+    chain = Chain(Elastic(space, "stem", Linear(space, 3, width)), Elastic(space, "head", Linear(space, width, 2)))
+    counted = measure_expected(chain, {"x": torch.ones(7, 3)}, "parameters")
+    by_hand = {2: (3 + 1) * 2 + (2 + 1) * 2, 5: (3 + 1) * 5 + (5 + 1) * 2}
+    assert {w: counted.of(space.subnet(width=w)) for w in (2, 5)} == by_hand
+    mixture = Mixture(space, {"width": torch.tensor([0.25, 0.75])})
+    assert counted.expect(mixture).item() == 0.25 * by_hand[2] + 0.75 * by_hand[5]
+    assert counted.expect(mixture).dtype == torch.float32
+    assert counted.expect(mixture).shape == ()
+    assert (counted.low, counted.high, counted.metric) == (14, 32, "parameters")
+    products = measure_expected(chain, {"x": torch.ones(7, 3)}, "flops")
+    assert products.of(space.subnet(width=5)) == 2 * 7 * (3 * 5 + 5 * 2)
+
+
+@pytest.mark.parametrize("make", CHAINS)
+@pytest.mark.parametrize("metric", ["parameters", "flops"])
+def test_costs_are_those_of_the_extracted_subnets_and_expectations_those_over_all(
+    make: Callable[[], tuple[Chain, Batch]], metric: str
+) -> None:
+    chain, batch = make()
+    expected = measure_expected(chain, batch, metric)
+    every = list(chain.space.enumerate())
+    rng = generator(0, "some")
+    some = every if len(every) <= 24 else [every[int(i)] for i in rng.choice(len(every), 24, replace=False)]
+    for subnet in some:
+        assert expected.of(subnet) == true_cost(chain, subnet, batch, metric), str(subnet)
+        one_hot = expected.expect(Mixture.one_hot(subnet, chain.space))
+        assert one_hot.item() == pytest.approx(expected.of(subnet), rel=1e-6)
+    for seed in range(3):
+        mixture = random_mixture(chain.space, seed)
+        assert expected.expect(mixture).item() == pytest.approx(brute_force(expected, mixture), rel=1e-12)
+    costs = [expected.of(subnet) for subnet in every]
+    assert (expected.low, expected.high) == (min(costs), max(costs))
+
+
+def test_a_part_that_runs_for_one_combination_of_two_choices_is_found() -> None:
+    chain, batch = cased()
+    expected = measure_expected(chain, batch, "parameters")
+    for case, other in itertools.product(range(30), range(6)):
+        own = 16 + (4 if case % 2 == 0 else 0) + (20 if (case, other) == (3, 2) else 0)
+        assert expected.of(chain.space.subnet(case=case, other=other)) == own + 5
+
+
+def test_every_candidate_is_measured_however_many_there_are() -> None:
+    space = Space()
+    candidates: dict[str, nn.Module] = {f"of{n}": nn.Linear(1, n, bias=False) for n in range(1, 90)}
+    expected = measure_expected(Chain(Choice(space, "a", candidates)), {"x": torch.ones(1, 1)}, "parameters")
+    assert [expected.of(space.subnet(a=f"of{n}")) for n in range(1, 90)] == list(range(1, 90))
+
+
+def test_layers_that_are_not_built_yet_are_measured_and_stay_so() -> None:
+    chain = digits_mlp(blocks=3)
+    batch = {"x": torch.ones(1, 1, 8, 8)}
+    for metric in ("parameters", "flops"):
+        expected = measure_expected(chain, batch, metric)
+        assert all(isinstance(chain.module(name), Unbuilt) for name in chain.layers)
+        built = initialise(lambda: digits_mlp(blocks=3))
+        for subnet in built.space.enumerate():
+            assert expected.of(subnet) == true_cost(built, subnet, batch, metric)
+
+
+def test_measuring_leaves_the_chain_as_it_was() -> None:
+    chain, batch = tower(2)
+    before = {name: tensor.clone() for name, tensor in chain.state_dict().items()}
+    chain.train()
+    for metric in ("parameters", "flops", "latency"):
+        measure_expected(chain, batch, metric, repeats=1)
+    assert all(module.training for module in chain.modules())
+    assert all("forward" not in vars(module) and "plain" not in vars(module) for module in chain.modules())
+    assert all(torch.equal(before[name], tensor) for name, tensor in chain.state_dict().items())
+
+
+def test_the_gradient_is_that_of_the_expectation() -> None:
+    for make in (tower, constrained):
+        chain, batch = make()
+        expected = measure_expected(chain, batch, "flops")
+        space = chain.space
+        rng = generator(1, "logits")
+        logits = [
+            torch.tensor(rng.normal(size=len(c.options or ())), requires_grad=True) for c in space.choices.values()
+        ]
+
+        def cost(*rows: Tensor, space: Space = space, expected: Expected = expected) -> Tensor:
+            chances = {name: row.softmax(0) for name, row in zip(space.choices, rows, strict=True)}
+            return expected.expect(Mixture.unchecked(space, chances)) / expected.high
+
+        assert torch.autograd.gradcheck(cost, logits, eps=1e-6, atol=1e-8)
+
+
+def test_forbidden_combinations_do_not_count() -> None:
+    space = Space()
+    a, b = space.integer("a", [1, 10]), space.integer("b", [1, 10])
+    space.require((a < 10) | (b < 10))
+    chain = Chain(Elastic(space, "first", Linear(space, 1, a, bias=False)), Elastic(space, "last", Linear(space, a, b)))
+    expected = measure_expected(chain, {"x": torch.ones(1, 1)}, "parameters")
+    even = Mixture.uniform(space)  # a third each for (1, 1), (1, 10) and (10, 1)
+    assert expected.expect(even).item() == pytest.approx(((1 + 2) + (1 + 20) + (10 + 11)) / 3)
+    assert expected.high == 21
+
+
+def test_it_travels_as_tables_alone() -> None:
+    chain, batch = tower(2)
+    expected = measure_expected(chain, batch, "parameters")
+    mixture = random_mixture(chain.space, 5)
+    expected.expect(mixture)
+    written = pickle.dumps(expected)
+    assert b"weft.space" not in written
+    assert b"weft.supernet" not in written
+    again: Expected = pickle.loads(written)
+    assert torch.equal(again.expect(mixture), expected.expect(mixture))
+    assert [again.of(s) for s in chain.space.enumerate()] == [expected.of(s) for s in chain.space.enumerate()]
+
+
+def test_an_expectation_asks_a_mixture_for_nothing_but_joint_probabilities() -> None:
+    chain, batch = tower(2)
+    expected = measure_expected(chain, batch, "parameters")
+    mixture = random_mixture(chain.space)
+
+    class Joints:
+        def joint(self, names: Any) -> Tensor:
+            return mixture.joint(names)
+
+    assert torch.equal(expected.expect(Joints()), expected.expect(mixture))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [tower, constrained])
+def test_an_expectation_copies_nothing_and_looks_at_no_value_the_second_time(
+    make: Callable[[], tuple[Chain, Batch]],
+) -> None:
+    chain, batch = make()
+    expected = measure_expected(chain, batch, "parameters")
+    expected.expect(random_mixture(chain.space, dtype=torch.float32))
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    mixture = random_mixture(chain.space, 2, dtype=torch.float32)
+    with Watch():
+        expected.expect(mixture)
+    assert "dot" in seen
+    assert not {"_local_scalar_dense", "_to_copy", "copy_", "lift_fresh", "item", "nonzero"} & set(seen)
+
+
+def test_latencies_add_up_over_the_layers_that_a_subnet_uses() -> None:
+    chain, batch = tower(2)
+    expected = measure_expected(chain, batch, "latency", repeats=2)
+    costs = {subnet: expected.of(subnet) for subnet in chain.space.enumerate()}
+    assert 0 < expected.low <= expected.high
+    assert (expected.low, expected.high) == pytest.approx((min(costs.values()), max(costs.values())))
+    mixture = random_mixture(chain.space)
+    assert expected.expect(mixture).item() == pytest.approx(brute_force(expected, mixture), rel=1e-9)
+    shallow = [s for s in costs if s["depth"] == 1]
+    for subnet in shallow:  # the second block is extra, whatever it holds
+        deeper = [
+            s
+            for s in costs
+            if s["depth"] == 2 and all(s[name] == subnet[name] for name in subnet.values if name != "depth")
+        ]
+        assert deeper
+        assert all(costs[other] > costs[subnet] for other in deeper)
+
+
+def test_latencies_of_layers_with_many_combinations_are_taken_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected_module, "WHOLE", 1)
+    chain, batch = tower(1)
+    expected = measure_expected(chain, batch, "latency", repeats=1)
+    assert expected.low > 0
+    assert not any({"heads0", "ratio0"} <= set(table.names) for table in expected.tables)
+
+
+def test_a_chain_without_choices_costs_what_it_costs() -> None:
+    chain = Chain(Shared(nn.Linear(3, 4), "only"))
+    expected = measure_expected(chain, {"x": torch.ones(1, 3)}, "parameters")
+    assert expected.of(chain.space.subnet()) == expected.low == expected.high == 16
+    assert expected.expect(Mixture.unchecked(chain.space, {})).item() == 16
+
+
+def test_a_constraint_that_ties_too_many_choices_leaves_bounds() -> None:
+    space = Space()
+    sizes = [space.integer(f"size{i}", 1, 4) for i in range(8)]  # 4^8 combinations, more than a table may have
+    total = sizes[0]
+    for size in sizes[1:]:
+        total = total + size
+    space.require(total <= 20)
+    chain = Chain(*(Elastic(space, f"block{i}", Feed(space, 2, size)) for i, size in enumerate(sizes)))
+    batch = {"x": torch.ones(1, 2)}
+    expected = measure_expected(chain, batch, "parameters")
+    rng = generator(0, "subnets")
+    for _ in range(8):
+        subnet = space.sample(rng)
+        assert expected.of(subnet) == true_cost(chain, subnet, batch, "parameters")
+        assert expected.low <= expected.of(subnet) <= expected.high
+    assert expected.low == expected.of(space.first())
+
+
+def test_what_cannot_be_expected_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, batch = tower(1)
+    with pytest.raises(SearchError, match="no metric 'flop' can be expected; did you mean 'flops'"):
+        measure_expected(chain, batch, "flop")
+    other, _ = tower(2)
+    with pytest.raises(SearchError, match="is of space"):
+        measure_expected(chain, batch, "parameters").of(other.space.first())
+    monkeypatch.setattr(expected_module, "LIMIT", 5)
+    with pytest.raises(SearchError, match=r"depend on width, .*combinations, more than 5. Let it depend on fewer"):
+        measure_expected(chain, batch, "parameters")
+
+
+@st.composite
+def random_chains(draw: st.DrawFn) -> tuple[Chain, Batch]:
+    space = Space()
+    handles = [
+        space.integer(f"n{i}", draw(st.lists(st.integers(1, 6), min_size=1, max_size=3, unique=True))) for i in range(2)
+    ]
+    blocks: list[Any] = [Elastic(space, "stem", Linear(space, 2, handles[0]))]
+    for index in range(draw(st.integers(1, 3))):
+        when = None
+        if draw(st.booleans()):
+            when = draw(st.sampled_from(handles)) > draw(st.integers(0, 4))
+        kind = draw(st.sampled_from(["feed", "choice", "own"]))
+        if kind == "choice":
+            labels = {f"c{n}": nn.Sequential(Fitting(n)) for n in range(draw(st.integers(1, 3)))}
+            blocks.append(Choice(space, f"block{index}", labels, when=when))
+            continue
+        hidden = draw(st.sampled_from(handles)) * draw(st.integers(1, 2))
+        if kind == "own":
+            hidden = hidden + space.integer(f"h{index}", [1, 2, 4], when=when)
+        blocks.append(Elastic(space, f"block{index}", Feed(space, handles[0], hidden), when=when))
+    if draw(st.booleans()):
+        space.require(handles[0] * handles[1] < draw(st.integers(4, 36)))
+    return Chain(*blocks), {"x": torch.ones(2, 2)}
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(random_chains(), st.integers(0, 1000))
+def test_any_chain_is_the_sum_of_its_tables(made: tuple[Chain, Batch], seed: int) -> None:
+    chain, batch = made
+    if not chain.space.size():
+        return
+    every = list(chain.space.enumerate())
+    for metric in ("parameters", "flops"):
+        expected = measure_expected(chain, batch, metric)
+        rng = generator(seed, "pick")
+        for index in rng.choice(len(every), min(len(every), 6), replace=False):
+            assert expected.of(every[int(index)]) == true_cost(chain, every[int(index)], batch, metric)
+        mixture = random_mixture(chain.space, seed)
+        assert expected.expect(mixture).item() == pytest.approx(brute_force(expected, mixture), rel=1e-12)
+        costs = np.array([expected.of(subnet) for subnet in every])
+        assert (expected.low, expected.high) == (costs.min(), costs.max())

@@ -1,0 +1,354 @@
+"""Targets: the pull on a mixture, their text, and the likeliest subnet that meets them."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import SearchError
+from weft.keys import generator
+from weft.search import target as target_module
+from weft.search.expected import Expected, Table, measure_expected, tabled
+from weft.search.target import Penalty, Target, likeliest, parse_targets
+from weft.space import Space, Subnet
+from weft.supernet import Chain, Elastic
+from weft.supernet.elastic import Linear, Mixture
+from weft.zoo import digits_mlp
+
+
+def made(space: Space, tables: list[Table], metric: str = "parameters", constant: float = 0.0) -> Expected:
+    """Costs that are written down instead of measured."""
+    options = {name: choice.options or () for name, choice in space.choices.items()}
+    tables = [*tables, Table((), np.array(constant))]
+    loose = Expected(metric, space.id, options, tables, [None] * len(tables), 0.0, math.inf)
+    costs = [loose.of(subnet) for subnet in space.enumerate()] if space.size() <= 1e5 else [0.0, math.inf]
+    return Expected(metric, space.id, options, tables, [None] * len(tables), min(costs), max(costs))
+
+
+def product_space(choices: int, seed: int, constrained: bool = True) -> tuple[Space, list[Expected]]:
+    """A width, a depth that switches some choices off, and two costs that are sums over the choices."""
+    rng = generator(seed, "space")
+    space = Space()
+    width, depth = space.integer("width", [1, 2, 3]), space.integer("depth", 1, 3)
+    for index in range(choices):
+        count = int(rng.integers(2, 5))
+        space.integer(f"size{index}", 1, count, when=depth > index % 3 if index % 2 else None)
+    if constrained:
+        space.require(width * space.handle("size0") <= 4)
+    found = []
+    for metric in ("parameters", "flops"):
+        tables = []
+        for index in range(choices):
+            price, bend = 10 + 100 * float(rng.random()), float(rng.random()) * 3
+
+            def cost(
+                values: dict[str, object], name: str = f"size{index}", price: float = price, bend: float = bend
+            ) -> float:
+                size = values.get(name)
+                return price * int(values["width"]) * int(size) ** bend if size else 0.0  # type: ignore[call-overload, no-any-return]
+
+            tables.append(tabled(space.rules, ["width", f"size{index}"], cost))  # type: ignore[arg-type]
+        found.append(made(space, tables, metric, 50.0))
+    return space, found
+
+
+def random_mixture(space: Space, seed: int, sharp: float = 1.5) -> Mixture:
+    rng = generator(seed, "mixture")
+    rows = {
+        name: torch.tensor(rng.normal(size=len(choice.options or ())) * sharp).softmax(0)
+        for name, choice in space.choices.items()
+    }
+    return Mixture(space, rows)
+
+
+def log_probability(mixture: Mixture, subnet: Subnet) -> float:
+    options = {name: choice.options or () for name, choice in mixture.space.choices.items()}
+    return sum(math.log(float(mixture[name][options[name].index(value)])) for name, value in subnet.values.items())
+
+
+def best_by_hand(mixture: Mixture, targets: list[Target], tolerance: float = 0.02) -> float | None:
+    """The highest log-probability of a valid subnet within the tolerance of every target."""
+    fitting = [
+        log_probability(mixture, subnet)
+        for subnet in mixture.space.enumerate()
+        if all(abs(target.expected.of(subnet) / target.value - 1) <= tolerance for target in targets)
+    ]
+    return max(fitting, default=None)
+
+
+def widths(count: int = 2) -> tuple[Space, Chain, dict[str, torch.Tensor]]:
+    space = Space()
+    sizes = [space.integer(f"width{i}", [2, 4, 8, 16]) for i in range(count)]
+    dims = [3, *sizes, 2]
+    blocks = [Elastic(space, f"block{i}", Linear(space, dims[i], dims[i + 1])) for i in range(count + 1)]
+    return space, Chain(*blocks), {"x": torch.ones(1, 3)}
+
+
+# -- the pull
+
+
+def test_the_penalty_grows_with_the_distance_and_vanishes_at_the_target() -> None:
+    space = Space()
+    space.integer("size", [100, 200])
+    expected = made(space, [tabled(space.rules, ["size"], lambda values: float(values["size"]))])
+
+    def at(share: float, value: float = 150.0) -> float:
+        mixture = Mixture(space, {"size": torch.tensor([1 - share, share], dtype=torch.float64)})
+        return Target(expected, value, weight=3.0).penalty(mixture).item()
+
+    assert at(0.5) == 0
+    assert at(0.8) == pytest.approx(3 * (math.hypot(30 / 150, 0.02) - 0.02))
+    assert at(0.2) == pytest.approx(at(0.8))
+    values = [at(share) for share in (0.5, 0.51, 0.6, 0.8, 1.0)]
+    assert values == sorted(values)
+    mixture = Mixture(space, {"size": torch.tensor([0.5, 0.5])})
+    assert Penalty(expected, 2.0).penalty(mixture).item() == pytest.approx(2 * 150 / 200)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.4, 0.95])
+def test_descending_the_penalty_brings_the_expected_cost_to_the_target(share: float) -> None:
+    space, chain, batch = widths()
+    expected = measure_expected(chain, batch, "parameters")
+    target = Target(expected, expected.low + share * (expected.high - expected.low))
+    logits = {name: torch.zeros(4, requires_grad=True) for name in space.choices}
+    adam = torch.optim.Adam(logits.values(), lr=0.1)
+    for _ in range(150):
+        mixture = Mixture.unchecked(space, {name: row.softmax(0) for name, row in logits.items()})
+        adam.zero_grad()
+        target.penalty(mixture).backward()
+        adam.step()
+    mixture = Mixture.unchecked(space, {name: row.detach().softmax(0) for name, row in logits.items()})
+    assert expected.expect(mixture).item() == pytest.approx(target.value, rel=0.02)
+
+
+def test_a_loss_of_fixed_slope_gives_way_to_the_target() -> None:
+    """The loss wants the largest; pulled by a square it would end well above the target."""
+    space, chain, batch = widths()
+    expected = measure_expected(chain, batch, "parameters")
+    target = Target(expected, 0.4 * expected.high, weight=4.0)
+    logits = {name: torch.zeros(4, requires_grad=True) for name in space.choices}
+    adam = torch.optim.Adam(logits.values(), lr=0.05)
+    for _ in range(300):
+        mixture = Mixture.unchecked(space, {name: row.softmax(0) for name, row in logits.items()})
+        adam.zero_grad()
+        (target.penalty(mixture) - expected.expect(mixture) / expected.high).backward()
+        adam.step()
+    mixture = Mixture.unchecked(space, {name: row.detach().softmax(0) for name, row in logits.items()})
+    assert expected.expect(mixture).item() == pytest.approx(target.value, rel=0.03)
+
+
+def test_targets_and_penalties_travel() -> None:
+    space, chain, batch = widths()
+    expected = measure_expected(chain, batch, "flops")
+    mixture = Mixture.uniform(space)
+    for one in (Target(expected, expected.high / 2, 3.0), Penalty(expected, 0.5)):
+        assert torch.equal(pickle.loads(pickle.dumps(one)).penalty(mixture), one.penalty(mixture))
+
+
+# -- their text
+
+
+@pytest.mark.parametrize(
+    ("text", "metric", "value"),
+    [
+        ("parameters=5e6", "parameters", 5e6),
+        (" parameters = 5M ", "parameters", 5e6),
+        ("flops=1.2e9", "flops", 1.2e9),
+        ("flops=1.2G", "flops", 1.2e9),
+        ("latency=3", "latency", 3.0),
+        ("latency=3ms", "latency", 3.0),
+        ("latency=0.25s", "latency", 250.0),
+        ("latency=1500us", "latency", 1.5),
+    ],
+)
+def test_targets_are_read_from_text(text: str, metric: str, value: float) -> None:
+    asked: list[str] = []
+
+    def measure(name: str) -> Expected:
+        asked.append(name)
+        return Expected(name, "space", {}, [], [], 0.0, 1e12)
+
+    (target,) = parse_targets(text, measure, weight=2.0)
+    assert (target.expected.metric, target.weight) == (metric, 2.0)
+    assert target.value == pytest.approx(value)
+    assert asked == [metric]
+
+
+def test_several_targets_come_apart_or_joined() -> None:
+    def measure(name: str) -> Expected:
+        return Expected(name, "space", {}, [], [], 0.0, 1e12)
+
+    joined = parse_targets("parameters=5e6, flops=1e9", measure)
+    assert [(t.expected.metric, t.value) for t in joined] == [("parameters", 5e6), ("flops", 1e9)]
+    apart = parse_targets(["parameters=5e6", "flops=1e9"], measure)
+    assert [(t.expected.metric, t.value) for t in apart] == [("parameters", 5e6), ("flops", 1e9)]
+    assert parse_targets([], measure) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("parameters", "cannot read target 'parameters'; write a metric, '=' and a number"),
+        ("parameters<=5", "cannot read target"),
+        ("flop=5", "no target can be set for 'flop'; did you mean 'flops'"),
+        ("accuracy=0.9", "no target can be set for 'accuracy'; known: flops, latency, parameters"),
+        ("parameters=5ms", "unknown unit 'ms'; units of parameters: k, K, M, G, B"),
+        ("flops=1.2.3", "'1.2.3' is no number"),
+        ("flops=-3", "must be a number above 0"),
+        ("flops=5,flops=6", "two targets for flops"),
+        ("flops=2e12", r"no architecture meets flops=2e\+12 \(the reachable range is 10 to 1000\)"),
+        ("flops=9", r"no architecture meets flops=9 \(the reachable range is 10 to 1000\)"),
+    ],
+)
+def test_targets_that_cannot_be_read_or_met_are_refused(text: str, message: str) -> None:
+    with pytest.raises(SearchError, match=message):
+        parse_targets(text, lambda name: Expected(name, "space", {}, [], [], 10.0, 1000.0))
+
+
+def test_a_target_just_outside_of_the_range_is_met_within_the_tolerance() -> None:
+    expected = Expected("flops", "space", {}, [], [], 100.0, 1000.0)
+    assert [Target(expected, value).value for value in (98.5, 1015.0)] == [98.5, 1015.0]
+    for weight in (-1.0, math.nan):
+        with pytest.raises(SearchError, match="weight"):
+            Target(expected, 500.0, weight)
+    with pytest.raises(SearchError, match="nothing to put a price on"):
+        Penalty(Expected("flops", "space", {}, [], [], 0.0, 0.0))
+
+
+# -- the pick
+
+
+def test_without_targets_the_likeliest_valid_subnet_is_picked() -> None:
+    space = Space()
+    a, b = space.integer("a", [1, 2]), space.integer("b", [1, 2])
+    space.require(a + b < 4)
+    mixture = Mixture(space, {"a": torch.tensor([0.3, 0.7]), "b": torch.tensor([0.4, 0.6])})
+    # The two likeliest options together are forbidden; .7 * .4 is more than .3 * .6.
+    assert likeliest(mixture) == space.subnet(a=2, b=1)
+
+
+def test_inactive_choices_count_for_nothing() -> None:
+    space = Space()
+    depth = space.integer("depth", [1, 2])
+    for index in range(3):
+        space.integer(f"x{index}", [0, 1, 2], when=depth > 1)
+    mixture = Mixture.uniform(space)
+    mixture = Mixture(space, {**{n: mixture[n] for n in mixture.names}, "depth": torch.tensor([0.4, 0.6])})
+    # .4 alone is more than .6 * (1/3)^3, although .6 is the likelier depth.
+    assert likeliest(mixture) == space.subnet(depth=1)
+
+
+def test_the_pick_meets_the_target_where_the_likeliest_does_not() -> None:
+    chain = digits_mlp(blocks=4)
+    space = chain.space
+    expected = measure_expected(chain, {"x": torch.ones(1, 1, 8, 8)}, "parameters")
+    mixture = random_mixture(space, 3)
+    free = likeliest(mixture)
+    some = space.subnet(block0="hidden128", block1="skip", block2="hidden64", block3="hidden32")
+    target = Target(expected, 1.01 * expected.of(some))
+    assert abs(expected.of(free) / target.value - 1) > 0.02
+    picked = likeliest(mixture, [target])
+    assert abs(expected.of(picked) / target.value - 1) <= 0.02
+    assert log_probability(mixture, picked) == pytest.approx(best_by_hand(mixture, [target]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0, 1), st.sampled_from([0.02, 0.1]), st.booleans())
+def test_the_pick_is_the_best_of_all(seed: int, share: float, tolerance: float, two: bool) -> None:
+    space, costs = product_space(4, seed % 20)
+    mixture = random_mixture(space, seed)
+    every = list(space.enumerate())
+    wanted = every[int(share * (len(every) - 1))]
+    targets = [Target(cost, cost.of(wanted) * 1.01) for cost in (costs if two else costs[:1])]
+    picked = likeliest(mixture, targets, tolerance)
+    assert all(abs(t.expected.of(picked) / t.value - 1) <= tolerance for t in targets)
+    assert log_probability(mixture, picked) == pytest.approx(best_by_hand(mixture, targets, tolerance))
+    assert log_probability(mixture, likeliest(mixture)) == pytest.approx(best_by_hand(mixture, []))
+
+
+@pytest.mark.parametrize("goals", [0, 1, 2])
+def test_the_search_of_large_spaces_finds_the_best_of_small_ones(goals: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module, "EXACT", 0)
+    for seed in range(12):
+        space, costs = product_space(5, seed)
+        mixture = random_mixture(space, seed)
+        wanted = space.sample(generator(seed, "wanted"))
+        targets = [Target(cost, cost.of(wanted) * 1.005) for cost in costs[:goals]]
+        picked = likeliest(mixture, targets, 0.01)
+        assert all(abs(t.expected.of(picked) / t.value - 1) <= 0.01 for t in targets)
+        assert log_probability(mixture, picked) == pytest.approx(best_by_hand(mixture, targets, 0.01))
+
+
+def test_a_space_with_more_subnets_than_can_be_counted_is_searched() -> None:
+    space, costs = product_space(80, 1)
+    mixture = random_mixture(space, 1)
+    drawn = [space.sample(generator(index, "drawn")) for index in range(3)]
+    free = log_probability(mixture, likeliest(mixture))
+    for wanted in drawn:
+        targets = [Target(cost, cost.of(wanted)) for cost in costs]
+        picked = likeliest(mixture, targets)
+        assert all(abs(t.expected.of(picked) / t.value - 1) <= 0.02 for t in targets)
+        assert free >= log_probability(mixture, picked) > log_probability(mixture, wanted) + 30
+        assert likeliest(mixture, targets) == picked
+
+
+def test_without_targets_large_spaces_are_settled_exactly() -> None:
+    space, _ = product_space(60, 2, constrained=False)
+    mixture = random_mixture(space, 2)
+    best = -math.inf
+    sizes = [name for name in space.choices if name.startswith("size")]
+    for depth, chance in zip((1, 2, 3), mixture["depth"].tolist(), strict=True):
+        active = [name for at, name in enumerate(sizes) if not at % 2 or depth > at % 3]
+        best = max(best, math.log(chance) + sum(math.log(float(mixture[name].max())) for name in active))
+    best += math.log(float(mixture["width"].max()))
+    assert log_probability(mixture, likeliest(mixture)) == pytest.approx(best)
+
+
+def test_constraints_over_very_many_choices_hold_in_the_pick() -> None:
+    space = Space()
+    sizes = [space.integer(f"size{i}", 1, 4) for i in range(12)]
+    total = sizes[0]
+    for size in sizes[1:]:
+        total = total + size
+    space.require(total <= 24)
+    expected = made(space, [tabled(space.rules, [n], lambda v, n=n: 7.0 * int(v[n]) ** 2) for n in space.choices])  # type: ignore[misc]
+    mixture = Mixture(space, {name: torch.tensor([0.1, 0.2, 0.3, 0.4]) for name in space.choices})
+    for targets in ([], [Target(expected, 7.0 * 50)]):
+        picked = likeliest(mixture, targets)
+        assert sum(int(value) for value in picked.values.values()) <= 24
+        assert all(abs(t.expected.of(picked) / t.value - 1) <= 0.02 for t in targets)
+
+
+def test_the_nearest_is_named_where_no_subnet_meets_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = Space()
+    space.integer("size", [100, 200])
+    expected = made(space, [tabled(space.rules, ["size"], lambda values: float(values["size"]))])
+    for exact in (target_module.EXACT, 0):
+        monkeypatch.setattr(target_module, "EXACT", exact)
+        with pytest.raises(SearchError, match="within 2% of parameters=170; the nearest has parameters=200"):
+            likeliest(Mixture.uniform(space), [Target(expected, 170.0)])
+        assert likeliest(Mixture.uniform(space), [Target(expected, 170.0)], tolerance=0.2)["size"] == 200
+
+
+def test_an_option_without_any_probability_is_taken_where_the_target_needs_it() -> None:
+    space = Space()
+    space.integer("size", [100, 200])
+    expected = made(space, [tabled(space.rules, ["size"], lambda values: float(values["size"]))])
+    mixture = Mixture(space, {"size": torch.tensor([1.0, 0.0])})
+    assert likeliest(mixture)["size"] == 100
+    assert likeliest(mixture, [Target(expected, 200.0)])["size"] == 200
+
+
+def test_targets_of_another_space_are_refused() -> None:
+    first, costs = product_space(3, 0)
+    other, _ = product_space(4, 0)
+    with pytest.raises(SearchError, match="measured on another space"):
+        likeliest(random_mixture(other, 0), [Target(costs[0], costs[0].of(first.first()))])
+    with pytest.raises(SearchError, match="has no choices"):
+        likeliest(Mixture.unchecked(Space(), {}))
