@@ -105,7 +105,8 @@ def parse_targets(
 def likeliest(mixture: Mixture, targets: Sequence[Target] = (), tolerance: float = TOLERANCE) -> Subnet:
     """The valid subnet of the highest probability that costs what every target says, within the tolerance.
 
-    The probability is the product over the active choices. The answer is exact where all options have at most 262,144
+    A subnet is as likely as its options are beside the likeliest ones, all choices taken together; a choice that is
+    switched off counts as one at its likeliest. The answer is exact where all options have at most 262,144
     combinations and, without targets, unless very many choices are tied together; otherwise it is the best of a search
     that follows thousands of partial subnets, spread over their costs, and improves the best by one and two changes.
     The same mixture always gives the same subnet. Raises SearchError where no subnet is found.
@@ -162,7 +163,9 @@ class _Field:
                 raise SearchError(f"the target for {target.expected.metric} was measured on another space")
 
     def _loss(self, name: str, log: Array) -> Table:
-        at = {option: float(-one) for option, one in zip(self.options[name], log, strict=True)}
+        # Against the likeliest option, so that a choice that is switched off counts as one that is settled: else every
+        # choice less would make a subnet likelier, and shallow ones would win.
+        at = {option: float(log.max() - one) for option, one in zip(self.options[name], log, strict=True)}
         return tabled(self.rules, [name], lambda values: at[values[name]] if name in values else 0.0)
 
     # -- points
@@ -180,7 +183,7 @@ class _Field:
         return self._sure or self.rules.broken(self.values(point)) is None
 
     def loss(self, points: Points) -> Array:
-        """Minus the logarithm of the probability; infinite where a constraint is known to be broken."""
+        """Minus the logarithm of how likely a point is beside the likeliest; infinite where a constraint is known to be broken."""
         return _sum([*self.losses, *self.required], points)
 
     def costs(self, points: Points) -> list[Array]:
