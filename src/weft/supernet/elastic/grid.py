@@ -117,7 +117,7 @@ class RootScaled(Sizes):
         key = (like.device, like.dtype)
         if key not in self._scaled:
             roots = self._tables[index].clamp_min(1).double().rsqrt()
-            self._scaled[key] = table * roots[:, :, None].to(*key)
+            self._scaled[key] = table * roots[:, None, :].to(*key)
         return self._scaled[key]
 
 

@@ -84,8 +84,8 @@ class Sizes:
         for index, own in enumerate(self._own):
             like = mixture[self.names[0]] if self.names else torch.zeros(())
             table = self._inside_table(index, like)
-            # table: shared combinations x own combinations x places
-            found.append(torch.matmul(mixture.joint(own), table) if own else table[:, 0])
+            # table: shared combinations x places x own combinations, so that autograd keeps it and no copy
+            found.append(torch.matmul(table, mixture.joint(own)) if own else table[:, :, 0])
         if self.shared:
             found[0] = found[0] * mixture.joint(self.shared)[:, None]
         return tuple(found)
@@ -107,7 +107,7 @@ class Sizes:
         key = (index, like.device, like.dtype)
         if key not in self._inside:
             places = torch.arange(self.largest[index], device="cpu")
-            self._inside[key] = (places < self._tables[index][:, :, None]).to(like.device, like.dtype)
+            self._inside[key] = (places[:, None] < self._tables[index][:, None, :]).to(like.device, like.dtype)
         return self._inside[key]
 
     def _table(self, index: int, what: str) -> Tensor:
