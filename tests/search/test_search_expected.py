@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.errors import SearchError
 from weft.keys import generator
-from weft.search import expected as expected_module
 from weft.search.cost import flops, parameters
-from weft.search.expected import Expected, measure_expected
+from weft.search.expected import Expected, measure_expected, meter, survey
 from weft.space import Expr, Space, Subnet
 from weft.supernet import Chain, Choice, Elastic, Optional, Shared, Unbuilt, extract, initialise
 from weft.supernet.elastic import Linear, Mixture, Module
@@ -414,7 +413,7 @@ def test_latencies_add_up_over_the_layers_that_a_subnet_uses() -> None:
 
 
 def test_latencies_of_layers_with_many_combinations_are_taken_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected_module, "WHOLE", 1)
+    monkeypatch.setattr(meter, "WHOLE", 1)
     chain, batch = tower(1)
     expected = measure_expected(chain, batch, "latency", repeats=1)
     assert expected.low > 0
@@ -453,7 +452,7 @@ def test_what_cannot_be_expected_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     other, _ = tower(2)
     with pytest.raises(SearchError, match="is of space"):
         measure_expected(chain, batch, "parameters").of(other.space.first())
-    monkeypatch.setattr(expected_module, "LIMIT", 5)
+    monkeypatch.setattr(survey, "LIMIT", 5)
     with pytest.raises(SearchError, match=r"depend on width, .*combinations, more than 5. Let it depend on fewer"):
         measure_expected(chain, batch, "parameters")
 
