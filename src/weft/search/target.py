@@ -183,7 +183,8 @@ class _Field:
         return self._sure or self.rules.broken(self.values(point)) is None
 
     def loss(self, points: Points) -> Array:
-        """Minus the logarithm of how likely a point is beside the likeliest; infinite where a constraint is known to be broken."""
+        """Minus the logarithm of how likely a point is beside the likeliest; infinite where a constraint is known to be
+        broken."""
         return _sum([*self.losses, *self.required], points)
 
     def costs(self, points: Points) -> list[Array]:
