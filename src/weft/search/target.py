@@ -207,10 +207,7 @@ class _Field:
             for target, cost in zip(self.targets, self.costs(self.alone(point)), strict=True)
         )
         wanted = ", ".join(f"{target.expected.metric}={target.value:g}" for target in self.targets)
-        return (
-            f"no subnet was found within {self.tolerance:.0%} of {wanted}; the nearest has {near}: "
-            "ask for that, or allow a larger tolerance"
-        )
+        return f"no subnet was found within {self.tolerance:.0%} of {wanted}; the nearest has {near}: ask for that"
 
     def _first(self, points: Points, order: Iterable[int]) -> dict[str, int] | None:
         for at in order:
