@@ -5,6 +5,7 @@ from weft.search.cache import Cache
 from weft.search.cost import flops, latencies, latency, parameters, peak_memory
 from weft.search.entry import search
 from weft.search.evolution import Evolution
+from weft.search.expected import Expected, measure_expected
 from weft.search.front import Front
 from weft.search.loop import SearchResult, run_search
 from weft.search.method import METHODS, Method, make_method
@@ -14,6 +15,7 @@ from weft.search.random import Random
 from weft.search.rank import kendall_tau, regret, top_hit
 from weft.search.score import Scorer
 from weft.search.scored import Picked, Scored
+from weft.search.target import Penalty, Target, likeliest, parse_targets
 
 __all__ = [
     "METHODS",
@@ -21,23 +23,29 @@ __all__ = [
     "Cache",
     "Constraint",
     "Evolution",
+    "Expected",
     "Front",
     "Method",
     "Objective",
+    "Penalty",
     "Picked",
     "Random",
     "Scored",
     "Scorer",
     "SearchResult",
+    "Target",
     "dominates",
     "flops",
     "kendall_tau",
     "latencies",
     "latency",
+    "likeliest",
     "make_method",
+    "measure_expected",
     "parameters",
     "parse_constraints",
     "parse_objectives",
+    "parse_targets",
     "peak_memory",
     "regret",
     "run_search",
