@@ -34,7 +34,8 @@ from weft.search.expected import measure_expected
 from weft.search.gradient import make_gradient_method
 from weft.search.gradient.gdas import GDAS
 from weft.search.gradient.objective import MixedLoss
-from weft.search.target import Target, likeliest
+from weft.search.pick import likeliest
+from weft.search.target import Target
 from weft.space import Subnet
 from weft.supernet import Chain
 from weft.supernet.elastic.mixture import choice_options

@@ -25,7 +25,7 @@ from weft.search import METHODS, Scored
 from weft.search.cost import flops, parameters
 from weft.search.gradient import GRADIENT_METHODS, Found, gradient_search
 from weft.search.gradient.darts import Darts
-from weft.search.target import likeliest
+from weft.search.pick import likeliest
 from weft.space import Subnet
 from weft.supernet import Chain, Factory, extract
 from weft.supernet.elastic import Mixture

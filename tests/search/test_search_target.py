@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from weft.errors import SearchError
 from weft.keys import generator
-from weft.search import target as target_module
+from weft.search import pick
 from weft.search.expected import Expected, Table, measure_expected, tabled
-from weft.search.target import Penalty, Target, likeliest, parse_targets
+from weft.search.pick import likeliest
+from weft.search.target import Penalty, Target, parse_targets
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Elastic
 from weft.supernet.elastic import Linear, Mixture
@@ -276,7 +277,7 @@ def test_the_pick_is_the_best_of_all(seed: int, share: float, tolerance: float, 
 
 @pytest.mark.parametrize("goals", [0, 1, 2])
 def test_the_search_of_large_spaces_finds_the_best_of_small_ones(goals: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_module, "EXACT", 0)
+    monkeypatch.setattr(pick, "EXACT", 0)
     for seed in range(12):
         space, costs = product_space(5, seed)
         mixture = random_mixture(space, seed)
@@ -326,8 +327,8 @@ def test_the_nearest_is_named_where_no_subnet_meets_the_target(monkeypatch: pyte
     space = Space()
     space.integer("size", [100, 200])
     expected = made(space, [tabled(space.rules, ["size"], lambda values: float(values["size"]))])
-    for exact in (target_module.EXACT, 0):
-        monkeypatch.setattr(target_module, "EXACT", exact)
+    for exact in (pick.EXACT, 0):
+        monkeypatch.setattr(pick, "EXACT", exact)
         with pytest.raises(SearchError, match="within 2% of parameters=170; the nearest has parameters=200"):
             likeliest(Mixture.uniform(space), [Target(expected, 170.0)])
         assert likeliest(Mixture.uniform(space), [Target(expected, 170.0)], tolerance=0.2)["size"] == 200

@@ -11,11 +11,12 @@ from weft.search.loop import SearchResult, run_search
 from weft.search.method import METHODS, Method, make_method
 from weft.search.nsga2 import NSGA2
 from weft.search.objective import Constraint, Objective, dominates, parse_constraints, parse_objectives
+from weft.search.pick import likeliest
 from weft.search.random import Random
 from weft.search.rank import kendall_tau, regret, top_hit
 from weft.search.score import Scorer
 from weft.search.scored import Picked, Scored
-from weft.search.target import Penalty, Target, likeliest, parse_targets
+from weft.search.target import Penalty, Target, parse_targets
 
 __all__ = [
     "METHODS",

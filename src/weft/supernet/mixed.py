@@ -60,15 +60,6 @@ class MixedChain(Chain):
     plain: Chain
     """The chain that it is a mixture of; both hold the same modules."""
 
-    def parameters_of(self, name: str) -> tuple[str, slice]:
-        """The layer that holds the parameters of a choice, and where."""
-        for layer, names in self.held.items():
-            if name in names:
-                counts = [len(choice_options(self.space, n)) for n in names]
-                at = names.index(name)
-                return layer, slice(sum(counts[:at]), sum(counts[: at + 1]))
-        raise SupernetError(f"no layer holds the parameters of choice '{name}'")
-
     held: dict[str, tuple[str, ...]]
 
     def mixture(self) -> Mixture:

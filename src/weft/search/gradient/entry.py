@@ -25,9 +25,10 @@ from weft.search.gradient.method import GradientMethod, SampledMethod, make_grad
 from weft.search.gradient.objective import Layout, MixedLoss, MixedMetric, Probabilities
 from weft.search.gradient.picture import write_picture
 from weft.search.objective import parse_objectives
+from weft.search.pick import likeliest
 from weft.search.score import Scorer
 from weft.search.scored import Scored
-from weft.search.target import Penalty, Target, likeliest, parse_targets
+from weft.search.target import Penalty, Target, parse_targets
 from weft.space import Subnet
 from weft.supernet import Chain, Factory, initialise
 from weft.supernet.elastic import Mixture, Switch
