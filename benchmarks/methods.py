@@ -78,10 +78,11 @@ class Job:
     method: str
     seed: int
     seconds: float
+    warm: float = 0.2  # the part of the steps in which the weights learn alone
 
     @property
-    def id(self) -> tuple[str, str, int, float]:
-        return self.space, self.method, self.seed, self.seconds
+    def id(self) -> tuple[str, str, int, float, float]:
+        return self.space, self.method, self.seed, self.seconds, self.warm
 
 
 def options_of(bench: Bench, device: str, steps: int, seed: int, folder: str) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def _train(bench: Bench, data: Data, job: Job, device: str, steps: int, folder: 
     method = make_gradient_method(job.method)
     if isinstance(method, GradientMethod):
         arch = weft.Optimizer("adam", lr=1e-2, betas=(0.5, 0.999), weight_decay=1e-3)
-        warm = steps // 5 // 2 * 2
+        warm = int(steps * job.warm) // 2 * 2
         return gradient_search(
             bench.build, data, method=method, steps=steps, architecture=arch, warmup_weights=warm, **options
         )
@@ -180,6 +181,7 @@ def measure(job: Job, data: Data, truth: Mapping[str, float], device: str) -> di
         "method": job.method,
         "seed": job.seed,
         "budget_seconds": job.seconds,
+        "warm": job.warm,
         "seconds": took,
         "tau": tau,
         "regret": best - own,
@@ -214,7 +216,7 @@ def _evolve(
             method="evolution",
             seed=job.seed,
             recalibrate=1,
-            batch_size=1000,
+            batch_size=5000 if trained.settings.device.type == "cuda" else 500,  # small kernels: time is launches
             on_score=stop,
         )
     pick = max(seen, key=lambda subnet: seen[subnet])

@@ -162,9 +162,14 @@ def compare(options: argparse.Namespace) -> None:
     if options.quick:
         seeds, limit, seconds = [0], 600, 2.0
     rows = read_rows(options.json)
-    done = {(row["space"], row["method"], row["seed"], row["budget_seconds"]) for row in rows}
+    done = {(row["space"], row["method"], row["seed"], row["budget_seconds"], row.get("warm", 0.2)) for row in rows}
     # One seed of everything first: a grid that is cut short is then still whole.
-    wanted = [methods.Job(s, m, seed, seconds) for seed in seeds for s in options.spaces for m in options.methods]
+    wanted = [
+        methods.Job(s, m, seed, seconds, options.warm)
+        for seed in seeds
+        for s in options.spaces
+        for m in options.methods
+    ]
     todo = [job for job in wanted if job.id not in done]
     print(f"{'space':28}{'method':18}{'seed':>5}{'s':>7}{'tau':>8}{'regret':>8}{'rank':>7}{'top 1 %':>9}")
     for row in methods.run(todo, Path(options.data), options.device, options.workers, limit):
@@ -203,6 +208,7 @@ def main() -> None:
     parser.add_argument("--subnets", type=int, help="score this many at random instead of all")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="compare search methods at equal time instead")
     parser.add_argument("--spaces", nargs="+", default=list(methods.BENCHES), choices=list(methods.BENCHES))
+    parser.add_argument("--warm", type=float, default=0.5, help="part of a search in which the weights learn alone")
     parser.add_argument("--seconds", type=float, default=40.0, help="what every method has")
     parser.add_argument("--workers", type=int, default=1, help="methods beside each other on the device")
     options = parser.parse_args()

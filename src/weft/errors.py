@@ -53,6 +53,10 @@ class PipelineError(TrainError):
     """Stages that cannot work together: one is lost, hangs, or disagrees with the others."""
 
 
+class PlanError(WeftError):
+    """A model that cannot be planned, a machine that is not one, or a plan that cannot be had or run."""
+
+
 class SearchError(WeftError):
     """A search that cannot be run as asked."""
 

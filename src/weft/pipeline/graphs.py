@@ -50,11 +50,11 @@ class Captured:
             del outputs, graded
         torch.cuda.current_stream().wait_stream(stream)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._forward, stream=stream):
+        with _may_be_empty(), torch.cuda.graph(self._forward, stream=stream):
             outputs = self._run(weights, leaves)
         graded = [y for y in outputs if y.requires_grad]
         self._gradients = [torch.empty_like(y) for y in graded]
-        with torch.cuda.graph(self._backward, pool=self._forward.pool(), stream=stream):
+        with _may_be_empty(), torch.cuda.graph(self._backward, pool=self._forward.pool(), stream=stream):
             found = torch.autograd.grad(graded, sources, self._gradients, allow_unused=True)
         self._outputs: Carry = tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
         self._own = list(found[: self._count])
@@ -154,6 +154,14 @@ def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
             setattr(part, name, buffer)
             if not torch.equal(buffer, before):  # to write counts as a change, and the fingerprint covers what changed
                 buffer.copy_(before)
+
+
+@contextmanager
+def _may_be_empty() -> Iterator[None]:
+    """A layer that hands gradients through as they are has no kernel in its backward, which torch warns about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        yield
 
 
 @contextmanager

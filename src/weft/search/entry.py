@@ -13,7 +13,7 @@ from weft.search.front import Front
 from weft.search.loop import run_search
 from weft.search.method import METHODS
 from weft.search.objective import Constraint, parse_constraints, parse_objectives
-from weft.search.score import MEASURED, Scorer, context, known_metrics
+from weft.search.score import CHEAP, MEASURED, Scorer, context, known_metrics
 from weft.search.scored import Scored
 from weft.space import Subnet
 from weft.supernet import Chain, Factory
@@ -145,10 +145,12 @@ def search_trained(
         budget=budget,
         seed=seed,
         cache=cache,
-        cheap=scorer.cheap,
+        cheap=scorer.cheap if names & set(CHEAP) else None,
         on_score=on_score,
     )
-    front = Front(result.scored, objectives, rules, scorer.extract, origin=trained)
+    # Costs that nobody asked for take as long as scores: the members of the front alone get them.
+    members = [Scored(one.subnet, {**one.scores, **scorer.cheap(one.subnet)}) for one in result.front]
+    front = Front(members, objectives, rules, scorer.extract, origin=trained)
     front.save(results / name)
     return front
 
