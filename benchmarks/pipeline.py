@@ -44,7 +44,7 @@ from weft.pipeline import Law, Optimizer, Sequential, make_schedule
 from weft.pipeline.accord import Accord
 from weft.pipeline.batches import Batches
 from weft.pipeline.consistency import Exact
-from weft.pipeline.cut import best_cut
+from weft.plan.cut import best_cut
 from weft.pipeline.determinism import deterministic
 from weft.pipeline.launch import Call, connect, launch, ranks
 from weft.pipeline.profile import message_seconds, profile_chain

@@ -48,7 +48,7 @@ from machine import write
 
 from weft.pipeline.bound import lower_bound
 from weft.pipeline.consistency import Exact
-from weft.pipeline.cut import Cut, best_cut
+from weft.plan.cut import Cut, best_cut
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.simulator import Simulated, jitter, simulate
 from weft.pipeline.workload import Workload

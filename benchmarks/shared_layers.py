@@ -26,7 +26,7 @@ import weft
 from weft.data import digits
 from weft.keys import generator
 from weft.pipeline import Exact, parse
-from weft.pipeline.cut import best_cut
+from weft.plan.cut import best_cut
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.simulator import simulate
 from weft.pipeline.workload import Workload

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from weft import zoo
 from weft.data import Data, Tensors, as_data
-from weft.dryrun import activations, describe, kept_bytes, on_meta, size, state_ratio
+from weft.dryrun import activations, describe, kept_bytes, on_meta, state_ratio
 from weft.errors import DataError, SupernetError, WeftError
 from weft.pipeline import Optimizer, mean_squared_error
 from weft.pipeline.session import Session
@@ -25,6 +25,7 @@ from weft.pipeline.settings import make_settings
 from weft.runs import Run
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared, initialise
+from weft.units import size
 
 CHOICES: dict[str, Callable[[], nn.Module]] = {"big": partial(nn.Linear, 4, 4), "none": nn.Identity}
 

@@ -14,7 +14,7 @@ import torch
 from weft.cli import main
 from weft.data import digits
 from weft.pipeline import Consistency, Lagged, Optimizer
-from weft.pipeline.cut import Cut, best_cut
+from weft.plan.cut import Cut, best_cut
 from weft.pipeline.profile import message_bytes
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.simulator import simulate

@@ -53,7 +53,9 @@ _HOME = {
     "weft.supernet": ("Chain", "Choice", "Elastic", "Optional", "Shared", "extract", "initialise"),
 }
 _NAMES = {name: module for module, names in _HOME.items() for name in names}
-_PACKAGES = {name: f"weft.{name}" for name in ("data", "pipeline", "runs", "search", "space", "supernet", "zoo")}
+_PACKAGES = {
+    name: f"weft.{name}" for name in ("data", "pipeline", "plan", "runs", "search", "space", "supernet", "zoo")
+}
 _PACKAGES["elastic"] = "weft.supernet.elastic"
 
 

@@ -131,14 +131,3 @@ def activations(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor], setti
     except Exception as problem:  # a layer that needs real values cannot be followed
         return f"unknown: {type(problem).__name__} without data: {' '.join(str(problem).split())[:200]}"
     return sum(storage.nbytes() for storage in held.values())
-
-
-def size(number: int) -> str:
-    """Bytes for a person.
-
-    >>> size(3 * 2**20)
-    '3.0 MiB'
-    """
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min((max(number, 1).bit_length() - 1) // 10, len(units) - 1)
-    return f"{number / 1024**power:.{int(power > 0)}f} {units[power]}"

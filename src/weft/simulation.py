@@ -9,13 +9,13 @@ from typing import Any
 from weft.data import Data, Loader
 from weft.errors import ConsistencyError, WeftError
 from weft.pipeline.consistency import Consistency, Lagged
-from weft.pipeline.cut import Cut, best_cut
 from weft.pipeline.profile import message_bytes, profile_chain
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.sequential import split
 from weft.pipeline.settings import Settings, make_settings
 from weft.pipeline.simulator import Simulated, jitter, simulate
 from weft.pipeline.workload import Workload, chain_workload
+from weft.plan.cut import Cut, best_cut
 from weft.space import make_stream
 from weft.supernet import Chain, Factory, initialise
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from weft.dryrun import size
+from weft.units import size
 from weft.zoo.catalogue import Entry
 
 

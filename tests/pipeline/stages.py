@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.pipeline import Consistency, Law, Optimizer, Sequential, make_schedule, parse
 from weft.pipeline.batches import Batches
-from weft.pipeline.cut import Cut
+from weft.plan.cut import Cut
 from weft.pipeline.message import Message, assemble, disassemble
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.stage import Stage

@@ -18,7 +18,7 @@ from weft.data import digits
 from weft.errors import ConsistencyError
 from weft.pipeline.bound import lower_bound
 from weft.pipeline.consistency import Consistency, Exact, parse
-from weft.pipeline.cut import best_cut
+from weft.plan.cut import best_cut
 from weft.pipeline.profile import message_bytes, profile_chain
 from weft.pipeline.scheduler import Op, Rule
 from weft.pipeline.simulator import Simulated, Span, jitter, simulate

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from weft.errors import RunError
 from weft.pipeline.consistency import parse
-from weft.pipeline.cut import best_cut
+from weft.plan.cut import best_cut
 from weft.pipeline.perfetto import perfetto
 from weft.pipeline.scheduler import Op, Rule
 from weft.pipeline.simulator import Simulated, Span, jitter, simulate

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
-from weft.pipeline.cut import Cut
 from weft.pipeline.workload import Workload, early_share, stage_speeds
+from weft.plan.cut import Cut
 
 
 def lower_bound(

@@ -11,12 +11,13 @@ import torch
 
 from weft.data import Data, as_data
 from weft.pipeline.accord import Accord
-from weft.pipeline.cut import Cut, stage_of
 from weft.pipeline.opening import lay_out
 from weft.pipeline.session import Teacher
 from weft.pipeline.settings import Settings, make_settings
 from weft.pipeline.simulator import Span
 from weft.pipeline.survey import choose_cut, foresee, measure, warn_of_waiting, workload_of
+from weft.plan.cut import Cut, stage_of
+from weft.runs import Checkpoints
 from weft.space import make_stream
 from weft.supernet import Chain, Factory, initialise
 
@@ -58,6 +59,13 @@ class Part:
     foreseen: tuple[Span, ...] | None
 
 
+def _done(job: Job) -> int:
+    """Steps that lie behind, where the run is resumed."""
+    if not job.resume or job.run is None:
+        return 0
+    return max(Checkpoints(Path(job.runs) / job.run / "checkpoints").steps(), default=0)
+
+
 def divide(job: Job, accord: Accord, device: torch.device, again: bool) -> Part:
     """Stage 0 looks at the whole supernet and decides; every stage builds its own part."""
     given = {**job.given, "device": device}
@@ -68,7 +76,7 @@ def divide(job: Job, accord: Accord, device: torch.device, again: bool) -> Part:
         whole = initialise(job.net, seed)
         settings = make_settings(whole, **given)
         found = measure(whole, data, settings, job.teacher) if job.cut is None or job.trace else None
-        work = workload_of(whole, settings, None if found is None else found.costs)
+        work = workload_of(whole, settings, None if found is None else found.costs, _done(job))
         cut = choose_cut(work, accord.world, job.cut)
         window = job.window or 2 * accord.world * settings.microbatches
         if not again:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from weft.errors import ConsistencyError
 from weft.keys import generator
-from weft.pipeline.cut import Cut
 from weft.pipeline.scheduler import Op, Rule, Scheduler
 from weft.pipeline.workload import Workload, early_share, stage_speeds
+from weft.plan.cut import Cut
 
 Duration = Callable[[Op, float], float]
 """The time that an operation takes, from its nominal time on its stage: jitter, for example."""

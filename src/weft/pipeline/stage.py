@@ -19,7 +19,6 @@ from weft.data import Batch
 from weft.errors import NonFiniteError, TrainError
 from weft.pipeline import foreach
 from weft.pipeline.consistency import clock
-from weft.pipeline.cut import Cut, stage_of
 from weft.pipeline.graphs import Gradients, Graphs
 from weft.pipeline.scheduler import Need, Scheduler
 from weft.pipeline.seeding import Seeder
@@ -29,6 +28,7 @@ from weft.pipeline.statistics import Record
 from weft.pipeline.tape import Tape
 from weft.pipeline.unrolled import check_unrolled
 from weft.pipeline.weights import Weights
+from weft.plan.cut import Cut, stage_of
 from weft.space import Stream, Subnet
 from weft.supernet import Carry, Chain, Layer, side_inputs
 

@@ -13,7 +13,6 @@ from weft.keys import generator
 from weft.pipeline.accord import Accord
 from weft.pipeline.batches import Batches
 from weft.pipeline.callbacks import Callback
-from weft.pipeline.cut import Cut
 from weft.pipeline.determinism import deterministic
 from weft.pipeline.evaluate import Calibration, Scores
 from weft.pipeline.fingerprint import LossDigest, fingerprint
@@ -28,6 +27,7 @@ from weft.pipeline.settings import Settings
 from weft.pipeline.stage import Snapshot, Stage
 from weft.pipeline.state import layer_digest, optimizer_states, restore
 from weft.pipeline.worker import Done, Worker
+from weft.plan.cut import Cut
 from weft.runs import Run
 from weft.space import Subnet
 from weft.supernet import Chain

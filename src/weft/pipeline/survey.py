@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 from weft.data import Data
 from weft.pipeline.consistency import Consistency, Exact, Lagged
-from weft.pipeline.cut import Cut, best_cut, check_cut, check_stages
 from weft.pipeline.profile import message_bytes, message_seconds, profile_chain
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.session import Teacher, make_law, make_loader, taught
 from weft.pipeline.settings import Settings
 from weft.pipeline.simulator import Simulated, simulate, with_messages
 from weft.pipeline.workload import Workload, chain_workload
+from weft.plan.cut import Cut, best_cut, check_cut, check_stages
 from weft.supernet import Chain
 
 log = logging.getLogger("weft.pipeline")
@@ -46,10 +46,12 @@ def measure(chain: Chain, data: Data, settings: Settings, teacher: Teacher | Non
     return Measured(dict(costs.items()), tuple(message_seconds(size) for size in message_bytes(twin, batch)))
 
 
-def workload_of(chain: Chain, settings: Settings, costs: Costs | None) -> Workload:
-    """The first steps of the run, for simulation."""
-    steps = min(LOOKED_AT, settings.steps)
-    return chain_workload(chain, settings.stream, settings.consistency, settings.microbatches, steps, costs)
+def workload_of(chain: Chain, settings: Settings, costs: Costs | None, first: int = 0) -> Workload:
+    """The next steps of the run, for simulation: a stream may narrow as it goes on, so a resumed run is cut anew."""
+    steps = max(1, min(LOOKED_AT, settings.steps - first))
+    work = chain_workload(chain, settings.stream, settings.consistency, settings.microbatches, steps, costs)
+    picks, skipped = work.picks, first * settings.microbatches
+    return replace(work, picks=lambda n: picks(n + skipped)) if first else work
 
 
 def choose_cut(work: Workload, stages: int, given: Sequence[int] | None) -> Cut:

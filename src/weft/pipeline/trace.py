@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.errors import RunError
-from weft.pipeline.cut import Cut
 from weft.pipeline.scheduler import Kind, Op
 from weft.pipeline.simulator import Span
 from weft.pipeline.tracer import Tracer
+from weft.plan.cut import Cut
 
 __all__ = ["Message", "StageTrace", "Trace", "Tracer", "Update", "read_traces"]
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.pipeline.cut import Cut
 from weft.pipeline.scheduler import Kind, Op
 from weft.pipeline.simulator import Span
+from weft.plan.cut import Cut
 from weft.runs.appender import Appender
 from weft.runs.files import room
 

@@ -14,7 +14,6 @@ from weft.errors import CheckpointError, TrainError
 from weft.pipeline.bilevel import Bilevel
 from weft.pipeline.callbacks import Callback, TensorBoard
 from weft.pipeline.consistency import Consistency
-from weft.pipeline.cut import check_cut, check_stages
 from weft.pipeline.initial import load_initial
 from weft.pipeline.losses import cross_entropy
 from weft.pipeline.opening import lay_out, open_run
@@ -25,6 +24,7 @@ from weft.pipeline.rate import Schedule
 from weft.pipeline.sequential import Distil, Loss, Metric
 from weft.pipeline.session import Session, Teacher
 from weft.pipeline.settings import Settings, Validate, make_settings, told
+from weft.plan.cut import check_cut, check_stages
 from weft.runs import Run
 from weft.runs.run import fresh_name
 from weft.space import Stream, Subnet

@@ -8,8 +8,8 @@ from functools import cached_property, lru_cache
 
 from weft.errors import ConsistencyError
 from weft.pipeline.consistency import Clock, Consistency, clock
-from weft.pipeline.cut import Cut, stage_of
 from weft.pipeline.scheduler import Need, Uses
+from weft.plan.cut import Cut, stage_of
 from weft.space import Stream
 from weft.supernet import Chain
 

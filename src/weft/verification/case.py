@@ -14,12 +14,12 @@ from typing import Any
 
 from weft.errors import PipelineError, TrainError, WeftError
 from weft.pipeline.consistency import clock
-from weft.pipeline.cut import check_stages
 from weft.pipeline.fingerprint import tensors_digest
 from weft.pipeline.ranks import ranks
 from weft.pipeline.rate import Schedule, make_schedule
 from weft.pipeline.settings import Settings, make_settings
 from weft.pipeline.train import train
+from weft.plan.cut import check_stages
 from weft.runs import Run
 from weft.supernet import Chain, Factory, initialise
 from weft.verification.cause import kernel

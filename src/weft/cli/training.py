@@ -1,0 +1,84 @@
+"""The verbs that train: `train` a supernet, and `verify` that several stages train the same bits."""
+
+from __future__ import annotations
+
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.arguments import AsJson, Target, read_target, stage_counts
+from weft.cli.output import console, errors, print_json, show
+from weft.cli.resumption import resumable
+
+
+def train(
+    context: typer.Context,
+    config: Target,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and run nothing.")] = False,
+    stages: Annotated[int | None, typer.Option(help="On how many processes, each with a part of the chain.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train the supernet that the config names."""
+    settings, folder = read_target(config, context, [] if stages is None else [f"--train.stages={stages}"])
+    import weft
+    from weft import assembly
+    from weft.config import to_dict
+    from weft.pipeline.ranks import ranks
+    from weft.progress import Bar
+
+    assembly.set_threads(settings)
+    told = ranks()
+    if told is not None and told.rank > 0:  # under torchrun: the first process speaks for all
+        console.quiet = errors.quiet = True
+    net, data = assembly.supernet_of(settings, folder), assembly.data_of(settings, folder)
+    arguments = assembly.train_arguments(settings, folder)
+    path = Path(settings.runs) / str(settings.run)
+    if dry_run:
+        from weft.dryrun import describe
+
+        show(describe(net, data, arguments, path), as_json, "what would be run")
+        return
+    arguments |= assembly.extra_arguments(settings, folder)
+    saved = {**to_dict(settings), "folder": str(folder.resolve())}
+    load = data if (settings.train.stages or 1) == 1 else partial(assembly.data_of, settings, folder.resolve())
+    typed = [*context.args, *([] if stages is None else [f"--stages={stages}"]), "--resume"]
+    again = shlex.join(["weft", "train", config, *typed])
+    with resumable(path, again), Bar(errors, "train", settings.train.steps) as bar:
+        trained = weft.train(net, load, **arguments, callbacks=[bar.train], resume=resume, config=saved)
+    if told is not None and told.rank > 0:
+        return
+    show(
+        {"run": str(trained.path), "steps": settings.train.steps, "fingerprint": trained.fingerprint},
+        as_json,
+        "trained",
+    )
+
+
+def verify(
+    context: typer.Context,
+    config: Target,
+    stages: Annotated[str, typer.Option(help="Numbers of stages, separated by commas.")] = "1,2",
+    steps: Annotated[int, typer.Option(help="How many steps of the run are trained at most.", min=1)] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that the run has the same bits on several stages, or say where and why not; exit code 1 if not."""
+    settings, folder = read_target(config, context)
+    counts = stage_counts(stages)
+    from weft import assembly
+    from weft.tables import verified
+    from weft.verification import verify_run
+
+    assembly.set_threads(settings)
+    net, load = assembly.supernet_of(settings, folder), partial(assembly.data_of, settings, folder.resolve())
+    arguments = {**assembly.train_arguments(settings, folder), **assembly.extra_arguments(settings, folder)}
+    with errors.status("verify") as status:
+        found = verify_run(
+            net, load, arguments, counts, steps=steps, on_way=lambda way: status.update(f"verify: {way}")
+        )
+    print_json(found) if as_json else verified(console, found)
+    if not found["equal"]:
+        raise typer.Exit(1)

@@ -1,0 +1,48 @@
+"""The planner: from a model and a machine to where everything goes.
+
+``weft.plan(model, batch, "h100", devices=8)`` is ``planner.plan``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from weft.callable import make_callable
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from weft.plan.machine import Device, Level, Machine
+    from weft.plan.plan import Plan
+    from weft.plan.presets import PRESETS
+    from weft.plan.supernet import ChainPlan, plan_chain
+
+# Stage cuts are of this package too, and training, which needs them, must not wait for the rest.
+_HOMES = {
+    "PRESETS": "presets",
+    "ChainPlan": "supernet",
+    "Device": "machine",
+    "Level": "machine",
+    "Machine": "machine",
+    "Plan": "plan",
+    "plan_chain": "supernet",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"weft.plan.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'weft.plan' has no attribute '{name}'")
+
+
+def _plan(model: nn.Module, batch: Any, machine: Any = "h100", **options: Any) -> Plan:
+    """The fastest way to train the model with this batch on so many devices; see ``weft.plan.planner.plan``."""
+    from weft.plan.planner import plan
+
+    return plan(model, batch, machine, **options)
+
+
+make_callable(__name__, _plan)
+
+__all__ = ["PRESETS", "ChainPlan", "Device", "Level", "Machine", "Plan", "plan_chain"]

@@ -1,0 +1,246 @@
+"""From a program to a graph: each node by the rule of its operator."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from weft.errors import PlanError
+from weft.plan.capture import rules
+from weft.plan.capture.backward import reached, saved
+from weft.plan.capture.call import RULES, Call, Operand, Space, Value, names, tensors
+from weft.plan.capture.program import Program
+from weft.plan.capture.rules.elementwise import elementwise
+from weft.plan.graph import INPUT, PARAMETER, Dim, Graph, Operator, Read, Tensor
+
+log = logging.getLogger("weft.plan")
+
+CONSTANT = "constant"
+UNKNOWN = "unknown"
+__all__ = ["CONSTANT", "UNKNOWN", "build", "rules"]
+
+# No gradient comes back through these.
+_STOPS = frozenset({"aten.detach", "aten.zeros_like", "aten.ones_like", "aten.empty_like", "aten.full_like"})
+# Results of these, after the first, are outside of what is differentiated.
+_FIRST_ONLY = frozenset({"aten._native_batch_norm_legit_functional", "aten._native_batch_norm_legit_no_training"})
+_DRAWS = frozenset(
+    {"rand", "randn", "randint", "randperm", "normal", "bernoulli", "rand_like", "randn_like", "multinomial"}
+)
+
+
+@dataclass(slots=True)
+class _Builder:
+    operators: list[Operator] = field(default_factory=list)
+    values: dict[str, tuple[int, int]] = field(default_factory=dict)  # node -> operator and which of its outputs
+    tensors: dict[tuple[int, int], Value] = field(default_factory=dict)
+    spaces: dict[int, Space] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, node: fx.Node, made: Operator, results: tuple[Value, ...]) -> None:
+        place = len(self.operators)
+        self.operators.append(made)
+        self.values[node.name] = (place, 0)
+        for number, value in enumerate(results):
+            self.tensors[place, number] = value
+
+
+def build(name: str, model: nn.Module, found: Program) -> tuple[Graph, dict[str, tuple[int, int]], dict[str, str]]:
+    """The graph, where each tensor of the program is in it (operator and output), and the parameters that are another
+    by a second name (placeholder -> the placeholder that is used)."""
+    builder = _Builder()
+    tied = _tied(model, found)
+    trained = {key for key, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
+    for node in found.graph.nodes:
+        if node.name in tied or node.op == "output":
+            continue
+        if node.op in ("placeholder", "get_attr"):
+            if isinstance(value := node.meta.get("val", found.constants.get(node.name)), torch.Tensor):
+                _source(builder, node, value, found, trained)
+        elif node.target is operator.getitem and node.args[0].name in builder.values:
+            place, _ = builder.values[node.args[0].name]
+            before = node.args[0].meta["val"][: node.args[1]]  # outputs are the results that are tensors
+            builder.values[node.name] = (place, sum(isinstance(value, torch.Tensor) for value in before))
+        elif node.op == "call_function":
+            _call(builder, node)
+        else:
+            raise PlanError(f"node '{node.name}' ({node.op}) of the program has no place in a graph")
+    results = [builder.values[node] for node in found.results if node in builder.values]
+    graph = Graph(
+        name,
+        tuple(saved(reached(builder.operators, results), builder.spaces)),
+        tuple(dict.fromkeys(place for place, _ in results)),
+        (*found.notes, *dict.fromkeys(builder.notes)),
+    )
+    return graph, builder.values, tied
+
+
+def _tied(model: nn.Module, found: Program) -> dict[str, str]:
+    """Export gives a parameter that has two names two placeholders, and uses one."""
+    used = {node.name for node in found.graph.nodes if node.op == "placeholder" and node.users}
+    owners: dict[int, str] = {}
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    ordered = sorted(found.parameters.items(), key=lambda item: item[0] not in used)
+    tied: dict[str, str] = {}
+    for node, name in ordered:
+        owner = owners.setdefault(id(by_name[name]), node)
+        if owner != node and node not in used:
+            tied[node] = owner
+    return tied
+
+
+def _sizes(node: fx.Node, value: torch.Tensor) -> tuple[int, ...]:
+    if not all(isinstance(size, int) for size in value.shape):
+        trace = str(node.meta.get("stack_trace") or "").strip().split("\n")
+        at = f", at `{trace[-1].strip()}`" if trace[-1] else ""
+        raise PlanError(
+            f"the shape of '{node.name}' ({_target(node)}) depends on data{at}: a plan needs the sizes of all tensors"
+        )
+    return tuple(value.shape)
+
+
+def _source(builder: _Builder, node: fx.Node, value: torch.Tensor, found: Program, trained: set[str]) -> None:
+    shape = _sizes(node, value)
+    target = (
+        found.parameters.get(node.name) or found.buffers.get(node.name) or str(found.inputs.get(node.name, node.target))
+    )
+    parameter = node.name in found.parameters
+    kind = PARAMETER if parameter else INPUT if node.name in found.inputs else CONSTANT
+    made = Dim.free if parameter else Dim.whole
+    gradient = parameter and target in trained
+    out = Tensor(shape, value.dtype.itemsize, tuple(range(len(shape))), gradient)
+    dims = tuple(made(label, size) for label, size in zip(names("a", len(shape)), shape, strict=True))
+    module = target.rpartition(".")[0] if kind != INPUT else ""
+    entry = Operator(node.name, kind, target, dims, (), (out,), backward=0.0, module=module)
+    builder.add(node, entry, (Value(shape, value.dtype, parameter, gradient),))
+
+
+def _target(node: fx.Node) -> str:
+    return str(getattr(node.target, "_overloadpacket", node.target)).removeprefix("torch.ops.")
+
+
+def _call(builder: _Builder, node: fx.Node) -> None:
+    sources = [source for source in tensors((node.args, node.kwargs)) if source.name in builder.values]
+    operands = tuple(builder.tensors[builder.values[source.name]] for source in sources)
+    target = _target(node)
+    live = any(value.live for value in operands)
+    trained = any(value.gradient for value in operands) and target not in _STOPS
+    made = node.meta.get("val")
+    flat = [value for value in (made if isinstance(made, (list, tuple)) else [made]) if isinstance(value, torch.Tensor)]
+    results = tuple(
+        Value(
+            _sizes(node, value),
+            value.dtype,
+            live,
+            trained
+            and (value.dtype.is_floating_point or value.dtype.is_complex)
+            and not (number and target in _FIRST_ONLY),
+        )
+        for number, value in enumerate(flat)
+    )
+    found = _space(builder, node, target, operands, results) if results else None
+    if found is None:
+        found = _replicated(operands, results, "random" if target.split(".")[-1] in _DRAWS else UNKNOWN)
+    if not live:  # computed on every device alike
+        found = replace(found, dims=tuple(Dim.whole(dim.name, dim.size) for dim in found.dims))
+        if found.kind == UNKNOWN:
+            found = replace(found, kind=CONSTANT)
+    trained = any(value.gradient for value in results)
+    place = len(builder.operators)
+    builder.spaces[place] = found
+    entry = Operator(
+        node.name,
+        found.kind,
+        f"{target}.{node.target._overloadname}" if isinstance(node.target, torch._ops.OpOverload) else target,
+        found.dims,
+        tuple(
+            Read(
+                *builder.values[source.name],
+                Tensor(value.shape, value.dtype.itemsize, dims, value.gradient and trained),
+            )
+            for source, value, dims in zip(sources, operands, found.reads, strict=True)
+        ),
+        tuple(
+            Tensor(value.shape, value.dtype.itemsize, dims, value.gradient)
+            for value, dims in zip(results, found.results, strict=True)
+        ),
+        found.flops,
+        found.moved,
+        found.backward if trained else 0.0,
+        module=_module(node),
+        known=found.kind != UNKNOWN,
+    )
+    builder.add(node, entry, results)
+
+
+def _space(
+    builder: _Builder, node: fx.Node, target: str, operands: tuple[Value, ...], results: tuple[Value, ...]
+) -> Space | None:
+    overload = getattr(node.target, "_overloadname", "")
+    rule = RULES.get(f"{target}.{overload}") or RULES.get(target)
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    if rule is None and pointwise:
+        rule = elementwise
+    if rule is None or (schema := getattr(node.target, "_schema", None)) is None or schema.is_mutable:
+        return None
+    call = Call(target, overload, _arguments(node, operands), operands, results, pointwise)
+    try:
+        return rule(call)
+    except Exception as problem:  # a rule must not be in the way of a plan: without it the operator is replicated
+        log.warning("the rule for %s failed on '%s': %r", target, node.name, problem)
+        builder.notes.append(f"the rule for {target} failed: {problem!r}")
+        return None
+
+
+def _arguments(node: fx.Node, operands: tuple[Value, ...]) -> Mapping[str, Any]:
+    """The node's arguments by the names of the operator's schema, with its defaults."""
+    numbers: Iterator[int] = iter(range(len(operands)))
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            if not isinstance(value.meta.get("val"), torch.Tensor):
+                return value.meta.get("val")
+            number = next(numbers)
+            return Operand(number, operands[number])
+        if isinstance(value, (list, tuple)):
+            return [convert(part) for part in value]
+        return value
+
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {}
+    given = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+    for argument, value in zip(schema.arguments, node.args, strict=False):
+        given[argument.name] = convert(value)
+    for name, value in node.kwargs.items():
+        given[name] = convert(value)
+    return given
+
+
+def _replicated(operands: tuple[Value, ...], results: tuple[Value, ...], kind: str) -> Space:
+    moved = sum(value.bytes for value in (*operands, *results))
+    elements = float(sum(value.elements for value in results))
+    return Space(
+        kind,
+        (),
+        tuple((None,) * value.rank for value in operands),
+        tuple((None,) * value.rank for value in results),
+        elements,
+        moved,
+        1.0,
+        tuple(number for number, value in enumerate(operands) if value.floating),
+        (),
+        0.0,
+    )
+
+
+def _module(node: fx.Node) -> str:
+    """The path of the module whose forward made the node; '@' counts the calls of a module that is called again."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    return ".".join(part.partition("@")[0] for part in path.split(".")).removeprefix("L['self'].")

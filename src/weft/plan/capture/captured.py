@@ -1,0 +1,90 @@
+"""A model as the planner sees it, with the program that can be run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from weft.plan.capture.batch import Batch, Named
+from weft.plan.capture.build import build
+from weft.plan.capture.program import program
+from weft.plan.capture.settle import Loss
+from weft.plan.graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A graph and its program. Operators have the names of the program's nodes, and their reads are in the order in
+    which a node's arguments name tensors.
+
+    ``places``: node -> operator. ``values``: node that holds a tensor -> (operator, which of its outputs); a
+    ``getitem`` is here only. ``parameters``, ``buffers``: placeholder -> name in the model; ``tied``: placeholder that
+    is not used -> the one that is, for a parameter with two names; ``inputs``: placeholder -> place or key in the
+    batch; ``constants``: placeholder -> tensor. ``results``: nodes that the model returns; ``mutated``: node -> the
+    buffer whose next value it is. The program names the device it was captured on in operators that make tensors."""
+
+    graph: Graph
+    program: torch.export.ExportedProgram | fx.GraphModule
+    nodes: fx.Graph
+    way: str
+    places: Mapping[str, int]
+    values: Mapping[str, tuple[int, int]]
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+    inputs: Mapping[str, int | str]
+    results: tuple[str, ...]
+    mutated: Mapping[str, str]
+    tied: Mapping[str, str]
+    seconds: float
+
+    def bind(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """A tensor for each placeholder: the model's parameters and buffers, the constants, and the batch's tensors."""
+        own = dict(model.named_parameters(remove_duplicate=False))
+        state = dict(model.named_buffers(remove_duplicate=False))
+        return {
+            **{node: own[name] for node, name in self.parameters.items()},
+            **{node: state[name] for node, name in self.buffers.items()},
+            **self.constants,
+            **{node: _entry(batch, key) for node, key in self.inputs.items()},
+        }
+
+
+def capture(model: nn.Module, batch: Batch, *, loss: Loss | None = None, name: str | None = None) -> Captured:
+    """The graph of a model's forward for this batch, in the mode (training or evaluation) that it is in.
+
+    ``batch`` is a tensor, a tuple of positional arguments or a mapping of keyword arguments; ``loss(output, batch)``
+    makes the loss part of the graph. Nothing is computed: parameters may be on the meta device. Where ``torch.export``
+    fails other ways are tried, which ``graph.notes`` then say; where all fail, PlanError gives the reason."""
+    start = time.perf_counter()
+    named = Named.of(batch, model)
+    found = program(model, named, loss)
+    graph, values, tied = build(name or type(model).__name__, model, found)
+    places = {entry.name: place for place, entry in enumerate(graph.operators)}
+    return Captured(
+        graph,
+        found.program,
+        found.graph,
+        found.way,
+        places,
+        values,
+        found.parameters,
+        found.buffers,
+        found.constants,
+        found.inputs,
+        found.results,
+        found.mutated,
+        tied,
+        time.perf_counter() - start,
+    )
+
+
+def _entry(batch: Batch, key: int | str) -> Tensor:
+    found = batch if isinstance(batch, Tensor) else batch[key]  # type: ignore[index]
+    if not isinstance(found, Tensor):
+        raise TypeError(f"batch entry {key!r} was a tensor when the model was captured and is now {found!r}")
+    return found

@@ -1,0 +1,142 @@
+"""Matrix products: the dimension that is contracted is summed over, and no result has it."""
+
+from __future__ import annotations
+
+import math
+
+from weft.plan.capture.call import Call, Labels, Operand, Space, Value, broadcast, names, rule, space
+
+
+def product(call: Call, reads: list[Labels], result: Labels, *, factors: tuple[int, int]) -> Space:
+    """The space of a contraction. ``factors`` are the operands that are multiplied (any other is added); the backward
+    is one such product for each factor that has a gradient, and needs the other."""
+    sizes: dict[str, int] = {}
+    for number in factors:
+        for size, name in zip(call.operands[number].shape, reads[number], strict=True):
+            if name is not None:
+                sizes[name] = max(sizes.get(name, 1), size)
+    trained = [call.operands[number].gradient for number in factors]
+    keeps = [number for number, other in zip(factors, reversed(trained), strict=True) if other]
+    return space(
+        call,
+        "matmul",
+        reads,
+        [result],
+        flops=2.0 * math.prod(sizes.values()),
+        backward=float(sum(trained)),
+        keeps=keeps,
+    )
+
+
+@rule("linear")
+def linear(call: Call) -> Space | None:
+    """``(m..., k), (n, k) -> (m..., n)``, with a bias over n."""
+    weight = call.operands[1]
+    if weight.rank != 2:
+        return None
+    rows = names("m", call.operands[0].rank - 1)
+    reads: list[Labels] = [(*rows, "k"), ("n", "k"), ("n",)]
+    return product(call, reads[: len(call.operands)], (*rows, "n"), factors=(0, 1))
+
+
+def _labels(left: Value, right: Value, result: Value) -> tuple[Labels, Labels, Labels] | None:
+    """The names of the axes of ``left @ right`` as torch.matmul understands it."""
+    core = (("m",) if left.rank > 1 else ()) + (("n",) if right.rank > 1 else ())
+    batch = names("b", result.rank - len(core))
+    leading = result.shape[: len(batch)]
+    first = broadcast(left.shape[:-2], leading, batch)
+    second = broadcast(right.shape[:-2], leading, batch)
+    if first is None or second is None:
+        return None
+    rows: Labels = ("m", "k") if left.rank > 1 else ("k",)
+    columns: Labels = ("k", "n") if right.rank > 1 else ("k",)
+    return (*first, *rows), (*second, *columns), (*batch, *core)
+
+
+@rule("matmul", "mm", "bmm", "mv", "dot")
+def matmul(call: Call) -> Space | None:
+    """``(b..., m, k), (b..., k, n) -> (b..., m, n)``, batch axes broadcasting, vectors without m or n."""
+    found = _labels(call.operands[0], call.operands[1], call.results[0])
+    if found is None or len(call.operands) != 2:
+        return None
+    return product(call, [found[0], found[1]], found[2], factors=(0, 1))
+
+
+@rule("addmm", "baddbmm", "addbmm", "addmv")
+def added(call: Call) -> Space | None:
+    """A product onto which the first operand, broadcast, is added: a bias."""
+    found = _labels(call.operands[1], call.operands[2], call.results[0])
+    if found is None or call.target == "aten.addbmm":
+        return None
+    bias = broadcast(call.operands[0].shape, call.results[0].shape, found[2])
+    return None if bias is None else product(call, [bias, found[0], found[1]], found[2], factors=(1, 2))
+
+
+@rule("_grouped_mm", "transformers::grouped_mm_fallback")
+def grouped(call: Call) -> Space | None:
+    """Rows sorted by group, each group with a matrix of its own: ``(s, k), (g, k, n) -> (s, n)``. Where the groups
+    begin is counted over all rows, so these stay whole; n and k are free, as tensor parallelism within each expert
+    needs."""
+    rows, weights = call.operands[:2]
+    if rows.rank != 2 or weights.rank != 3 or len(call.operands) != 3:
+        return None
+    trained = [value.gradient for value in (rows, weights)]
+    return space(
+        call,
+        "matmul",
+        [("s", "k"), ("g", "k", "n"), (None,)],
+        [("s", "n")],
+        whole=("s", "g"),
+        flops=2.0 * rows.elements * weights.shape[2],
+        backward=float(sum(trained)),
+        keeps=[number for number, other in zip((0, 1), reversed(trained), strict=True) if other],
+    )
+
+
+@rule("einsum")
+def einsum(call: Call) -> Space | None:
+    """The equation names the dimensions; "..." stands for axes that broadcast."""
+    equation: str = call.given["equation"].replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if not all(isinstance(operand, Operand) for operand in call.given["tensors"]):
+        return None
+    if not arrow:
+        letters = left.replace(",", "").replace(".", "")
+        right = "..." * ("..." in left) + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    dots = max(value.rank - len(term.replace("...", "")) for term, value in zip(terms, call.operands, strict=True))
+    named = [_axes(term, value.rank, dots) for term, value in zip(terms, call.operands, strict=True)]
+    result = _axes(right, call.results[0].rank, dots)
+    sizes: dict[str, int] = {}
+    for value, axes in zip(call.operands, named, strict=True):
+        if len(set(axes)) < len(axes):
+            return None  # a diagonal
+        for size, name in zip(value.shape, axes, strict=True):
+            sizes[name] = max(sizes.get(name, 1), size)
+    reads: list[Labels] = [
+        tuple(name if size == sizes[name] else None for size, name in zip(value.shape, axes, strict=True))
+        for value, axes in zip(call.operands, named, strict=True)
+    ]
+    if len(reads) == 2:
+        return product(call, reads, result, factors=(0, 1))
+    return space(
+        call,
+        "matmul",
+        reads,
+        [result],
+        flops=2.0 * math.prod(sizes.values()) * max(len(reads) - 1, 0),
+        backward=float(sum(value.gradient for value in call.operands)) / max(len(reads) - 1, 1),
+        keeps=range(len(reads)) if len(reads) > 1 else (),
+    )
+
+
+def _axes(term: str, rank: int, dots: int) -> tuple[str, ...]:
+    before, found, after = term.partition("...")
+    count = rank - len(before) - len(after)
+    return (*before, *(names("dot", dots)[dots - count :] if found else ()), *after)
+
+
+@rule("outer")
+def outer(call: Call) -> Space | None:
+    """``(m), (n) -> (m, n)``."""
+    return product(call, [("m",), ("n",)], ("m", "n"), factors=(0, 1))

@@ -1,0 +1,34 @@
+"""Recurrent layers as one operator: sequences of a batch are free, all else is whole."""
+
+from __future__ import annotations
+
+from weft.plan.capture.call import Call, Labels, Space, rule, space
+
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+@rule("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
+def recurrent(call: Call) -> Space | None:
+    """``input`` and result ``(b, s, h)`` or ``(s, b, h)`` by ``batch_first``, states ``(layers, b, h)``."""
+    value = call.operands[0]
+    if value.rank != 3:
+        return None
+    order: Labels = ("b", None, None) if call.given["batch_first"] else (None, "b", None)
+    state: Labels = (None, "b", None)
+    hidden = call.given["hx"]
+    states = len(hidden) if isinstance(hidden, (list, tuple)) else 1
+    weights = call.operands[1 + states :]
+    steps = value.elements // value.shape[2]
+    products = sum(weight.elements for weight in weights if weight.rank == 2)
+    gates = _GATES[call.target.split(".")[1]]
+    return space(
+        call,
+        "recurrent",
+        [order, *[state] * states, *[(None,) * weight.rank for weight in weights]],
+        [order, *[state] * (len(call.results) - 1)],
+        flops=2.0 * steps * products,
+        backward=2.0,
+        keeps=[0],
+        leaves=[0],
+        extra=float(steps * call.results[0].shape[2] * (gates + 1) * value.dtype.itemsize * call.given["num_layers"]),
+    )

@@ -1,0 +1,72 @@
+"""What it costs to sum, spread and collect tensors over a group of devices, in seconds.
+
+Every function takes arrays that broadcast: ``size`` in bytes, ``q`` devices in the group, ``bandwidth`` in bytes a
+second each way between neighbours, ``latency`` in seconds a message. Each has a *ring*, in which every device sends a
+q-th at a time and all links are busy, and a *tree*, in which log2(q) rounds send more; the cheaper is taken. A group of
+one, and an empty tensor, cost nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Seconds = NDArray[np.float64]
+
+
+def all_reduce(size: ArrayLike, q: ArrayLike, bandwidth: ArrayLike, latency: ArrayLike) -> Seconds:
+    """Every device has a tensor of ``size``, and gets the sum of all.
+
+    Ring: a reduce-scatter, then an all-gather. Tree: summed up to a root, then sent down, the whole tensor each round.
+    """
+    count, rounds = _count(q), _rounds(q)
+    ring = _time(2 * (count - 1), 2 * (count - 1) / count, size, bandwidth, latency)
+    tree = _time(2 * rounds, 2 * rounds, size, bandwidth, latency)
+    return np.minimum(ring, tree)
+
+
+def reduce_scatter(size: ArrayLike, q: ArrayLike, bandwidth: ArrayLike, latency: ArrayLike) -> Seconds:
+    """Every device has a tensor of ``size``, and gets its q-th of the sum.
+
+    Ring: q - 1 steps. Tree: summed up to a root, whole, then sent down in halves.
+    """
+    count, rounds = _count(q), _rounds(q)
+    ring = _time(count - 1, (count - 1) / count, size, bandwidth, latency)
+    tree = _time(2 * rounds, rounds + (count - 1) / count, size, bandwidth, latency)
+    return np.minimum(ring, tree)
+
+
+def all_gather(size: ArrayLike, q: ArrayLike, bandwidth: ArrayLike, latency: ArrayLike) -> Seconds:
+    """Every device has a q-th, and gets the whole tensor of ``size``: a reduce-scatter, backwards."""
+    return reduce_scatter(size, q, bandwidth, latency)
+
+
+def all_to_all(size: ArrayLike, q: ArrayLike, bandwidth: ArrayLike, latency: ArrayLike) -> Seconds:
+    """Every device has ``size``, a q-th of it for each device.
+
+    Direct: one message to each other device. Tree: each round sends half of what a device has on.
+    """
+    count, rounds = _count(q), _rounds(q)
+    direct = _time(count - 1, (count - 1) / count, size, bandwidth, latency)
+    tree = _time(rounds, rounds / 2, size, bandwidth, latency)
+    return np.minimum(direct, tree)
+
+
+def send(size: ArrayLike, q: ArrayLike, bandwidth: ArrayLike, latency: ArrayLike) -> Seconds:
+    """One device of each two neighbours sends ``size`` to the other: one message, however many there are."""
+    more = (_count(q) > 1).astype(np.float64)
+    return _time(more, more, size, bandwidth, latency)
+
+
+def _time(messages: ArrayLike, shares: ArrayLike, size: ArrayLike, bandwidth: ArrayLike, latency: ArrayLike) -> Seconds:
+    size = np.asarray(size, dtype=np.float64)
+    sent = np.asarray(shares) * size / np.asarray(bandwidth, dtype=np.float64)
+    return np.where(size > 0, np.asarray(messages) * np.asarray(latency, dtype=np.float64) + sent, 0.0)
+
+
+def _count(q: ArrayLike) -> Seconds:
+    return np.asarray(q, dtype=np.float64)
+
+
+def _rounds(q: ArrayLike) -> Seconds:
+    return np.asarray(np.ceil(np.log2(_count(q))))

@@ -1,0 +1,130 @@
+"""What is planned: operators with their iteration spaces, and the tensors that flow between them.
+
+An operator computes over an iteration space: a matrix product over ``(m, n, k)``, a convolution over images, output and
+input channels. Splitting a dimension of that space splits each tensor that has it along one axis, and leaves the others
+whole. A dimension that no output has is summed over: splitting it leaves partial sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+PARAMETER = "parameter"
+INPUT = "input"
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One dimension of an iteration space. ``parts`` is the size of what may be split: a split is into a number of
+    equal parts that divides it. It is 1 where nothing may be split, and the number of heads where a tensor's axis holds
+    heads times their size."""
+
+    name: str
+    size: int
+    parts: int
+
+    @classmethod
+    def whole(cls, name: str, size: int) -> Dim:
+        """A dimension that is never split."""
+        return cls(name, size, 1)
+
+    @classmethod
+    def free(cls, name: str, size: int) -> Dim:
+        """A dimension that may be split into any number of equal parts."""
+        return cls(name, size, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor as one operator sees it: for each axis the dimension (by its place in the iteration space) that splits
+    it into contiguous parts, or None."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    dims: tuple[int | None, ...]
+    gradient: bool = True  # whether a gradient flows back through it
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """An operand: output ``output`` of the operator at place ``source`` of the graph, as the reader sees it."""
+
+    source: int
+    output: int
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """A node of the graph.
+
+    ``flops`` and ``moved`` (bytes read and written) are of the whole forward, a multiply-add counting as two;
+    ``backward`` says how many forwards a backward costs. ``saved`` is what the backward keeps, in bytes, beyond what
+    its inputs keep. ``known`` is False where no rule was found and it is computed on every device alike.
+    """
+
+    name: str
+    kind: str
+    target: str
+    dims: tuple[Dim, ...]
+    reads: tuple[Read, ...]
+    outputs: tuple[Tensor, ...]
+    flops: float = 0.0
+    moved: float = 0.0
+    backward: float = 2.0
+    saved: float = 0.0
+    module: str = ""
+    known: bool = True
+
+    def __post_init__(self) -> None:
+        for tensor in (*(read.tensor for read in self.reads), *self.outputs):
+            if len(tensor.dims) != len(tensor.shape):
+                raise ValueError(f"'{self.name}': {len(tensor.dims)} dimensions for the shape {tensor.shape}")
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Operators in an order in which they can run: an operator reads from earlier ones only."""
+
+    name: str
+    operators: tuple[Operator, ...]
+    results: tuple[int, ...] = ()  # the operators whose outputs the model returns
+    notes: tuple[str, ...] = field(default=())  # how it was captured, where that matters
+
+    def __post_init__(self) -> None:
+        for place, operator in enumerate(self.operators):
+            for read in operator.reads:
+                if not 0 <= read.source < place:
+                    raise ValueError(f"'{operator.name}' reads from {read.source}, which does not come before it")
+
+    def __len__(self) -> int:
+        return len(self.operators)
+
+    def edges(self) -> Iterator[tuple[int, int, int]]:
+        """(source, reader, which of its reads), one for each tensor that is read."""
+        for place, operator in enumerate(self.operators):
+            for number, read in enumerate(operator.reads):
+                yield read.source, place, number
+
+    @property
+    def flops(self) -> float:
+        return sum(operator.flops for operator in self.operators)
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """Targets that have no rule, with how often each occurs."""
+        counts: dict[str, int] = {}
+        for operator in self.operators:
+            if not operator.known:
+                counts[operator.target] = counts.get(operator.target, 0) + 1
+        return counts

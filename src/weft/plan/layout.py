@@ -1,0 +1,84 @@
+"""How tensors lie on a mesh of devices, as a split of an operator's iteration space says.
+
+A mesh has axes, outermost first. A *split* gives each mesh axis a dimension of the iteration space, or REPLICATED: then
+the devices along that axis compute the same. A *layout* gives each mesh axis the tensor axis that is cut along it,
+REPLICATED, or PARTIAL: each device holds a summand. These are DTensor's placements. Where several mesh axes cut one
+tensor axis, the outer one cuts first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from weft.plan.graph import Operator, Tensor
+
+REPLICATED = -1
+PARTIAL = -2
+
+Split = tuple[int, ...]
+Layout = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Devices in a grid; the last axis has the nearest neighbours."""
+
+    sizes: tuple[int, ...]
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes)
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self.sizes)) or "1"
+
+
+def splits(operator: Operator, mesh: Mesh) -> Iterator[Split]:
+    """Every split of the operator on the mesh, the one that computes all on every device first.
+
+    >>> from weft.plan.graph import Dim
+    >>> wide = Operator("mm", "matmul", "mm", (Dim.free("m", 4), Dim.whole("k", 8)), (), ())
+    >>> list(splits(wide, Mesh((2, 2))))
+    [(-1, -1), (-1, 0), (0, -1), (0, 0)]
+    """
+    choices = [REPLICATED, *(place for place, dim in enumerate(operator.dims) if dim.parts > 1)]
+    for split in product(*(choices if size > 1 else choices[:1] for size in mesh.sizes)):
+        parts = dict.fromkeys(split, 1)
+        for size, place in zip(mesh.sizes, split, strict=True):
+            parts[place] *= size
+        if all(place == REPLICATED or operator.dims[place].parts % n == 0 for place, n in parts.items()):
+            yield split
+
+
+def layout(tensor: Tensor, split: Split) -> Layout:
+    """How an operand must lie for the operator to compute its part: cut or whole, never partial."""
+    return tuple(tensor.dims.index(place) if place >= 0 and place in tensor.dims else REPLICATED for place in split)
+
+
+def result_layout(tensor: Tensor, split: Split) -> Layout:
+    """How a result comes to lie: partial where a dimension is split that it lacks."""
+    return tuple(
+        REPLICATED if place < 0 else tensor.dims.index(place) if place in tensor.dims else PARTIAL for place in split
+    )
+
+
+def gradient_layout(tensor: Tensor, split: Split) -> Layout:
+    """How the gradient of an operand comes out of the backward: as a result does."""
+    return result_layout(tensor, split)
+
+
+def shards(laid: Layout, mesh: Mesh) -> int:
+    """Into how many parts a layout cuts a tensor."""
+    return math.prod(size for size, place in zip(mesh.sizes, laid, strict=True) if place >= 0)
+
+
+def local_shape(shape: Sequence[int], laid: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of one device's part."""
+    sizes = list(shape)
+    for size, place in zip(mesh.sizes, laid, strict=True):
+        if place >= 0:
+            sizes[place] //= size
+    return tuple(sizes)

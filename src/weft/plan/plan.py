@@ -1,0 +1,215 @@
+"""A plan: where every operator of a model goes, what that costs, and what it was compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import PlanError
+from weft.plan.graph import Graph
+from weft.plan.layout import REPLICATED, Mesh, Split, splits
+from weft.plan.strategy import Strategy
+from weft.plan.tables import Training
+from weft.runs.files import read_json, write_json
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from weft.plan.capture import Captured
+    from weft.plan.execute import Applied, Staged
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of a step as predicted, and bytes of the fullest device. ``bound`` is below every plan with this mesh,
+    these stages and micro-batches."""
+
+    step: float
+    compute: float
+    communication: float
+    bubble: float
+    memory: float
+    parameters: float
+    activations: float
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Another strategy beside the plan; ``cost`` is None where it does not apply, and ``why`` says so."""
+
+    name: str
+    cost: Cost | None
+    mesh: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A strategy for one stage of devices, the stage of every operator, and the costs.
+
+    ``graph`` is of one micro-batch. ``mesh`` is of the devices of one stage.
+    """
+
+    model: str
+    machine: str
+    devices: int
+    graph: Graph
+    mesh: Mesh
+    splits: tuple[Split, ...]
+    stage: tuple[int, ...]
+    microbatches: int
+    recompute: bool
+    cost: Cost
+    limit: float
+    training: Training = Training()
+    rows: tuple[Row, ...] = ()
+    untried: int = 0
+    captured: Captured | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def stages(self) -> int:
+        return max(self.stage) + 1
+
+    @property
+    def strategy(self) -> Strategy:
+        return Strategy(self.mesh, self.splits)
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the best with its mesh and stages, relative to it: 0 is proven best."""
+        return max(0.0, self.cost.step / self.cost.bound - 1) if self.cost.bound else 0.0
+
+    def names(self, place: int) -> tuple[str, ...]:
+        """The split of an operator, as the name of a dimension for each mesh axis; '-' where it is not split."""
+        dims = self.graph.operators[place].dims
+        return tuple("-" if dim == REPLICATED else dims[dim].name for dim in self.splits[place])
+
+    def reasons(self) -> list[str]:
+        """Why weft cannot run this plan; empty where it can."""
+        if self.captured is None:
+            return ["the plan is not bound to a model: plan it, or load it with the model"]
+        if self.in_steps:
+            from weft.plan.execute import staged_reasons
+
+            return staged_reasons(self.captured, self.strategy, self.stage)
+        from weft.plan.execute import executable
+
+        return executable(self.captured, self.strategy)
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether it has stages or micro-batches, or recomputes: then whole steps are run, not single forwards."""
+        return self.stages > 1 or self.microbatches > 1 or self.recompute
+
+    def apply(
+        self, model: nn.Module, mesh: DeviceMesh | None = None, *, batch: Any = None, loss: Any = None, **options: Any
+    ) -> Applied | Staged:
+        """The model, unchanged, on the devices of a mesh; every process makes the same call.
+
+        A plan with stages, micro-batches or recomputation gives a ``Staged`` module, whose ``step(batch)`` leaves the
+        gradients; ``mesh`` then has the stages as its first axis, or is made. With micro-batches, ``batch`` and
+        ``loss`` are those that it was planned with, since one micro-batch is captured anew. A plan without any of them
+        gives an ``Applied`` module, to be called as the model is, or ``Staged`` where ``batch`` is given. Options are
+        those of ``execute.apply_stages`` and ``execute.apply``.
+        """
+        if reasons := self.reasons():
+            raise PlanError(f"this plan cannot be run: {reasons[0]}")
+        assert self.captured is not None
+        if self.in_steps or batch is not None:
+            from weft.plan.execute import apply_stages, microbatch_of
+
+            found, strategy, stage = microbatch_of(self, self.captured, model, batch, loss)
+            chosen = {"weights": model, "recompute": self.recompute, "mesh": mesh, **options}
+            return apply_stages(found, strategy, stage, self.microbatches, **chosen)
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from weft.plan.execute import apply
+
+        if mesh is None:
+            kind = next((p.device.type for p in model.parameters()), "cpu")
+            mesh = init_device_mesh(kind, self.mesh.sizes)
+        return apply(self.captured, self.strategy, mesh, weights=model, **options)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values. ``splits`` may be edited by hand: for each operator the dimension that each mesh axis cuts."""
+        return {
+            "format": FORMAT,
+            "model": self.model,
+            "machine": self.machine,
+            "devices": self.devices,
+            "mesh": list(self.mesh.sizes),
+            "stages": self.stages,
+            "microbatches": self.microbatches,
+            "recompute": self.recompute,
+            "untried": self.untried,
+            "limit": None if self.limit == float("inf") else self.limit,
+            "cost": {name: getattr(self.cost, name) for name in Cost.__slots__},
+            "splits": {operator.name: list(self.names(place)) for place, operator in enumerate(self.graph.operators)},
+            "stage": {operator.name: self.stage[place] for place, operator in enumerate(self.graph.operators)}
+            if self.stages > 1
+            else {},
+            "compared": [
+                {
+                    "name": row.name,
+                    "mesh": row.mesh,
+                    "why": row.why,
+                    "step": row.cost.step if row.cost else None,
+                    "memory": row.cost.memory if row.cost else None,
+                }
+                for row in self.rows
+            ],
+        }
+
+    def save(self, path: Path | str) -> None:
+        """Writes the plan as JSON, atomically."""
+        write_json(Path(path), self.to_json())
+
+    def with_splits(self, given: Mapping[str, tuple[str, ...]]) -> Plan:
+        """The plan with other splits for some operators, by their names; its costs are of the old ones until it is
+        planned again with ``splits=``."""
+        return replace(self, splits=read_splits(self.graph, self.mesh, given, self.splits))
+
+
+def read_splits(
+    graph: Graph, mesh: Mesh, given: Mapping[str, Any], otherwise: tuple[Split, ...] | None = None
+) -> tuple[Split, ...]:
+    """Splits from the names of dimensions; raises PlanError for an operator or a split that cannot be."""
+    places = {operator.name: place for place, operator in enumerate(graph.operators)}
+    if unknown := [name for name in given if name not in places]:
+        raise PlanError(
+            f"the plan splits '{unknown[0]}', which the model has not: it is of another model, batch or torch"
+        )
+    found = []
+    for place, operator in enumerate(graph.operators):
+        if operator.name not in given:
+            if otherwise is None:
+                raise PlanError(f"the plan says nothing of '{operator.name}'")
+            found.append(otherwise[place])
+            continue
+        names = [dim.name for dim in operator.dims]
+        words = list(given[operator.name])
+        if wrong := [word for word in words if word != "-" and word not in names]:
+            raise PlanError(f"'{operator.name}' has no dimension '{wrong[0]}': it has {', '.join(names) or 'none'}")
+        split = tuple(REPLICATED if word == "-" else names.index(word) for word in words)
+        if len(split) != len(mesh.sizes) or split not in set(splits(operator, mesh)):
+            raise PlanError(f"'{operator.name}' cannot be split as {words} on the mesh {mesh}: the parts are not equal")
+        found.append(split)
+    return tuple(found)
+
+
+def read_plan(path: Path | str) -> dict[str, Any]:
+    """What `Plan.save` wrote, checked for its form; bound to a model by ``weft.plan(..., load=path)``."""
+    found = read_json(Path(path))
+    wanted = {"format", "mesh", "splits", "microbatches", "recompute", "stage", "devices", "machine"}
+    if not isinstance(found, dict) or not wanted <= set(found):
+        missing = sorted(wanted - set(found)) if isinstance(found, dict) else sorted(wanted)
+        raise PlanError(f"'{path}' is no plan: it lacks {', '.join(missing)}")
+    if found["format"] != FORMAT:
+        raise PlanError(f"'{path}' has format {found['format']!r}, and format {FORMAT} is read here: plan again")
+    return found

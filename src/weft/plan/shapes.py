@@ -1,0 +1,72 @@
+"""The ways to use so many devices (stages, meshes, micro-batches, recomputing), the most promising first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from weft.plan.batches import batch_size, microbatch
+from weft.plan.candidate import Shape
+from weft.plan.graph import PARAMETER, Graph
+from weft.plan.layout import Mesh
+from weft.plan.machine import Machine
+from weft.plan.redistribution import meshes
+from weft.plan.request import Request
+
+_MANY = 16  # beyond so many devices in a stage meshes have two axes at most
+
+
+def shapes(graph: Graph, request: Request) -> list[tuple[float, Shape]]:
+    """Every way that was not ruled out, each with seconds that no plan of it is below, in ascending order of them."""
+    small = lru_cache(maxsize=None)(lambda count: microbatch(graph, count))
+    found = []
+    for stages, mesh, count, recompute in _ways(graph, request):
+        training = replace(request.training, recompute=recompute, microbatches=count)
+        shape = Shape(small(count), mesh, stages, training)
+        found.append((floor(shape, request.machine), shape))
+    # Among equals the simplest: few stages, few micro-batches, few axes.
+    return sorted(found, key=lambda one: (one[0], one[1].stages, one[1].training.microbatches, len(one[1].mesh.sizes)))
+
+
+def _ways(graph: Graph, request: Request) -> Iterator[tuple[int, Mesh, int, bool]]:
+    size = batch_size(graph)
+    again = [False, True] if request.recompute is None else [request.recompute]
+    for stages in [request.stages] if request.stages else _divisors(request.devices):
+        share = request.devices // stages
+        if request.mesh is not None:
+            grids = [Mesh(request.mesh)] if math.prod(request.mesh) == share else []
+        else:
+            grids = meshes(share, 3 if share <= _MANY else 2)
+        for count in [request.microbatches] if request.microbatches else _pieces(size, stages):
+            for mesh in grids:
+                for recompute in again:
+                    yield stages, mesh, count, recompute
+
+
+def _pieces(size: int, stages: int) -> list[int]:
+    """How many micro-batches are worth trying."""
+    wanted = [1, 2, 4, 8, 16] if stages == 1 else [8 * stages, 4 * stages, 2 * stages, stages]
+    return [count for count in wanted if size and size % count == 0] or ([1] if stages == 1 else [])
+
+
+def _divisors(number: int) -> list[int]:
+    return [count for count in range(1, number + 1) if number % count == 0]
+
+
+def floor(shape: Shape, machine: Machine) -> float:
+    """Seconds that no plan of the shape is below: every operator split over all devices of its stage, nothing sent,
+    and stages that are equal."""
+    training, share = shape.training, shape.mesh.devices
+    own = [o for o in shape.graph.operators if o.kind != PARAMETER]
+    flops = np.array([o.flops for o in own]) / share
+    moved = np.array([o.moved * (training.width(o.outputs[0]) if o.outputs else 1.0) for o in own])
+    back = np.array([o.backward if any(t.gradient for t in o.outputs) else 0.0 for o in own])
+    forward = machine.compute_seconds(flops, moved / share, training.dtype)
+    backward = machine.compute_seconds(back * flops, back * moved / share, training.dtype)
+    again = np.where(back > 0, 2.0 if training.recompute else 1.0, 1.0)
+    once = float((again * forward + backward).sum())
+    return once * (training.microbatches + shape.stages - 1) / shape.stages

@@ -1,0 +1,115 @@
+"""A lower bound for graphs too entangled to eliminate, which also says which configurations cannot be in an optimum.
+
+Costs are moved between vertices and edges without changing the cost of any pick, all kept >= 0, and what is common to
+all configurations of a vertex goes into the bound (sequential reweighted message passing, Kolmogorov 2015; on pairs the
+same as TRW-S). Sweeping to and fro, each vertex takes in what its edges can spare and hands it on to those ahead. What
+is left at a configuration is a lower bound on how far every pick with it lies above the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from weft.plan.solve.classes import Part
+from weft.plan.solve.edges import Compressed, Edges
+from weft.plan.solve.problem import Table
+
+_CALL = 1 << 13  # entries summed in the time that an edge takes however small its table is
+
+
+class _Edge:
+    """One direction of an edge, seen from the vertex that takes in: rows are the other's classes, columns its own."""
+
+    __slots__ = ("back", "given", "mine", "other", "table")
+
+    def __init__(self, table: Table, other: int, mine: Part) -> None:
+        self.table, self.other, self.mine = table, other, mine
+        self.given = np.zeros(mine.count)  # what the edge has given to this vertex
+        self.back: _Edge = self
+
+    def spare(self) -> Table:
+        """The least that the edge adds, for each class."""
+        spare: Table = (self.table - self.back.given[:, None]).min(axis=0) - self.given
+        return spare
+
+
+class Dual:
+    """The bound and what is left at each vertex; changes in place with each sweep."""
+
+    def __init__(self, unary: Sequence[Table], edges: Edges) -> None:
+        self.ceiling = _ceiling(unary, edges)
+        self.own = [np.minimum(costs, self.ceiling) for costs in unary]
+        self.alive = [np.isfinite(costs) for costs in unary]
+        self.bound = 0.0
+        self.before: list[list[_Edge]] = [[] for _ in unary]
+        self.after: list[list[_Edge]] = [[] for _ in unary]
+        known: dict[Compressed, tuple[Table, Table, float]] = {}
+        for (i, j), edge in zip(edges.pairs, edges.tables, strict=True):
+            if edge not in known:
+                table = np.minimum(edge.table, self.ceiling)
+                known[edge] = table, np.ascontiguousarray(table.T), float(table.min())
+            table, turned, least = known[edge]
+            one, two = _Edge(table, i, edge.columns), _Edge(turned, j, edge.rows)
+            one.back, two.back = two, one
+            one.given += least
+            self.bound += least
+            self.before[j].append(one)
+            self.after[i].append(two)
+        for vertex, alive in enumerate(self.alive):
+            self.add(vertex, np.where(alive, 0.0, self.ceiling))
+
+    def sweep(self, forward: bool, upper: float) -> list[int]:
+        """Visits all vertices once; a configuration that only picks above ``upper`` have is no longer alive. Returns a
+        pick read off on the way."""
+        count = len(self.own)
+        picks = [0] * count
+        behind, ahead = (self.before, self.after) if forward else (self.after, self.before)
+        for vertex in range(count) if forward else range(count - 1, -1, -1):
+            own = guess = self.own[vertex]
+            for edge in behind[vertex]:
+                row = edge.table[edge.back.mine.labels[picks[edge.other]]] - edge.given
+                spare = edge.spare()
+                edge.given += spare
+                guess = guess + row[edge.mine.index]
+                own = own + spare[edge.mine.index]
+            picks[vertex] = int(guess.argmin())  # what is no longer alive costs more than all else
+            least = own.min()
+            self.bound += float(least)
+            own = own - least
+            alive = own <= upper - self.bound
+            if not alive.all():
+                self.alive[vertex] &= alive
+                own[~self.alive[vertex]] = self.ceiling
+            share = 1.0 / max(len(behind[vertex]), len(ahead[vertex]), 1)
+            left = own
+            for edge in ahead[vertex]:
+                gift = share * edge.mine.least(own)
+                edge.given -= gift
+                left = left - gift[edge.mine.index]
+            self.own[vertex] = left
+        return picks
+
+    def add(self, vertex: int, costs: Table) -> None:
+        """More (or less) cost at a vertex."""
+        own = self.own[vertex] + costs
+        self.bound += float(own.min())
+        self.own[vertex] = own - own.min()
+
+
+def effort_of_sweep(edges: Edges) -> int:
+    """The entries that an elimination sums in about the time of one sweep."""
+    return sum(edge.table.size + _CALL for edge in edges.tables)
+
+
+def _ceiling(unary: Sequence[Table], edges: Edges) -> float:
+    """A cost above that of any allowed pick, to stand for inf where costs are subtracted."""
+    known: dict[int, float] = {}
+    total = 1.0
+    for table in (*unary, *[edge.table for edge in edges.tables]):
+        if id(table) not in known:
+            finite = table[np.isfinite(table)]
+            known[id(table)] = float(np.abs(finite).max()) if finite.size else 0.0
+        total += known[id(table)]
+    return 2 * total

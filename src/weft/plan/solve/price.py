@@ -1,0 +1,77 @@
+"""What a unit of weight costs: the price at which the cheapest pick just keeps the limit, and the bound that it gives.
+
+For any price the least of ``cost + price * weight``, less ``price * limit``, is at most the optimum.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from weft.plan.solve.elimination import Elimination, same
+from weft.plan.solve.local import Neighbours, neighbours, polished
+from weft.plan.solve.problem import Problem, Table
+from weft.plan.solve.splice import spliced
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A pick within the limit, a bound on the optimum, and the price of a unit of weight that gave the bound."""
+
+    pick: list[int]
+    cost: float
+    bound: float
+    price: float = 0.0
+    elimination: Elimination | None = None
+    entries: int = 0  # of the largest table that was made
+    width: int = 0  # the most vertices that one was summed over
+
+
+Minimum = Callable[[list[Table]], Priced]  # what is known of the least cost, given the costs of all configurations
+
+
+def costs_at(problem: Problem, price: float) -> list[Table]:
+    """What each configuration costs with its weight at this price."""
+    if problem.weights is None or price == 0.0:
+        return same(problem.unary)
+    return same([costs + price * weights for costs, weights in zip(problem.unary, problem.weights, strict=True)])
+
+
+def priced(problem: Problem, minimum: Minimum, light: list[int], deadline: float = math.inf) -> Priced:
+    """The best bound that a price gives, and the best pick met on the way to it, given a pick within the limit; at the
+    deadline those so far."""
+    around = neighbours(problem)
+    found = minimum(costs_at(problem, 0.0))
+    heavy = found.pick
+    over = problem.cost(heavy), problem.weight(heavy)
+    if over[1] <= problem.limit:
+        return found
+    best = _within(problem, light, around)
+    cost = problem.cost(best)
+    under, lighter = (cost, problem.weight(best)), best
+    # Over and under the limit, two picks as points (cost, weight); the line between them gives the next price. A pick
+    # below that line takes the place of one of them; if there is none, no other price gives a better bound.
+    while (slope := (under[0] - over[0]) / (over[1] - under[1])) > 0:
+        least = minimum(costs_at(problem, slope))
+        if (bound := least.bound - slope * problem.limit) > found.bound:
+            found = replace(least, bound=bound, price=slope)
+        point = problem.cost(least.pick), problem.weight(least.pick)
+        line = under[0] + slope * under[1]
+        if point[0] + slope * point[1] >= line - 1e-12 * abs(line) or time.monotonic() > deadline:
+            break
+        if point[1] > problem.limit:
+            over, heavy = point, least.pick
+        else:
+            under, lighter = point, least.pick
+    for pick in (lighter, spliced(problem, lighter, heavy)):
+        met = _within(problem, pick, around)
+        if (new := problem.cost(met)) < cost:
+            best, cost = met, new
+    return replace(found, pick=best, cost=cost, bound=min(cost, found.bound))
+
+
+def _within(problem: Problem, pick: list[int], around: Neighbours) -> list[int]:
+    better = polished(problem, pick, around)
+    return better if problem.weight(better) <= problem.limit else pick  # rounding may have taken it over

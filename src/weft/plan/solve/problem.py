@@ -1,0 +1,94 @@
+"""What is solved: a configuration for each vertex of a graph, at the least sum of the costs of vertices and edges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.errors import PlanError
+
+Table = NDArray[np.float64]
+Index = NDArray[np.intp]
+
+EXACT = 1e-9  # a bound this near to the cost, relative to it, is the optimum
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Vertex v picks one of ``len(unary[v])`` configurations. ``pairs[i, j]``, i < j, has a row for each configuration
+    of i and a column for each of j. ``inf`` forbids a configuration or a pair. Where there are ``weights`` (a number
+    >= 0 for each configuration, such as bytes), those that are picked sum to at most ``limit``."""
+
+    unary: tuple[Table, ...]
+    pairs: Mapping[tuple[int, int], Table]
+    weights: tuple[Table, ...] | None = None
+    limit: float = math.inf
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unary", tuple(map(_table, self.unary)))
+        object.__setattr__(self, "pairs", {edge: _table(table) for edge, table in self.pairs.items()})
+        sizes = [len(costs) if costs.ndim == 1 else 0 for costs in self.unary]
+        if 0 in sizes:
+            raise PlanError(f"vertex {sizes.index(0)} has no configuration: each needs a vector with at least one cost")
+        for (i, j), table in self.pairs.items():
+            if not 0 <= i < j < len(sizes):
+                raise PlanError(f"edge ({i}, {j}) is not between two of {len(sizes)} vertices, the lower one first")
+            if table.shape != (sizes[i], sizes[j]):
+                raise PlanError(f"edge ({i}, {j}) has a table of {table.shape}, not ({sizes[i]}, {sizes[j]})")
+        if math.isnan(self.limit):
+            raise PlanError("the limit is not a number: give the most that the weights may sum to")
+        if self.weights is not None:
+            object.__setattr__(self, "weights", tuple(map(_table, self.weights)))
+            if [weights.shape for weights in self.weights] != [(size,) for size in sizes]:
+                raise PlanError("the weights are not one for each configuration of each vertex")
+            for vertex, weights in enumerate(self.weights):
+                if not (weights >= 0).all() or np.isinf(weights).any():
+                    raise PlanError(f"vertex {vertex} has a weight that is negative or not finite")
+
+    def cost(self, pick: Sequence[int]) -> float:
+        """The sum of the costs of a pick, summed exactly: the same whatever the order of the tables."""
+        costs = [float(costs[k]) for costs, k in zip(self.unary, pick, strict=True)]
+        costs += [float(table[pick[i], pick[j]]) for (i, j), table in self.pairs.items()]
+        return math.fsum(costs)
+
+    def weight(self, pick: Sequence[int]) -> float:
+        if self.weights is None:
+            return 0.0
+        return math.fsum(float(weights[k]) for weights, k in zip(self.weights, pick, strict=True))
+
+    @property
+    def limited(self) -> bool:
+        """Whether the limit can matter at all."""
+        return self.weights is not None and math.fsum(float(weights.max()) for weights in self.weights) > self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A pick that keeps the limit, and what is known of the optimum: ``bound <= optimum <= cost``."""
+
+    pick: tuple[int, ...]
+    cost: float
+    bound: float
+    weight: float = 0.0
+    price: float = 0.0  # what one unit of weight costs at the limit (the multiplier of the bound)
+    entries: int = 0  # of the largest table that was made
+    width: int = 0  # the most vertices that one was summed over
+    seconds: float = 0.0  # of this process's CPU
+    method: str = "elimination"
+
+    @property
+    def gap(self) -> float:
+        """How far the cost may lie above the optimum, relative to the cost."""
+        return 0.0 if self.cost == self.bound else (self.cost - self.bound) / max(abs(self.cost), abs(self.bound))
+
+    @property
+    def optimal(self) -> bool:
+        return self.gap <= EXACT
+
+
+def _table(values: Table) -> Table:
+    return np.ascontiguousarray(values, dtype=np.float64)

@@ -1,0 +1,248 @@
+"""From a graph, a mesh and a machine to the tables that the solver works on: seconds, and bytes a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.errors import PlanError
+from weft.plan.graph import PARAMETER, Dim, Graph, Operator, Tensor
+from weft.plan.layout import Layout, Mesh, Split, gradient_layout, layout, result_layout, shards, splits
+from weft.plan.machine import Machine
+from weft.plan.redistribution import Redistribution, settled
+from weft.plan.solve import Problem
+
+Table = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a step is, beside the model: the dtype that matrix products run in, and what is kept a parameter element.
+
+    ``state`` is the optimizer's bytes an element (8 for Adam in fp32, 4 for momentum, 0 for plain SGD). ``overlap`` is
+    the part of the communication of parameters and their gradients that is hidden behind computing. ``recompute`` says
+    that layers keep their inputs alone and run their forward again. The graph is of one of ``microbatches``.
+    """
+
+    dtype: str = "float32"
+    state: float = 8.0
+    overlap: float = 0.0
+    recompute: bool = False
+    microbatches: int = 1
+
+    def width(self, tensor: Tensor) -> float:
+        """The size of an activation over its size as captured: products may run in a narrower dtype."""
+        return 0.5 if tensor.itemsize == 4 and self.dtype in ("bfloat16", "float16") else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The splits of every operator, and their costs: ``compute`` in seconds a split, ``moves`` in seconds a pair of
+    splits of the two ends of an edge (parallel edges summed), ``memory`` in bytes of a device."""
+
+    mesh: Mesh
+    splits: tuple[tuple[Split, ...], ...]
+    compute: tuple[Table, ...]
+    moves: dict[tuple[int, int], Table]
+    memory: tuple[Table, ...]
+
+    def problem(self, limit: float = float("inf")) -> Problem:
+        """What the solver solves: with a limit, the memory of all that is picked keeps it."""
+        weights = self.memory if limit != float("inf") else None
+        return Problem(self.compute, self.moves, weights, limit)
+
+    def weight(self, pick: Sequence[int]) -> float:
+        """Bytes of a device under a pick."""
+        return math.fsum(float(memory[k]) for memory, k in zip(self.memory, pick, strict=True))
+
+
+Allowed = Callable[[int, Split], bool]
+
+
+def tables(
+    graph: Graph, mesh: Mesh, machine: Machine, training: Training | None = None, allowed: Allowed | None = None
+) -> Tables:
+    """The costs of one training step of the graph on the mesh.
+
+    ``allowed`` says whether the operator at a place may be split so; one of which nothing is left is refused.
+    """
+    training = training or Training()
+    builder = _Builder(mesh, machine, training)
+    kept = _kept(graph, training.recompute)
+    choices = _choices(graph, mesh, allowed)
+    # Layers of a network are alike: what a table depends on is compared once, as a number.
+    alike: dict[object, int] = {}
+    kinds = [
+        alike.setdefault((_signature(operator), own), len(alike))
+        for operator, own in zip(graph.operators, choices, strict=True)
+    ]
+    compute: dict[int, Table] = {}
+    memory: dict[tuple[int, bool], Table] = {}
+    edges: dict[tuple[int, int, int, int], Table] = {}
+    moves: dict[tuple[int, int], Table] = {}
+    for place, (operator, own, kind) in enumerate(zip(graph.operators, choices, kinds, strict=True)):
+        if kind not in compute:
+            compute[kind] = builder.compute(operator, own)
+        if (kind, kept[place]) not in memory:
+            memory[kind, kept[place]] = _memory(operator, own, kept[place], mesh, training)
+        for number, read in enumerate(operator.reads):
+            key = (kinds[read.source], read.output, kind, number)
+            if key not in edges:
+                source = graph.operators[read.source]
+                ends = (source.outputs[read.output], choices[read.source], read.tensor, own)
+                edges[key] = builder.edge(*ends, source.kind == PARAMETER)
+            edge = (read.source, place)
+            moves[edge] = moves[edge] + edges[key] if edge in moves else edges[key]
+    return Tables(
+        mesh,
+        tuple(choices),
+        tuple(compute[kind] for kind in kinds),
+        moves,
+        tuple(memory[kind, own] for kind, own in zip(kinds, kept, strict=True)),
+    )
+
+
+def memories(graph: Graph, mesh: Mesh, training: Training, allowed: Allowed | None = None) -> list[Table]:
+    """The memory of the tables alone."""
+    kept = _kept(graph, training.recompute)
+    found: dict[object, Table] = {}
+    every = []
+    for operator, own, keeps in zip(graph.operators, _choices(graph, mesh, allowed), kept, strict=True):
+        key = (operator.kind, operator.dims, operator.outputs, operator.saved, own, keeps)
+        if key not in found:
+            found[key] = _memory(operator, own, keeps, mesh, training)
+        every.append(found[key])
+    return every
+
+
+def _choices(graph: Graph, mesh: Mesh, allowed: Allowed | None) -> list[tuple[Split, ...]]:
+    every: dict[tuple[Dim, ...], tuple[Split, ...]] = {}
+    found = []
+    for place, operator in enumerate(graph.operators):
+        if operator.dims not in every:
+            every[operator.dims] = tuple(splits(operator, mesh))
+        own = every[operator.dims]
+        if allowed is not None:
+            own = tuple(split for split in own if allowed(place, split))
+        if not own:
+            raise PlanError(f"'{operator.name}' has no split left on the mesh {mesh}: relax what is asked of it")
+        found.append(own)
+    return found
+
+
+def _signature(operator: Operator) -> object:
+    """What the tables of an operator depend on, beside its splits."""
+    reads = tuple(read.tensor for read in operator.reads)
+    costs = (operator.flops, operator.moved, operator.backward, operator.saved)
+    return operator.kind, operator.dims, reads, operator.outputs, costs
+
+
+class _Builder:
+    """The tables of one operator, and of one edge."""
+
+    def __init__(self, mesh: Mesh, machine: Machine, training: Training) -> None:
+        self.mesh, self.machine, self.training = mesh, machine, training
+        self._moving = Redistribution(mesh, machine)
+
+    def compute(self, operator: Operator, choices: Sequence[Split]) -> Table:
+        """Seconds of forward and backward, or of the update of a parameter."""
+        machine, training = self.machine, self.training
+        if operator.kind == PARAMETER:
+            tensor = operator.outputs[0]
+            local = np.array([1 / shards(result_layout(tensor, split), self.mesh) for split in choices])
+            # Weight and state are read and written, the gradient is read.
+            moved = tensor.bytes * 3 + tensor.elements * 2 * training.state
+            return machine.compute_seconds(np.zeros(len(choices)), local * moved, training.dtype)
+        sizes = np.array(self.mesh.sizes, dtype=np.float64)
+        used = np.array(choices, dtype=np.int64).reshape(len(choices), len(sizes)) >= 0
+        parts = np.where(used, sizes, 1.0).prod(1)
+        touched = sum(t.bytes for t in (*(r.tensor for r in operator.reads), *operator.outputs)) or 1
+        whole = np.array([self._local_bytes(operator, split) for split in choices]) / touched
+        held = operator.moved * self.training.width(operator.outputs[0]) * whole
+        forward = machine.compute_seconds(operator.flops / parts, held, training.dtype)
+        if not any(tensor.gradient for tensor in operator.outputs):
+            return forward * training.microbatches
+        times = operator.backward
+        backward = machine.compute_seconds(times * operator.flops / parts, times * held, training.dtype)
+        return training.microbatches * (forward * (2.0 if training.recompute else 1.0) + backward)
+
+    def _local_bytes(self, operator: Operator, split: Split) -> float:
+        reads = sum(r.tensor.bytes / shards(layout(r.tensor, split), self.mesh) for r in operator.reads)
+        return reads + sum(t.bytes / shards(result_layout(t, split), self.mesh) for t in operator.outputs)
+
+    def edge(
+        self, result: Tensor, sources: Sequence[Split], operand: Tensor, readers: Sequence[Split], parameter: bool
+    ) -> Table:
+        """Seconds that moving the tensor takes, and its gradient back, for every split of both ends."""
+        forward, backward = self._edge(result, sources, operand, readers, parameter)
+        hidden, count = (self.training.overlap if parameter else 0.0), self.training.microbatches
+        # A parameter's gradients are summed over the micro-batches before they travel.
+        return (1 - hidden) * (count * forward + (1 if parameter else count) * backward)
+
+    def _edge(
+        self, result: Tensor, sources: Sequence[Split], operand: Tensor, readers: Sequence[Split], parameter: bool
+    ) -> tuple[Table, Table]:
+        out, out_of = _distinct([result_layout(result, split) for split in sources])
+        wanted, wanted_of = _distinct([layout(operand, split) for split in readers])
+        size = operand.bytes * (1.0 if parameter else self.training.width(operand))
+        forward = self._moving.table(size, out, wanted)[np.ix_(out_of, wanted_of)]
+        if not (result.gradient and operand.gradient):
+            return forward, np.zeros_like(forward)
+        back, back_of = _distinct([gradient_layout(operand, split) for split in readers])
+        home, home_of = _distinct([settled(result_layout(result, split)) for split in sources])
+        return forward, self._moving.table(size, back, home).T[np.ix_(home_of, back_of)]
+
+
+def _memory(operator: Operator, choices: Sequence[Split], kept: bool, mesh: Mesh, training: Training) -> Table:
+    """Bytes of a device for as long as the step lasts: weight, gradient and state, or what the backward keeps."""
+    if not operator.outputs or not (kept or operator.kind == PARAMETER):
+        return np.zeros(len(choices))
+    tensor = operator.outputs[0]
+    local = np.array([1 / shards(result_layout(tensor, split), mesh) for split in choices])
+    if operator.kind == PARAMETER:
+        learned = tensor.bytes + tensor.elements * training.state if tensor.gradient else 0.0
+        return local * (tensor.bytes + learned)
+    return local * operator.saved * training.width(tensor)
+
+
+def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
+    """The layouts without repetition, and which of them each one is."""
+    places: dict[Layout, int] = {}
+    of = [places.setdefault(laid, len(places)) for laid in layouts]
+    return list(places), of
+
+
+def _kept(graph: Graph, recompute: bool) -> list[bool]:
+    """Which operators keep what their backward needs. With recomputation only one layer does at a time: the one that
+    keeps most; of the others only what enters a layer from another one is kept."""
+    if not recompute:
+        return [True] * len(graph)
+    layers = [layer_of(operator.module) for operator in graph.operators]
+    held: dict[str, float] = {}
+    for operator, name in zip(graph.operators, layers, strict=True):
+        held[name] = held.get(name, 0.0) + operator.saved
+    largest = max((name for name in held if name), key=lambda name: held[name], default="")
+    crossing = {
+        read.source
+        for o, name in zip(graph.operators, layers, strict=True)
+        for read in o.reads
+        if layers[read.source] != name
+    }
+    return [name in ("", largest) or place in crossing for place, name in enumerate(layers)]
+
+
+def layer_of(module: str) -> str:
+    """The repeated layer that a module lies in: its path up to the first number.
+
+    >>> layer_of("transformer.h.3.attn.c_attn"), layer_of("lm_head")
+    ('transformer.h.3', '')
+    """
+    parts = module.split(".")
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: place + 1])
+    return ""

@@ -1,0 +1,132 @@
+"""What ``weft plan`` plans: the model, or the supernet, that the command line names."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import PlanError, nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from weft.config import Config
+    from weft.plan.supernet import ChainPlan
+    from weft.supernet import Chain
+
+Subject = tuple["nn.Module", Any, Any]
+"""A model, a batch that it takes, and a loss or None."""
+
+
+def subject(spec: str, batch: int, length: int, folder: Path) -> Subject:
+    """The model that a user names, without its weights where that can be.
+
+    ``module:attribute`` (or ``file.py:attribute``) is a function that returns a model and a batch, and perhaps a loss;
+    a path to a ``config.json``, or to a folder with one, is a model of transformers; a bare name is one of its kinds of
+    models with its default sizes.
+    """
+    if batch < 1 or length < 1:
+        raise PlanError(f"a batch has at least 1 sample of length 1, not {batch} of {length}")
+    if ":" in spec:
+        return _own(spec, folder)
+    path = Path(spec)
+    if path.is_dir() and (path / "config.json").is_file():
+        path /= "config.json"
+    if path.suffix == ".json":
+        return _transformer(_read(path), batch, length)
+    return _transformer({"model_type": spec}, batch, length)
+
+
+def is_supernet(spec: str) -> bool:
+    """Whether the command line names the config of a supernet, and not a model."""
+    return spec.endswith(".toml")
+
+
+def plan_config(config: Config, folder: Path, machine: str, devices: int, dtype: str | None) -> tuple[ChainPlan, Chain]:
+    """Where the chain that a config names is cut into stages, for a batch of its data."""
+    import numpy as np
+
+    from weft import assembly
+    from weft.plan.supernet import plan_chain
+    from weft.supernet import initialise
+
+    chain = initialise(assembly.supernet_of(config, folder), config.train.seed)
+    data = assembly.data_of(config, folder)
+    batch = data.train.take(np.arange(min(config.train.batch_size, len(data.train))))
+    return plan_chain(chain, batch, machine, devices=devices, dtype=dtype or "float32"), chain
+
+
+def _own(spec: str, folder: Path) -> Subject:
+    from torch import nn
+
+    from weft.config import locate
+
+    name, _, attribute = spec.partition(":")
+    if name.endswith(".py"):
+        folder, name = Path(name).parent, Path(name).stem
+    made = locate(f"{name}:{attribute}", folder)
+    made = made() if callable(made) and not isinstance(made, nn.Module) else made
+    if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
+        raise PlanError(f"'{spec}' gives {type(made).__name__}: it must return (model, batch) or (model, batch, loss)")
+    return made[0], made[1], made[2] if len(made) == 3 else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"'{path}' cannot be read as a model's configuration: {error}") from error
+    if not isinstance(found, dict) or "model_type" not in found:
+        raise PlanError(f"'{path}' is no configuration of transformers: it has no 'model_type'")
+    return found
+
+
+def _transformer(values: Mapping[str, Any], batch: int, length: int) -> Subject:
+    try:
+        import transformers as library
+    except ImportError as error:
+        raise PlanError(
+            "models by name need transformers: pip install transformers, or name a function of yours, module:build"
+        ) from error
+    import torch
+
+    kind = str(values["model_type"])
+    known = library.CONFIG_MAPPING
+    if kind not in known:
+        raise PlanError(
+            f"'{kind}' is no model that transformers has{nearest(kind, list(known))}; a function of yours is named "
+            "as module:build"
+        )
+    config = known[kind].from_dict({k: v for k, v in values.items() if k != "model_type"})
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+    heads = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification", "AudioClassification")
+    makers = [getattr(library, f"AutoModelFor{head}") for head in heads] + [library.AutoModel]
+    maker = next((m for m in makers if type(config) in m._model_mapping), None)
+    if maker is None:
+        raise PlanError(f"'{kind}' has no model that can be made from its configuration alone")
+    with torch.device("meta"):
+        model = maker.from_config(config)
+    return model.train(), _batch(model, config, batch, length), None
+
+
+def _batch(model: nn.Module, config: Any, batch: int, length: int) -> dict[str, Any]:
+    import torch
+
+    name = str(getattr(model, "main_input_name", "input_ids"))
+    with torch.device("meta"):
+        if name == "pixel_values":
+            side = getattr(config, "image_size", None) or 224
+            high, wide = side if isinstance(side, list | tuple) else (side, side)
+            return {name: torch.zeros(batch, getattr(config, "num_channels", 3), high, wide)}
+        if name == "input_features":
+            frames = 2 * int(getattr(config, "max_source_positions", length))
+            found = {name: torch.zeros(batch, int(getattr(config, "num_mel_bins", 80)), frames)}
+            return {**found, "decoder_input_ids": torch.zeros(batch, length, dtype=torch.long)}
+        if name == "input_values":
+            return {name: torch.zeros(batch, 16000)}
+        ids = torch.zeros(batch, length, dtype=torch.long)
+        return {name: ids, "labels": ids} if "labels" in inspect.signature(model.forward).parameters else {name: ids}

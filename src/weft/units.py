@@ -1,0 +1,38 @@
+"""Sizes in bytes, as people write and read them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from weft.errors import WeftError
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{prefix}ib": 2 ** (10 * (power + 1)) for power, prefix in enumerate("kmgt")}
+_UNITS |= {f"{prefix}b": 10 ** (3 * (power + 1)) for power, prefix in enumerate("kmgt")}
+
+
+def size(number: float) -> str:
+    """Bytes for a person.
+
+    >>> size(3 * 2**20)
+    '3.0 MiB'
+    """
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min((max(int(number), 1).bit_length() - 1) // 10, len(units) - 1)
+    return f"{number / 1024**power:.{int(power > 0)}f} {units[power]}"
+
+
+def size_of(text: str | float, error: type[WeftError] = WeftError) -> float:
+    """Bytes from a number or from text; ``error`` is raised for what is no size.
+
+    >>> size_of("80GiB") == 80 * 2**30, size_of("1.5 GB"), size_of("512")
+    (True, 1500000000.0, 512.0)
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
+    if not found or found[2] not in _UNITS:
+        raise error(f"'{text}' is no size: write 80GiB, 24GB or a number of bytes")
+    number = float(found[1]) * _UNITS[found[2]]
+    if not 0 < number < math.inf:
+        raise error(f"a size is above 0, and finite, not '{text}'")
+    return number

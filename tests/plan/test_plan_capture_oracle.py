@@ -1,0 +1,541 @@
+"""Every rule, put to the test: an operator run in parts gives what it gives whole, and so do its gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import weft
+from weft import zoo
+from weft.keys import generator, torch_seeded
+from weft.plan.capture import Captured, bias_operand, capture, draws, localise, tensors
+from weft.plan.capture.program import WAYS
+from weft.plan.capture.rules.view import groups
+from weft.plan.graph import Operator
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def value(source: fx.Node, operands: Iterator[Tensor], values: Mapping[str, Any]) -> Any:
+    """The next operand, or a number that another node made."""
+    return next(operands) if any(True for _ in tensors(source)) else values[source.name]
+
+
+def apply(node: fx.Node, arguments: Any, operands: list[Tensor], values: Mapping[str, Any]) -> list[Tensor]:
+    """The results of the node's operator for these operands."""
+    used = iter(operands)
+    args, kwargs = fx.node.map_arg(arguments, lambda source: value(source, used, values))
+    result = node.target(*args, **kwargs)
+    found = result if isinstance(result, (list, tuple)) else [result]
+    return [leaf for leaf in found if isinstance(leaf, Tensor)]
+
+
+def run_whole(captured: Captured, model: nn.Module, batch: Any) -> dict[str, Any]:
+    """The value of every node, computed on one device."""
+    values: dict[str, Any] = dict(captured.bind(model, batch))
+    for node in captured.nodes.nodes:
+        if node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: values[source.name])
+            values[node.name] = node.target(*args, **kwargs)
+    return values
+
+
+def cut(tensor: Tensor, dims: tuple[int | None, ...], place: int, count: int, number: int) -> Tensor:
+    """Part ``number`` of ``count`` of a tensor that has the dimension; else all of it."""
+    return tensor.chunk(count, dims.index(place))[number].contiguous() if place in dims else tensor
+
+
+def joined(parts: list[Tensor], dims: tuple[int | None, ...], place: int) -> Tensor:
+    return torch.cat(parts, dims.index(place)) if place in dims else torch.stack(parts).sum(0).to(parts[0].dtype)
+
+
+def shares(
+    node: fx.Node, entry: Operator, operands: list[Tensor], place: int, count: int
+) -> tuple[dict[str, Any], float]:
+    """Which arguments a part has others of, and by what its first result counts, where parts are added up."""
+    if place in entry.outputs[0].dims:
+        return {}, 1.0
+    if entry.kind == "mean_loss":  # a part may hold no row that counts: its mean would not be a number, its sum is 0
+        labels = operands[1]
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        number = names.index("ignore_index")
+        ignored = node.args[number] if len(node.args) > number else node.kwargs.get("ignore_index", -100)
+        rows = labels.shape[0] if labels.is_floating_point() else int((labels != ignored).sum())
+        return {"reduction": 2}, 1.0 / rows
+    return {}, 1.0 / count if entry.kind == "mean" else 1.0
+
+
+def backward(results: list[Tensor], sent: list[Tensor | None], operands: list[Tensor]) -> list[Tensor | None]:
+    """The gradient of each operand that wants one."""
+    pairs = [(one, two) for one, two in zip(results, sent, strict=True) if two is not None and one.requires_grad]
+    wanted = [operand for operand in operands if operand.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(operands)
+    found = iter(torch.autograd.grad([one for one, _ in pairs], wanted, [two for _, two in pairs], allow_unused=True))
+    return [next(found) if operand.requires_grad else None for operand in operands]
+
+
+def in_parts(
+    node: fx.Node,
+    entry: Operator,
+    operands: list[Tensor],
+    place: int,
+    count: int,
+    sent: list[Tensor | None],
+    values: Mapping[str, Any],
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Results and gradients of the operands, put together from the parts of one dimension."""
+    bias = bias_operand(entry) if place not in entry.outputs[0].dims else None
+    changed, weight = shares(node, entry, operands, place, count)
+    args, kwargs = localise(node, entry, {place: count})
+    for name, other in changed.items():
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        at = names.index(name)
+        args, kwargs = (
+            ((*args[:at], other, *args[at + 1 :]), kwargs) if at < len(args) else (args, {**kwargs, name: other})
+        )
+    results: list[list[Tensor]] = []
+    gradients: list[list[Tensor | None]] = []
+    for number in range(count):
+        local = [
+            cut(operand, read.tensor.dims, place, count, number).detach().requires_grad_(read.tensor.gradient)
+            for operand, read in zip(operands, entry.reads, strict=True)
+        ]
+        used = [part / count if index == bias else part for index, part in enumerate(local)]
+        found = apply(node, (args, kwargs), used, values)
+        if weight != 1.0:
+            found[0] = found[0] * weight
+        results.append([part.detach() for part in found])
+        given = [
+            None if whole is None else cut(whole, made.dims, place, count, number)
+            for whole, made in zip(sent, entry.outputs, strict=True)
+        ]
+        gradients.append(backward(found, given, local))
+    backs: list[Tensor | None] = []
+    for index, read in enumerate(entry.reads):
+        parts = [part for part in (found[index] for found in gradients) if part is not None]
+        backs.append(joined(parts, read.tensor.dims, place) if len(parts) == count else None)
+    return [joined([part[n] for part in results], made.dims, place) for n, made in enumerate(entry.outputs)], backs
+
+
+def close(mine: Tensor, whole: Tensor) -> bool:
+    if mine.shape != whole.shape:
+        return False
+    if not whole.is_floating_point() and not whole.is_complex():
+        return torch.equal(mine, whole)
+    scale = max(1.0, float(whole.abs().max())) if whole.numel() else 1.0
+    return torch.allclose(mine, whole, rtol=2e-4, atol=2e-5 * scale, equal_nan=True)
+
+
+def differences(
+    results: list[Tensor], whole: list[Tensor], backs: list[Tensor | None], gradients: list[Tensor | None]
+) -> Iterator[str]:
+    for index, (mine, theirs) in enumerate(zip(results, whole, strict=True)):
+        if not close(mine, theirs.detach()):
+            yield f"result {index}"
+    for index, (back, gradient) in enumerate(zip(backs, gradients, strict=True)):
+        if (back is None) != (gradient is None):
+            yield f"gradient of operand {index} is there in one way only"
+        elif back is not None and gradient is not None and not close(back, gradient):
+            yield f"gradient of operand {index}"
+
+
+def check(
+    captured: Captured, values: Mapping[str, Any], seen: set[str] | None = None, module: str = ""
+) -> tuple[int, list[str]]:
+    """How many (operator, dimension) pairs were run in parts, and those that came out wrong. Operators that draw random
+    numbers, and the images of a batch norm in training, are for a runner to get right."""
+    seen = set() if seen is None else seen
+    wrong: list[str] = []
+    checked = 0
+    for node in captured.nodes.nodes:
+        if node.op != "call_function" or node.name not in captured.places:
+            continue
+        entry = captured.graph.operators[captured.places[node.name]]
+        if module not in ("", entry.module):
+            continue
+        constants = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if not isinstance(leaf, fx.Node)]
+        key = repr((entry.target, entry.dims, [read.tensor for read in entry.reads], entry.outputs, constants))
+        if all(dim.parts == 1 for dim in entry.dims) or draws(node) or "empty" in entry.target or key in seen:
+            continue
+        seen.add(key)
+        operands = [values[source.name].detach() for source in tensors((node.args, node.kwargs))]
+        fresh = [
+            operand.clone().requires_grad_(read.tensor.gradient)
+            for operand, read in zip(operands, entry.reads, strict=True)
+        ]
+        whole = apply(node, (node.args, dict(node.kwargs)), fresh, values)
+        with torch_seeded("cotangent"):
+            sent = [
+                torch.randn_like(out) if made.gradient else None for out, made in zip(whole, entry.outputs, strict=True)
+            ]
+        gradients = backward(whole, sent, fresh)
+        for place, dim in enumerate(entry.dims):
+            if dim.parts == 1 or (entry.kind == "batch_norm" and dim.name == "n"):
+                continue
+            divisors = [count for count in range(2, dim.parts + 1) if dim.parts % count == 0]
+            few = [count for count in divisors if count <= 12] or divisors[:1]
+            for count in {few[0], few[-1]}:
+                checked += 1
+                label = f"{entry.name} ({entry.target}) over {dim.name} in {count}"
+                try:
+                    results, backs = in_parts(node, entry, operands, place, count, sent, values)
+                except (
+                    Exception
+                ) as problem:  # an operator that cannot run on a part is as wrong as one that runs wrongly
+                    wrong.append(f"{label}: {problem!r}")
+                    continue
+                wrong += [f"{label}: {what}" for what in differences(results, whole, backs, gradients)]
+    return checked, wrong
+
+
+def noisy(model: nn.Module) -> nn.Module:
+    """Weights that are nowhere zero or equal: a bias that is added twice must show."""
+    with torch_seeded("noise"), torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+class Function(nn.Module):
+    """A function of parameters of given shapes."""
+
+    def __init__(self, function: Callable[..., Any], *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function = function
+        with torch_seeded("shapes"):
+            self.weights = nn.ParameterList([nn.Parameter(torch.randn(*shape)) for shape in shapes])
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(*self.weights)
+
+
+def index(*sizes: int, below: int) -> Tensor:
+    return torch.arange(math.prod(sizes)).mul(7).remainder(below).view(*sizes)
+
+
+def assign(x: Tensor, y: Tensor) -> Tensor:
+    out = x.clone()
+    out[:, 1:3] = y
+    out[:, 0] = y[:, 0] * 2
+    return out
+
+
+def put(x: Tensor, y: Tensor) -> Tensor:
+    out = x.clone()
+    out[index(3, below=4)] = y
+    return out
+
+
+def rotated(x: Tensor) -> Tensor:
+    turned = torch.view_as_complex(x.reshape(4, 6, 4, 2)) * torch.polar(torch.ones(6, 4), torch.ones(6, 4))
+    return torch.view_as_real(turned).flatten(2)
+
+
+SHAPE = (4, 6, 8)
+CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], set[str]]] = {
+    # what is computed, from what, and dimensions that must be among those that may be split
+    "linear": (F.linear, ((4, 6, 8), (10, 8), (10,)), {"m0", "m1", "n", "k"}),
+    "addmm": (torch.addmm, ((10,), (4, 8), (8, 10)), {"m", "n", "k"}),
+    "addmm, scaled": (lambda c, a, b: torch.addmm(c, a, b, beta=2, alpha=3), ((4, 10), (4, 8), (8, 10)), {"k"}),
+    "baddbmm": (torch.baddbmm, ((2, 1, 6), (2, 4, 8), (2, 8, 6)), {"b0", "m", "n", "k"}),
+    "matmul that broadcasts": (torch.matmul, ((4, 1, 6, 8), (2, 8, 10)), {"b0", "b1", "m", "n", "k"}),
+    "matmul with a vector": (torch.matmul, ((4, 6, 8), (8,)), {"b0", "m", "k"}),
+    "vector by matrix": (torch.matmul, ((8,), (4, 8, 6)), {"b0", "n", "k"}),
+    "dot": (torch.matmul, ((8,), (8,)), {"k"}),
+    "einsum": (lambda a, b: torch.einsum("bqhd,bkhd->bhqk", a, b), ((2, 4, 6, 8), (2, 10, 6, 8)), set("bhqkd")),
+    "einsum with dots": (lambda a, b: torch.einsum("...ij,jk", a, b), ((4, 6, 8), (8, 2)), {"i", "j", "k", "dot0"}),
+    "einsum of three": (lambda *t: torch.einsum("bi,bj,ij->b", *t), ((4, 6), (4, 8), (6, 8)), {"b", "i", "j"}),
+    "convolution": (
+        lambda *t: F.conv2d(*t, padding=1, stride=2), ((4, 6, 8, 8), (10, 6, 3, 3), (10,)), {"n0", "c", "k"},
+    ),
+    "convolution of one image": (F.conv1d, ((6, 9), (4, 6, 3), (4,)), {"c", "k"}),
+    "convolution in groups": (lambda *t: F.conv1d(*t, groups=2), ((4, 8, 9), (8, 4, 3), (8,)), {"n0", "g"}),
+    "convolution by depth": (lambda *t: F.conv2d(*t, groups=6), ((4, 6, 5, 5), (12, 1, 3, 3)), {"n0", "g"}),
+    "convolution in space": (F.conv3d, ((2, 4, 5, 5, 5), (6, 4, 2, 2, 2), (6,)), {"n0", "c", "k"}),
+    "transposed": (lambda *t: F.conv_transpose2d(*t, stride=2), ((4, 6, 5, 5), (6, 8, 2, 2), (8,)), {"n0", "c", "k"}),
+    "transposed in groups": (lambda *t: F.conv_transpose1d(*t, groups=2), ((4, 8, 9), (8, 3, 3), (6,)), {"n0", "g"}),
+    "attention": (F.scaled_dot_product_attention, ((2, 4, 6, 8),) * 3, {"b0", "h", "q"}),
+    "attention, causal": (
+        lambda *t: F.scaled_dot_product_attention(*t, is_causal=True), ((2, 4, 6, 8),) * 3, {"b0", "h"},
+    ),
+    "attention with a mask": (
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m),
+        ((2, 4, 6, 8), (2, 4, 10, 8), (2, 4, 10, 6), (4, 6, 10)), {"b0", "h", "q"},
+    ),
+    "attention of groups": (
+        lambda *t: F.scaled_dot_product_attention(*t, enable_gqa=True),
+        ((2, 8, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8)), {"h"},
+    ),
+    "embedding": (lambda w: F.embedding(index(4, 6, below=10), w), ((10, 8),), {"i0", "i1", "d"}),
+    "layer norm": (lambda x, w, b: F.layer_norm(x, (6, 8), w, b), (SHAPE, (6, 8), (6, 8)), {"b0"}),
+    "rms norm": (lambda x, w: F.rms_norm(x, (8,), w), (SHAPE, (8,)), {"b0", "b1"}),
+    "group norm": (lambda x, w, b: F.group_norm(x, 3, w, b), ((4, 6, 5, 5), (6,), (6,)), {"n"}),
+    "batch norm": (
+        lambda x, w, b: F.batch_norm(x, torch.zeros(6), torch.ones(6), w, b, True), ((4, 6, 5), (6,), (6,)), {"n", "c"},
+    ),
+    "batch norm, evaluated": (
+        lambda x, w, b: F.batch_norm(x, torch.zeros(6), torch.ones(6), w, b), ((4, 6, 5), (6,), (6,)), {"n", "c"},
+    ),
+    "instance norm": (lambda x, w: F.instance_norm(x, weight=w), ((4, 6, 5), (6,)), {"n", "c"}),
+    "softmax": (lambda x: F.softmax(x, 1), (SHAPE,), {"a0", "a2"}),
+    "log softmax": (lambda x: F.log_softmax(x, -1), (SHAPE,), {"a0", "a1"}),
+    "cumulated": (lambda x: x.cumsum(1), (SHAPE,), {"a0", "a2"}),
+    "largest few": (lambda x: x.topk(2, dim=1), (SHAPE,), {"a0", "a2"}),
+    "sorted": (lambda x: x.sort(1).values, (SHAPE,), {"a0", "a2"}),
+    "largest": (lambda x: x.max(dim=1, keepdim=True), (SHAPE,), {"a0", "a2"}),
+    "largest of all": (lambda x: x.max() * x, (SHAPE,), {"a0", "a1", "a2"}),
+    "place of the largest": (lambda x: x.argmax(1), (SHAPE,), {"a0", "a2"}),
+    "larger": (torch.maximum, (SHAPE, (6, 1)), {"a0", "a1", "a2"}),
+    "log of a sum": (lambda x: x.logsumexp((0, 2)), (SHAPE,), {"a1"}),
+    "variance": (lambda x: x.var(1), (SHAPE,), {"a0", "a2"}),
+    "norm": (lambda x: F.normalize(x, dim=1), (SHAPE,), {"a0", "a2"}),
+    "likeness": (lambda x, y: F.cosine_similarity(x, y, 1), (SHAPE, SHAPE), {"a0", "a2"}),
+    "sum": (lambda x: x.sum((0, 1)), (SHAPE,), {"a0", "a1", "a2"}),
+    "sum, kept": (lambda x: x.sum(1, keepdim=True), (SHAPE,), {"a0", "a1", "a2"}),
+    "sum of all": (torch.sum, (SHAPE,), {"a0", "a1", "a2"}),
+    "mean": (lambda x: x.mean(1), (SHAPE,), {"a0", "a1", "a2"}),
+    "mean of all": (torch.mean, (SHAPE,), {"a0", "a1", "a2"}),
+    "cross entropy": (lambda x: F.cross_entropy(x, index(8, below=5)), ((8, 5),), {"n0"}),
+    "cross entropy, some ignored": (
+        lambda x: F.cross_entropy(x, index(9, below=5)[:8], ignore_index=2), ((8, 5),), {"n0"},
+    ),
+    "cross entropy, soft": (
+        lambda x, y: F.cross_entropy(x, y.softmax(1), label_smoothing=0.1), ((8, 5), (8, 5)), {"n0"},
+    ),
+    "cross entropy of pixels": (lambda x: F.cross_entropy(x, index(4, 3, below=5)), ((4, 5, 3),), {"n0"}),
+    "cross entropy, added": (lambda x: F.cross_entropy(x, index(8, below=5), reduction="sum"), ((8, 5),), {"n0"}),
+    "cross entropy, each": (lambda x: F.cross_entropy(x, index(8, below=5), reduction="none"), ((8, 5),), {"n0"}),
+    "likelihood": (lambda x: F.nll_loss(x.log_softmax(1), index(8, below=5)), ((8, 5),), {"n0"}),
+    "squares": (F.mse_loss, (SHAPE, SHAPE), {"a0", "a1", "a2"}),
+    "absolute": (lambda x, y: F.l1_loss(x, y, reduction="sum"), (SHAPE, SHAPE), {"a0", "a1", "a2"}),
+    "logits": (
+        lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), torch.arange(8.0)), (SHAPE, SHAPE),
+        {"a0", "a1", "a2"},
+    ),
+    "divergence": (lambda x, y: F.kl_div(x, y, log_target=True, reduction="batchmean"), (SHAPE, SHAPE), {"a0"}),
+    "element-wise": (lambda x, y: F.gelu(x) * torch.tanh(y) + x / (1 + y.exp()) - 3 * y, (SHAPE, (6, 1)), {"a0", "a1"}),
+    "where": (lambda x, y: torch.where(x > 0, x, y), (SHAPE, (8,)), {"a0", "a1", "a2"}),
+    "filled": (lambda x: x.masked_fill(torch.arange(8) > 3, 2.0).clamp(-1, 1), (SHAPE,), {"a0", "a1", "a2"}),
+    "slope": (F.prelu, (SHAPE, (6,)), {"a0", "a1", "a2"}),
+    "heads apart": (lambda x: x.view(4, 6, 2, 4).transpose(1, 2), (SHAPE,), {"a0", "a1", "a2"}),
+    "heads together": (lambda x: x.transpose(1, 2).reshape(4, 8, 6).flatten(0, 1), (SHAPE,), {"a0", "a1"}),
+    "uneven regrouping": (lambda x: x.reshape(8, 24), ((4, 6, 8),), {"a0"}),
+    "ones in and out": (lambda x: x.unsqueeze(1).squeeze(1)[None], (SHAPE,), {"a0", "a1", "a2"}),
+    "squeezed": (lambda x: x[:, :, :, None].squeeze() + x[None].squeeze(0), (SHAPE,), {"a0", "a1", "a2"}),
+    "expanded": (lambda x: x.expand(4, 6, 8), ((6, 1),), {"a0", "a1", "a2"}),
+    "permuted": (lambda x: x.permute(2, 0, 1), (SHAPE,), {"a0", "a1", "a2"}),
+    "sliced": (lambda x: x[:, 1:3, 0], (SHAPE,), {"a0", "a1", "a2"}),
+    "split": (lambda x: torch.cat([part * 2 for part in x.split((2, 4), 1)][::-1], 1), (SHAPE,), {"a0", "a2"}),
+    "chunked": (lambda x: torch.stack(x.chunk(2, -1), 1), (SHAPE,), {"a0", "a1"}),
+    "unbound": (lambda x: x.unbind(1)[0] * 2, (SHAPE,), {"a0", "a2"}),
+    "padded": (lambda x: F.pad(x, (1, 2, 0, 0)), (SHAPE,), {"a0", "a1"}),
+    "mirrored": (lambda x: F.pad(x, (1, 2), mode="reflect"), (SHAPE,), {"a0", "a1"}),
+    "rolled": (lambda x: x.roll((1, 2), (1, 2)).flip(1), (SHAPE,), {"a0", "a2"}),
+    "repeated": (lambda x: x.repeat(2, 1, 3), (SHAPE,), {"a1"}),
+    "repeated in front": (lambda x: x.repeat(2, 1, 1, 1), (SHAPE,), {"a1", "a2", "a3"}),
+    "interleaved": (lambda x: x.repeat_interleave(3, dim=1), (SHAPE,), {"a0", "a1", "a2"}),
+    "triangle": (lambda x: x.tril(), (SHAPE,), {"a0"}),
+    "diagonal": (lambda x: x.diagonal(0, 1, 2), (SHAPE,), {"a0"}),
+    "differences": (lambda x: x.diff(dim=1), (SHAPE,), {"a0", "a2"}),
+    "windows": (lambda x: x.unfold(1, 2, 2), (SHAPE,), {"a0", "a2"}),
+    "pairs": (rotated, (SHAPE,), {"a0", "a1", "a2"}),
+    "fourier": (lambda x: torch.fft.rfft(x, dim=1).abs(), (SHAPE,), {"a0", "a2"}),
+    "shuffled pixels": (lambda x: F.pixel_shuffle(x, 2), ((4, 8, 3, 3),), {"a0", "c"}),
+    "unshuffled pixels": (lambda x: F.pixel_unshuffle(x, 2), ((4, 6, 4, 4),), {"a0", "c"}),
+    "assigned": (assign, (SHAPE, (4, 2, 8)), {"a0", "a2"}),
+    "assigned by index": (put, (SHAPE, (3, 6, 8)), {"a1", "a2"}),
+    "picked rows": (lambda x: x[index(6, below=4)], (SHAPE,), {"i0", "a1", "a2"}),
+    "picked apart": (lambda x: x[index(4, 1, below=4), :, index(6, below=8)], (SHAPE,), {"i0", "i1", "a1"}),
+    "picked together": (lambda x: x[:, index(4, 1, below=6), index(6, below=8)], (SHAPE,), {"i0", "i1", "a0"}),
+    "selected": (lambda x: x.index_select(1, index(4, below=6)), (SHAPE,), {"a0", "a1", "a2"}),
+    "gathered": (lambda x: x.gather(1, index(4, 2, 8, below=6)), (SHAPE,), {"a0", "a1", "a2"}),
+    "scattered": (lambda x, y: x.scatter(1, index(4, 2, 8, below=6), y), (SHAPE, (4, 2, 8)), {"a0", "a2"}),
+    "scattered, added": (lambda x, y: x.scatter_add(1, index(4, 2, 8, below=6), y), (SHAPE, (4, 2, 8)), {"a0", "a2"}),
+    "added by index": (lambda x, y: x.index_add(1, index(3, below=6), y), (SHAPE, (4, 3, 8)), {"a0", "a2"}),
+    "distances": (torch.cdist, ((4, 6, 8), (4, 10, 8)), {"b0", "p", "r"}),
+    "counted": (lambda x: torch.histc(x.argmax(1).float(), 6, 0, 5), (SHAPE,), {"a0", "a1"}),
+    "pooled": (
+        lambda x: F.max_pool2d(x, 2) + F.avg_pool2d(x, 2) + F.adaptive_avg_pool2d(x, 3), ((4, 6, 6, 6),), {"n0", "n1"},
+    ),
+    "pooled in a row": (lambda x: F.adaptive_max_pool1d(F.max_pool1d(x, 2), 2), ((4, 6, 8),), {"n0", "n1"}),
+    "enlarged": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), ((4, 6, 3, 3),), {"n0", "n1"}),
+    "enlarged by copies": (lambda x: F.interpolate(x, size=(6, 9)), ((4, 6, 3, 3),), {"n0", "n1"}),
+    "columns": (lambda x: F.unfold(x, 2), ((4, 6, 4, 4),), {"n0"}),
+    "sampled": (lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False), ((4, 6, 4, 4), (4, 3, 3, 2)), {"n", "c"}),
+    "weight norm": (lambda v, g: torch._weight_norm(v, g, 2), ((6, 4, 8), (1, 1, 8)), {"a2"}),
+    "gated": (lambda x: F.glu(x, 1), (SHAPE,), {"a0", "a2"}),
+}  # fmt: skip
+
+
+class Cases(nn.Module):
+    """All of them in one model, since a capture takes longer than what it is for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cases = nn.ModuleList([Function(function, *shapes) for function, shapes, _ in CASES.values()])
+
+    def forward(self, x: Tensor) -> Any:
+        return [case(x) for case in self.cases]
+
+
+@pytest.fixture(scope="module")
+def cases() -> tuple[Captured, dict[str, Any]]:
+    model, batch = Cases(), torch.zeros(1)
+    captured = capture(model, batch)
+    return captured, run_whole(captured, model, batch)
+
+
+def test_no_operator_of_the_cases_is_without_a_rule(cases: tuple[Captured, dict[str, Any]]) -> None:
+    assert cases[0].graph.unknown == {}
+    assert cases[0].way == "export"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_operator_in_parts_is_the_operator(cases: tuple[Captured, dict[str, Any]], name: str) -> None:
+    captured, values = cases
+    module = f"cases.{list(CASES).index(name)}"
+    own = [entry for entry in captured.graph.operators if entry.module == module and entry.reads]
+    splittable = {dim.name for entry in own for dim in entry.dims if dim.parts > 1}
+    assert CASES[name][2] <= splittable
+    checked, wrong = check(captured, values, module=module)
+    assert checked
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_recurrent_layer_in_parts_is_the_layer(kind: Callable[..., nn.Module], batch_first: bool) -> None:
+    model = noisy(kind(6, 8, num_layers=2, bidirectional=True, batch_first=batch_first))
+    batch = torch.randn(4, 4, 6)
+    captured = capture(model, batch)
+    assert [entry.dims[0].parts for entry in captured.graph.operators if entry.kind == "recurrent"] == [4]
+    checked, wrong = check(captured, run_whole(captured, model, batch))
+    assert checked
+    assert wrong == []
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=5), st.data())
+@settings(max_examples=60, deadline=None)
+def test_outermost_axes_of_a_group_are_cut_alike(factors: list[int], data: st.DataObject) -> None:
+    def grouped() -> tuple[int, ...]:
+        ends = sorted({*data.draw(st.sets(st.integers(0, len(factors)))), 0, len(factors)})
+        return tuple(math.prod(factors[one:two]) for one, two in pairwise(ends))
+
+    before, after = grouped(), grouped()
+    whole = torch.arange(math.prod(factors)).view(before)
+    found = groups(before, after)
+    assert [axis for ins, _ in found for axis in ins] == [axis for axis, size in enumerate(before) if size > 1]
+    assert [axis for _, outs in found for axis in outs] == [axis for axis, size in enumerate(after) if size > 1]
+    for ins, outs in found:
+        assert math.prod(before[axis] for axis in ins) == math.prod(after[axis] for axis in outs)
+        parts = math.gcd(before[ins[0]], after[outs[0]])
+        local = list(after)
+        local[outs[0]] //= parts
+        pieces = [piece.reshape(local) for piece in whole.chunk(parts, ins[0])]
+        assert torch.equal(torch.cat(pieces, outs[0]), whole.view(after))
+
+
+LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+WORDS = {"vocab_size": 40, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SHARED = {**LAYERS, **WORDS, "num_key_value_heads": 2}
+STAGES = {"hidden_sizes": [16, 32], "depths": [1, 1]}
+WINDOWS = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", "LMHeadModel", {**WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}),
+    "bert": ("Bert", "ForMaskedLM", {**LAYERS, **WORDS}),
+    "llama": ("Llama", "ForCausalLM", SHARED),
+    "t5": (
+        "T5", "ForConditionalGeneration",
+        {**WORDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4},
+    ),
+    "vit": ("ViT", "ForImageClassification", {**LAYERS, "image_size": 32, "patch_size": 8}),
+    "swin": ("Swin", "ForImageClassification", WINDOWS),
+    "convnext": ("ConvNext", "ForImageClassification", {**STAGES, "num_stages": 2}),
+    "resnet": ("ResNet", "ForImageClassification", {**STAGES, "embedding_size": 16}),
+    "mixtral": ("Mixtral", "ForCausalLM", {**SHARED, "num_local_experts": 4}),
+    "whisper": (
+        "Whisper", "ForConditionalGeneration",
+        {
+            **WORDS, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8,
+            "max_source_positions": 16, "max_target_positions": 16, "decoder_start_token_id": 1,
+        },
+    ),
+    "mamba": ("Mamba", "ForCausalLM", {**WORDS, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}),
+}  # fmt: skip
+
+
+def transformer(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """An unmodified model of transformers from a small configuration, in training, with a batch that has labels."""
+    transformers = pytest.importorskip("transformers")
+    stem, ending, values = MODELS[name]
+    with torch_seeded(name):
+        model = getattr(transformers, stem + ending)(getattr(transformers, f"{stem}Config")(**values))
+        words, labels, others = torch.randint(3, 40, (3, 4, 8)).unbind()
+        images, sound = torch.randn(4, 3, 32, 32), torch.randn(4, 8, 32)
+    batch: dict[str, Any] = {"input_ids": words, "labels": labels, "use_cache": False}
+    if ending == "ForImageClassification":
+        batch = {"pixel_values": images, "labels": torch.tensor([0, 1, 0, 1])}
+    elif ending == "ForMaskedLM":
+        batch = {"input_ids": words, "labels": labels, "attention_mask": torch.ones_like(words)}
+    elif ending == "ForConditionalGeneration":
+        entered = {"input_features": sound} if name == "whisper" else {"input_ids": words}
+        batch = {**entered, "decoder_input_ids": others, "labels": labels, "use_cache": False}
+    return noisy(model.train()), batch
+
+
+SEEN: set[str] = set()  # an operator that one model has like another is run in parts once
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_operator_of_a_model_of_transformers_in_parts_is_the_operator(name: str) -> None:
+    model, batch = transformer(name)
+    captured = capture(model, batch)
+    assert captured.graph.unknown == {}
+    checked, wrong = check(captured, run_whole(captured, model, batch), SEEN)
+    assert checked
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["digits-conv", "nas-bench-macro", "vit-test", "gpt-test"])
+def test_every_operator_of_a_subnet_of_the_zoo_in_parts_is_the_operator(name: str) -> None:
+    chain = weft.initialise(zoo.find(name)(), 1)
+    model = noisy(weft.extract(chain, chain.space.sample(generator(0, name))).train())
+    shapes = {"digits-conv": (4, 1, 8, 8), "nas-bench-macro": (4, 3, 32, 32), "vit-test": (4, 1, 8, 8)}
+    batch = torch.randn(shapes[name]) if name in shapes else index(4, 6, below=20)
+    captured = capture(model, batch, loss=lambda output, batch: output.square().mean())
+    assert captured.graph.unknown == {}
+    assert captured.way == "export"
+    checked, wrong = check(captured, run_whole(captured, model, batch))
+    assert checked
+    assert wrong == []
+
+
+def test_operators_that_a_trace_takes_apart_run_in_parts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = transformer("vit")
+    monkeypatch.setattr("weft.plan.capture.program.WAYS", {"trace": WAYS["trace"]})
+    captured = capture(model, batch)
+    assert captured.way == "trace"
+    assert {"aten.addmm.default", "aten.native_layer_norm.default"} <= {
+        entry.target for entry in captured.graph.operators
+    }
+    checked, wrong = check(captured, run_whole(captured, model, batch))
+    assert checked
+    assert wrong == []

@@ -1,0 +1,513 @@
+"""Models under strategies on real processes: results, gradients, buffers and weights are those of one device."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing import start_processes
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from weft.errors import PlanError
+from weft.keys import generator
+from weft.plan.capture import Captured, capture
+from weft.plan.execute import Applied, apply
+from weft.plan.execute.passage import Kind
+from weft.plan.execute.recipe import Pass
+from weft.plan.execute.wire import Wire
+from weft.plan.graph import PARAMETER, Dim, Operator
+from weft.plan.layout import REPLICATED, Mesh, Split, splits
+from weft.plan.strategy import Strategy
+
+SEED = 5
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 4))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.linspace(0.5, 2, 4), requires_grad=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.layers(x) * self.scale * self.frozen
+        return functional.cross_entropy(scores, y), scores
+
+
+class Pictures(nn.Module):
+    """Convolutions, plain and grouped, batch normalisation in training, dropout, and a mean over a cut axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.grouped, self.other = nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.BatchNorm2d(8, momentum=0.3)
+        self.up, self.head = nn.ConvTranspose2d(8, 12, 2, stride=2), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        h = functional.relu(self.norm(self.first(x)), inplace=True)
+        h = h + functional.relu(self.other(self.grouped(functional.max_pool2d(h, 2).repeat(1, 1, 2, 2))))
+        h = functional.dropout(self.up(functional.avg_pool2d(h, 2)), 0.2).mean((2, 3))
+        scores = self.head(h)
+        return functional.cross_entropy(scores, y, label_smoothing=0.1), scores
+
+
+class Attending(nn.Module):
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, d = x.shape
+        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(self.before(x)).split(d, -1))
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
+        x = x + self.out(seen.transpose(1, 2).reshape(b, s, d))
+        return x + self.narrow(functional.gelu(self.wide(self.after(x))))
+
+
+class Text(nn.Module):
+    """A transformer whose embedding is its output layer too; some labels are ignored, most of them in one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(16, 16), nn.Parameter(torch.randn(8, 16) * 0.1)
+        self.blocks, self.norm = nn.Sequential(Attending(), Attending()), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.norm(self.blocks(functional.dropout(self.embed(x) + self.place, 0.1))) @ self.embed.weight.t()
+        return functional.cross_entropy(scores.flatten(0, 1), y.flatten(), ignore_index=3), scores
+
+
+class Odds(nn.Module):
+    """What the other models lack: recurrent layers, group norm, noise, losses of many kinds, axes of one when cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(8, 12, 2, batch_first=True), nn.GRU(12, 8)
+        self.group, self.depth = nn.GroupNorm(2, 8), nn.Conv1d(8, 16, 3, padding=1, groups=8)
+        self.weight, self.shift = nn.Parameter(torch.randn(16, 6) * 0.3), nn.Parameter(torch.randn(4, 1, 6))
+        self.register_buffer("classes", torch.linspace(0.5, 2, 6))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.gru(self.lstm(x)[0].transpose(0, 1))[0].permute(1, 2, 0)
+        h = self.depth(self.group(h) + torch.rand_like(h) * 0.1).unflatten(1, (4, 4)).flatten(1, 2)
+        h = torch.einsum("ncs,cd->nsd", h, self.weight)
+        h = torch.baddbmm(self.shift, h, torch.eye(6).expand(4, 6, 6)) + h.select(1, 0).unsqueeze(1)
+        h = h * torch.bernoulli(h.detach(), 0.8) * torch.bernoulli(h.detach().sigmoid()) + torch.cat(
+            [h[:, 2:], h[:, :2]], 1
+        ).roll(1, -1).masked_fill(h > 1, 0.5)
+        rows = h.flatten(0, 1)
+        likely = functional.log_softmax(rows, -1)
+        aim = functional.one_hot(y.flatten(), 6).float()
+        loss = functional.cross_entropy(rows, y.flatten(), weight=self.classes, ignore_index=1)
+        loss = loss + torch.ops.aten.nll_loss_forward(likely, y.flatten(), None, 1, 2)[0]
+        loss = loss + functional.mse_loss(rows, aim) + functional.smooth_l1_loss(rows, aim, reduction="sum") / 10
+        loss = loss + functional.binary_cross_entropy_with_logits(rows, aim) + functional.cross_entropy(rows, aim)
+        loss = loss + h.amax(-1).mean() + h.var(0).mean() + h.mean(0, keepdim=True).squeeze().square().sum()
+        return loss, h
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    size = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 16, "vocab_size": 64}
+    return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    size = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 16}
+    return LlamaForCausalLM(LlamaConfig(**heads, **size, vocab_size=64))
+
+
+def _labels(*shape: int, classes: int) -> Tensor:
+    labels = torch.randint(0, classes, shape)
+    labels[0, 1:] = 3
+    return labels
+
+
+def _text() -> dict[str, Any]:
+    return {"input_ids": torch.randint(0, 64, (4, 8)), "labels": torch.randint(0, 64, (4, 8)), "use_cache": False}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "perceptron": (Perceptron, lambda: (torch.randn(8, 8), torch.randint(0, 4, (8,)))),
+    "pictures": (Pictures, lambda: (torch.randn(8, 4, 8, 8), torch.randint(0, 4, (8,)))),
+    "text": (Text, lambda: (torch.randint(0, 16, (4, 8)), _labels(4, 8, classes=16))),
+    "odds": (Odds, lambda: (torch.randn(4, 6, 8), torch.randint(0, 6, (4, 6)))),
+    "gpt2": (gpt2, _text),
+    "llama": (llama, _text),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batch, and what one device makes of them: results, gradients, buffers, and weights after a step."""
+
+    model: nn.Module
+    batch: Any
+    captured: Captured
+    results: list[Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def run(model: nn.Module, batch: Any) -> list[Tensor]:
+    """The tensors that a model returns, the loss first; the gradient of all of them is taken."""
+    torch.manual_seed(SEED)
+    out = model(**batch) if isinstance(batch, dict) else model(*batch)
+    found = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+    (found[0] * 1.5 + found[1].square().mean()).backward()
+    return found
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def freed(captured: Captured) -> Captured:
+    """Rows may be split in losses that weigh their classes, too."""
+    operators = [
+        replace(each, dims=tuple(Dim.free(dim.name, dim.size) if dim.name[0] == "n" else dim for dim in each.dims))
+        if each.kind == "mean_loss"
+        else each
+        for each in captured.graph.operators
+    ]
+    return replace(captured, graph=replace(captured.graph, operators=tuple(operators)))
+
+
+@cache
+def case(name: str) -> Case:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    build, make = MODELS[name]
+    model, batch = build().train(), make()
+    captured = freed(capture(copy.deepcopy(model), batch))
+    single = copy.deepcopy(model)
+    results = [value.detach() for value in run(single, batch)]
+    gradients = {key: value.grad for key, value in single.named_parameters()}
+    optimizer(single).step()
+    return Case(model, batch, captured, results, gradients, dict(single.named_buffers()), dict(single.state_dict()))
+
+
+def same(told: str, found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{told}: {text}")
+
+
+def check(name: str, strategy: Strategy, mesh: DeviceMesh, told: str, step: bool = False, **options: Any) -> Applied:
+    """Applies a strategy, runs a step, and compares every element of everything with one device."""
+    expected = case(name)
+    module = apply(expected.captured, strategy, mesh, **options)
+    for number, (found, whole) in enumerate(zip(run(module, expected.batch), expected.results, strict=True)):
+        same(f"{told}: result {number}", found.detach(), whole)
+    named = dict(module.named_parameters())
+    assert list(named) == list(expected.gradients), told
+    for key, whole in expected.gradients.items():
+        gradient = named[key].grad
+        assert (gradient is None) == (whole is None), f"{told}: {key}"
+        if gradient is not None and whole is not None:
+            assert isinstance(gradient, DTensor)
+            same(f"{told}: gradient of {key}", module.whole(gradient), whole)
+    for key, value in module.named_buffers():
+        if key in expected.buffers:
+            same(f"{told}: buffer {key}", value.float(), expected.buffers[key].float())
+    if step:
+        optimizer(module).step()
+        state = module.full_state_dict()
+        assert state.keys() == expected.weights.keys()
+        for key, value in state.items():
+            same(f"{told}: {key} after a step", value.float(), expected.weights[key].float())
+    return module
+
+
+def by_rule(name: str, mesh: Mesh, rule: Callable[[Operator, int], Split]) -> Strategy:
+    """A split for each operator: that of the rule where it is one, on the mesh axes where it can be."""
+    graph = case(name).captured.graph
+    found = []
+    for place, operator in enumerate(graph.operators):
+        allowed = set(splits(operator, mesh))
+        wanted = rule(operator, place)
+        while wanted not in allowed:  # one mesh axis less
+            last = max(axis for axis, dim in enumerate(wanted) if dim != REPLICATED)
+            wanted = (*wanted[:last], REPLICATED, *wanted[last + 1 :])
+        found.append(wanted)
+    return Strategy(mesh, tuple(found))
+
+
+def batch_dim(operator: Operator) -> int:
+    """The dimension of the first axis of what an operator reads first, if it can be split: mostly that of the batch."""
+    tensors = [read.tensor for read in operator.reads] if operator.kind != PARAMETER else []
+    if operator.target.startswith(("aten.embedding", "aten.addmm")):
+        tensors = tensors[1:]
+    dims = tensors[0].dims if tensors else ()
+    return dims[0] if dims and dims[0] is not None and operator.dims[dims[0]].parts > 1 else REPLICATED
+
+
+def width_dim(operator: Operator) -> int:
+    """As Megatron cuts: products that widen by columns, those that narrow by rows; attention by heads."""
+    names = {dim.name: place for place, dim in enumerate(operator.dims) if dim.parts > 1}
+    if operator.kind == "matmul" and "n" in names and "k" in names:
+        return names["n"] if operator.dims[names["n"]].size >= operator.dims[names["k"]].size else names["k"]
+    if operator.kind == "conv":
+        return names.get("k", names.get("g", REPLICATED))
+    if operator.kind == "attention":
+        return names.get("h", REPLICATED)
+    if operator.kind == PARAMETER:
+        return 0 if operator.dims and operator.dims[0].parts > 1 else REPLICATED
+    last = operator.outputs[0].dims[-1] if operator.outputs and operator.outputs[0].dims else None
+    return last if last is not None and operator.dims[last].parts > 1 else REPLICATED
+
+
+def data_parallel(name: str, mesh: Mesh) -> Strategy:
+    return by_rule(name, mesh, lambda operator, _: (batch_dim(operator),) * len(mesh.sizes))
+
+
+def fully_sharded(name: str, mesh: Mesh) -> Strategy:
+    def rule(operator: Operator, _: int) -> Split:
+        if operator.kind != PARAMETER:
+            return (batch_dim(operator),) * len(mesh.sizes)
+        able = [place for place, dim in enumerate(operator.dims) if dim.parts % mesh.devices == 0]
+        return (able[0] if able else REPLICATED,) * len(mesh.sizes)
+
+    return by_rule(name, mesh, rule)
+
+
+def tensor_parallel(name: str, mesh: Mesh) -> Strategy:
+    return by_rule(name, mesh, lambda operator, _: (width_dim(operator),) * len(mesh.sizes))
+
+
+def mixed(name: str, mesh: Mesh) -> Strategy:
+    return by_rule(name, mesh, lambda operator, _: (batch_dim(operator), width_dim(operator)))
+
+
+def at_random(name: str, mesh: Mesh, draw: int) -> Strategy:
+    """Any split of each operator, apart from one draw to the next in how many are split at all."""
+    numbers = generator(name, str(mesh), draw)
+    found = []
+    for operator in case(name).captured.graph.operators:
+        allowed = list(splits(operator, mesh))
+        found.append(allowed[int(numbers.integers(len(allowed)))] if numbers.random() > draw % 3 / 4 else allowed[0])
+    return Strategy(mesh, tuple(found))
+
+
+def on_processes(count: int, store: Path, work: Callable[..., None]) -> None:
+    """Runs a function on so many processes, which find each other through a file."""
+    start_processes(_begin, (count, str(store / "store"), work), nprocs=count, start_method="fork")
+
+
+def _begin(rank: int, count: int, store: str, work: Callable[[int], None]) -> None:
+    torch.set_num_threads(1)
+    patience = timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=patience)
+    try:
+        work(rank)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def strategies(name: str, mesh: Mesh, draws: int) -> Iterator[tuple[str, Strategy]]:
+    yield "fully sharded", fully_sharded(name, mesh)
+    if len(mesh.sizes) == 2:
+        yield "mixed", mixed(name, mesh)
+    else:
+        yield "data parallel", data_parallel(name, mesh)
+        yield "tensor parallel", tensor_parallel(name, mesh)
+    for draw in range(draws):
+        yield f"random {draw}", at_random(name, mesh, draw)
+
+
+@pytest.mark.parametrize(("sizes", "draws"), [((2,), 2), ((4,), 1), ((2, 2), 3)], ids=str)
+def test_every_strategy_gives_what_one_device_gives(tmp_path: Path, sizes: tuple[int, ...], draws: int) -> None:
+    names = [name for name in MODELS if sizes != (4,) or name not in ("gpt2", "llama")]
+    for name in names:
+        case(name)
+    mesh = Mesh(sizes)
+
+    def work(rank: int) -> None:
+        devices = init_device_mesh("cpu", sizes)
+        for name in names:
+            for told, strategy in strategies(name, mesh, draws):
+                check(name, strategy, devices, f"{name}, {told}", step=told in ("fully sharded", "mixed", "random 1"))
+
+    on_processes(mesh.devices, tmp_path, work)
+
+
+def kinds(module: Applied) -> Counter[Kind]:
+    steps = [step for step in module._recipe.steps if isinstance(step, Pass)]
+    return Counter(move.kind for step in steps for move in step.moves)
+
+
+def test_what_is_sent_is_what_the_strategy_is_known_for(tmp_path: Path) -> None:
+    mesh = Mesh((2,))
+    case("perceptron")
+
+    def work(rank: int) -> None:
+        devices = init_device_mesh("cpu", (2,))
+        captured = case("perceptron").captured
+        # The loss is added up and the scores are gathered; nothing else is sent forward.
+        plain = apply(captured, data_parallel("perceptron", mesh), devices)
+        assert kinds(plain) - Counter({Kind.CUT: 99}) == Counter({Kind.ALL_REDUCE: 1, Kind.ALL_GATHER: 1})
+        # Besides, each parameter that can be cut is gathered, and its gradient scattered.
+        strategy = fully_sharded("perceptron", mesh)
+        sharded = apply(captured, strategy, devices)
+        cut = sum(
+            isinstance(value.data, DTensor) and value.to_local().shape != value.shape for value in sharded.parameters()
+        )
+        assert cut == 7
+        assert kinds(sharded)[Kind.ALL_GATHER] == 1 + cut
+        backs = [
+            move.kind
+            for step in sharded._recipe.steps
+            if isinstance(step, Pass)
+            for back in step.backs
+            for move in back
+        ]
+        assert Counter(backs)[Kind.REDUCE_SCATTER] == 7
+
+    on_processes(2, tmp_path, work)
+
+
+def test_the_rest_of_what_an_applied_model_can_do(tmp_path: Path) -> None:
+    for name in ("perceptron", "text", "gpt2"):
+        case(name)
+    mesh = Mesh((2, 2))
+
+    def each_gives_its_part(devices: DeviceMesh) -> None:
+        for name in ("text", "gpt2"):
+            expected = case(name)
+            module = apply(expected.captured, mixed(name, mesh), devices, local_batch=True)
+            part, parts = module.batch_part
+            assert (part, parts) == (devices.get_coordinate()[0], 2)
+            leaves, tree = pytree.tree_flatten(expected.batch)
+            own = tree.unflatten([leaf.chunk(parts)[part] if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+            for found, whole in zip(run(module, own), expected.results, strict=True):
+                same(f"{name}, local batch", found.detach(), whole)
+            for key, value in module.named_parameters():
+                whole = expected.gradients[key]
+                assert whole is not None
+                same(f"{name}, local batch: {key}", module.whole(value.grad), whole)
+            with pytest.raises(PlanError, match=r"of which this process gives part \d of 2"):
+                run(module, expected.batch)
+
+    def results_stay_where_they_are(devices: DeviceMesh) -> None:
+        expected = case("perceptron")
+        module = apply(expected.captured, data_parallel("perceptron", mesh), devices, gather=False)
+        loss, scores = module(*expected.batch)
+        assert not isinstance(loss, DTensor)
+        assert isinstance(scores, DTensor)
+        assert scores.to_local().shape == (2, 4)
+        same("scores", scores.detach().full_tensor(), expected.results[1])
+        (loss * 1.5 + scores.square().mean().full_tensor()).backward()
+        for key, value in module.named_parameters():
+            whole = expected.gradients[key]
+            assert (value.grad is None) == (whole is None)
+            if whole is not None:
+                same(f"results as they lie: {key}", module.whole(value.grad), whole)
+
+    def gathered_again_for_the_backward(devices: DeviceMesh) -> None:
+        asked: list[int] = []
+        plain = Wire._all_gather
+        try:
+            Wire._all_gather = lambda self, *given: (asked.append(1), plain(self, *given))[1]  # type: ignore[method-assign]
+            counts = []
+            for again in (False, True):
+                expected = case("text")
+                module = apply(expected.captured, fully_sharded("text", mesh), devices, regather=again)
+                torch.manual_seed(SEED)
+                loss, scores = module(*expected.batch)
+                forward = len(asked)
+                (loss * 1.5 + scores.square().mean()).backward()
+                counts.append((forward, len(asked) - forward))
+                asked.clear()
+                for key, value in module.named_parameters():
+                    whole = expected.gradients[key]
+                    assert whole is not None
+                    same(f"regather={again}: {key}", module.whole(value.grad), whole)
+                asked.clear()
+            assert counts[0] == (counts[1][0], 0)
+            assert counts[1][1] > 0
+        finally:
+            Wire._all_gather = plain  # type: ignore[method-assign]
+
+    def weights_go_and_come(devices: DeviceMesh) -> None:
+        expected = case("gpt2")
+        before = {key: value.clone() for key, value in expected.model.state_dict().items()}
+        doubled = {key: value * 2 for key, value in before.items()}
+        module = apply(expected.captured, mixed("gpt2", mesh), devices, weights=doubled)
+        assert module.state_dict().keys() == before.keys()
+        plain = module.unshard(copy.deepcopy(expected.model))
+        assert all(value.equal(doubled[key]) for key, value in plain.state_dict().items())
+        optimizer(module).step()
+        run(module, expected.batch)
+        optimizer(module).step()
+        assert all(value.equal(before[key]) for key, value in expected.model.state_dict().items())
+        assert all(value.equal(before[key]) for key, value in expected.captured.program.state_dict.items())
+
+    def first_process_has_the_say(devices: DeviceMesh, rank: int) -> None:
+        expected = case("perceptron")
+        other = {key: value + rank for key, value in expected.model.state_dict().items()}
+        module = apply(expected.captured, at_random("perceptron", mesh, 0), devices, weights=other)
+        state = expected.model.state_dict()
+        assert all(value.equal(state[key]) for key, value in module.full_state_dict().items())
+
+    def many_steps_are_those_of_one_device(devices: DeviceMesh) -> None:
+        expected = case("perceptron")
+        module, single = apply(expected.captured, mixed("perceptron", mesh), devices), copy.deepcopy(expected.model)
+        steps = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (module, single)]
+        for _ in range(5):
+            for model, step in zip((module, single), steps, strict=True):
+                step.zero_grad()
+                model(*expected.batch)[0].backward()
+                torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.1)
+                step.step()
+        for key, value in single.state_dict().items():
+            same(f"after five steps: {key}", module.full_state_dict()[key], value)
+
+    def refusals(devices: DeviceMesh, rank: int) -> None:
+        expected = case("text")
+        with pytest.raises(PlanError, match="for a mesh of 4, but the devices form one of 2x2"):
+            apply(expected.captured, data_parallel("text", Mesh((4,))), devices)
+        module = apply(expected.captured, mixed("text", mesh), devices)
+        torch.manual_seed(rank)
+        with pytest.raises(PlanError, match="generators differ: seed torch alike"):
+            module(*expected.batch)
+        x, y = expected.batch
+        with pytest.raises(PlanError, match=r"argument 0 was captured as torch.int64 of shape \(4, 8\)"):
+            module(x[:2], y)
+        with pytest.raises(PlanError, match="called with None"):
+            module(x)
+        with pytest.raises(PlanError, match="captured without a tensor as argument 2"):
+            module(x, y, x)
+        with pytest.raises(PlanError, match="names an axis that a mesh of 2x2 lacks"):
+            apply(expected.captured, mixed("text", mesh), devices, local_batch=(2,))
+
+    def work(rank: int) -> None:
+        devices = init_device_mesh("cpu", (2, 2))
+        each_gives_its_part(devices)
+        results_stay_where_they_are(devices)
+        gathered_again_for_the_backward(devices)
+        weights_go_and_come(devices)
+        first_process_has_the_say(devices, rank)
+        many_steps_are_those_of_one_device(devices)
+        refusals(devices, rank)
+
+    on_processes(4, tmp_path, work)

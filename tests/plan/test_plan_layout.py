@@ -1,0 +1,62 @@
+"""Splits of an iteration space, and how tensors lie under them."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.plan.graph import Dim, Operator, Read, Tensor
+from weft.plan.layout import (
+    PARTIAL,
+    REPLICATED,
+    Mesh,
+    gradient_layout,
+    layout,
+    local_shape,
+    result_layout,
+    shards,
+    splits,
+)
+
+M, N, K = 0, 1, 2
+
+
+def product(m: int, n: int, k: int) -> Operator:
+    dims = (Dim.free("m", m), Dim.free("n", n), Dim.free("k", k))
+    x, w = Tensor((m, k), 4, (M, K)), Tensor((k, n), 4, (K, N))
+    return Operator(
+        "mm", "matmul", "mm", dims, (Read(0, 0, x), Read(1, 0, w)), (Tensor((m, n), 4, (M, N)),), 2.0 * m * n * k
+    )
+
+
+def test_a_product_split_by_rows_columns_and_sums_lies_as_drawn_by_hand() -> None:
+    x, w = (read.tensor for read in product(8, 8, 8).reads)
+    y = product(8, 8, 8).outputs[0]
+    assert (layout(x, (M,)), layout(w, (M,)), result_layout(y, (M,))) == ((0,), (REPLICATED,), (0,))
+    assert (layout(x, (N,)), layout(w, (N,)), result_layout(y, (N,))) == ((REPLICATED,), (1,), (1,))
+    assert (layout(x, (K,)), layout(w, (K,)), result_layout(y, (K,))) == ((1,), (0,), (PARTIAL,))
+    # A device that has its rows alone has its rows' part of the weights' gradient.
+    assert (gradient_layout(w, (M,)), gradient_layout(x, (M,))) == ((PARTIAL,), (0,))
+    assert gradient_layout(w, (REPLICATED,)) == (REPLICATED,)
+
+
+def test_only_equal_parts_are_splits() -> None:
+    operator = Operator("x", "view", "view", (Dim("h", 768, 12), Dim.whole("d", 64)), (), ())
+    assert set(splits(operator, Mesh((8,)))) == {(REPLICATED,)}
+    assert set(splits(operator, Mesh((2, 6)))) == {(-1, -1), (-1, 0), (0, -1), (0, 0)}
+    assert set(splits(operator, Mesh((4, 4)))) == {(-1, -1), (-1, 0), (0, -1)}
+
+
+def test_a_mesh_axis_of_one_device_splits_nothing() -> None:
+    assert list(splits(product(4, 4, 4), Mesh((1,)))) == [(REPLICATED,)]
+
+
+@given(st.integers(1, 24), st.integers(1, 24), st.integers(1, 24), st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_parts_of_every_split_make_up_the_whole(m: int, n: int, k: int, sizes: list[int]) -> None:
+    operator, mesh = product(m, n, k), Mesh(tuple(sizes))
+    for split in splits(operator, mesh):
+        for tensor in (*(read.tensor for read in operator.reads), *operator.outputs):
+            laid = result_layout(tensor, split)
+            assert math.prod(local_shape(tensor.shape, laid, mesh)) * shards(laid, mesh) == tensor.elements

@@ -1,0 +1,180 @@
+"""PaSE's model without its files: small cases by hand, and what each correction changes."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.errors import PlanError
+from weft.plan.pase import AS_PUBLISHED, CORRECTED, NETWORKS, Corrections, configurations, network, tables
+from weft.plan.pase.layers import Builder, Value
+from weft.plan.pase.network import Network, Vertex
+
+WORD = 5000.0  # FLOP a word of 8 bytes with the usual 10 TFLOP/s and 16 GB/s
+
+
+def row(of: object, vertex: int, *config: int) -> int:
+    (found,) = np.flatnonzero((of.configs[vertex] == config).all(axis=1))  # type: ignore[attr-defined]
+    return int(found)
+
+
+def chain(*widths: int) -> Network:
+    net = Builder()
+    x = Value((8, widths[0]))
+    for width in widths[1:]:
+        x = net.linear(x, width)
+    return net.network("chain", 8, 1)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(1, 40), st.integers(1, 4), st.data())
+def test_configurations_are_the_divisors_within_the_devices(
+    space: list[int], p: int, cutoff: int, data: st.DataObject
+) -> None:
+    whole = data.draw(st.sets(st.integers(0, len(space) - 1)))
+    vertex = Vertex("Elementwise", tuple(space), (), (), whole=tuple(whole))
+    each = []
+    for dim, size in enumerate(space):
+        fine = [n for n in range(1, size + 1) if size % n == 0 and size / n >= cutoff]
+        each.append([1] if dim in whole else fine or [1])
+    expected = [config for config in product(*each) if np.prod(config) <= p]
+    assert list(map(tuple, configurations(vertex, p, cutoff).tolist())) == expected
+
+
+def test_a_reshape_splits_a_dimension_only_behind_single_elements() -> None:
+    found = configurations(Vertex("Ravel", (4, 6, 2), (), ()), 16, 1).tolist()
+    assert found == [[1, 1, 1], [2, 1, 1], [4, 1, 1], [4, 2, 1], [4, 3, 1]]
+
+
+def test_a_dense_layer_by_hand() -> None:
+    unary, _, of = tables(chain(6, 4), 4)
+    serial = 3 * 8 * 4 * 6
+    assert unary[0][row(of, 0, 1, 1, 1)] == serial
+    assert unary[0][row(of, 0, 2, 1, 1)] == serial / 2 + WORD * 2 * 4 * 6 / 2  # weights summed
+    assert unary[0][row(of, 0, 1, 2, 1)] == serial / 2 + WORD * 2 * 8 * 6 / 2  # gradient of the input
+    assert unary[0][row(of, 0, 1, 1, 2)] == serial / 2 + WORD * 2 * 8 * 4 / 2  # partial sums
+
+
+def test_an_edge_by_hand() -> None:
+    _, pairs, of = tables(chain(6, 4, 2), 4)
+    table = pairs[0, 1]
+    assert table[row(of, 0, 2, 1, 1), row(of, 1, 2, 1, 1)] == 0  # stays
+    assert table[row(of, 0, 1, 4, 1), row(of, 1, 1, 1, 4)] == 0  # columns stay columns
+    assert table[row(of, 0, 4, 1, 1), row(of, 1, 1, 2, 1)] == 2 * WORD * (32 - 8)  # gathered
+    assert table[row(of, 0, 1, 1, 2), row(of, 1, 2, 1, 1)] == 2 * WORD * 16  # a copy cut: charged whole, as published
+
+
+def test_a_copy_that_is_cut_is_free_forward_once_corrected() -> None:
+    _, pairs, of = tables(chain(6, 4, 4), 4, corrected=Corrections(slices=True))
+    table = pairs[0, 1]
+    assert table[row(of, 0, 1, 1, 2), row(of, 1, 2, 1, 1)] == WORD * 16  # back, the other half of the gradient
+    assert table[row(of, 0, 4, 1, 1), row(of, 1, 1, 4, 1)] == WORD * (32 - 8)  # gathered forward, cut for free back
+    assert table[row(of, 0, 2, 1, 1), row(of, 1, 2, 1, 1)] == 0
+    # One device computes and two read all of it: as published it is there already, in truth one has nothing.
+    assert table[0, row(of, 1, 1, 2, 1)] == WORD * 32
+    assert tables(chain(6, 4, 4), 4)[1][0, 1][0, row(of, 1, 1, 2, 1)] == 0
+
+
+def test_a_multiply_add_is_two_operations_and_a_word_four_bytes_once_corrected() -> None:
+    unary, _, of = tables(chain(6, 4), 4, corrected=Corrections(units=True))
+    assert unary[0][row(of, 0, 2, 1, 1)] == 6 * 4 * 4 * 6 + WORD / 2 * 2 * 4 * 6 / 2
+
+
+def test_an_embedding_reads_rows_once_corrected() -> None:
+    unary, _, of = tables("rnnlm", 4, corrected=Corrections(gather=True))
+    tokens, size, words = 64 * 256, 2048, 100_000
+    assert unary[0][0] == 2 * tokens * size
+    assert unary[0][row(of, 0, 1, 1, 1, 4)] == 2 * tokens * size + WORD * 2 * 3 / 4 * tokens * size
+    assert unary[0][row(of, 0, 4, 1, 1, 1)] == tokens * size / 2 + WORD * 2 * 3 / 4 * words * size
+
+
+def test_a_batch_norm_sums_a_word_a_channel_once_corrected() -> None:
+    unary, _, of = tables("inception3", 4, corrected=Corrections(batch_norm=True))
+    elements = 128 * 32 * 149 * 149
+    assert unary[1][row(of, 1, 4, 1, 1, 1)] == elements * 4 + 4 * WORD * 2 * 3 / 4 * 32
+    assert unary[1][row(of, 1, 1, 4, 1, 1)] == elements * 4
+
+
+def test_parallel_tensors_are_all_counted_once_corrected() -> None:
+    published, corrected = tables("transformer", 4), tables("transformer", 4, corrected=Corrections(edges=True))
+    net = published[2].network
+    several = {pair for pair, edges in net.pairs(parallel=True).items() if len(edges) > 1}
+    assert (len(net.edges), len(published[1]), len(several)) == (280, 256, 24)
+    for pair, table in published[1].items():
+        if pair in several:
+            assert (corrected[1][pair] >= table).all()
+            assert (corrected[1][pair] > table).any()
+        else:
+            assert (corrected[1][pair] == table).all()
+
+
+@pytest.mark.parametrize("name", ["edges", "gather", "batch_norm", "slices", "units"])
+def test_each_correction_changes_only_what_it_names(name: str) -> None:
+    touched = {"edges": "transformer", "gather": "rnnlm", "batch_norm": "inception3"}.get(name, "alexnet")
+    spared = {"edges": "rnnlm", "gather": "alexnet", "batch_norm": "transformer"}.get(name)
+    fix = Corrections(**{name: True})
+    for network_name, same in ((touched, False), *([(spared, True)] if spared else [])):
+        before, after = tables(network_name, 4), tables(network_name, 4, corrected=fix)
+        unary = all((a == b).all() for a, b in zip(before[0], after[0], strict=True))
+        pairs = all((before[1][pair] == after[1][pair]).all() for pair in before[1])
+        assert (unary and pairs) == same
+
+
+def test_corrected_true_is_every_correction_and_false_is_none() -> None:
+    assert Corrections(True, True, True, True, True) == CORRECTED
+    assert Corrections() == AS_PUBLISHED
+    for corrected, fix in ((True, CORRECTED), (False, AS_PUBLISHED)):
+        ours, theirs = tables("alexnet", 8, corrected=corrected), tables("alexnet", 8, corrected=fix)
+        assert all((a == b).all() for a, b in zip(ours[0], theirs[0], strict=True))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("p", [1, 3, 6, 12])
+def test_any_number_of_devices_has_tables_without_holes(name: str, p: int) -> None:
+    for corrected in (False, True):
+        unary, pairs, of = tables(name, p, 24, corrected=corrected)
+        for costs, configs in zip(unary, of.configs, strict=True):
+            assert costs.shape == (len(configs),)
+            assert np.isfinite(costs).all()
+            assert (costs >= 0).all()
+            assert (configs.prod(axis=1) <= p).all()
+        for (source, target), table in pairs.items():
+            assert source < target
+            assert table.shape == (len(of.configs[source]), len(of.configs[target]))
+            assert np.isfinite(table).all()
+            assert (table >= 0).all()
+
+
+def test_data_parallelism_splits_the_batch_alone_and_moves_no_tensor() -> None:
+    _, pairs, of = tables("transformer", 8)
+    pick = of.data_parallel()
+    for vertex, configs, place in zip(of.network.vertices, of.configs, pick, strict=True):
+        assert configs[place, vertex.batch] == configs[place].prod() == 8
+    assert {float(table[pick[a], pick[b]]) for (a, b), table in pairs.items()} == {0.0}
+
+
+def test_the_large_transformer_doubles_width_heads_and_inner_width() -> None:
+    small, large = network("transformer"), network("transformer-large")
+    assert len(small.vertices) == len(large.vertices) == 204
+    assert large.vertices[2].space == (3, 64, 16, 256, 64, 1024)
+    assert large.vertices[10].space == (64, 256, 4096, 1024)
+
+
+def test_tables_of_equal_layers_are_one_and_cannot_be_written() -> None:
+    unary, pairs, _ = tables("transformer", 4)
+    assert unary[9] is unary[13]
+    assert pairs[9, 10] is pairs[21, 22]
+    with pytest.raises(ValueError, match="read-only"):
+        unary[9][0] = 1
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(PlanError, match="at least 1 device, not 0"):
+        tables("alexnet", 0)
+    with pytest.raises(PlanError, match="at least 1 example, not 0"):
+        tables("alexnet", 4, 0)
+    with pytest.raises(PlanError, match="unknown network 'alexnets'; did you mean 'alexnet'"):
+        tables("alexnets", 4)

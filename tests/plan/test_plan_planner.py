@@ -1,0 +1,172 @@
+"""Plans of small models: the best that fits, what is kept, saved, edited and refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import weft
+from weft.errors import PlanError
+from weft.plan import Machine, Plan
+from weft.plan.capture import Captured, capture
+from weft.plan.machine import machine
+from weft.plan.planner import plan_captured
+
+WIDTH, LENGTH, HEADS, BATCH = 512, 128, 4, 48
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, s, WIDTH))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(layers)])
+        self.head = nn.Linear(WIDTH, 100, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def loss(output: Tensor, batch: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch.flatten())
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    with torch.device("meta"):
+        return capture(Net(), torch.zeros(BATCH, LENGTH, dtype=torch.long), loss=loss)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 6, 8, 12])
+def test_a_plan_is_no_slower_than_what_it_is_compared_with(captured: Captured, devices: int) -> None:
+    made = plan_captured(captured, "2080ti", devices=devices, stages=1)
+    assert made.mesh.devices == devices
+    assert made.cost.bound <= made.cost.step
+    assert made.gap < 1e-9
+    assert {row.name for row in made.rows} == {"data parallel", "fully sharded", "expert"}
+    for row in made.rows:
+        assert row.cost is None or row.cost.step >= made.cost.step * (1 - 1e-12)
+
+
+def test_weft_plan_takes_a_model_as_it_is() -> None:
+    made = weft.plan(Net(1), torch.zeros(8, LENGTH, dtype=torch.long), "cpu", devices=2, loss=loss)
+    assert isinstance(made, Plan)
+    assert (made.model, made.devices, made.reasons()) == ("Net", 2, [])
+
+
+def test_less_memory_gives_a_plan_that_keeps_it(captured: Captured) -> None:
+    free = plan_captured(captured, "a100", devices=4, compare=False)
+    steps = [free.cost.step]
+    for part in (0.7, 0.5, 0.3):
+        limit = part * free.cost.memory
+        made = plan_captured(captured, "a100", devices=4, memory=limit, compare=False)
+        assert made.cost.memory <= limit
+        assert made.cost.memory == pytest.approx(made.cost.parameters + made.cost.activations)
+        steps.append(made.cost.step)
+    assert steps == sorted(steps)
+
+
+def test_too_little_memory_is_refused_with_what_is_missing_and_what_would_do(captured: Captured) -> None:
+    with pytest.raises(PlanError, match=r"no plan fits on 2 devices of 1.0 MiB: each needs at least") as told:
+        plan_captured(captured, "a100", devices=2, memory="1MiB")
+    devices = int(re.search(r"On (\d+) devices .* would do", str(told.value))[1])  # type: ignore[index]
+    assert plan_captured(captured, "a100", devices=devices, memory="1MiB", stages=1, compare=False).cost.memory <= 2**20
+    with pytest.raises(PlanError, match="More devices will not help"):
+        plan_captured(captured, "a100", devices=1, memory=10)
+
+
+def test_stages_share_the_memory_of_a_model_that_one_device_cannot_hold(captured: Captured) -> None:
+    whole = plan_captured(captured, "a100", devices=4, stages=1, mesh=(4,), compare=False)
+    made = plan_captured(captured, "a100", devices=4, stages=4, microbatches=8, compare=False)
+    assert made.stages == 4
+    assert made.mesh.devices == 1
+    assert made.cost.bubble > 0
+    assert made.cost.parameters < whole.cost.parameters or made.cost.memory < whole.cost.memory
+    order = [made.stage[p] for p, o in enumerate(made.graph.operators) if o.reads and o.outputs[0].gradient]
+    assert order == sorted(order)
+
+
+def test_what_the_user_keeps_is_kept(captured: Captured) -> None:
+    made = plan_captured(
+        captured, "2080ti", devices=4, stages=1, keep={"head": "replicated", "layers.*.up": "n"}, compare=False
+    )
+    for place, operator in enumerate(made.graph.operators):
+        if operator.module == "head":
+            assert set(made.names(place)) == {"-"}
+        if operator.module.endswith(".up"):
+            assert set(made.names(place)) <= {"-", "n"}
+    with pytest.raises(PlanError, match=r"no module or operator is called 'heat'; did you mean 'head'\?"):
+        plan_captured(captured, devices=4, keep={"heat": "replicated"})
+
+
+def test_a_saved_plan_is_loaded_edited_and_priced_anew(captured: Captured, tmp_path: Path) -> None:
+    made = plan_captured(captured, "2080ti", devices=4, stages=1, compare=False)
+    file = tmp_path / "plan.json"
+    made.save(file)
+    again = plan_captured(captured, "2080ti", devices=4, load=file, compare=False)
+    assert (again.splits, again.mesh) == (made.splits, made.mesh)
+    assert again.cost.step == pytest.approx(made.cost.step)
+    values = json.loads(file.read_text())
+    name = next(o.name for o in made.graph.operators if o.module == "head" and o.reads)
+    values["splits"][name] = ["-"] * len(made.mesh.sizes)
+    file.write_text(json.dumps(values))
+    edited = plan_captured(captured, "2080ti", devices=4, load=file, compare=False)
+    assert edited.cost.step > made.cost.step
+    values["splits"][name] = ["nonsense"] * len(made.mesh.sizes)
+    file.write_text(json.dumps(values))
+    with pytest.raises(PlanError, match=f"'{name}' has no dimension 'nonsense'"):
+        plan_captured(captured, "2080ti", devices=4, load=file)
+    del values["mesh"]
+    file.write_text(json.dumps(values))
+    with pytest.raises(PlanError, match="is no plan: it lacks mesh"):
+        plan_captured(captured, "2080ti", devices=4, load=file)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": 0}, "at least 1 device, not 0"),
+        ({"devices": 4, "stages": 3}, "4 devices cannot be 3 equal stages"),
+        ({"devices": 4, "microbatches": 7}, "a batch of 48 is not 7 equal micro-batches"),
+        ({"devices": 4, "mesh": (3,)}, "a mesh of 3 in 1 stages is not 4 devices"),
+        ({"devices": 4, "memory": "lots"}, "'lots' is no size"),
+        ({"devices": 4, "optimizer": "adamm"}, "unknown optimizer 'adamm'; did you mean 'adam'"),
+        ({"devices": 4, "overlap": 2.0}, "from 0 to 1, not 2.0"),
+        ({"devices": 4, "machine": "h1000"}, "h1000"),
+        ({"devices": 4, "dtype": "float8"}, "no peak for 'float8'"),
+    ],
+)
+def test_what_cannot_be_is_refused(captured: Captured, options: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_captured(captured, **options)  # type: ignore[arg-type]
+
+
+def test_more_devices_than_the_machine_has_are_refused(captured: Captured) -> None:
+    found: Machine = machine("h100")
+    small = replace(found, levels=(replace(found.levels[0], devices=2),))
+    with pytest.raises(PlanError, match="has 2 devices, and 4 are asked for"):
+        plan_captured(captured, small, devices=4)

@@ -1,0 +1,251 @@
+"""The solver's optimum is that of brute force, its picks cost what it says, and its bounds hold."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft import keys
+from weft.errors import PlanError
+from weft.plan.solve import OverLimit, Problem, markov_chain, solve, tied
+
+KINDS = ("path", "tree", "cycle", "dense", "sparse", "layers")
+
+
+def near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def brute(problem: Problem) -> tuple[float, float]:
+    """The least cost within the limit and the least weight of an allowed pick, inf where there is none."""
+    best = least = math.inf
+    for pick in itertools.product(*[range(len(costs)) for costs in problem.unary]):
+        if (cost := problem.cost(pick)) < math.inf:
+            weight = problem.weight(pick)
+            least = min(least, weight)
+            if weight <= problem.limit:
+                best = min(best, cost)
+    return best, least
+
+
+def edges(kind: str, count: int, draw: np.random.Generator) -> set[tuple[int, int]]:
+    path = {(i, i + 1) for i in range(count - 1)}
+    every = {(i, j) for j in range(count) for i in range(j)}
+    return {
+        "path": path,
+        "tree": {(int(draw.integers(i)), i) for i in range(1, count)},
+        "cycle": path | ({(0, count - 1)} if count > 2 else set()),
+        "dense": every,
+        "sparse": {edge for edge in every if draw.random() < 0.3},  # often in several parts
+        "layers": {(i, j) for i, j in every if j - i <= 2 or i == 0},  # residuals, and a first vertex that all read
+    }[kind]
+
+
+def problem_of(kind: str, count: int, draw: np.random.Generator, forbid: bool, weigh: bool) -> Problem:
+    sizes = draw.integers(1, 5, count)
+    shared = {}
+
+    def table(*shape: int) -> np.ndarray:
+        # Small integers make ties, repeated rows and columns make classes, equal shapes may repeat a table.
+        if shape in shared and draw.random() < 0.3:
+            return shared[shape]
+        costs = draw.integers(-3, 4, shape).astype(float) if draw.random() < 0.5 else draw.normal(size=shape) * 10
+        if len(shape) == 2 and draw.random() < 0.5:
+            costs = costs[draw.integers(0, shape[0], shape[0])][:, draw.integers(0, shape[1], shape[1])]
+        if forbid:
+            costs[draw.random(shape) < 0.2] = math.inf
+        shared[shape] = costs
+        return costs
+
+    unary = tuple(table(int(size)) for size in sizes)
+    pairs = {(i, j): table(int(sizes[i]), int(sizes[j])) for i, j in edges(kind, count, draw)}
+    if not weigh:
+        return Problem(unary, pairs)
+    weights = tuple(
+        draw.integers(0, 6, size).astype(float) if draw.random() < 0.7 else draw.random(size) * 5 for size in sizes
+    )
+    low, high = (math.fsum(float(end(w)) for w in weights) for end in (np.min, np.max))
+    return Problem(unary, pairs, weights, low + (high - low) * float(draw.random()) - 0.1 * (draw.random() < 0.2))
+
+
+def agrees(problem: Problem, entries: int) -> None:
+    best, least = brute(problem)
+    if math.isinf(best):
+        with pytest.raises(PlanError) as refused:
+            solve(problem, entries=entries, gap=0.0)
+        assert isinstance(refused.value, OverLimit) == (least < math.inf)
+        if isinstance(refused.value, OverLimit):
+            assert near(refused.value.least, least)
+        return
+    found = solve(problem, entries=entries, gap=0.0)
+    assert near(problem.cost(found.pick), found.cost)
+    assert near(found.cost, best)
+    assert found.bound <= best + 1e-9 * max(1.0, abs(best))
+    assert near(found.bound, best)
+    assert near(problem.weight(found.pick), found.weight)
+    assert found.weight <= problem.limit
+
+
+def test_two_layers_that_would_each_do_best_alone_agree_when_moving_costs_more():
+    split, whole = 0, 1
+    alone = (np.array([0.0, 3.0]), np.array([2.0, 0.0]))
+    moved = {(0, 1): np.array([[0.0, 9.0], [9.0, 0.0]])}
+    found = solve(Problem(alone, moved))
+    assert (found.pick, found.cost, found.bound, found.optimal) == ((split, split), 2.0, 2.0, True)
+    assert solve(Problem(alone, {})).pick == (split, whole)
+
+
+def test_a_limit_is_kept_and_costs_what_the_cheapest_pick_within_it_costs():
+    problem = Problem((np.array([0.0, 5.0]),) * 3, {}, (np.array([4.0, 1.0]),) * 3, limit=9.0)
+    found = solve(problem)
+    assert (found.cost, found.weight, found.optimal) == (5.0, 9.0, True)
+
+
+def test_a_limit_below_the_least_weight_is_refused_with_both():
+    problem = Problem((np.zeros(2),) * 3, {}, (np.array([4.0, 2.0]),) * 3, limit=5.0)
+    with pytest.raises(OverLimit, match=r"limit of 5: the least weight is 6, 1 more") as refused:
+        solve(problem)
+    assert (refused.value.least, refused.value.limit) == (6.0, 5.0)
+
+
+def test_the_least_weight_counts_only_picks_that_may_meet():
+    forbid = np.array([[math.inf, 0.0], [0.0, math.inf]])
+    problem = Problem((np.zeros(2),) * 2, {(0, 1): forbid}, (np.array([1.0, 7.0]),) * 2, limit=5.0)
+    with pytest.raises(OverLimit) as refused:
+        solve(problem)
+    assert refused.value.least == 8.0
+
+
+@pytest.mark.parametrize("entries", [1 << 20, 6, 1], ids=["eliminated", "some", "branched"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_optimum_is_that_of_brute_force(kind: str, entries: int):
+    for number in range(40):
+        draw = keys.generator("solve", kind, number)
+        count = int(draw.integers(1, 7))
+        agrees(problem_of(kind, count, draw, forbid=number % 3 == 0, weigh=number % 2 == 0), entries)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(KINDS), st.integers(1, 6), st.booleans(), st.booleans())
+def test_the_optimum_is_that_of_brute_force_whatever_is_drawn(
+    seed: int, kind: str, count: int, forbid: bool, weigh: bool
+):
+    agrees(problem_of(kind, count, keys.generator("drawn", seed), forbid, weigh), 1 << 20)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(KINDS))
+def test_the_optimum_does_not_depend_on_how_vertices_and_configurations_are_numbered(seed: int, kind: str):
+    draw = keys.generator("numbered", seed)
+    problem = problem_of(kind, 9, draw, forbid=False, weigh=False)
+    place = draw.permutation(9)
+    orders = [draw.permutation(len(costs)) for costs in problem.unary]
+    unary = [problem.unary[0]] * 9
+    for vertex, costs in enumerate(problem.unary):
+        unary[place[vertex]] = costs[orders[vertex]]
+    pairs = {}
+    for (i, j), table in problem.pairs.items():
+        shuffled = table[np.ix_(orders[i], orders[j])]
+        one, two = int(place[i]), int(place[j])
+        pairs[min(one, two), max(one, two)] = shuffled if one < two else shuffled.T
+    assert near(solve(Problem(tuple(unary), pairs)).cost, solve(problem).cost)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_tighter_limit_never_costs_less_and_the_bound_never_passes_the_optimum(seed: int):
+    draw = keys.generator("limits", seed)
+    problem = problem_of("layers", 7, draw, forbid=False, weigh=True)
+    free = solve(Problem(problem.unary, problem.pairs))
+    costs = []
+    for share in (0.9, 0.6, 0.3, 0.0):
+        low = math.fsum(float(weights.min()) for weights in problem.weights)
+        limit = low + share * (math.fsum(float(weights.max()) for weights in problem.weights) - low)
+        found = solve(Problem(problem.unary, problem.pairs, problem.weights, limit))
+        assert found.optimal
+        assert found.weight <= limit
+        costs.append(found.cost)
+    assert all(tight >= loose - 1e-9 for loose, tight in itertools.pairwise([free.cost, *costs]))
+
+
+def test_a_long_chain_of_equal_layers_is_the_power_of_one_layer():
+    draw = keys.generator("chain")
+    table, costs = draw.random((7, 7)), draw.random(7)
+    count = 300
+    best = costs
+    for _ in range(count - 1):
+        best = (best[:, None] + table).min(axis=0) + costs
+    found = solve(Problem((costs,) * count, {(i, i + 1): table for i in range(count - 1)}))
+    assert near(found.cost, float(best.min()))
+    assert found.optimal
+
+
+def test_a_vertex_that_all_layers_read_costs_as_many_entries_as_it_has_classes_not_configurations():
+    draw = keys.generator("shared")
+    kinds = draw.integers(0, 3, 200)  # 200 configurations of the shared vertex, three ways in which its tensor lies
+    read, table = draw.random((3, 5))[kinds], draw.random((5, 5))
+    pairs = {(0, layer): read for layer in range(1, 31)} | {(layer, layer + 1): table for layer in range(1, 30)}
+    found = solve(Problem((draw.random(200), *[draw.random(5) for _ in range(30)]), pairs))
+    assert found.optimal
+    assert found.entries <= 3 * 5 * 5
+
+
+def test_tied_vertices_pick_alike_and_cost_the_same_in_both_problems():
+    for number in range(30):
+        draw = keys.generator("tied", number)
+        problem = problem_of("sparse", 6, draw, forbid=number % 2 == 0, weigh=True)
+        sizes = [len(costs) for costs in problem.unary]
+        groups = [[v for v in range(6) if sizes[v] == size] for size in set(sizes)]
+        small, expand = tied(problem, groups)
+        assert len(small.unary) == len(groups)
+        for pick in itertools.product(*[range(len(costs)) for costs in small.unary]):
+            whole = expand(pick)
+            assert all(len({whole[v] for v in group}) == 1 for group in groups)
+            assert near(small.cost(pick), problem.cost(whole)) or small.cost(pick) == problem.cost(whole)
+            assert near(small.weight(pick), problem.weight(whole))
+
+
+@pytest.mark.parametrize("groups", [[[0, 1]], [[0], [0]], [[5]]], ids=["unequal", "twice", "unknown"])
+def test_vertices_that_cannot_be_tied_are_refused(groups: list[list[int]]):
+    with pytest.raises(PlanError):
+        tied(Problem((np.zeros(2), np.zeros(3)), {}), groups)
+
+
+def test_a_markov_chain_is_never_below_the_optimum_and_its_history_only_falls():
+    problem = problem_of("layers", 8, keys.generator("walk"), forbid=False, weigh=False)
+    walk = markov_chain(problem, 0.2, seed=1)
+    assert near(problem.cost(walk.pick), walk.cost)
+    assert walk.cost >= solve(problem).cost - 1e-9
+    assert all(after < before for (_, before), (_, after) in itertools.pairwise(walk.history))
+    assert near(walk.history[-1][1], walk.cost)
+    assert walk.proposals > 0
+
+
+@pytest.mark.parametrize(
+    ("unary", "pairs", "weights", "says"),
+    [
+        ((np.zeros(0),), {}, None, "no configuration"),
+        ((np.zeros(2),) * 2, {(1, 0): np.zeros((2, 2))}, None, "the lower one first"),
+        ((np.zeros(2),) * 2, {(0, 2): np.zeros((2, 2))}, None, "not between two of 2"),
+        ((np.zeros(2),) * 2, {(0, 1): np.zeros((2, 3))}, None, r"not \(2, 2\)"),
+        ((np.zeros(2),), {}, (np.zeros(3),), "one for each configuration"),
+        ((np.zeros(2),), {}, (np.array([0.0, -1.0]),), "negative"),
+        ((np.array([0.0, math.nan]),), {}, None, "not a number"),
+        ((np.zeros(2),) * 2, {(0, 1): np.full((2, 2), -math.inf)}, None, "not a number or -inf"),
+        ((np.full(2, math.inf),), {}, None, "configuration of vertex 0 is forbidden"),
+        ((np.zeros(2),) * 2, {(0, 1): np.full((2, 2), math.inf)}, None, "every pick is forbidden"),
+    ],
+)
+def test_a_problem_that_is_none_is_refused(unary, pairs, weights, says):
+    with pytest.raises(PlanError, match=says):
+        solve(Problem(unary, pairs, weights, 1.0))
+
+
+def test_a_problem_without_vertices_costs_nothing():
+    found = solve(Problem((), {}))
+    assert (found.pick, found.cost, found.optimal) == ((), 0.0, True)

@@ -1,0 +1,211 @@
+"""The solver's parts keep their promises: classes, blocks, orders, bounds, beams and local changes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft import keys
+from weft.plan.solve import Problem
+from weft.plan.solve import minimum as blocks
+from weft.plan.solve.beam import beam
+from weft.plan.solve.branch import narrowed
+from weft.plan.solve.classes import Classes
+from weft.plan.solve.dual import Dual
+from weft.plan.solve.edges import compressed
+from weft.plan.solve.elimination import Network, effort, eliminate, same
+from weft.plan.solve.local import neighbours, polished
+from weft.plan.solve.price import costs_at
+from weft.plan.solve.splice import changed, spliced
+
+
+def costs_of_all(problem: Problem) -> dict[tuple[int, ...], float]:
+    picks = itertools.product(*[range(len(costs)) for costs in problem.unary])
+    return {pick: problem.cost(pick) for pick in picks}
+
+
+def graph(seed: int, count: int = 6, size: int = 3, weigh: bool = False) -> Problem:
+    draw = keys.generator("parts", seed)
+    pairs = {(i, j): draw.normal(size=(size, size)) for j in range(count) for i in range(j) if draw.random() < 0.5}
+    weights = tuple(draw.integers(0, 9, size).astype(float) for _ in range(count)) if weigh else None
+    limit = sum(float(0.6 * w.min() + 0.4 * w.max()) for w in weights) if weights else math.inf
+    return Problem(tuple(draw.normal(size=size) for _ in range(count)), pairs, weights, limit)
+
+
+def test_rows_and_columns_that_are_equal_are_one_class_each():
+    table = np.array([[1.0, 2.0, 1.0], [3.0, 4.0, 3.0], [1.0, 2.0, 1.0]])
+    small, rows, columns = Classes().compressed(table)
+    assert rows.labels == (0, 1, 0)
+    assert columns.labels == (0, 1, 0)
+    assert small.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=20))
+def test_a_join_tells_apart_exactly_what_either_does_and_is_the_same_object_from_both_sides(labels):
+    classes = Classes()
+    one, other = classes.part([a for a, _ in labels]), classes.part([b for _, b in labels])
+    joined = classes.join(one, other)
+    assert joined is classes.join(other, one)
+    for i, j in itertools.product(range(len(labels)), repeat=2):
+        assert (joined.labels[i] == joined.labels[j]) == (labels[i] == labels[j])
+    costs = np.arange(len(labels), dtype=float)[::-1].copy()
+    assert joined.least(costs).tolist() == [min(costs[joined.index == c]) for c in range(joined.count)]
+    assert [joined.labels.index(c) for c in range(joined.count)] == joined.first.tolist()
+
+
+def test_equal_tables_are_compressed_once_and_others_apart():
+    table = keys.generator("equal").random((40, 40))
+    other = table.copy()
+    other[39, 39] += 1.0  # where no sample is taken
+    edges = compressed({(0, 1): table, (1, 2): table.copy(), (2, 3): other})
+    assert edges.tables[0] is edges.tables[1]
+    assert edges.tables[2] is not edges.tables[0]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.integers(1, 7), min_size=1, max_size=4), st.sampled_from([1, 4, 16, 64]))
+def test_the_least_of_a_sum_in_blocks_is_the_least_of_the_sum(seed: int, shape: list[int], block: int):
+    draw = keys.generator("blocks", seed)
+    shape = [int(draw.integers(1, 9)), *shape]
+    terms = []
+    for _ in range(int(draw.integers(1, 5))):
+        terms.append(draw.random([n if axis == 0 or draw.random() < 0.6 else 1 for axis, n in enumerate(shape)]))
+    for axis in range(1, len(shape)):  # every axis is in some term
+        terms.append(draw.random([n if at in (0, axis) else 1 for at, n in enumerate(shape)]))
+    whole = sum(terms[1:], terms[0]).min(axis=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK", block)
+        found = blocks.lowest(list(terms), tuple(shape))
+    assert found.shape == whole.shape
+    np.testing.assert_allclose(found, whole, rtol=1e-12)
+
+
+def test_an_order_never_makes_a_table_above_what_is_allowed_and_says_what_is_left():
+    draw = keys.generator("order")
+    pairs = {(i, j): draw.random((4, 4)) for j in range(6) for i in range(j)}
+    network = Network(6, compressed(pairs), 4**3)
+    assert network.order.entries <= 4**3
+    assert not network.fits
+    assert {step.vertex for step in network.order.steps} | set(network.order.left) == set(range(6))
+    assert Network(6, compressed(pairs), 4**5).fits
+
+
+def test_in_a_ring_of_equal_layers_only_as_many_steps_are_computed_as_it_takes_to_double_up():
+    draw = keys.generator("once")
+    table, costs = draw.random((5, 5)), draw.random(5)
+    for count in (64, 128):
+        pairs = {(i, i + 1): table for i in range(count - 1)} | {(0, count - 1): table.T}
+        network = Network(count, compressed(pairs), 1 << 20)
+        assert effort(network, same([costs.copy() for _ in range(count)])) <= 3 * 5**3 * math.log2(count)
+        assert effort(network, [costs.copy() for _ in range(count)]) == network.order.work > (count - 4) * 5**3
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_dual_bound_only_rises_never_passes_the_optimum_and_keeps_every_optimal_configuration(seed: int):
+    problem = graph(seed)
+    costs = costs_of_all(problem)
+    best = min(costs.values())
+    dual = Dual(problem.unary, compressed(problem.pairs))
+    before = -math.inf
+    for sweep in range(12):
+        pick = dual.sweep(sweep % 2 == 0, best + 1e-9)
+        assert before - 1e-9 <= dual.bound <= best + 1e-9
+        assert costs[tuple(pick)] >= best
+        before = dual.bound
+    for pick, cost in costs.items():
+        if cost <= best + 1e-12:
+            assert all(alive[k] for alive, k in zip(dual.alive, pick, strict=True))
+
+
+def test_on_a_tree_two_sweeps_prove_the_optimum():
+    draw = keys.generator("tree")
+    problem = Problem(
+        tuple(draw.random(4) for _ in range(7)), {((j - 1) // 2, j): draw.random((4, 4)) for j in range(1, 7)}
+    )
+    dual = Dual(problem.unary, compressed(problem.pairs))
+    dual.sweep(True, math.inf)
+    pick = dual.sweep(False, math.inf)
+    best = min(costs_of_all(problem).values())
+    assert math.isclose(dual.bound, best, rel_tol=1e-12)
+    assert math.isclose(problem.cost(dual.sweep(True, math.inf)), best, rel_tol=1e-12)
+    assert len(pick) == 7
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([1, 3, 1000]), st.sampled_from([0.0, 0.1, 1.0]))
+def test_a_beam_finds_the_optimum_or_says_below_which_excess_it_dropped_some(seed: int, rows: int, price: float):
+    problem = graph(seed, weigh=True)
+    allowed = {pick: cost for pick, cost in costs_of_all(problem).items() if problem.weight(pick) <= problem.limit}
+    best = min(allowed.values())
+    network = Network(6, compressed(problem.pairs), 1 << 20)
+    done = eliminate(network, costs_at(problem, price))
+    bound = done.value - price * problem.limit
+    found = beam(done, network.edges.classes, problem.weights, problem.limit, price, best - bound + 5.0, rows)
+    cost = math.inf
+    if found.pick is not None:
+        assert problem.weight(found.pick) <= problem.limit
+        cost = problem.cost(found.pick)
+    assert cost >= best - 1e-9
+    assert min(cost, bound + found.dropped) <= best + 1e-9
+    if rows == 1000:
+        assert found.dropped == math.inf
+        assert math.isclose(cost, best, rel_tol=1e-9, abs_tol=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32))
+def test_local_changes_keep_the_limit_and_never_cost_more(seed: int):
+    problem = graph(seed, weigh=True)
+    light = [int(weights.argmin()) for weights in problem.weights]
+    better = polished(problem, light, neighbours(problem), rounds=100)
+    assert problem.weight(better) <= problem.limit
+    assert problem.cost(better) <= problem.cost(light) + 1e-12
+    for vertex, choice in itertools.product(range(6), range(3)):
+        changed = [*better[:vertex], choice, *better[vertex + 1 :]]
+        assert problem.weight(changed) > problem.limit or problem.cost(changed) >= problem.cost(better) - 1e-9
+
+
+def test_two_picks_are_spliced_at_the_best_layer_with_what_each_layer_reads():
+    # 0 and 1 are read by 2 and 4 alone; the picks meet best between 3 and 4, where the edge does not mind.
+    edges = {(0, 2): 5.0, (1, 4): 5.0, (2, 3): 5.0, (3, 4): 0.0, (4, 5): 5.0}
+    pairs = {edge: cost * (1 - np.eye(2)) for edge, cost in edges.items()}
+    weights = (np.array([2.0, 0.0]),) * 6
+    problem = Problem((np.array([0.0, 1.0]),) * 6, pairs, weights, limit=7.0)
+    assert spliced(problem, [1] * 6, [0] * 6) in ([0, 1, 0, 0, 1, 1], [1, 0, 1, 1, 0, 0])
+    assert spliced(replace(problem, limit=11.0), [1] * 6, [0] * 6) in ([0, 1, 0, 0, 1, 1], [1, 0, 1, 1, 0, 0])
+    assert spliced(replace(problem, limit=12.0), [1] * 6, [0] * 6) == [0] * 6
+    pairs[3, 4] = np.array([[0.0, math.inf], [math.inf, 0.0]])
+    assert spliced(Problem(problem.unary, pairs, weights, limit=1.0), [1] * 6, [0] * 6) == [1] * 6
+
+
+def test_layers_that_all_change_at_one_price_are_changed_one_after_the_other_until_the_limit_is_kept():
+    # A heavy way costs 0 and weighs 3, a light one costs 1 and weighs 0; to change between layers costs 2.
+    change = 2.0 * (1 - np.eye(2))
+    layers = 20
+    problem = Problem(
+        (np.array([0.0, 1.0]),) * layers,
+        {(i, i + 1): change for i in range(layers - 1)},
+        (np.array([3.0, 0.0]),) * layers,
+        limit=30.0,
+    )
+    network = Network(layers, compressed(problem.pairs), 1 << 20)
+    pick = changed(problem, lambda costs: eliminate(network, costs).pick(), 1 / 3, [1] * layers, lambda cost: False)
+    assert problem.cost(pick) == 12.0
+    assert problem.weight(pick) == 30.0
+
+
+def test_a_narrowed_problem_costs_what_the_whole_one_does():
+    problem = graph(3, weigh=True)
+    kept = [np.array([0, 2])] * 6
+    small = narrowed(problem, kept)
+    for pick in itertools.product(range(2), repeat=6):
+        whole = [int(index[k]) for index, k in zip(kept, pick, strict=True)]
+        assert small.cost(pick) == problem.cost(whole)
+        assert small.weight(pick) == problem.weight(whole)

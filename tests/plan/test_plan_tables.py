@@ -1,0 +1,171 @@
+"""Tables of a small network, against what each strategy costs by definition."""
+
+from __future__ import annotations
+
+import math
+from itertools import product as every
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.plan import collective
+from weft.plan.batches import batch_dims, microbatch
+from weft.plan.capture import Captured, capture
+from weft.plan.graph import INPUT, Graph
+from weft.plan.layout import REPLICATED, Mesh
+from weft.plan.machine import Device, Level, Machine
+from weft.plan.solve import solve
+from weft.plan.tables import Tables, Training, layer_of, tables
+
+DEVICE = Device({"float32": 1e13, "bfloat16": 1e14}, ((1e6, 0.1), (1e9, 0.8)), 1e12, 1e10, 0.0)
+MACHINE = Machine("test", DEVICE, (Level("node", None, 1e10, 1e-6),))
+BATCH, WIDTH = 32, 64
+
+
+class Two(nn.Module):
+    """Two products without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.second = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.relu(self.first(x)))
+
+
+def two(batch: int = BATCH) -> Captured:
+    return capture(Two(), torch.zeros(batch, WIDTH))
+
+
+def cost(graph: Graph, made: Tables, chosen: dict[str, str]) -> tuple[float, float]:
+    """(computing, moving) when the named operators have the named dimensions split, and others nothing."""
+    pick = []
+    for place, operator in enumerate(graph.operators):
+        names = [dim.name for dim in operator.dims]
+        word = chosen.get(operator.name, "-")
+        pick.append(made.splits[place].index((names.index(word) if word != "-" else REPLICATED,)))
+    compute = math.fsum(float(costs[k]) for costs, k in zip(made.compute, pick, strict=True))
+    return compute, made.problem().cost(pick) - compute
+
+
+def names(graph: Graph) -> dict[str, str]:
+    """Parameters and operators by what they are here."""
+    found = {"w1": "p_first_weight", "w2": "p_second_weight"}
+    found |= dict(zip(("fc1", "relu", "fc2"), [o.name for o in graph.operators if o.reads], strict=True))
+    return found
+
+
+def test_strategies_cost_the_collectives_that_they_are_known_for() -> None:
+    graph = two().graph
+    made = tables(graph, Mesh((4,)), MACHINE)
+    n = names(graph)
+    link = MACHINE.axis_link((4,), 0)
+    weights = 4.0 * 4 * WIDTH * WIDTH
+    rows = {n["fc1"]: "m0", n["relu"]: "a0", n["fc2"]: "m0"}
+    whole = cost(graph, made, {})[0]
+
+    compute, moving = cost(graph, made, rows)
+    # Data parallelism: one all-reduce for the gradient of each weight.
+    assert moving == pytest.approx(2 * float(collective.all_reduce(weights, 4, *link)))
+    assert compute < whole
+
+    # Stored in parts: gathered for the forward, and the gradient is scattered.
+    stored = {**rows, n["w1"]: "a0", n["w2"]: "a0"}
+    gathered = float(collective.all_gather(weights, 4, *link) + collective.reduce_scatter(weights, 4, *link))
+    assert cost(graph, made, stored)[1] == pytest.approx(2 * gathered)
+
+    # Columns, then rows: nothing moves between the two. The input needs no gradient; the result stays a sum.
+    parts = {n["fc1"]: "n", n["relu"]: "a1", n["fc2"]: "k", n["w1"]: "a0", n["w2"]: "a1"}
+    assert cost(graph, made, parts)[1] == 0.0
+
+
+def test_memory_is_weights_gradients_states_and_what_the_backward_keeps() -> None:
+    graph = two().graph
+    made = tables(graph, Mesh((4,)), MACHINE, Training(state=8.0))
+    place = {operator.name: number for number, operator in enumerate(graph.operators)}
+    n = names(graph)
+    weight = made.memory[place[n["w1"]]]
+    elements = 4 * WIDTH * WIDTH
+    assert weight[made.splits[place[n["w1"]]].index((REPLICATED,))] == elements * 16
+    assert weight[made.splits[place[n["w1"]]].index((0,))] == elements * 16 / 4
+    kept = sum(operator.saved for operator in graph.operators)
+    assert kept > 0
+    whole = [own.index((REPLICATED,)) for own in made.splits]
+    assert made.weight(whole) == pytest.approx(2 * elements * 16 + kept)
+
+
+def test_overlap_hides_parameters_alone() -> None:
+    graph = two().graph
+    n = names(graph)
+    rows = {n["fc1"]: "m0", n["relu"]: "a0", n["fc2"]: "m0"}
+    made, hidden = (tables(graph, Mesh((4,)), MACHINE, Training(overlap=part)) for part in (0.0, 0.75))
+    assert cost(graph, hidden, rows)[1] == pytest.approx(0.25 * cost(graph, made, rows)[1])
+    odd = {n["fc1"]: "m0", n["relu"]: "a1", n["fc2"]: "m0"}
+    moved = cost(graph, made, odd)[1] - cost(graph, made, rows)[1]
+    assert moved > 0
+    assert cost(graph, hidden, odd)[1] - cost(graph, hidden, rows)[1] == pytest.approx(moved)
+
+
+def test_the_solver_finds_the_best_of_all_strategies_of_a_network() -> None:
+    graph = two().graph
+    made = tables(graph, Mesh((2,)), MACHINE)
+    problem = made.problem()
+    best = min(problem.cost(pick) for pick in every(*(range(len(own)) for own in made.splits)))
+    assert solve(problem).cost == pytest.approx(best)
+
+
+def test_a_micro_batch_of_a_graph_is_the_graph_of_a_micro_batch() -> None:
+    whole, part = two(BATCH).graph, two(BATCH // 4).graph
+    made = microbatch(whole, 4)
+    assert len(made) == len(part)
+    for one, other in zip(made.operators, part.operators, strict=True):
+        assert (one.dims, one.reads, one.outputs, one.flops) == (other.dims, other.reads, other.outputs, other.flops)
+
+
+def test_the_batch_is_followed_through_merged_axes() -> None:
+    class Merged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.reshape(-1, 8)).reshape(x.shape).sum(1)
+
+    graph = capture(Merged(), torch.zeros(6, 4, 8)).graph
+    found = batch_dims(graph)
+    for operator, dim in zip(graph.operators, found, strict=True):
+        if operator.reads:
+            assert dim is not None, operator.name
+            assert operator.dims[dim].size % 6 == 0
+    assert microbatch(graph, 3).operators[-1].outputs[0].shape == (2, 8)
+    assert [o.outputs[0].shape for o in microbatch(graph, 2).operators if o.kind == INPUT] == [(3, 4, 8)]
+
+
+def test_recomputing_keeps_less_and_computes_more() -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Two() for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    graph = capture(Layers(), torch.zeros(BATCH, WIDTH)).graph
+    kept, again = (tables(graph, Mesh((1,)), MACHINE, Training(state=0, recompute=r)) for r in (False, True))
+    one = [0] * len(graph)
+    parameters = sum(2 * o.outputs[0].bytes for o in graph.operators if o.kind == "parameter")
+    saved = sum(o.saved for o in graph.operators)
+    assert kept.weight(one) == pytest.approx(parameters + saved)
+    assert again.weight(one) - parameters < 0.55 * saved
+    assert sum(map(np.sum, again.compute)) > sum(map(np.sum, kept.compute))
+
+
+def test_a_layer_is_named_up_to_its_number() -> None:
+    assert layer_of("model.layers.11.mlp.up") == "model.layers.11"
+    assert layer_of("") == ""

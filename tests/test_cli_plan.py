@@ -1,0 +1,142 @@
+"""`weft plan` and `weft calibrate` as a user types them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from weft.cli import main
+from weft.cli.output import console
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    return net, torch.zeros(32, 64), lambda y, batch: y.square().mean()
+
+def wrong():
+    return 3
+"""
+
+
+@dataclass(frozen=True)
+class Said:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Weft = Callable[..., Said]
+
+
+@pytest.fixture
+def weft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Weft]:
+    """The program, in this process, as if it was started in the folder of the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console, "width", 200)
+
+    def run(*words: str) -> Said:
+        monkeypatch.setattr(sys, "argv", ["weft", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return Said(int(end.value.code or 0), out, err)
+
+    yield run
+    sys.modules.pop("own", None)
+
+
+def test_a_model_of_the_users_own_is_planned_saved_and_loaded(tmp_path: Path, weft: Weft) -> None:
+    (tmp_path / "own.py").write_text(MODEL)
+    shown = weft("plan", "own:build", "--devices", "4", "--machine", "a100", "--save", "plan.json")
+    assert shown.returncode == 0, shown.stderr
+    for word in ("Sequential on 4 x A100", "data parallel", "fully sharded", "expert", "can be run", "plan.json"):
+        assert word in shown.stdout
+    again = weft("plan", "own.py:build", "--devices", "4", "--machine", "a100", "--load", "plan.json", "--json")
+    assert again.returncode == 0, again.stderr
+    found, saved = json.loads(again.stdout), json.loads((tmp_path / "plan.json").read_text())
+    assert found["splits"] == saved["splits"]
+    assert found["reasons"] == []
+
+
+def test_a_model_of_transformers_is_planned_from_its_configuration(tmp_path: Path, weft: Weft) -> None:
+    small = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96, "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    shown = weft(
+        "plan",
+        "config.json",
+        "--devices",
+        "2",
+        "--batch",
+        "4",
+        "--length",
+        "16",
+        "--keep",
+        "lm_head=n",
+        "--json",
+    )
+    assert shown.returncode == 0, shown.stderr
+    found = json.loads(shown.stdout)
+    assert found["model"] == "GPT2LMHeadModel"
+    assert set(found["splits"]["linear"]) <= {"-", "n"}
+    assert found["cost"]["step"] > 0
+
+
+def test_mistakes_are_told_in_one_line(tmp_path: Path, weft: Weft) -> None:
+    (tmp_path / "own.py").write_text(MODEL)
+    (tmp_path / "machine.json").write_text('{"name": "mine", "device": {"peak": {"float32": 1e12}}}')
+    cases = {
+        ("plan", "own:build", "--devices", "0"): "at least 1 device, not 0",
+        ("plan", "own:wrong", "--devices", "2"): "must return (model, batch)",
+        ("plan", "gpt3", "--devices", "2"): "'gpt3' is no model that transformers has",
+        ("plan", "own:build", "--devices", "2", "--machine", "machine.json"): "machine.json",
+        ("plan", "own:build", "--devices", "2", "--memory", "1KiB"): "no plan fits on 2 devices",
+        ("plan", "own:build", "--devices", "2", "--keep", "0"): "--keep takes a module",
+    }
+    for words, message in cases.items():
+        shown = weft(*words)
+        assert shown.returncode == 2, (words, shown.stdout, shown.stderr)
+        assert message in shown.stderr, shown.stderr
+        assert len(shown.stderr.strip().splitlines()) == 1, shown.stderr
+
+
+def test_this_machine_is_measured_and_planned_for(tmp_path: Path, weft: Weft) -> None:
+    (tmp_path / "own.py").write_text(MODEL)
+    shown = weft("calibrate", "here.json", "--device", "cpu", "--devices", "2", "--quick")
+    assert shown.returncode == 0, shown.stderr
+    assert "GFLOP/s" in shown.stdout
+    planned = weft("plan", "own:build", "--devices", "2", "--machine", "here.json", "--json")
+    assert planned.returncode == 0, planned.stderr
+    assert json.loads(planned.stdout)["cost"]["step"] > 0
+
+
+def test_a_plan_is_written_as_a_page_and_its_path_is_told(tmp_path: Path, weft: Weft) -> None:
+    (tmp_path / "own.py").write_text(MODEL)
+    words = ("plan", "own:build", "--devices", "2", "--html")
+    shown = weft(*words, "plan.html")
+    assert shown.returncode == 0, shown.stderr
+    assert "written to plan.html" in shown.stdout
+    assert (tmp_path / "plan.html").read_text().lower().startswith("<!doctype html>")
+    refused = weft(*words, "none/plan.html")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "cannot write 'none/plan.html'" in refused.stderr
+
+
+def test_a_supernet_is_cut_into_stages(tmp_path: Path, weft: Weft) -> None:
+    (tmp_path / "run.toml").write_text('supernet = "digits-conv"\ndata = "digits"\n[train]\nsteps = 10\n')
+    shown = weft("plan", "run.toml", "--devices", "2", "--machine", "cpu")
+    assert shown.returncode == 0, shown.stderr
+    assert "weft.train(stages=2, cut=[" in shown.stdout
+    found = json.loads(weft("plan", "run.toml", "--devices", "3", "--machine", "cpu", "--json").stdout)
+    assert len(found["cut"]) == 2
+    assert len(found["seconds"]) == len(found["memory"]) == 3
+    refused = weft("plan", "run.toml", "--devices", "99")
+    assert refused.returncode == 2
+    assert "stages, not 99" in refused.stderr
