@@ -44,7 +44,6 @@ from weft.pipeline import Law, Optimizer, Sequential, make_schedule
 from weft.pipeline.accord import Accord
 from weft.pipeline.batches import Batches
 from weft.pipeline.consistency import Exact
-from weft.plan.cut import best_cut
 from weft.pipeline.determinism import deterministic
 from weft.pipeline.launch import Call, connect, launch, ranks
 from weft.pipeline.profile import message_seconds, profile_chain
@@ -57,6 +56,7 @@ from weft.pipeline.transport import Transport
 from weft.pipeline.watch import Watch
 from weft.pipeline.worker import Worker
 from weft.pipeline.workload import Workload, chain_workload
+from weft.plan.cut import best_cut
 from weft.space import Fixed, make_stream
 
 CPU = torch.device("cpu")

@@ -48,10 +48,10 @@ from machine import write
 
 from weft.pipeline.bound import lower_bound
 from weft.pipeline.consistency import Exact
-from weft.plan.cut import Cut, best_cut
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.simulator import Simulated, jitter, simulate
 from weft.pipeline.workload import Workload
+from weft.plan.cut import Cut, best_cut
 from weft.space import Space, make_stream
 
 SPACES = {

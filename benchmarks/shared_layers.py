@@ -26,10 +26,10 @@ import weft
 from weft.data import digits
 from weft.keys import generator
 from weft.pipeline import Exact, parse
-from weft.plan.cut import best_cut
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.simulator import simulate
 from weft.pipeline.workload import Workload
+from weft.plan.cut import best_cut
 from weft.search import Scorer
 from weft.zoo import digits_conv
 

@@ -14,11 +14,11 @@ import torch
 from weft.cli import main
 from weft.data import digits
 from weft.pipeline import Consistency, Lagged, Optimizer
-from weft.plan.cut import Cut, best_cut
 from weft.pipeline.profile import message_bytes
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.simulator import simulate
 from weft.pipeline.workload import chain_workload
+from weft.plan.cut import Cut, best_cut
 from weft.simulation import better_cut, simulate_run
 from weft.space import make_stream
 from weft.supernet import initialise

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from weft.pipeline import Consistency, Law, Optimizer, Sequential, make_schedule, parse
 from weft.pipeline.batches import Batches
-from weft.plan.cut import Cut
 from weft.pipeline.message import Message, assemble, disassemble
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.stage import Stage
 from weft.pipeline.state import layer_digest, optimizer_states, restore
 from weft.pipeline.worker import Worker
+from weft.plan.cut import Cut
 from weft.space import Space, Stream, make_stream
 from weft.supernet import Chain, Choice, Optional, Shared, initialise
 

@@ -18,11 +18,11 @@ from weft.data import digits
 from weft.errors import ConsistencyError
 from weft.pipeline.bound import lower_bound
 from weft.pipeline.consistency import Consistency, Exact, parse
-from weft.plan.cut import best_cut
 from weft.pipeline.profile import message_bytes, profile_chain
 from weft.pipeline.scheduler import Op, Rule
 from weft.pipeline.simulator import Simulated, Span, jitter, simulate
 from weft.pipeline.workload import Workload, chain_workload
+from weft.plan.cut import best_cut
 from weft.space import Space, make_stream
 from weft.supernet import Chain, Shared, initialise
 from weft.zoo import digits_conv

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from weft.errors import RunError
 from weft.pipeline.consistency import parse
-from weft.plan.cut import best_cut
 from weft.pipeline.perfetto import perfetto
 from weft.pipeline.scheduler import Op, Rule
 from weft.pipeline.simulator import Simulated, Span, jitter, simulate
@@ -23,6 +22,7 @@ from weft.pipeline.trace import Message, StageTrace, Trace, Tracer, Update, read
 from weft.pipeline.utilisation import bubble, busy, idle_shares, steady_bubble, summary
 from weft.pipeline.waits import gaps, worst_waits
 from weft.pipeline.workload import Workload
+from weft.plan.cut import best_cut
 
 EPOCH = 2.0**31
 """Later than any start line of today; whole and half seconds after it are exact in floats."""
