@@ -338,17 +338,27 @@ def runner(of: Case, each: Named) -> Runner:
 
 
 def turns(runners: Sequence[Runner], repeats: int) -> dict[str, list[list[float]]]:
-    """Seconds of each runner's steps, and of those that send nothing, all taking one in turn; of the slower process."""
-    taken = torch.zeros(2, repeats + 1, len(runners), dtype=torch.float64)
+    """Seconds of each runner's steps, all taking one in turn, and now and then of one that sends nothing; of the slower
+    process."""
+    steps, computing = [], []
     for turn in range(repeats + 1):
+        taken = torch.zeros(2, len(runners), dtype=torch.float64)
+        silent = turn % 3 == 0
         for number in generator("turn", turn).permutation(len(runners)).tolist():
-            taken[0, turn, number] = runners[number].step()
-            with silence():
-                taken[1, turn, number] = runners[number].step()
+            taken[0, number] = runners[number].step()
+            if silent:
+                with silence():
+                    taken[1, number] = runners[number].step()
         gc.collect()
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    steps, computing = taken[:, 1:].transpose(1, 2).tolist()  # the first one warms up
-    return {"steps": steps, "computing": computing}
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        if turn:  # the first one warms up
+            steps.append(taken[0].tolist())
+        if turn and silent:
+            computing.append(taken[1].tolist())
+    return {
+        "steps": [list(own) for own in zip(*steps, strict=True)],
+        "computing": [list(own) for own in zip(*computing, strict=True)],
+    }
 
 
 def keep_memory() -> None:
@@ -453,7 +463,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"calibrated in {time.perf_counter() - began:.0f} s: {machine.to_json()}")
     wanted = options.models or list(MODELS)
-    made, count, repeats = (SMALL, 8, 3) if options.quick else (MODELS, 32, 9)
+    made, count, repeats = (SMALL, 8, 3) if options.quick else (MODELS, 32, 12)
     cases = [case(name, made[name], machine, count) for name in made if name in wanted]
     claimed = SMALL if options.quick else CLAIMED
     cases += [case(name, claimed[name], machine, 2, claim=True) for name in PAPER if name in wanted]

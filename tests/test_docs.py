@@ -1,9 +1,11 @@
-"""What the guide to gradient search and the page on mixtures show is true: every block of them runs."""
+"""What the guides and pages show is true: their blocks run, and their figures are in result files."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,7 +102,48 @@ def test_what_the_page_on_mixtures_asserts_holds(folder: Path) -> None:
         run(text, names)
 
 
-@pytest.mark.parametrize("page", ["how-to/gradient-search.md", "explanation/mixtures.md"])
+def test_the_guide_to_planning_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, script = (text for language, text in blocks("how-to/plan.md") if language == "python")
+    (folder / "mymodel.py").write_text(own)
+    names: dict[str, Any] = {}
+    exec(compile(script, "<a block>", "exec"), names)
+    assert names["plan"].reasons() == []
+    shell = next(text for language, text in blocks("how-to/plan.md") if text.startswith("weft plan"))
+    line = next(line for line in shell.splitlines() if "mymodel" in line)
+    for more in ("", " --keep '0=n' --keep '2=replicated' --save plan.json", " --load plan.json --html plan.html"):
+        monkeypatch.setattr(sys, "argv", shlex.split(line + more if "#" not in line else line.split("#")[0] + more))
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code, line + more
+    assert (folder / "plan.html").is_file()
+    sys.modules.pop("mymodel", None)
+
+
+def test_every_figure_of_the_page_on_the_planner_is_in_a_result_file() -> None:
+    page = (DOCS / "explanation/planner.md").read_text()
+    results = DOCS.parent / "benchmarks" / "results"
+    rows = json.loads((results / "planner-published.json").read_text())["rows"]
+    names = {"alexnet": "AlexNet", "inception3": "Inception-v3", "rnnlm": "RNNLM", "transformer": "Transformer"}
+    for network, shown in names.items():
+        for machine in ("1080Ti", "2080Ti"):
+            own = {r["p"]: r for r in rows if (r["network"], r["machine"]) == (network, machine)}
+            cells = [
+                " / ".join(f"{own[p][key]:.2f}" for p in (4, 16, 64)) for key in ("paper", "published", "corrected")
+            ]
+            assert f"| {shown}, {machine} | {' | '.join(cells)} |" in page
+    assert f"up to {1 + max(r['over_optimum'] for r in rows):.1f} times" in page
+    found = json.loads((results / "planner-predicted-gpu.json").read_text())
+    errors = [abs(r["error"]) for r in found["rows"] if r["dtype"] == "float32"]
+    longer = [r["measured_ms"] / r["predicted_ms"] for r in found["rows"] if r["dtype"] == "bfloat16"]
+    assert f"the median error is\n{100 * statistics.median(errors):.0f} %" in page
+    assert f"{statistics.median(longer):.1f} times as long" in page
+    assert f"tau is {found['tau']['float32']:.2f} and {found['tau']['bfloat16']:.2f}" in page
+
+
+PAGES = ["how-to/gradient-search.md", "how-to/plan.md", "explanation/mixtures.md", "explanation/planner.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", (DOCS / page).read_text())
     assert all(link.startswith("http") or (DOCS / page).parent.joinpath(link).exists() for link in links)

@@ -54,11 +54,10 @@ class Perceptron(nn.Module):
         self.frozen, self.idle = nn.Parameter(torch.linspace(0.5, 2, 4), requires_grad=False), nn.Linear(2, 2)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        total = x
+        seen = [x]
         for layer in self.layers:
-            x = torch.tanh(layer(x)) * self.scale
-            total = total + x
-        return functional.cross_entropy(self.head(total) * self.frozen, y)
+            seen.append(torch.tanh(layer(seen[-1])) * self.scale)
+        return functional.cross_entropy(self.head(torch.stack(seen).sum(0)) * self.frozen, y)
 
 
 class Block(nn.Module):
@@ -416,6 +415,18 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
             module.step(expected.batch)
             steps.step()
 
+    def gradients_are_clipped_by_the_norm_of_all_stages(rank: int) -> None:
+        gradients = [value for value in expected.gradients.values() if value is not None]
+        norm = torch.linalg.vector_norm(torch.cat([value.flatten() for value in gradients]))
+        for limit in (float(norm) / 4, float(norm) * 4):
+            module = apply_stages(captured, strategy, stage, 4, weights=expected.model)
+            module.step(expected.batch)
+            same("norm", module.clip(limit).float(), norm)
+            for key, value in module.named_parameters():
+                wanted = expected.gradients[key]
+                assert wanted is not None
+                same(f"clipped: {key}", module.whole(value.grad), wanted * min(1, limit / float(norm)))
+
     def gradients_travel_once_a_step(rank: int) -> None:
         module = apply_stages(captured, strategy, stage, 4, weights=expected.model)
         asked: list[int] = []
@@ -463,6 +474,7 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
 
     def work(rank: int) -> None:
         shared_weights_stay_equal(rank)
+        gradients_are_clipped_by_the_norm_of_all_stages(rank)
         gradients_travel_once_a_step(rank)
         layers_are_computed_again(rank)
         refusals(rank)
