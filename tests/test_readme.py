@@ -151,3 +151,14 @@ def test_every_figure_of_the_table_of_methods_is_in_a_result_file() -> None:
                 if (row["space"], row["method"], row["budget_seconds"]) == (f"nas-bench-{space.lower()}", method, 6.0)
             ]
             assert f"{sum(own) / len(own):.2f}" == shown
+
+
+def test_every_figure_of_the_table_of_entangled_spaces_is_in_a_result_file() -> None:
+    names = {"gpt": "small GPT, tiny Shakespeare", "autoformer": "small AutoFormer, CIFAR-10"}
+    for space, shown in names.items():
+        last = {row["method"]: f"{row['loss']:.2f}" for row in rows("anytime") if row["space"] == space}
+        assert f"| {shown} | {' | '.join(last[m] for m in ('darts', 'drnas', 'gdas', 'spos'))} |" in README
+    for method in ("drnas", "gdas"):
+        longer = [r for r in rows("search-methods") if (r["method"], r["budget_seconds"]) == (method, 20.0)]
+        macro = [r["top1pct"] for r in longer if r["space"] == "nas-bench-macro"]
+        assert macro == [True, True]
