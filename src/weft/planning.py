@@ -121,7 +121,9 @@ def _batch(model: nn.Module, config: Any, batch: int, length: int) -> dict[str, 
         if name == "pixel_values":
             side = getattr(config, "image_size", None) or 224
             high, wide = side if isinstance(side, list | tuple) else (side, side)
-            return {name: torch.zeros(batch, getattr(config, "num_channels", 3), high, wide)}
+            found = {name: torch.zeros(batch, getattr(config, "num_channels", 3), high, wide)}
+            classifies = type(model).__name__.endswith("ForImageClassification")
+            return {**found, "labels": torch.zeros(batch, dtype=torch.long)} if classifies else found
         if name == "input_features":
             frames = 2 * int(getattr(config, "max_source_positions", length))
             found = {name: torch.zeros(batch, int(getattr(config, "num_mel_bins", 80)), frames)}

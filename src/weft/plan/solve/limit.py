@@ -35,14 +35,15 @@ def limited(
     done, weights = found.elimination, problem.weights
     bound = found.bound
 
-    def enough(cost: float) -> bool:
-        return cost - bound <= max(gap / 4, EXACT) * abs(cost) or time.monotonic() > deadline
+    now = time.monotonic()
+    half = now + (deadline - now) / 2
 
-    pick = (
-        found.pick
-        if enough(found.cost)
-        else changed(problem, lambda costs: minimum(costs).pick, found.price, found.pick, enough)
-    )
+    def enough(cost: float) -> bool:
+        return cost - bound <= max(gap / 4, EXACT) * abs(cost) or time.monotonic() > half
+
+    pick = found.pick
+    if not enough(found.cost):
+        pick = changed(problem, lambda costs: minimum(costs).pick, found.price, pick, enough)
     cost = problem.cost(pick)
     if done is None or weights is None:
         return replace(found, pick=pick, cost=cost)
