@@ -162,3 +162,22 @@ def test_every_figure_of_the_table_of_entangled_spaces_is_in_a_result_file() -> 
         longer = [r for r in rows("search-methods") if (r["method"], r["budget_seconds"]) == (method, 20.0)]
         macro = [r["top1pct"] for r in longer if r["space"] == "nas-bench-macro"]
         assert macro == [True, True]
+
+
+def test_every_figure_of_the_table_of_the_planner_is_in_a_result_file() -> None:
+    measured = [row for row in rows("planner") if "limit" not in row]
+    table = re.findall(
+        r"^\| (Inception-v3|Transformer) \| ([\d,]+) \| (.*?) \| (\d+) MiB \| (.*?) \| .*\|$", README, re.M
+    )
+    assert len(table) == 6
+    names = {"Inception-v3": "inception3", "Transformer": "transformer"}
+    for name, devices, taken, memory, theirs in table:
+        (row,) = (r for r in measured if (r["graph"], r["p"]) == (names[name], int(devices.replace(",", ""))))
+        seconds = float(str(row["seconds"]))
+        assert taken == (f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s")
+        assert memory == f"{row['peak_mib']:.0f}"
+        assert theirs == (f"{row['pase_seconds']:.1f} s" if row.get("pase_seconds") else "")
+    assert f"{result('planner')['ratio_geomean']:,.0f} times less time" in README
+    assert all(row["optimal"] for row in measured)
+    capture = result("planner-capture")
+    assert f"{capture['captured']} of {len(capture['rows'])} models" in README
