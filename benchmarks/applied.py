@@ -322,14 +322,23 @@ class Runner:
     optimizer: torch.optim.Optimizer
     batch: tuple[Tensor, Tensor]
 
-    def step(self) -> float:
-        """Seconds of a step on this process, begun by all at once."""
+    def step(self) -> tuple[float, float]:
+        """Seconds of a step on this process, begun by all at once, and of those that it waited for a core."""
         dist.barrier()
-        began = time.perf_counter()
+        waited, began = waiting(), time.perf_counter()
         self.module(*self.batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return time.perf_counter() - began
+        return time.perf_counter() - began, waiting() - waited
+
+
+def waiting() -> float:
+    """Seconds that the threads of this process were ready and had no core, as Linux counts them; else 0."""
+    total = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):
+            total += int(path.read_text().split()[1])
+    return total / 1e9
 
 
 def runner(of: Case, each: Named) -> Runner:
@@ -338,27 +347,34 @@ def runner(of: Case, each: Named) -> Runner:
 
 
 def turns(runners: Sequence[Runner], repeats: int) -> dict[str, list[list[float]]]:
-    """Seconds of each runner's steps, all taking one in turn, and now and then of one that sends nothing; of the slower
-    process."""
-    steps, computing = [], []
+    """Seconds of each runner's steps, all taking one in turn, and now and then of one that sends nothing: of the slower
+    process. What both waited for cores, besides."""
+    found: dict[str, list[list[float]]] = {"steps": [], "waited": [], "computing": [], "idle": []}
     for turn in range(repeats + 1):
-        taken = torch.zeros(2, len(runners), dtype=torch.float64)
+        taken = torch.zeros(2, 2, len(runners), dtype=torch.float64)
         silent = turn % 3 == 0
         for number in generator("turn", turn).permutation(len(runners)).tolist():
-            taken[0, number] = runners[number].step()
+            taken[0, :, number] = torch.tensor(runners[number].step())
             if silent:
                 with silence():
-                    taken[1, number] = runners[number].step()
+                    taken[1, :, number] = torch.tensor(runners[number].step())
         gc.collect()
+        total = taken.clone()
         dist.all_reduce(taken, dist.ReduceOp.MAX)
+        dist.all_reduce(total)
         if turn:  # the first one warms up
-            steps.append(taken[0].tolist())
+            found["steps"].append(taken[0, 0].tolist())
+            found["waited"].append(total[0, 1].tolist())
         if turn and silent:
-            computing.append(taken[1].tolist())
-    return {
-        "steps": [list(own) for own in zip(*steps, strict=True)],
-        "computing": [list(own) for own in zip(*computing, strict=True)],
-    }
+            found["computing"].append(taken[1, 0].tolist())
+            found["idle"].append(total[1, 1].tolist())
+    return {key: [list(own) for own in zip(*rows, strict=True)] for key, rows in found.items()}
+
+
+def undisturbed(taken: Sequence[float], waited: Sequence[float]) -> list[float]:
+    """The half of the steps that waited for cores the least."""
+    most = statistics.median(waited)
+    return [seconds for seconds, own in zip(taken, waited, strict=True) if own <= most]
 
 
 def keep_memory() -> None:
@@ -399,8 +415,10 @@ def member(rank: int, folder: str, cases: Sequence[Case], repeats: int) -> None:
 
 
 def rows(of: Case, found: dict[str, list[list[float]]]) -> Iterator[dict[str, Any]]:
-    for each, steps, computing in zip(of.named, found["steps"], found["computing"], strict=True):
-        step, compute = statistics.median(steps), statistics.median(computing)
+    for number, each in enumerate(of.named):
+        steps = undisturbed(found["steps"][number], found["waited"][number])
+        step = statistics.median(steps)
+        compute = statistics.median(undisturbed(found["computing"][number], found["idle"][number]))
         yield {
             "model": of.name,
             "strategy": each.name,
@@ -409,6 +427,8 @@ def rows(of: Case, found: dict[str, list[list[float]]]) -> Iterator[dict[str, An
             "measured_ms": step * 1e3,
             "error": each.cost.step / step - 1,
             "least_ms": min(steps) * 1e3,
+            "all_ms": statistics.median(found["steps"][number]) * 1e3,
+            "waited_ms": statistics.median(found["waited"][number]) * 1e3,
             "predicted_compute_ms": each.cost.compute * 1e3,
             "measured_compute_ms": compute * 1e3,
             "predicted_communication_ms": each.cost.communication * 1e3,
@@ -436,8 +456,8 @@ def ranked(own: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def claim(of: Case, found: dict[str, list[list[float]]]) -> dict[str, Any]:
-    planned, data = found["steps"]
-    ratios = sorted(b / a for a, b in zip(planned, data, strict=True))
+    planned, data = (undisturbed(*both) for both in zip(found["steps"], found["waited"], strict=True))
+    ratios = [b / a for a, b in zip(*found["steps"], strict=True)]
     return {
         "model": of.name,
         "parameters": sum(parameter.numel() for parameter in of.model.parameters()),
@@ -463,7 +483,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"calibrated in {time.perf_counter() - began:.0f} s: {machine.to_json()}")
     wanted = options.models or list(MODELS)
-    made, count, repeats = (SMALL, 8, 3) if options.quick else (MODELS, 32, 12)
+    made, count, repeats = (SMALL, 8, 4) if options.quick else (MODELS, 32, 15)
     cases = [case(name, made[name], machine, count) for name in made if name in wanted]
     claimed = SMALL if options.quick else CLAIMED
     cases += [case(name, claimed[name], machine, 2, claim=True) for name in PAPER if name in wanted]

@@ -147,7 +147,7 @@ def test_a_beam_finds_the_optimum_or_says_below_which_excess_it_dropped_some(see
     network = Network(6, compressed(problem.pairs), 1 << 20)
     done = eliminate(network, costs_at(problem, price))
     bound = done.value - price * problem.limit
-    found = beam(done, network.edges.classes, problem.weights, problem.limit, price, best - bound + 5.0, rows)
+    found = beam(done, problem.weights, problem.limit, price, best - bound + 5.0, rows)
     cost = math.inf
     if found.pick is not None:
         assert problem.weight(found.pick) <= problem.limit

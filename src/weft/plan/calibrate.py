@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -71,6 +70,15 @@ def fit(rows: Sequence[tuple[str, int, float, float]]) -> tuple[float, float]:
     return 1 / float(slowness), float(latency)
 
 
+def undisturbed(taken: Sequence[float]) -> float:
+    """The first quartile: whatever else ran made some longer, and the shortest may be chance.
+
+    >>> undisturbed([1.0, 1.1, 1.2, 1.3, 9.0])
+    1.1
+    """
+    return sorted(taken)[len(taken) // 4]
+
+
 class Stopwatch:
     """Times work that all processes do at once; ``slowest`` gives the greatest of their numbers to each of them."""
 
@@ -79,14 +87,14 @@ class Stopwatch:
         self.seconds = 0.02 if quick else 0.05
 
     def __call__(self, work: Work) -> float:
-        """Seconds of one call, the median of some batches, each long enough for the clock."""
+        """Seconds of one call, from many batches, each long enough for the clock."""
         work()
-        calls = max(1, int(self.seconds / 5 / self.slowest(self._batch(work, 1))))
+        calls = max(1, int(self.seconds / 20 / self.slowest(self._batch(work, 1))))
         taken: list[float] = []
         end = time.perf_counter() + self.seconds
-        while len(taken) < 3 or time.perf_counter() < end:  # as long as the others compute
+        while len(taken) < 4 or time.perf_counter() < end:  # as long as the others compute
             taken.append(self._batch(work, calls))
-        return self.slowest(statistics.median(taken))
+        return self.slowest(undisturbed(taken))
 
     def _batch(self, work: Work, calls: int) -> float:
         self.wait()
@@ -271,4 +279,4 @@ def _messages(watch: Stopwatch, count: int) -> Iterator[tuple[str, int, float, f
                 watch.wait()
                 taken.append(time.perf_counter() - begin)
         for move, taken in zip(moves, times, strict=True):
-            yield str(move.kind), count, 4.0 * side * side, statistics.median(taken[1:])  # the first one connects
+            yield str(move.kind), count, 4.0 * side * side, undisturbed(taken[1:])  # the first one connects

@@ -34,7 +34,6 @@ class Found:
 
 def beam(
     done: Elimination,
-    classes: Classes,
     weights: Sequence[Table],
     limit: float,
     price: float,
@@ -44,7 +43,7 @@ def beam(
 ) -> Found:
     """The cheapest pick within the limit whose excess is at most ``slack``; at the deadline nothing."""
     steps = _preorder(done.steps)
-    seen = _seen(done.steps, classes)
+    seen = _seen(done.steps, done.classes)
     last = {vertex: at for at, place in enumerate(steps) for vertex in done.steps[place].scope}
     rest = math.fsum(float(table.min()) for table in weights)
     columns: dict[int, Index] = {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.plan.solve.classes import Classes
 from weft.plan.solve.edges import Edges
 from weft.plan.solve.minimum import lowest
 from weft.plan.solve.order import Order, order
@@ -49,6 +50,7 @@ class Elimination:
     steps: tuple[Step, ...]
     results: tuple[Result, ...]
     tables: list[Table]
+    classes: Classes
 
     def pick(self) -> list[int]:
         """A pick of that cost."""
@@ -96,7 +98,7 @@ def eliminate(network: Network, unary: Sequence[Table]) -> Elimination:
             tables[step.output] = result[1]
         else:
             value += float(result[1])
-    return Elimination(value, network.order.steps, tuple(results), tables)
+    return Elimination(value, network.order.steps, tuple(results), tables, network.edges.classes)
 
 
 def effort(network: Network, unary: Sequence[Table]) -> int:

@@ -27,6 +27,8 @@ class Priced:
     elimination: Elimination | None = None
     entries: int = 0  # of the largest table that was made
     width: int = 0  # the most vertices that one was summed over
+    over: list[int] | None = None  # the best picks at that price over and under the limit, where there are both
+    under: list[int] | None = None
 
 
 Minimum = Callable[[list[Table]], Priced]  # what is known of the least cost, given the costs of all configurations
@@ -69,7 +71,7 @@ def priced(problem: Problem, minimum: Minimum, light: list[int], deadline: float
         met = _within(problem, pick, around)
         if (new := problem.cost(met)) < cost:
             best, cost = met, new
-    return replace(found, pick=best, cost=cost, bound=min(cost, found.bound))
+    return replace(found, pick=best, cost=cost, bound=min(cost, found.bound), over=heavy, under=lighter)
 
 
 def _within(problem: Problem, pick: list[int], around: Neighbours) -> list[int]:

@@ -10,10 +10,11 @@ import numpy as np
 
 from weft.errors import PlanError
 from weft.plan.solve.branch import branched, narrowed, sweeps_worth
+from weft.plan.solve.divide import Minima
 from weft.plan.solve.edges import compressed
 from weft.plan.solve.elimination import Network, eliminate, same
 from weft.plan.solve.limit import OverLimit, limited
-from weft.plan.solve.price import Priced
+from weft.plan.solve.price import Minimum, Priced
 from weft.plan.solve.problem import EXACT, Index, Problem, Solution, Table
 
 ENTRIES = 1 << 25  # of one table: 256 MiB
@@ -60,32 +61,55 @@ def _solved(problem: Problem, network: Network, entries: int, gap: float, deadli
     light = _lightest(problem, entries)
     if not problem.limited:
         return branched(problem, network, light, 0.0, _eliminated_or_none, entries, gap, deadline), "bounds"
-    if sweeps <= _DEAR:
-        return _limited(problem, network, light, gap, deadline), "elimination, weights priced"
+    dear = sweeps > _DEAR
+    minimum = _minima(problem, network, light, entries, gap, deadline)
 
-    def minimum(costs: list[Table]) -> Priced:
-        part = Problem(tuple(costs), problem.pairs)
-        return branched(part, network, light, 0.0, _eliminated_or_none, entries, gap / 16, deadline)
+    def lightest(part: Problem) -> list[int]:
+        return light if part is problem else _lightest(part, entries)
 
-    def exact(part: Problem, network: Network) -> Priced | None:
+    def exact(part: Problem, inner: Network) -> Priced | None:
         try:
-            return _limited(part, network, _lightest(part, entries), gap, deadline)
+            start = _lightest(part, entries)
+            return limited(part, _minima(part, inner, start, entries, gap, deadline), lightest, gap, deadline)
         except PlanError:  # nothing in this part is allowed
             return None
 
-    found = limited(problem, minimum, network.edges.classes, light, gap, deadline)
-    if found.cost - found.bound > max(gap, EXACT) * abs(found.cost):
+    found = limited(problem, minimum, lightest, gap, deadline)
+    if dear and found.cost - found.bound > max(gap, EXACT) * abs(found.cost):
         more = branched(problem, network, found.pick, found.price, exact, entries, gap, deadline)
         found = replace(more, bound=max(found.bound, more.bound))
-    return found, "bounds, weights priced"
+    return found, "bounds, weights priced" if dear else "elimination, weights priced"
 
 
-def _limited(problem: Problem, network: Network, light: list[int], gap: float, deadline: float) -> Priced:
+def _minima(problem: Problem, network: Network, light: list[int], entries: int, gap: float, deadline: float) -> Minima:
+    """What solves the problem and parts of it without the limit: by elimination where that is not dear."""
+
+    def minimum(part: Problem) -> Minimum:
+        inner = network if part is problem else Network(len(part.unary), compressed(part.pairs), entries)
+        if sweeps_worth(part, inner) <= _DEAR:
+            return _eliminating(inner)
+        start = light if part is problem else _lightest(part, entries)
+        return _bounding(part, inner, start, entries, gap, deadline)
+
+    return minimum
+
+
+def _eliminating(network: Network) -> Minimum:
     def minimum(costs: list[Table]) -> Priced:
         done = eliminate(network, costs)
         return Priced(done.pick(), done.value, done.value, 0.0, done, network.order.entries, network.order.width)
 
-    return limited(problem, minimum, network.edges.classes, light, gap, deadline)
+    return minimum
+
+
+def _bounding(
+    problem: Problem, network: Network, start: list[int], entries: int, gap: float, deadline: float
+) -> Minimum:
+    def minimum(costs: list[Table]) -> Priced:
+        part = Problem(tuple(costs), problem.pairs)
+        return branched(part, network, start, 0.0, _eliminated_or_none, entries, gap / 16, deadline)
+
+    return minimum
 
 
 def _eliminated(problem: Problem, network: Network) -> Priced:

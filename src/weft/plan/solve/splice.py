@@ -19,7 +19,7 @@ _FACTORS = ((0.7, 1.4), (0.5, 2.0), (0.9, 1.1))
 def spliced(problem: Problem, one: Sequence[int], other: Sequence[int]) -> list[int]:
     """The cheapest pick within the limit that follows one allowed pick in the first layers and the other from there on
     (``one`` if there is none)."""
-    place = _places(problem)
+    place = places(problem)
     best, least = list(one), problem.cost(one) if problem.weight(one) <= problem.limit else np.inf
     for first, then in ((one, other), (other, one)):
         # At [t] the sums for the pick that follows ``first`` in the places below t.
@@ -56,7 +56,7 @@ def changed(
     """The cheapest pick met, ``best`` or one with a low price of weight up to some layer and a high one from there on
     (or the other way round), the layer moved until the limit is just kept. ``least`` gives the best pick for given
     costs. Ends when a cost is ``enough``."""
-    place, cost = _places(problem), problem.cost(best)
+    place, cost = places(problem), problem.cost(best)
     weights = problem.weights or ()
     for low, high in _FACTORS:
         for first, then in ((low, high), (high, low)):
@@ -78,7 +78,7 @@ def changed(
     return best
 
 
-def _places(problem: Problem) -> list[int]:
+def places(problem: Problem) -> list[int]:
     """Vertices in the order of their layers: as they are numbered, but those that read nothing next to a reader."""
     first = list(range(len(problem.unary)))
     reads = {j for _, j in problem.pairs}
