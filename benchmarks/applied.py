@@ -6,12 +6,15 @@ The host is measured as `weft calibrate` does with two devices. Then each model 
 each on two processes (gloo over loopback, one thread and, where there are two, one core each): forward, backward and
 update, one step of every strategy in turn, so that what else runs on the host meets all alike.
 
-rows    for each model and strategy the predicted step and the measured one (the median of the repeats; `least_ms` is
-        the least), `error` being predicted over measured less 1, and both parts of both. The computing that is measured
-        is that of steps whose collectives send nothing; the communication is the rest of the step.
+rows    for each model and strategy the predicted step and the measured one, `error` being predicted over measured less
+        1, and both parts of both. A step that waits for a core says more of the host's other guests than of the plan:
+        `measured_ms` is the median of that half of the repeats that waited the least, `least_ms` the least, `all_ms`
+        the median of all repeats, and `waited_ms` what the threads of both processes waited together, at the median.
+        The computing that is measured is that of steps whose collectives send nothing; communication is the rest.
         `plan` is the planner's optimum. `random` draws a split for every operator; `restricted` draws one for some of
         the operators, and is the best plan that keeps to these.
-tau     Kendall's tau between predicted and measured steps of a model: of 1 all are ranked as predicted.
+tau     Kendall's tau between predicted and measured steps of a model (1: all are ranked as predicted), and of the parts;
+        `again` is that between two measurements, least_ms and measured_ms: no prediction can be expected to rank better.
 claims  data parallelism over the plan, in step time, alternating, with the quartiles over the repeats; beside it what
         is predicted, and what PaSE's paper measured with 4 GPUs, the fewest that it has.
 """
@@ -194,7 +197,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model and the strategies that it is to be run under; `claim` counts many repeats of few."""
+    """A model and the strategies that it is to be run under; a `claim` is of the first two alone."""
 
     name: str
     model: nn.Module
@@ -405,7 +408,7 @@ def member(rank: int, folder: str, cases: Sequence[Case], repeats: int) -> None:
                 loss = float(one.module(*of.batch))
             if not math.isclose(loss, expected, rel_tol=1e-4):
                 raise SystemExit(f"{of.name}, {each.name}: a loss of {loss}, not {expected}")
-        found.append(turns(runners, 2 * repeats if of.claim else repeats))
+        found.append(turns(runners, repeats))
         del runners
         gc.collect()
         if rank == 0:

@@ -12,16 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft import keys
+from weft.errors import PlanError
 from weft.plan.solve import Problem
 from weft.plan.solve import minimum as blocks
 from weft.plan.solve.beam import beam
 from weft.plan.solve.branch import narrowed
 from weft.plan.solve.classes import Classes
+from weft.plan.solve.divide import divided
 from weft.plan.solve.dual import Dual
 from weft.plan.solve.edges import compressed
 from weft.plan.solve.elimination import Network, effort, eliminate, same
 from weft.plan.solve.local import neighbours, polished
-from weft.plan.solve.price import costs_at
+from weft.plan.solve.price import Minimum, Priced, costs_at, priced
 from weft.plan.solve.splice import changed, spliced
 
 
@@ -199,6 +201,38 @@ def test_layers_that_all_change_at_one_price_are_changed_one_after_the_other_unt
     pick = changed(problem, lambda costs: eliminate(network, costs).pick(), 1 / 3, [1] * layers, lambda cost: False)
     assert problem.cost(pick) == 12.0
     assert problem.weight(pick) == 30.0
+
+
+def test_a_choice_that_decides_for_all_layers_is_bounded_case_by_case():
+    # All layers follow vertex 0: cheap and heavy, or dear and light. Any price says half of each; there is no half.
+    follow = np.array([[0.0, math.inf], [math.inf, 0.0]])
+    layers = 12
+    problem = Problem(
+        (np.zeros(2), *[np.array([0.0, 1.0])] * layers),
+        {(0, layer): follow for layer in range(1, layers + 1)},
+        (np.zeros(2), *[np.array([2.0, 0.0])] * layers),
+        limit=12.0,
+    )
+
+    def minimum(part: Problem) -> Minimum:
+        network = Network(len(part.unary), compressed(part.pairs), 1 << 20)
+
+        def least(costs: list[np.ndarray]) -> Priced:
+            done = eliminate(network, costs)
+            return Priced(done.pick(), done.value, done.value, 0.0, done)
+
+        return least
+
+    def lightest(part: Problem) -> list[int]:
+        pick = [len(costs) - 1 for costs in part.unary]
+        if part.weight(pick) > part.limit or math.isinf(part.cost(pick)):
+            raise PlanError("heavy")
+        return pick
+
+    found = priced(problem, minimum(problem), lightest(problem))
+    assert (found.cost, found.bound) == (12.0, 6.0)
+    found = divided(problem, found, minimum, lightest, 0.0, math.inf)
+    assert (found.cost, found.bound) == (12.0, 12.0)
 
 
 def test_a_narrowed_problem_costs_what_the_whole_one_does():

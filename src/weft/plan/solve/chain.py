@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft import keys
@@ -24,11 +25,11 @@ class Walk:
     history: tuple[tuple[float, float], ...]
 
 
-def markov_chain(problem: Problem, seconds: float, seed: int = 0) -> Walk:
+def markov_chain(problem: Problem, seconds: float, seed: int = 0, start: Sequence[int] | None = None) -> Walk:
     """Walks for ``seconds`` of CPU: a vertex and a configuration are drawn, the change in cost is summed over the
-    vertex and its edges alone, and it is made with probability min(1, exp(-change / heat)). It starts with the cheapest
-    configuration of each vertex by itself; the heat falls from 1 % of the cost to a millionth of the cost per vertex.
-    Weights are ignored."""
+    vertex and its edges alone, and it is made with probability min(1, exp(-change / heat)). The heat falls from a
+    ten-thousandth to a ten-millionth of the cost. It starts from ``start`` (FlexFlow starts from data parallelism), or with
+    the cheapest configuration of each vertex by itself. Weights are ignored."""
     started = time.process_time()
     unary = [costs.tolist() for costs in problem.unary]
     around: list[list[tuple[int, list[list[float]]]]] = [[] for _ in unary]
@@ -37,13 +38,13 @@ def markov_chain(problem: Problem, seconds: float, seed: int = 0) -> Walk:
         rows, columns = known.setdefault(id(table), (table.tolist(), table.T.tolist()))
         around[j].append((i, rows))
         around[i].append((j, columns))
-    picks = [costs.index(min(costs)) for costs in unary]
+    picks = [costs.index(min(costs)) for costs in unary] if start is None else list(start)
     cost = problem.cost(picks)
     if math.isinf(cost):
-        raise PlanError("the chain has no allowed pick to start from: the cheapest configurations may not meet")
+        raise PlanError("the chain has no allowed pick to start from: give one that is allowed")
     best, chosen, history = cost, list(picks), [(time.process_time() - started, cost)]
     draw, proposals, low = keys.generator(seed, "markov chain"), 0, cost
-    hot, cold = 1e-2 * abs(cost), 1e-6 * abs(cost) / max(len(unary), 1)
+    hot, cold = 1e-4 * abs(cost), 1e-7 * abs(cost)
     started = time.process_time()
     while (spent := time.process_time() - started) < seconds:
         heat = hot * (cold / hot) ** (spent / seconds) if hot else 1.0
