@@ -176,7 +176,7 @@ def test_a_second_ctrl_c_stops_at_once_and_the_run_can_go_on(
 
 
 def test_two_processes_cannot_train_one_run(trainings: Trainings, undisturbed: str, tmp_path: Path) -> None:
-    trainings.start(tmp_path, "x", pause=1.0)
+    trainings.start(tmp_path, "x", pause=20.0)  # so that it still runs when the other one has been refused
     assert trainings.hear() == -1
     other = Trainings()
     try:

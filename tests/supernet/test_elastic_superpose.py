@@ -285,9 +285,10 @@ def test_a_mixed_layer_agrees_with_the_sum_over_all_combinations_padded() -> Non
     mine = torch.autograd.grad(ours, [x, layer.weight, layer.bias, *single.values()], gradient)
     other = torch.autograd.grad(theirs, [x, layer.weight, layer.bias, *probabilities.values()], gradient)
     for one, two in zip(mine, other, strict=True):
+        size = float(two.abs().max())  # what is left where all are nearly equal is no more exact than they are
         if one.dtype == torch.float32:  # of probabilities only directions that keep the sum matter
             one, two = one - one.mean(), two - two.mean()
-        close(one, two, 1e-5)
+        torch.testing.assert_close(one, two.to(one.dtype), rtol=1e-5, atol=1e-5 * size)
 
 
 @contextmanager

@@ -28,8 +28,8 @@ class Walk:
 def markov_chain(problem: Problem, seconds: float, seed: int = 0, start: Sequence[int] | None = None) -> Walk:
     """Walks for ``seconds`` of CPU: a vertex and a configuration are drawn, the change in cost is summed over the
     vertex and its edges alone, and it is made with probability min(1, exp(-change / heat)). The heat falls from a
-    ten-thousandth to a ten-millionth of the cost. It starts from ``start`` (FlexFlow starts from data parallelism), or with
-    the cheapest configuration of each vertex by itself. Weights are ignored."""
+    ten-thousandth to a ten-millionth of the cost. It starts from ``start`` (FlexFlow starts from data parallelism), or
+    with the cheapest configuration of each vertex by itself. Weights are ignored."""
     started = time.process_time()
     unary = [costs.tolist() for costs in problem.unary]
     around: list[list[tuple[int, list[list[float]]]]] = [[] for _ in unary]
