@@ -137,6 +137,20 @@ def test_every_figure_of_the_page_on_the_planner_is_in_a_result_file() -> None:
     longer = [r["measured_ms"] / r["predicted_ms"] for r in found["rows"] if r["dtype"] == "bfloat16"]
     assert f"the median error is\n{100 * statistics.median(errors):.0f} %" in page
     assert f"{statistics.median(longer):.1f} times as long" in page
+    applied = json.loads((results / "planner-applied.json").read_text())
+    for claim, shown in zip(applied["claims"], ("AlexNet", "RNNLM"), strict=True):
+        paper = ", ".join(f"{value:.2f}" for value in claim["paper"].values())
+        assert f"| {shown} | {claim['measured']:.2f} | {claim['predicted']:.2f} | {paper} |" in page
+    taus = {name: f"{tau['step']:.2f}" for name, tau in applied["tau"].items()}
+    for name, words in {
+        "alexnet": "for AlexNet",
+        "transformer": "for a small transformer",
+        "rnnlm": "for a small",
+    }.items():
+        assert f"{taus[name]} {words}" in page
+    assert f"{taus['mlp']} for an MLP and {taus['convnet']} for a small convolutional" in page
+    again = [tau["again"] for tau in applied["tau"].values()]
+    assert f"agree by {min(again):.2f} to {max(again):.2f}" in page
     assert f"tau is {found['tau']['float32']:.2f} and {found['tau']['bfloat16']:.2f}" in page
 
 
