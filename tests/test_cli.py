@@ -258,6 +258,17 @@ def test_settings_on_the_command_line_count(copied: Path) -> None:
     assert one in named.json["json"]
 
 
+def test_a_blank_may_stand_for_the_sign_of_a_setting(copied: Path) -> None:
+    def told(*words: str) -> Any:
+        return weft("train", "c.toml", *words, "--dry-run", "--json", cwd=copied).json
+
+    assert told("--train.steps", "7", "--run", "other", "--train.batch-size", "4") == told(
+        "--train.steps=7", "--run=other", "--train.batch_size=4"
+    )
+    assert told("--train.steps", "7")["steps"] == 7
+    assert told("--train.seed", "-1", "--consistency", "lagged(2)")["steps"] == 40
+
+
 def test_a_dry_run_tells_what_would_be_run_and_writes_nothing(project: Path) -> None:
     before = sorted(path.name for path in project.rglob("*") if "__pycache__" not in path.parts)
     done = weft("train", "c.toml", "--dry-run", cwd=project)
@@ -287,7 +298,12 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "unknown verb": (["trian"], r"unknown verb 'trian'; did you mean 'train'\?"),
     "unknown option": (["train", "c.toml", "--resum"], r"unknown option '--resum' .*; did you mean '--resume'\?"),
     "option of a verb without settings": (["runs", "--jsn"], r"--jsn.*--json"),
-    "override with a blank": (["search", "c.toml", "--search.budget", "5"], r"settings are written --a\.b=c"),
+    "setting without a value": (
+        ["search", "c.toml", "--search.budget"],
+        r"'--search\.budget' has no value: settings are",
+    ),
+    "setting before a setting": (["train", "c.toml", "--data.path", "--train.steps=5"], r"'--data\.path' has no value"),
+    "setting before the config": (["train", "--train.steps=5", "c.toml"], r"the config comes first, then its settings"),
     "no config": (["train"], r"Missing argument"),
     "two configs": (["train", "c.toml", "d.toml"], r"unknown option 'd\.toml'"),
     "demo of no steps": (["demo", "--steps=0"], r"--steps"),

@@ -14,7 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft import assembly, zoo
-from weft.config import SGD, Config, Export, Search, Source, Train, locate, make_config, read_config, to_dict
+from weft.config import (
+    SGD,
+    Config,
+    DataSource,
+    Export,
+    Search,
+    Source,
+    Train,
+    locate,
+    make_config,
+    read_config,
+    to_dict,
+)
 from weft.errors import ConfigError, RunError, SupernetError, TrainError, WeftError
 from weft.supernet import Chain
 
@@ -60,6 +72,7 @@ def test_a_file_and_overrides_make_one_config(tmp_path: Path) -> None:
         ("--train.steps=12", lambda c: c.train.steps == 12),
         ("--train.clip=1", lambda c: c.train.clip == 1.0),
         ("--train.clip=.5", lambda c: c.train.clip == 0.5),
+        ("--train.clip=global:1.0", lambda c: c.train.clip == "global:1.0"),
         ("--train.cuda_graphs=false", lambda c: c.train.cuda_graphs is False),
         ('--train.metrics=["accuracy", "m:f"]', lambda c: c.train.metrics == ("accuracy", "m:f")),
         ("--search.constraints=flops<=5e7", lambda c: c.search.constraints == "flops<=5e7"),
@@ -69,7 +82,10 @@ def test_a_file_and_overrides_make_one_config(tmp_path: Path) -> None:
         ("--consistency=lagged(2)", lambda c: c.consistency == "lagged(2)"),
         ("--consistency.my-block.k-3=exact", lambda c: c.consistency == {"my-block.k-3": "exact"}),
         ("--supernet.options.blocks=3", lambda c: c.supernet == Source("digits-mlp", {"blocks": 3})),
-        ("--data.source=x.npz", lambda c: c.data == Source("x.npz")),
+        ("--data.source=x.npz", lambda c: c.data == DataSource("x.npz")),
+        ("--data.path=input.txt", lambda c: c.data == DataSource("x.npy", path="input.txt")),
+        ("--data.path=7", lambda c: c.data == DataSource("x.npy", path="7")),
+        ("--export.subnet={}", lambda c: c.export.subnet == "{}"),
         ("--export.limits.flops=2", lambda c: c.export.limits == {"flops": 2.0}),
     ],
 )
@@ -90,11 +106,12 @@ def test_where_text_is_wanted_a_number_stays_text(text: str) -> None:
         (["--trian.steps=3"], "unknown key 'trian'; did you mean 'train'?"),
         (["--steps=3"], "unknown key 'steps'; did you mean 'train.steps'?"),
         (["--data.sorce=3"], "unknown key 'data.sorce'; did you mean 'data.source'?"),
+        (["--supernet.path=3"], "unknown key 'supernet.path'; known: source, options"),
         (["--export.sub=3"], "unknown key 'export.sub'; did you mean 'export.subnet'?"),
         (["--search.zzz=3"], "unknown key 'search.zzz'; known: maximize, minimize, constraints"),
         (["--train.steps=x"], "'train.steps' must be int, not str"),
         (["--train.steps=2.5"], "'train.steps' must be int, not float"),
-        (["--train.clip=true"], "'train.clip' must be float or nothing, not bool"),
+        (["--train.clip=true"], "'train.clip' must be float or str or nothing, not bool: a number is the largest norm"),
         (["--train.cuda_graphs=1"], "'train.cuda_graphs' must be bool, not int"),
         (["--train=3"], "'train' must be table, not int"),
         (["--train.metrics=[1]"], "'train.metrics[0]' must be str, not int"),
@@ -351,6 +368,84 @@ def test_data_files_are_found_from_the_folder_of_the_config(tmp_path: Path, monk
     assert assembly.data_of(make_config(values), tmp_path).name == "words"
     with pytest.raises(WeftError, match=r"words\.txt"):
         assembly.data_of(make_config(values), tmp_path / "elsewhere")
+
+
+def test_a_path_beside_the_source_goes_to_what_reads_the_data(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own / "code").mkdir()
+    (own / "code" / "words.data").write_text("a text of some length, with letters in it. " * 20)
+    (own / "here").mkdir()
+    monkeypatch.chdir(own / "here")
+
+    def data(*overrides: str) -> Any:
+        return assembly.data_of(make_config(LEAST, [*overrides, "--data.options.context=4"]), own / "code")
+
+    beside = data("--data.source=text", "--data.path=words.data")
+    assert beside.name == "words"
+    (own / "here" / "other.txt").write_text("letters " * 30)
+    assert data("--data.source=text", "--data.path=other.txt").name == "other"
+    assert data("--data.path=other.txt").name == "other"  # what lies there says of what kind it is
+    (own / "code" / "other.txt").write_text("other letters " * 30)
+    assert "h" in data("--data.path=other.txt").info["vocabulary"]
+    (own / "code" / "text").mkdir()  # not meant by the name of a kind, where there is a path
+    assert data("--data.source=text", "--data.path=words.data").fingerprint() == beside.fingerprint()
+    for overrides, words in {
+        ("--data.source=text", "--data.path=none.txt"): "data.path = 'none.txt': there is no such file or folder",
+        ("--data.path=words.data",): "cannot tell what kind of data",
+        ("--data.source=digits", "--data.path=words.data"): "unknown option 'path' for digits",
+        ("--data.source=other.txt", "--data.path=words.data"): "unknown kind of data 'other.txt'",
+        ("--data.source=text", "--data.path=words.data", "--data.options.path=x"): "are one and the same",
+        (): "the config lacks 'data.source'",
+    }.items():
+        with pytest.raises(WeftError, match=words):
+            data(*overrides)
+
+
+OWN_TEXT = """
+from weft import Data
+from weft.data import text
+from weft.zoo import digits_mlp
+
+def build(vocabulary, width=4):
+    return digits_mlp(classes=vocabulary, width=width)
+
+def words(path, context):
+    return text(context, path)
+"""
+
+
+def classes(net: Any) -> int:
+    return int(net().head.factory().out_features)
+
+
+def test_a_supernet_with_a_vocabulary_gets_the_size_of_the_datas_unless_it_is_given(tmp_path: Path) -> None:
+    (tmp_path / "cfg_text.py").write_text(OWN_TEXT)
+    (tmp_path / "words.txt").write_text("abcde" * 40)
+    text = {"source": "text", "path": "words.txt", "options": {"context": 4}}
+
+    def net(supernet: Any, data: Any, given: Any = None) -> Any:
+        return assembly.supernet_of(make_config({"supernet": supernet, "data": data}), tmp_path, given)
+
+    assert classes(net("cfg_text:build", text)) == 5
+    assert classes(net("cfg_text:build", {**text, "source": "cfg_text:words"})) == 5
+    assert classes(net("cfg_text:build", {**text, "options": {"context": 4, "tokens": "bytes"}})) == 256
+    assert classes(net({"source": "cfg_text:build", "options": {"vocabulary": 9}}, text)) == 9
+    given = assembly.data_of(make_config({**LEAST, "data": text}), tmp_path)
+    assert classes(net("cfg_text:build", "no such data is read", given)) == 5
+    made = net({"source": "gpt", "options": {"layers": 1, "width": 12, "context": 4}}, text)
+    assert made().head.factory().out.out_features == 5
+    assert made.keywords == {"layers": 1, "width": 12, "context": 4, "vocabulary": 5}
+    assert net("gpt", "digits") is zoo.language_model  # images have none: its own default
+    with pytest.raises(ConfigError, match=r"supernet\.options do not fit .*'vocabulary'"):
+        net("cfg_text:build", "digits")
+
+
+def test_a_recipe_can_be_named_in_a_config(own: Path) -> None:
+    overrides = ["--train.schedule=cosine:0.1", "--optimizer.kind=adamw", "--optimizer.groups=matrices"]
+    arguments = assembly.train_arguments(make_config(LEAST, overrides), own)
+    assert arguments["schedule"] == "cosine:0.1"
+    assert arguments["optimizer"].describe()["groups"] == "matrices"
+    with pytest.raises(TrainError, match="did you mean 'matrices'"):
+        assembly.train_arguments(make_config(LEAST, ["--optimizer.groups=matrixes"]), own)
 
 
 def test_the_number_of_threads_is_the_configs(own: Path) -> None:

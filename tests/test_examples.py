@@ -31,7 +31,7 @@ def run(folder: Path, *arguments: str) -> str:
 
 def test_every_example_is_run_here() -> None:
     found = {path.stem for path in EXAMPLES.iterdir() if not path.name.startswith(("_", "."))}
-    assert found == {"own_supernet", "text", "resume", "consistency", "own_config"}
+    assert found == {"own_supernet", "text", "resume", "consistency", "own_config", "gpt"}
 
 
 def test_a_supernet_of_ones_own_is_trained_searched_and_extracted(tmp_path: Path) -> None:
@@ -88,6 +88,33 @@ def test_a_config_with_ones_own_code_goes_through_every_verb_from_anywhere(tmp_p
     files = weft("export", "code/config.toml")
     assert sorted(files) == ["json", "safetensors", "torch"]
     assert all((tmp_path / path).is_file() for path in files.values())
+
+
+def test_a_language_model_learns_any_text_on_two_stages_as_on_one(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text("To be, or not to be, that is the question.\n" * 60)
+    (tmp_path / "elsewhere").mkdir()
+    small = ["--supernet.options", "{layers=2, heads=2, width=16, dropout=0.1}", "--train.batch_size", "8"]
+    small += ["--data.options", "{context=16, stride=1, validation_stride=16, split=[0.9, 0.1]}"]
+    small += ["--train.steps", "20", "--train.warmup", "2", "--train.validate", "20", "--train.threads", "1"]
+
+    def weft(folder: Path, verb: str, target: str, *arguments: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(run(folder, "-m", "weft.cli", verb, target, *arguments, "--json"))
+        return found
+
+    config = str(EXAMPLES / "gpt.toml")
+    cut = weft(tmp_path, "train", config, "--data.path", "input.txt", "--stages", "2", *small)
+    whole = weft(tmp_path, "train", config, "--data.path", "input.txt", "--run", "whole", *small)
+    assert cut["run"] == "runs/gpt"
+    assert cut["fingerprint"] == whole["fingerprint"]
+    events = [json.loads(line) for line in (tmp_path / "runs/whole/events.jsonl").read_text().splitlines()]
+    losses = [event["loss"] for event in events if event["event"] == "step"]
+    assert losses[-1] < losses[0]
+    assert any(event["event"] == "validation" for event in events)
+    # The run knows where its text lies, and the size of its vocabulary with it.
+    files = weft(
+        tmp_path / "elsewhere", "export", "../runs/whole", "--export.subnet", "{}", "--export.formats", "torch"
+    )
+    assert Path(files["torch"]).is_file()
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.stem)

@@ -9,20 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from weft import zoo
-from weft.config import SGD, Config, Source, locate
+from weft.config import SGD, Config, DataSource, Source, locate
 from weft.data import Data, as_data, open_data
 from weft.errors import ConfigError, RunError, WeftError, nearest
-from weft.pipeline import Optimizer, Trained, accuracy, cross_entropy, load_run, mean_squared_error
+from weft.pipeline import Optimizer, Trained, Validate, accuracy, cross_entropy, load_run, mean_squared_error
 from weft.pipeline.bilevel import Bilevel
+from weft.pipeline.rate import is_named
 from weft.supernet import Chain, Factory
 
 FUNCTIONS = {"accuracy": accuracy, "cross_entropy": cross_entropy, "mean_squared_error": mean_squared_error}
 
 
-def supernet_of(config: Config, folder: Path) -> Chain | Factory:
-    """A supernet of the zoo by name, or the user's own by ``module:attribute``."""
+def supernet_of(config: Config, folder: Path, data: Data | None = None) -> Chain | Factory:
+    """A supernet of the zoo by name, or the user's own by ``module:attribute``.
+
+    A function that takes a ``vocabulary`` gets the size of the data's, unless the config gives one; the data is read
+    for that if it is not at hand.
+    """
     source = _source(config.supernet)
     found = locate(source.source, folder) if ":" in source.source else zoo.find(source.source)
     if isinstance(found, Chain):
@@ -31,21 +37,38 @@ def supernet_of(config: Config, folder: Path) -> Chain | Factory:
         raise ConfigError(
             f"supernet '{source.source}' is {type(found).__name__}: it must be a Chain or a function that makes one"
         )
+    if "vocabulary" in _parameters(found) and "vocabulary" not in source.options:
+        size = (data or data_of(config, folder)).info.get("size")
+        if isinstance(size, int):
+            source = replace(source, options={**source.options, "vocabulary": size})
     _check_options("supernet", found, source)
     return partial(found, **source.options) if source.options else found
 
 
 def data_of(config: Config, folder: Path) -> Data:
-    """Embedded data by name, data at a path from the config's folder, or the user's own by ``module:attribute``."""
-    source = _source(config.data)
+    """Embedded data by name, data at a path from the config's folder, or the user's own by ``module:attribute``.
+
+    A ``path`` beside the name goes to whatever reads the data.
+    """
+    source = DataSource(config.data) if isinstance(config.data, str) else config.data
+    if not source.source and source.path is None:
+        raise ConfigError('the config lacks \'data.source\': for example data.source = "text", or data.path = "x.npz"')
+    if source.path is not None:
+        if "path" in source.options:
+            raise ConfigError("data.path and data.options.path are one and the same: give one of them")
+        place = _beside(source.path, folder)
+        if not Path(place).exists():
+            raise ConfigError(f"data.path = '{source.path}': there is no such file or folder, here or in {folder}")
+        if not source.source:
+            return open_data(place, **source.options)
+        source = replace(source, options={"path": place, **source.options})
     if ":" in source.source:
         found = locate(source.source, folder)
         if callable(found):
             _check_options("data", found, source)
             found = found(**source.options)
         return as_data(found, config.train.seed)
-    beside = folder / source.source
-    return open_data(str(beside) if beside.exists() else source.source, **source.options)
+    return open_data(source.source if source.path else _beside(source.source, folder), **source.options)
 
 
 def train_arguments(config: Config, folder: Path) -> dict[str, Any]:
@@ -58,7 +81,7 @@ def train_arguments(config: Config, folder: Path) -> dict[str, Any]:
         "microbatches": t.microbatches,
         "stream": str(folder / t.stream) if (folder / t.stream).is_file() else t.stream,
         "seed": t.seed,
-        "schedule": _made("train.schedule", t.schedule, folder) if ":" in t.schedule else t.schedule,
+        "schedule": _schedule(t.schedule, folder),
         "warmup": t.warmup,
         "clip": t.clip,
         "precision": t.precision,
@@ -69,7 +92,8 @@ def train_arguments(config: Config, folder: Path) -> dict[str, Any]:
         "augment": _made("train.augment", t.augment, folder),
         "optimizer": _optimizer(config.optimizer, folder),
         "consistency": config.consistency or None,
-        "validate": t.validate,
+        "validate": None if t.validate is None else Validate(t.validate, flow=t.flow),
+        "rescale": t.rescale,
         "workers": t.workers,
         "cuda_graphs": t.cuda_graphs,
         "channels_last": t.channels_last,
@@ -88,6 +112,8 @@ def extra_arguments(config: Config, folder: Path) -> dict[str, Any]:
         "checkpoint_every": t.checkpoint_every,
         "keep": t.keep,
         "stages": t.stages,
+        "ranks": t.ranks,
+        "placement": t.placement,
         "cut": t.cut,
         "window": t.window,
         "split_backward": t.split_backward,
@@ -134,11 +160,25 @@ def open_trained(config: Config, folder: Path) -> Trained:
     if not (path / "manifest.json").is_file():
         others = [file.parent.name for file in path.parent.glob("*/manifest.json")]
         raise RunError(f"there is no run in '{path}': train it first (weft train){nearest(path.name, others)}")
-    return load_run(path, supernet_of(config, folder), data_of(config, folder), **train_arguments(config, folder))
+    data = data_of(config, folder)
+    return load_run(path, supernet_of(config, folder, data), data, **train_arguments(config, folder))
 
 
 def _source(value: str | Source) -> Source:
     return Source(value) if isinstance(value, str) else value
+
+
+def _beside(path: str, folder: Path) -> str:
+    """The path from the config's folder, where that leads to something; else as it is."""
+    beside = folder / Path(path).expanduser()
+    return str(beside) if beside.exists() else path
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some functions that are not written in Python do not tell what they take
+        return {}
 
 
 def _check_options(what: str, function: Callable[..., Any], source: Source) -> None:
@@ -167,13 +207,18 @@ def _optimizer(options: Mapping[str, Any], folder: Path) -> Optimizer:
         name, kind = kind, locate(kind, folder)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ConfigError(f"optimizer.kind: '{name}' is not a class of optimizers as in torch.optim")
-    if "groups" in given:
+    if "groups" in given and ":" in str(given["groups"]):
         given["groups"] = locate(str(given["groups"]), folder)
     if "others" in given:
         if not isinstance(given["others"], dict):
             raise ConfigError('optimizer.others must be a table, such as {kind = "adamw", lr = 1e-3}')
         given["others"] = _optimizer(given["others"], folder)
     return Optimizer(kind, **given)
+
+
+def _schedule(spec: str, folder: Path) -> Any:
+    # A colon separates code from its module, and in cosine:0.1 a schedule from where it ends.
+    return _made("train.schedule", spec, folder) if ":" in spec and not is_named(spec) else spec
 
 
 def _function(key: str, spec: str, folder: Path) -> Any:

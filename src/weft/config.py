@@ -28,6 +28,16 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = {}
 
 
+class DataSource(Source, frozen=True, forbid_unknown_fields=True):
+    """Data by name, kind or code, and perhaps the file or folder that it is read from.
+
+    With a path alone, what lies there says of what kind it is.
+    """
+
+    source: str = ""
+    path: str | None = None
+
+
 class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the supernet is trained; the names are those of ``weft.train``."""
 
@@ -38,7 +48,7 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     schedule: str = "cosine"
     warmup: int = 0
-    clip: float | None = None
+    clip: float | str | None = None
     precision: str = "fp32"
     nonfinite: str = "stop"
     device: str = "cpu"
@@ -48,6 +58,9 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     teacher: str | None = None
     init: str | None = None
     validate: int | None = None
+    flow: bool = False
+    """Whether validation flows between micro-batches instead of draining the pipeline."""
+    rescale: int | None = None
     checkpoint_every: int | None = None
     keep: int = 3
     workers: int = 0
@@ -55,9 +68,11 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cuda_graphs: bool = True
     channels_last: bool | None = None
     stages: int | None = None
+    ranks: int | None = None
+    placement: str | None = None
     cut: tuple[int, ...] | None = None
     window: int | None = None
-    split_backward: bool = False
+    split_backward: bool | str = False
     trace: bool = False
     restarts: int = 3
 
@@ -97,7 +112,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run: a supernet, its data, and what is done with them."""
 
     supernet: str | Source
-    data: str | Source = "digits"
+    data: str | DataSource = "digits"
     run: str | None = None
     runs: str = "runs"
     train: Train = Train()
@@ -196,11 +211,14 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _value(text: str, names: Sequence[str]) -> Any:
     """The text as a TOML value or a number such as ``.5``; as it is where text is wanted (a run called 7)."""
     wanted = _kinds(names)
+    as_text = str in wanted and float not in wanted
     try:
         value = tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
-        value = float(text) if str not in wanted and re.fullmatch(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", text) else text
-    return text if str in wanted and not isinstance(value, (str, list, dict)) else value
+        return float(text) if not as_text and re.fullmatch(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", text) else text
+    # A list or a table is one where it may be; the subnet {} of a space without choices is text.
+    nested = isinstance(value, (list, dict)) and any(kind not in (str, type(None)) for kind in wanted)
+    return text if as_text and not nested and not isinstance(value, str) else value
 
 
 def _explain(message: str) -> str:
@@ -223,8 +241,7 @@ def _explain(message: str) -> str:
 
 _WORDS = {"array": "list", "object": "table", "null": "nothing"}
 _MEANT = {
-    "train.clip": ": the largest norm of a layer's own gradient. The norm over all layers is known when every stage is "
-    "through with a step, so clipping by it would empty the pipeline at every step"
+    "train.clip": ": a number is the largest norm of a layer's own gradient, and global:1.0 of that of all layers"
 }
 """What a key means, where a wrong type suggests that something else was."""
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
-from weft.data import Subset, Text, digits, open_data, text
+from weft.data import Loader, Subset, Text, digits, load, open_data, text
+from weft.data.embedded import _cut
 from weft.errors import DataError
 
 
@@ -67,6 +72,95 @@ def test_text_of_many_characters_keeps_every_one(tmp_path: Path) -> None:
     assert letters[int(data.test.tokens[-1])] == "😀"
 
 
+def test_text_as_bytes_takes_any_file_byte_by_byte(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 3 + b"\xff\xfe\r\n"
+    (tmp_path / "any.bin").write_bytes(content)
+    data = text(8, tmp_path / "any.bin", tokens="bytes")
+    assert data.info["size"] == 256
+    found = b""
+    for part in (data.train, data.validation, data.test):
+        assert isinstance(part, Text)
+        assert part.tokens.dtype == torch.uint8
+        found += b"".join(data.info["vocabulary"][token] for token in part.tokens.tolist())
+    assert found == content
+    assert open_data("text", path=str(tmp_path / "any.bin"), tokens="bytes", context=8).info["size"] == 256
+    assert load(tmp_path / "any.bin", "text", tokens="bytes", context=8).fingerprint() == data.fingerprint()
+    help_text = text(8, tokens="bytes")
+    assert isinstance(help_text.train, Text)
+    whole = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    assert bytes(help_text.train.tokens.tolist()) == whole[: len(whole) * 8 // 10]
+
+
+@pytest.mark.parametrize(("ends", "as_read"), [("\r\n", "\n"), ("\r", "\n"), ("\n", "\n")])
+def test_text_has_one_kind_of_line_ends_and_no_mark_of_its_encoding(tmp_path: Path, ends: str, as_read: str) -> None:
+    (tmp_path / "lines.txt").write_bytes(b"\xef\xbb\xbf" + f"one{ends}two{ends}".encode() * 30)
+    data = text(4, tmp_path / "lines.txt")
+    assert set(data.info["vocabulary"]) == set("onetw" + as_read)
+
+
+@given(
+    length=st.integers(1, 400),
+    shares=st.lists(st.integers(0, 20), min_size=2, max_size=3).filter(lambda shares: shares[0] > 0),
+)
+def test_a_split_cuts_the_whole_text_in_order_at_the_exact_fractions(length: int, shares: list[int]) -> None:
+    fractions = [float(Fraction(share, sum(shares))) for share in shares]
+    numbers = torch.arange(length)
+    parts = _cut(numbers, fractions)
+    assert torch.equal(torch.cat(list(parts.values())), numbers)
+    names = ("training", "validation", "test")
+    assert list(parts) == [name for name, share in zip(names, shares, strict=False) if share]
+    for count in range(1, len(shares) + 1):
+        reached = sum(len(parts.get(name, ())) for name in names[:count])
+        assert abs(reached - length * sum(shares[:count]) / sum(shares)) < 1.001
+
+
+def test_a_split_of_tenths_is_that_of_whole_numbers() -> None:
+    for length in range(1, 300):
+        assert [len(part) for part in _cut(torch.arange(length), (0.8, 0.1, 0.1)).values()] == [
+            length * 8 // 10,
+            length * 9 // 10 - length * 8 // 10,
+            length - length * 9 // 10,
+        ]
+
+
+def test_a_part_of_nothing_is_left_out_and_validation_may_have_a_stride_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "story.txt").write_text("abcdefghij" * 20)
+    data = text(4, tmp_path / "story.txt", 1, split=(0.9, 0.1), validation_stride=4)
+    assert data.test is None
+    assert isinstance(data.train, Text)
+    assert isinstance(data.validation, Text)
+    assert (len(data.train), len(data.validation)) == (180 - 4, (20 - 1 - 4) // 4 + 1)
+    assert (data.train.stride, data.validation.stride) == (1, 4)
+    assert (
+        data.fingerprint() == text(4, tmp_path / "story.txt", 1, split=[0.9, 0.1, 0], validation_stride=4).fingerprint()
+    )
+    alone = text(4, tmp_path / "story.txt", split=(1, 0))
+    assert (alone.validation, alone.test) == (None, None)
+    tested = text(4, tmp_path / "story.txt", split=(0.5, 0, 0.5))
+    assert (tested.validation, len(tested.test or ())) == (None, 24)
+    usual = text(4, tmp_path / "story.txt", 2)
+    assert isinstance(usual.test, Text)
+    assert usual.test.stride == 2
+
+
+@pytest.mark.parametrize(
+    "split", [(0.9,), (0.9, 0.2), (0, 1), (1.1, -0.1), (0.7, 0.1, 0.1, 0.1), ("a", "b"), (0.9, float("nan"))]
+)
+def test_a_split_that_is_none_is_refused(split: Any) -> None:
+    with pytest.raises(DataError, match="split takes the fractions that train, validate"):
+        text(split=split)
+
+
+def test_shuffled_windows_one_apart_begin_anywhere_and_come_once_an_epoch() -> None:
+    windows = Text(torch.arange(1000), context=16, stride=1)
+    loader = Loader(windows, 8, seed=0)
+    assert loader.per_epoch == 984 // 8
+    starts = np.concatenate([loader.batch(i)["tokens"][:, 0].numpy() for i in range(loader.per_epoch)])
+    assert sorted(starts) == list(range(984))
+    assert np.abs(np.diff(starts)).min() > 0
+    assert abs(np.corrcoef(starts[:-1], starts[1:])[0, 1]) < 0.1
+
+
 def test_text_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     bad = tmp_path / "bad.txt"
     bad.write_bytes(b"abc\xff")
@@ -80,6 +174,16 @@ def test_text_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         text(path=bad)
     with pytest.raises(DataError, match="cannot read"):
         text(path=tmp_path / "absent.txt")
+    with pytest.raises(DataError, match=r"unknown tokens 'byte'; did you mean 'bytes'\?"):
+        text(tokens="byte")
+    bad.write_text("short" * 40)
+    with pytest.raises(DataError, match="leaves 20 for validation; a context of 64 needs 65"):
+        text(path=bad, split=(0.9, 0.1))
+    bad.write_text("short")
+    with pytest.raises(DataError, match="leaves 0 for validation; a context of 1 needs 2"):
+        text(1, bad, split=(0.9, 0.001, 0.099))
+    with pytest.raises(DataError, match="leaves 0 for training; a context of 1 needs 2"):
+        text(1, bad, split=(0.1, 0.9))
 
 
 def test_data_opens_by_name_with_its_options() -> None:

@@ -22,12 +22,10 @@ def read_target(target: str, context: typer.Context, more: Sequence[str] = ()) -
     """The configuration in a file, or that a run was started from; and the folder that its code is found from."""
     from weft.config import make_config, read_config, to_dict
 
+    if target.startswith("--"):
+        raise ConfigError(f"'{target}' stands where the config is expected: the config comes first, then its settings")
     known = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
-    for argument in context.args:
-        if not re.match(r"--[\w.-]+=", argument):
-            raise ConfigError(
-                f"unknown option '{argument}' (settings are written --a.b=c){nearest(argument, [*known, '--help'])}"
-            )
+    settings = [_from_here(setting) for setting in joined(context.args, [*known, "--help"])]
     path = Path(target)
     if path.is_dir():
         from weft.runs import Run
@@ -38,11 +36,43 @@ def read_target(target: str, context: typer.Context, more: Sequence[str] = ()) -
             raise ConfigError(f"run '{path}' was not started from a config: use weft.load_run in Python")
         folder = Path(saved.pop("folder", "."))
         where = {"runs": str(run.path.parent), "run": run.path.name}
-        return make_config({**saved, **where}, [*context.args, *more]), folder
-    config = read_config(path, [*context.args, *more])
+        return make_config({**saved, **where}, [*settings, *more]), folder
+    config = read_config(path, [*settings, *more])
     if config.run is None:
         config = make_config({**to_dict(config), "run": path.stem})
     return config, path.parent
+
+
+def joined(words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+    """Settings as ``--a.b=c``, from words in which a blank may stand for the sign; ``options`` are others that exist.
+
+    >>> joined(["--train.steps=5", "--data.path", "input.txt"])
+    ['--train.steps=5', '--data.path=input.txt']
+    """
+    from weft.config import Config
+
+    found, left = [], iter(words)
+    for word in left:
+        if re.match(r"--[\w.-]+=", word):
+            found.append(word)
+            continue
+        name = word.removeprefix("--").split(".")[0].replace("-", "_")
+        if not word.startswith("--") or ("." not in word and name not in Config.__struct_fields__):
+            raise ConfigError(
+                f"unknown option '{word}' (settings are written --a.b=c or --a.b c){nearest(word, options)}"
+            )
+        value = next(left, None)
+        if value is None or value.startswith("--"):
+            raise ConfigError(f"'{word}' has no value: settings are written --a.b=c or --a.b c")
+        found.append(f"{word}={value}")
+    return found
+
+
+def _from_here(setting: str) -> str:
+    """A path to data that was typed leads on from the current folder, wherever the run is taken up again."""
+    key, _, value = setting.partition("=")
+    path = Path(value).expanduser()
+    return f"{key}={path.resolve()}" if key == "--data.path" and value and path.exists() else setting
 
 
 def stage_counts(text: str) -> list[int]:

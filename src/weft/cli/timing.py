@@ -19,13 +19,22 @@ def simulate(
     stages: Annotated[str, typer.Option(help="Numbers of stages, separated by commas.")] = "1,2,4,8",
     steps: Annotated[int, typer.Option(help="How many steps of the run are simulated at most.")] = 400,
     window: Annotated[
-        int | None, typer.Option(help="Micro-batches in flight on a stage; 2 x stages if not given.")
+        int | None, typer.Option(help="Micro-batches in flight on a stage; as many as a run would have if not given.")
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes that share the stages; one for every stage if not given.", min=1)
+    ] = None,
+    placement: Annotated[
+        str | None, typer.Option(help="line, loop or v: which of the ranks has which stages; see --ranks.")
+    ] = None,
+    defer: Annotated[
+        bool, typer.Option("--defer", help="Gradients of weights are put off until a stage would wait.")
+    ] = False,
     latency: Annotated[float, typer.Option(help="Time of a message between stages, in the unit of the costs.")] = 0.0,
     bandwidth: Annotated[
         float | None, typer.Option(help="Bytes between stages in one unit of the costs; no limit if not given.")
     ] = None,
-    slow: Annotated[str, typer.Option(help="Slow stages and their speeds, such as 3:0.5,0:0.8; the rest have 1.")] = "",
+    slow: Annotated[str, typer.Option(help="Slow ranks and their speeds, such as 3:0.5,0:0.8; the rest have 1.")] = "",
     jitter: Annotated[float, typer.Option(help="Operation times vary by up to this share, such as 0.25.")] = 0.0,
     costs: Annotated[str, typer.Option(help="measured (on this machine) or equal")] = "measured",
     as_json: AsJson = False,
@@ -40,7 +49,8 @@ def simulate(
     from weft.tables import simulated
 
     assembly.set_threads(settings)
-    net, data = assembly.supernet_of(settings, folder), assembly.data_of(settings, folder)
+    data = assembly.data_of(settings, folder)
+    net = assembly.supernet_of(settings, folder, data)
     arguments = assembly.train_arguments(settings, folder)
     found = simulate_run(
         net,
@@ -54,6 +64,9 @@ def simulate(
         slow=_slow(slow),
         spread=jitter,
         costs=costs,
+        ranks=ranks,
+        placement=placement,
+        defer=defer,
     )
     if as_json:
         print_json(found)

@@ -34,7 +34,8 @@ def train(
     told = ranks()
     if told is not None and told.rank > 0:  # under torchrun: the first process speaks for all
         console.quiet = errors.quiet = True
-    net, data = assembly.supernet_of(settings, folder), assembly.data_of(settings, folder)
+    data = assembly.data_of(settings, folder)
+    net = assembly.supernet_of(settings, folder, data)
     arguments = assembly.train_arguments(settings, folder)
     path = Path(settings.runs) / str(settings.run)
     if dry_run:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 
 from weft.data.dataset import Data, split
 from weft.data.source import Tensors, Text
-from weft.errors import DataError
+from weft.errors import DataError, nearest
 
 
 def digits(seed: int = 0) -> Data:
@@ -27,41 +29,92 @@ def digits(seed: int = 0) -> Data:
     return Data("digits", train, validation, test, info)
 
 
-def text(context: int = 64, path: str | os.PathLike[str] | None = None, stride: int | None = None) -> Data:
+def text(
+    context: int = 64,
+    path: str | os.PathLike[str] | None = None,
+    stride: int | None = None,
+    *,
+    tokens: str = "characters",
+    split: Sequence[float] = (0.8, 0.1, 0.1),
+    validation_stride: int | None = None,
+) -> Data:
     """Characters of a UTF-8 file, or of Python's help topics (PSF licence; they differ between versions of Python).
 
-    The first 80 % train, the next 10 % validate, the last 10 % test; the vocabulary is that of the whole text.
+    ``split`` gives the fractions of the text that train, validate and, last, test; a part of 0 is left out. The
+    vocabulary is that of the whole text; with ``tokens="bytes"`` it is the 256 bytes, and any file will do. Windows are
+    ``stride`` apart, by default end to end; those of validation and test ``validation_stride``, by default alike, so
+    that training may see every window of a text that is scored once.
     """
+    if tokens not in TOKENS:
+        raise DataError(f"unknown tokens '{tokens}'{nearest(str(tokens), TOKENS)}")
+    name, content = _content(path)
+    if not content:
+        raise DataError(f"the text in {path} is empty")
+    vocabulary, numbers = _characters(content, path) if tokens == "characters" else _bytes(content)
+    parts: dict[str, Text] = {}
+    for part, row in _cut(numbers, split).items():
+        if len(row) <= context:
+            raise DataError(
+                f"a text of {len(numbers)} {tokens} leaves {len(row)} for {part}; a context of {context} needs "
+                f"{context + 1}: use a longer text or a shorter context"
+            )
+        own = stride if part == "training" or validation_stride is None else validation_stride
+        parts[part] = Text(row, context, own)
+    info = {"vocabulary": vocabulary, "size": len(vocabulary), "shape": (context,)}
+    return Data(name, parts["training"], parts.get("validation"), parts.get("test"), info)
+
+
+TOKENS = ("characters", "bytes")
+
+
+def _content(path: str | os.PathLike[str] | None) -> tuple[str, bytes]:
+    """A name and what it stands for, as bytes of UTF-8 if it is a text."""
     if path is None:
         from pydoc_data.topics import topics
 
-        name, content = "text", "\n\n".join(topics[topic] for topic in sorted(topics))
-    else:
-        name, content = Path(path).stem, _read(Path(path))
-    if not content:
-        raise DataError(f"the text in {path} is empty")
-    points = np.frombuffer(content.encode("utf-32-le"), dtype=np.uint32)
-    characters, numbers = np.unique(points, return_inverse=True)
-    small = torch.uint8 if len(characters) <= 256 else torch.int32
-    tokens = torch.from_numpy(numbers.astype(np.int64)).to(small)
-    first, second = len(tokens) * 8 // 10, len(tokens) * 9 // 10
-    rows = (tokens[:first].clone(), tokens[first:second].clone(), tokens[second:].clone())
-    shortest = min(map(len, rows))
-    if shortest <= context:
-        raise DataError(
-            f"a text of {len(tokens)} characters leaves {shortest} for validation; a context of {context} needs "
-            f"{context + 1}: use a longer text or a shorter context"
-        )
-    vocabulary = tuple(map(chr, characters.tolist()))
-    info = {"vocabulary": vocabulary, "size": len(vocabulary), "shape": (context,)}
-    train, validation, test = (Text(row, context, stride) for row in rows)
-    return Data(name, train, validation, test, info)
-
-
-def _read(path: Path) -> str:
+        return "text", "\n\n".join(topics[topic] for topic in sorted(topics)).encode()
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: byte {error.start} is not valid") from error
+        return Path(path).stem, Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _characters(content: bytes, path: str | os.PathLike[str] | None) -> tuple[tuple[str, ...], torch.Tensor]:
+    """The vocabulary, and the text as numbers in it."""
+    try:
+        # As text files are read: without a mark of their encoding, and with one kind of line ends.
+        text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f'{path} is not UTF-8 text: byte {error.start} is not valid; tokens = "bytes" takes any file'
+        ) from error
+    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    characters, numbers = np.unique(points, return_inverse=True)
+    small = torch.uint8 if len(characters) <= 256 else torch.int32
+    return tuple(map(chr, characters.tolist())), torch.from_numpy(numbers.astype(np.int64)).to(small)
+
+
+def _bytes(content: bytes) -> tuple[tuple[bytes, ...], torch.Tensor]:
+    """As ``_characters``; every byte is its own number."""
+    return tuple(bytes([byte]) for byte in range(256)), torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
+
+
+def _cut(numbers: torch.Tensor, fractions: Sequence[float]) -> dict[str, torch.Tensor]:
+    """The parts of a text by name, in its order, without those of which there shall be nothing."""
+    given = list(fractions)
+    if (
+        len(given) not in (2, 3)
+        or not all(isinstance(part, (int, float)) and part >= 0 for part in given)
+        or not (given[0] > 0 and abs(sum(given) - 1) < 1e-6)
+    ):
+        raise DataError(
+            "split takes the fractions that train, validate and, if one is to, test: not below 0, the first above it, "
+            f"and 1 together; got {given}"
+        )
+    shares = [Fraction(str(part)) for part in given]  # as they are written, so that .8 and .1 make .9
+    ends = [int(len(numbers) * sum(shares[:count]) / sum(shares)) for count in range(len(shares) + 1)]
+    return {
+        name: numbers[ends[index] : ends[index + 1]].clone()
+        for index, name in enumerate(("training", "validation", "test")[: len(shares)])
+        if shares[index]
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,14 @@ from weft.errors import DataError, nearest
 
 
 def open_data(spec: str, **options: Any) -> Data:
-    """Embedded data by name ("digits", "text"), else the data at a path, with the options of either."""
+    """Embedded data by name ("digits", "text"), else the data at a path, with the options of either.
+
+    With the option ``path``, a name is that of one of the KINDS of data at it: ``open_data("text", path="input.txt")``.
+    """
     if spec in EMBEDDED:
         return _call(spec, EMBEDDED[spec], (), options)
+    if "path" in options:
+        return load(options.pop("path"), spec, **options)
     if Path(spec).expanduser().exists():
         return load(spec, **options)
     raise DataError(f"'{spec}' is neither embedded data nor a path that exists{nearest(spec, EMBEDDED)}")
@@ -55,8 +60,16 @@ def guess(path: Path) -> str:
     raise DataError(f"cannot tell what kind of data {path} is; give kind=, one of {', '.join(sorted(KINDS))}")
 
 
-def _read_text(path: Path, *, context: int = 64, stride: int | None = None) -> Data:
-    return text(context, path, stride)
+def _read_text(
+    path: Path,
+    *,
+    context: int = 64,
+    stride: int | None = None,
+    tokens: str = "characters",
+    split: Sequence[float] = (0.8, 0.1, 0.1),
+    validation_stride: int | None = None,
+) -> Data:
+    return text(context, path, stride, tokens=tokens, split=split, validation_stride=validation_stride)
 
 
 EMBEDDED: Mapping[str, Callable[..., Data]] = {"digits": digits, "text": text}

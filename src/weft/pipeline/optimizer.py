@@ -20,13 +20,22 @@ Groups = Callable[[str, nn.Parameter], Mapping[str, Any]]
 """Options of torch.optim that a parameter gets beside the common ones, by its global name."""
 
 
+def matrices(name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
+    """Weight decay for what has two dimensions or more; none for biases and the weights of norms."""
+    return {} if parameter.dim() >= 2 else {"weight_decay": 0.0}
+
+
+GROUPS: Mapping[str, Groups] = {"matrices": matrices}
+"""Groups that have a name."""
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """Which optimizer, with which options: ``Optimizer("adamw", lr=3e-4, weight_decay=0.1)``.
 
     ``kind`` is the name of a class of torch.optim in any case, or the class itself. Muon takes the matrices, and
-    ``others`` (AdamW if not given) what is not a matrix. ``groups`` gives single parameters other options, such as no
-    weight decay.
+    ``others`` (AdamW if not given) what is not a matrix. ``groups`` gives single parameters other options; "matrices"
+    leaves weight decay to those of two dimensions or more.
     """
 
     kind: str | type[torch.optim.Optimizer] = "sgd"
@@ -38,13 +47,15 @@ class Optimizer:
         self,
         kind: str | type[torch.optim.Optimizer] = "sgd",
         *,
-        groups: Groups | None = None,
+        groups: Groups | str | None = None,
         others: Optimizer | None = None,
         **options: Any,
     ) -> None:
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "options", dict(options))
-        object.__setattr__(self, "groups", groups)
+        if isinstance(groups, str) and groups not in GROUPS:
+            raise TrainError(f"unknown groups '{groups}' of parameters{nearest(groups, GROUPS)}")
+        object.__setattr__(self, "groups", GROUPS[groups] if isinstance(groups, str) else groups)
         object.__setattr__(self, "others", others)
         accepted = inspect.signature(self.cls).parameters
         for name in options:
@@ -69,6 +80,8 @@ class Optimizer:
     def describe(self) -> dict[str, Any]:
         """For a run's manifest."""
         told: dict[str, Any] = {"kind": self.cls.__name__, **self.options}
+        if name := next((name for name, groups in GROUPS.items() if groups is self.groups), None):
+            told["groups"] = name
         if self.others is not None:
             told["others"] = self.others.describe()
         return told

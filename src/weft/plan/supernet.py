@@ -89,6 +89,8 @@ def plan_chain(
 
 def _drawn(chain: Chain, mixture: Mapping[str, Sequence[float]] | None, seed: int) -> list[Subnet]:
     space, rng = chain.space, generator(seed, "plan")
+    if not space.choices:
+        return [space.subnet()]
     if mixture is None:
         return [space.sample(rng) for _ in range(SAMPLES)]
     chances: dict[str, NDArray[np.float64]] = {}

@@ -67,6 +67,8 @@ def export_subnet(trained: Trained, wanted: Wanted, searched: Searched, command:
 def choose(trained: Trained, wanted: Wanted, name: str) -> tuple[Subnet, Mapping[str, float]]:
     """The subnet that is named (by id on the front, or as JSON of its values), else the best one within the limits."""
     space = trained.chain.space
+    if not space.choices and wanted.subnet is None:
+        return space.subnet(), {}
     if wanted.subnet and wanted.subnet.lstrip().startswith("{"):
         try:
             values = json.loads(wanted.subnet)

@@ -11,6 +11,7 @@ from weft.zoo.convmacro import conv_macro
 from weft.zoo.darts import darts
 from weft.zoo.digits import digits_conv, digits_mlp
 from weft.zoo.gpt import gpt, gpt_default, gpt_shakespeare, gpt_small, gpt_test
+from weft.zoo.language import language_model
 from weft.zoo.macro import macro_key, macro_subnet, nas_bench_macro, nas_bench_macro_entangled
 from weft.zoo.mobilenet import ofa_mobilenet_v3
 from weft.zoo.nb201 import nas_bench_201, nb201_key, nb201_subnet
@@ -34,6 +35,7 @@ SUPERNETS: Mapping[str, Callable[[], Chain]] = {
     "gpt-default": gpt_default,
     "gpt-shakespeare": gpt_shakespeare,
     "gpt-test": gpt_test,
+    "gpt": language_model,
 }
 
 
@@ -63,6 +65,7 @@ __all__ = [
     "gpt_shakespeare",
     "gpt_small",
     "gpt_test",
+    "language_model",
     "macro_key",
     "macro_subnet",
     "nas_bench_201",
