@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.data import Data
 from weft.errors import WeftError
-from weft.pipeline.consistency import Bounded, Delayed, Lagged, clock
+from weft.pipeline.consistency import Delayed, Lagged, Virtual, clock
 from weft.pipeline.optimizer import Optimizer, Updater
 from weft.pipeline.session import make_law, make_loader
 from weft.pipeline.settings import Settings, make_settings
@@ -104,7 +104,7 @@ def kept_bytes(chain: Chain, settings: Settings) -> int:
             times = promised.steps
         elif isinstance(promised, Lagged):
             times = 1
-        elif isinstance(promised, Bounded):
+        elif isinstance(promised, Virtual):
             window = clock(promised, layer.block, len(chain.blocks), settings.microbatches, settings.steps).window
             times = -(-(window - 1) // promised.every)
         total += times * sum(p.numel() * p.element_size() for p in chain.module(name).parameters())

@@ -7,15 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from weft.data import Data, Loader
-from weft.errors import ConsistencyError, WeftError
-from weft.pipeline.consistency import Consistency, Lagged
+from weft.errors import ConsistencyError, WeftError, nearest
+from weft.pipeline.consistency import Bounded, Consistency, Exact, Lagged
+from weft.pipeline.placement import SHAPES, Placement, place
 from weft.pipeline.profile import message_bytes, profile_chain
-from weft.pipeline.scheduler import Rule
+from weft.pipeline.scheduler import DEFER, Rule
 from weft.pipeline.sequential import split
 from weft.pipeline.settings import Settings, make_settings
 from weft.pipeline.simulator import Simulated, jitter, simulate
+from weft.pipeline.survey import choose_cut, usual_windows
 from weft.pipeline.workload import Workload, chain_workload
-from weft.plan.cut import Cut, best_cut
+from weft.plan.cut import Cut
 from weft.space import make_stream
 from weft.supernet import Chain, Factory, initialise
 
@@ -26,6 +28,9 @@ ENOUGH = 0.05
 
 CUT_STEPS = 100
 """Steps that are simulated to compare two cuts."""
+
+EARLY = 0.5
+"""The share of a backward after which the gradient of its input is there, where those of the weights are put off."""
 
 
 def simulate_run(
@@ -41,13 +46,20 @@ def simulate_run(
     slow: Mapping[int, float] | None = None,
     spread: float = 0.0,
     costs: str = "measured",
+    ranks: int | None = None,
+    placement: str | None = None,
+    defer: bool = False,
 ) -> dict[str, Any]:
     """Rows by number of stages, and advice for the largest one that waits too much, the greatest speed-up first.
 
     ``costs`` are ``measured`` on this machine or ``equal`` (every block 1 forward, 2 backward); ``latency`` is in their
-    unit, ``bandwidth`` in bytes for one such unit. ``slow`` has the speeds of stages that are not as fast as the rest,
-    which are 1. The window is twice the number of stages unless given.
+    unit, ``bandwidth`` in bytes for one such unit. ``slow`` has the speeds of ranks that are not as fast as the rest,
+    which are 1; a stage has a rank to itself, unless ``ranks`` and ``placement`` say otherwise as in ``weft.train``.
+    With ``defer`` a stage puts off the gradients of weights, half of a backward, until it would wait. Cut and windows
+    are those that a run would choose, unless a ``window`` is given.
     """
+    if placement is not None and placement not in SHAPES:
+        raise ConsistencyError(f"unknown placement '{placement}'{nearest(placement, SHAPES)}")
     chain = initialise(net, arguments.get("seed", 0))
     settings = make_settings(chain, **{**arguments, "device": "cpu"})
     batch = split(Loader(data.train, settings.batch_size, settings.seed).batch(0), settings.microbatches)[0]
@@ -64,21 +76,31 @@ def simulate_run(
     rows: list[dict[str, Any]] = []
     advice: list[dict[str, Any]] = []
     slow = slow or {}
-    if any(not 0 <= stage < max(stages) for stage in slow):
-        raise ConsistencyError(f"slow stages {sorted(slow)}: stages are numbered from 0 to {max(stages) - 1}")
+    most = max(stages) if ranks is None else ranks
+    if any(not 0 <= rank < most for rank in slow):
+        what = "stages" if ranks is None else "ranks"
+        raise ConsistencyError(f"slow {what} {sorted(slow)}: {what} are numbered from 0 to {most - 1}")
     for count in stages:
-        if not 1 <= count <= work.blocks:
-            rows.append({"stages": count, "note": f"the chain has {work.blocks} blocks: use 1 to {work.blocks} stages"})
+        try:
+            placed = _placed(count, work.blocks, ranks, placement)
+        except ConsistencyError as problem:
+            rows.append({"stages": count, "note": str(problem)})
             continue
-        speeds = [slow.get(stage, 1.0) for stage in range(count)]
-        places = window or 2 * count
+        speeds = [slow.get(rank, 1.0) for rank in range(placed.ranks)]
 
         def run(
-            changed: Workload, cut: Cut | None = None, places: int = places, speeds: list[float] = speeds
+            changed: Workload,
+            cut: Cut | None = None,
+            places: int | None = window,
+            defers: bool = defer,
+            placed: Placement = placed,
+            speeds: list[float] = speeds,
         ) -> dict[str, Any]:
-            cut = best_cut(changed.expected_costs(), len(speeds)) if cut is None else cut
-            told = simulate(changed, cut, Rule(places), latency, vary, False, bandwidth=bandwidth, speeds=speeds)
-            return {**_row(told), "cut": list(cut)}
+            cut = choose_cut(changed, placed.stages, cut)
+            rules = [Rule(own, defer=defers) for own in usual_windows(changed, cut, places)]
+            how: dict[str, Any] = {"bandwidth": bandwidth, "speeds": speeds, "placement": placed}
+            told = simulate(changed, cut, rules, latency, vary, False, split=EARLY if defers else None, **how)
+            return {**_row(told), "cut": list(cut), "window": max(rule.window for rule in rules)}
 
         def worth(cut: Cut, run: Callable[..., dict[str, Any]] = run) -> float:
             return _speedup(run(short, cut))
@@ -87,7 +109,10 @@ def simulate_run(
         rows.append(row)
         if row["steady_bubble"] > ENOUGH:
             tried = [{**run(other), "change": change} for change, other in _changes(chain, settings, work_of, count)]
-            tried += [{**run(work, places=k * places), "change": f"window = {k * places}"} for k in (2, 4)]
+            wider = [k * row["window"] for k in (2, 4)]
+            tried += [{**run(work, places=places), "change": f"window = {places}"} for places in wider]
+            if not defer:
+                tried.append({**run(work, defers=True), "change": f"split_backward = {DEFER}"})
             cut = better_cut(tuple(row["cut"]), work.blocks, worth)
             tried.append({**run(work, cut), "change": f"cut = {' '.join(str(block) for block in cut)}"})
             helps = [other for other in tried if _speedup(other) > (1 + ENOUGH) * _speedup(row)]
@@ -116,9 +141,16 @@ def _speedup(row: Mapping[str, Any]) -> float:
     return float(row["speedup"])
 
 
+def _placed(stages: int, blocks: int, ranks: int | None, shape: str | None) -> Placement:
+    if not 1 <= stages <= blocks:
+        raise ConsistencyError(f"the chain has {blocks} blocks: use 1 to {blocks} stages")
+    return place(stages, ranks, shape)
+
+
 def _row(result: Simulated) -> dict[str, Any]:
     return {
         "stages": result.stages,
+        "ranks": len(result.busy),
         "time_per_step": result.time / result.steps,
         "speedup": result.speedup,
         "bubble": result.bubble,
@@ -146,7 +178,7 @@ def _changes(
     chain: Chain, settings: Settings, work_of: Callable[..., Workload], count: int
 ) -> list[tuple[str, Workload]]:
     """Other ways to run the same supernet: finer micro-batches, another stream, shared layers that lag; and all at
-    once."""
+    once. A single network may also do without waiting for itself, as a pipeline of as many stages would train it."""
     changes: list[tuple[str, Settings]] = []
     everything = settings
     if settings.stream.name != "spaced":
@@ -161,9 +193,12 @@ def _changes(
         name: lag if layer.shared else settings.consistency[name] for name, layer in chain.layers.items()
     }
     if promised != dict(settings.consistency):
-        changes.append((f"consistency.shared = {lag}", replace(settings, consistency=promised)))
-        everything = replace(everything, consistency=promised)
+        changes.append((f"consistency.shared = {lag}", replace(settings, consistency=promised, clip=None)))
+        everything = replace(everything, consistency=promised, clip=None)
     found = [(change, work_of(other)) for change, other in changes]
+    if not chain.space.choices and set(settings.consistency.values()) == {Exact()} and count > 1:
+        one = Bounded(settings.microbatches * -(-(count - 1) // settings.microbatches), count)
+        found.append((f"consistency = {one}", work_of(replace(settings, consistency=dict.fromkeys(chain.layers, one)))))
     whole = settings.stream.microbatches is None
     factors = [k for k in (2, 4) if whole and settings.batch_size % (settings.microbatches * k) == 0]
     for k in factors:

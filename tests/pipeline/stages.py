@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from weft.pipeline import Consistency, Law, Optimizer, Sequential, make_schedule, parse
 from weft.pipeline.batches import Batches
+from weft.pipeline.flow import Evaluation, Flow
 from weft.pipeline.message import Message, assemble, disassemble
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.stage import Stage
@@ -108,6 +109,16 @@ def text(blocks: int = 3) -> Chain:
     )
 
 
+def plain() -> Chain:
+    """One network, of layers that every step uses: six blocks."""
+    return Chain(
+        Shared(lambda: nn.Embedding(11, 8), "embed"),
+        *[Shared(lambda: Attend(2), f"layer{k}") for k in range(4)],
+        Shared(lambda: nn.Sequential(nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 11)), "out"),
+        inputs=("tokens",),
+    )
+
+
 class Encode(nn.Module):
     """Changes the source and passes the target's tokens (integers) and a mask on as they are."""
 
@@ -195,6 +206,7 @@ KINDS: dict[str, tuple[Callable[[], Chain], Callable[[int], Batch]]] = {
     "convolutional": (convolutional, images),
     "text": (text, words),
     "encoder-decoder": (encoder_decoder, pairs),
+    "plain": (plain, words),
 }
 
 
@@ -232,7 +244,7 @@ def make_task(
     told = optimizer or Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=1e-3)
     options = {"metrics": {"accuracy": accuracy}, **options}
     law = Law(steps, m, cross_entropy, told, make_schedule("cosine"), seed, promises, **options)
-    return Task(kind, law, make_stream(chain.space, stream, seed))
+    return Task(kind, law, make_stream(chain.space, stream if chain.space.choices else chain.space.subnet(), seed))
 
 
 class Numbered:
@@ -253,6 +265,10 @@ class Outcome:
     layers: dict[str, str]
     losses: list[float]
     most_in_flight: int = 0
+    drifts: dict[str, dict[int, int]] = field(default_factory=dict)
+    most_kept: int = 0
+    in_flight: list[int] = field(default_factory=list)
+    scores: list[Any] = field(default_factory=list)
 
 
 def sequentially(task: Task) -> Outcome:
@@ -282,6 +298,8 @@ def in_stages(
     saved: Any = None,
     first_step: int = 0,
     split: bool = False,
+    defer: bool = False,
+    evaluated: tuple[int, Mapping[str, Any], Callable[[int], Batch], int] | None = None,
 ) -> tuple[Outcome, list[Any]]:
     """Steps the stages in an order drawn from the seed, messages late as it likes; also the snapshots, if asked for.
 
@@ -297,18 +315,27 @@ def in_stages(
 
     workers = []
     for index in range(stages):
-        stage = Stage(task.chain(), task.law, task.stream, CPU, cut, index, split=split)
+        stage = Stage(task.chain(), task.law, task.stream, CPU, cut, index, split=split or defer)
         if saved is not None:
             for name, weights in stage.weights.items():
                 restore(weights, saved[0], saved[1][name])
             own = {k: v for k, v in optimizer_states(saved[0]).items() if k in stage.updater.parameters}
             stage.resume(own)
+            if stage.norms is not None:
+                stage.norms.restore(saved[2], first_step * m, CPU)
         stage.train_mode()
         width = window if isinstance(window, int) else window[index]
         parts = Batches(Numbered(task), first_step, task.law.steps, m)
-        workers.append(Worker(stage, Rule(width), first_step * m, total, parts, sender(index), every))
+        evaluation = None
+        if evaluated is not None:
+            each, picks, batch, count = evaluated
+            flow = Flow(each * m, len(picks), count, task.law.steps * m)
+            evaluation = Evaluation(flow, picks, batch, task.law.loss, task.law.metrics, ahead=2)
+        rule = Rule(width, defer=defer)
+        workers.append(Worker(stage, rule, first_step * m, total, parts, sender(index), every, evaluation))
     snapshots: list[Any] = []
     reports: dict[int, float] = {}
+    most_kept = 0
     while not all(worker.done for worker in workers):
         progress = False
         choices: list[Any] = list(workers) + [link for link, queue in links.items() if queue]
@@ -319,6 +346,7 @@ def in_stages(
                 if done is None:
                     continue
                 snapshots += done.snapshots
+                most_kept = max(most_kept, *(len(w.kept) for w in choice.stage.weights.values()))
             else:
                 workers[choice[1]].receive(links[choice].pop(0))
             progress = True
@@ -332,4 +360,7 @@ def in_stages(
         reports[n] = float(report[0])
     losses = [reports[n] for n in sorted(reports)]
     layers = {name: layer_digest(w, wk.stage.updater) for wk in workers for name, w in wk.stage.weights.items()}
-    return Outcome(layers, losses, max(worker.figures.peak for worker in workers)), snapshots
+    drifts = {name: dict(w.drifts) for wk in workers for name, w in wk.stage.weights.items()}
+    scored = [] if workers[0].evaluation is None else workers[0].evaluation.found
+    peaks = [worker.figures.peak for worker in workers]
+    return Outcome(layers, losses, max(peaks), drifts, most_kept, peaks, scored), snapshots

@@ -69,6 +69,7 @@ def cases(draw: st.DrawFn) -> tuple[Task, tuple[int, ...], int, int]:
         st.integers(0, 4).map(lambda d: f"delayed({d})"),
         st.integers(1, 4).map(lambda k: f"lagged({k})"),
         st.tuples(every, st.integers(1, blocks)).map(lambda pair: f"bounded({pair[0]}, {pair[1]})"),
+        st.tuples(every, st.integers(1, blocks)).map(lambda pair: f"stashed({pair[0]}, {pair[1]})"),
     )
     # Bounded layers of one chain share K and depth, as the table means them.
     promises = {name: draw(promise) for name in chain.layers}
@@ -101,6 +102,13 @@ def test_any_mixture_cut_window_and_timing_gives_the_bits_of_one_stage(
 def test_a_backward_that_is_split_gives_the_same_bits(case: tuple[Task, tuple[int, ...], int, int]) -> None:
     task, cut, window, seed = case
     assert_same(sequentially(task), in_stages(task, cut, window, seed, split=True)[0])
+
+
+@settings(quiet, max_examples=60)
+@given(cases())
+def test_gradients_of_weights_that_are_put_off_give_the_same_bits(case: tuple[Task, tuple[int, ...], int, int]) -> None:
+    task, cut, window, seed = case
+    assert_same(sequentially(task), in_stages(task, cut, window, seed, defer=True)[0])
 
 
 @pytest.mark.long

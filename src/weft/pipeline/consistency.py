@@ -3,10 +3,12 @@
 Micro-batches are counted over the run: n = step * m + j. Each belongs to one *slot*, the set of micro-batches whose
 gradients make one update, and the version ``v`` of a layer is its weights after the updates of all slots below v:
 
-    exact             slot = step             forward and backward of step i read version i
-    delayed(D)        slot = step             ... read version max(i - D, 0)
-    lagged(K)         slot = step // K = w    ... read version max(w - 1, 0)
-    bounded(K, depth) slot = n // K           forward reads floor(max(n + 1 - L, 0) / K), backward floor(n / K)
+    exact                slot = step             forward and backward of step i read version i
+    delayed(D)           slot = step             ... read version max(i - D, 0)
+    lagged(K)            slot = step // K = w    ... read version max(w - 1, 0)
+    bounded(K, depth)    slot = n // K           forward reads floor(max(n + 1 - L, 0) / K), backward floor(n / K)
+    stashed(K, depth)    slot = n // K           both read floor(max(n + 1 - L, 0) / K)
+    recomputed(K, depth) slot = n // K           as bounded, and the backward runs the forward again under its version
 
 with L = depth - v for a layer in virtual stage v = floor(block * depth / blocks).
 """
@@ -62,29 +64,59 @@ class Lagged:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounded:
-    """Updates of ``every`` micro-batches in a virtual pipeline of ``depth`` stages; the backward may see newer
-    weights."""
+class Virtual:
+    """What the consistencies of a virtual pipeline share: an update of ``every`` micro-batches, and ``depth``
+    stages."""
 
     every: int
     depth: int
-    name: ClassVar[str] = "bounded"
+    name: ClassVar[str]
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.depth < 1:
-            raise ConsistencyError(f"bounded({self.every}, {self.depth}): both are whole numbers, 1 or more")
+            raise ConsistencyError(f"{self}: both are whole numbers, 1 or more")
 
     def __str__(self) -> str:
-        return f"bounded({self.every}, {self.depth})"
+        return f"{self.name}({self.every}, {self.depth})"
 
 
-Consistency = Exact | Delayed | Lagged | Bounded
+@dataclass(frozen=True, slots=True)
+class Bounded(Virtual):
+    """The backward works with what its forward left and the newest weights: at most ceil((L - 1) / K) updates apart.
+
+    One copy of the weights is enough where the pipeline has ``depth`` stages. PACI.
+    """
+
+    name: ClassVar[str] = "bounded"
+    __str__ = Virtual.__str__
+
+
+@dataclass(frozen=True, slots=True)
+class Stashed(Virtual):
+    """As ``bounded``, but the backward sees the version that its forward saw, for which that is kept. PipeDream."""
+
+    name: ClassVar[str] = "stashed"
+    __str__ = Virtual.__str__
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed(Virtual):
+    """As ``bounded``, but a forward leaves nothing except its input: the backward runs it again, under the newest
+    weights."""
+
+    name: ClassVar[str] = "recomputed"
+    __str__ = Virtual.__str__
+
+
+Consistency = Exact | Delayed | Lagged | Bounded | Stashed | Recomputed
 
 _KINDS: dict[str, tuple[int, Callable[..., Consistency]]] = {
     "exact": (0, Exact),
     "delayed": (1, Delayed),
     "lagged": (1, Lagged),
     "bounded": (2, Bounded),
+    "stashed": (2, Stashed),
+    "recomputed": (2, Recomputed),
 }
 
 
@@ -101,7 +133,7 @@ def parse(text: str) -> Consistency:
     count, kind = _KINDS[match[1]]
     numbers = [int(number) for number in re.findall(r"\d+", match[2] or "")]
     if len(numbers) != count:
-        form = {0: "exact", 1: f"{match[1]}(steps)", 2: "bounded(every, depth)"}[count]
+        form = {0: "exact", 1: f"{match[1]}(steps)", 2: f"{match[1]}(every, depth)"}[count]
         raise ConsistencyError(f"'{text}' has {len(numbers)} numbers; write it as {form}")
     return kind(*numbers)
 
@@ -114,14 +146,14 @@ class Clock:
     m: int
     total: int
     window: int = 1
-    """L of ``bounded``: how many micro-batches its virtual stage holds."""
+    """L of a virtual pipeline: how many micro-batches the layer's virtual stage holds."""
 
     def slot(self, n: int) -> int:
         """The update that micro-batch n contributes to."""
         match self.consistency:
             case Lagged(steps):
                 return n // self.m // steps
-            case Bounded(every, _):
+            case Virtual(every, _):
                 return n // every
             case _:
                 return n // self.m
@@ -133,14 +165,43 @@ class Clock:
                 return max(n // self.m - steps, 0)
             case Lagged(steps):
                 return max(n // self.m // steps - 1, 0)
-            case Bounded(every, _):
+            case Virtual(every, _):
                 return max(n + 1 - self.window, 0) // every
             case _:
                 return n // self.m
 
     def backward_reads(self, n: int) -> int:
-        """The version that the backward of micro-batch n sees; differs from the forward's only under ``bounded``."""
-        return n // self.consistency.every if isinstance(self.consistency, Bounded) else self.forward_reads(n)
+        """The version that the backward of micro-batch n sees."""
+        return n // self.span if self.moves_on else self.forward_reads(n)
+
+    @property
+    def moves_on(self) -> bool:
+        """Whether a backward sees the newest version, and not that of its forward."""
+        return isinstance(self.consistency, Bounded | Recomputed)
+
+    @property
+    def delay(self) -> float:
+        """How many updates older than the weights that a gradient is applied to those are, on average, that its
+        forward saw."""
+        match self.consistency:
+            case Delayed(steps):
+                return float(steps)
+            case Lagged(_):
+                return 1.0
+            case Virtual(every, _):
+                return (self.window - 1) / every
+            case _:
+                return 0.0
+
+    @property
+    def drift(self) -> int:
+        """The most updates that a backward may be ahead of its forward."""
+        return -(-(self.window - 1) // self.span) if self.moves_on else 0
+
+    def last_reader(self, version: int) -> int:
+        """The last micro-batch of the run whose forward sees the version, or an older one."""
+        found = (version + 1) * self.span + self.window - 2
+        return min(found, self.total - 1)
 
     def last(self, slot: int) -> int:
         """The last micro-batch of a slot; its step's learning rate is the update's. The run's last slot may be
@@ -157,7 +218,7 @@ class Clock:
         match self.consistency:
             case Lagged(steps):
                 return steps * self.m
-            case Bounded(every, _):
+            case Virtual(every, _):
                 return every
             case _:
                 return self.m
@@ -166,7 +227,7 @@ class Clock:
 def clock(consistency: Consistency, block: int, blocks: int, m: int, steps: int) -> Clock:
     """The clock of a layer in the given block; raises ConsistencyError where the run cannot keep the promise."""
     window = 1
-    if isinstance(consistency, Bounded):
+    if isinstance(consistency, Virtual):
         if consistency.every % m:
             raise ConsistencyError(
                 f"{consistency} needs K to be a multiple of the {m} micro-batches of a step: "

@@ -1,4 +1,4 @@
-"""How a training run is divided among stages: the job that all of them get, and the part that each makes of it."""
+"""How a training run is divided among ranks: the job that all of them get, and the part that each makes of it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,20 @@ import torch
 from weft.data import Data, as_data
 from weft.pipeline.accord import Accord
 from weft.pipeline.opening import lay_out
+from weft.pipeline.placement import Placement
+from weft.pipeline.scheduler import DEFER, Rule
 from weft.pipeline.session import Teacher
 from weft.pipeline.settings import Settings, make_settings
 from weft.pipeline.simulator import Span
-from weft.pipeline.survey import choose_cut, foresee, measure, warn_of_waiting, workload_of
+from weft.pipeline.survey import (
+    choose_cut,
+    foresee,
+    measure,
+    usual_windows,
+    warn_of_depth,
+    warn_of_waiting,
+    workload_of,
+)
 from weft.plan.cut import Cut, stage_of
 from weft.runs import Checkpoints
 from weft.space import make_stream
@@ -24,7 +34,7 @@ from weft.supernet import Chain, Factory, initialise
 
 @dataclass(frozen=True)
 class Job:
-    """A training run as every stage gets it; the names are those of ``weft.train``."""
+    """A training run as every rank gets it; the names are those of ``weft.train``."""
 
     net: Chain | Factory
     data: Any
@@ -41,20 +51,23 @@ class Job:
     cut: Sequence[int] | None = None
     window: int | None = None
     trace: bool = False
-    split_backward: bool = False
+    split_backward: bool | str = False
+    placement: Placement | None = None
+    """Which rank has which stages; None: each has one."""
     threads: int = field(default_factory=torch.get_num_threads)
-    """Of every stage; as many as here, since they are part of what a fingerprint depends on."""
+    """Of every rank; as many as here, since they are part of what a fingerprint depends on."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a stage works with once the supernet is divided."""
+    """What a rank works with once the supernet is divided."""
 
     chain: Chain
     data: Data
     settings: Settings
     cut: Cut
-    window: int
+    placement: Placement
+    windows: tuple[int, ...]
     extremes: Mapping[str, Any]
     foreseen: tuple[Span, ...] | None
 
@@ -67,7 +80,9 @@ def _done(job: Job) -> int:
 
 
 def divide(job: Job, accord: Accord, device: torch.device, again: bool) -> Part:
-    """Stage 0 looks at the whole supernet and decides; every stage builds its own part."""
+    """Rank 0 looks at the whole supernet and decides; every rank builds its own part."""
+    placement = job.placement or Placement(accord.world)
+    stages = placement.stages
     given = {**job.given, "device": device}
     seed = int(given.get("seed", 0))
     data = as_data(job.data, seed)
@@ -77,18 +92,20 @@ def divide(job: Job, accord: Accord, device: torch.device, again: bool) -> Part:
         settings = make_settings(whole, **given)
         found = measure(whole, data, settings, job.teacher) if job.cut is None or job.trace else None
         work = workload_of(whole, settings, None if found is None else found.costs, _done(job))
-        cut = choose_cut(work, accord.world, job.cut)
-        window = job.window or 2 * accord.world * settings.microbatches
+        cut = choose_cut(work, stages, job.cut)
+        windows = tuple(usual_windows(work, cut, job.window))
+        rules = [Rule(window, defer=job.split_backward == DEFER) for window in windows]
         if not again:
-            warn_of_waiting(whole, settings, work, cut, window)
+            warn_of_waiting(whole, settings, work, cut, rules, placement)
+            warn_of_depth(work, cut, rules, placement)
         if job.trace:
-            foreseen = foresee(work, cut, window, None if found is None else found.messages).spans
+            foreseen = foresee(work, cut, rules, None if found is None else found.messages, placement).spans
         named = isinstance(given.get("stream", ""), str)
         accord.tell(
             "division",
             {
                 "cut": cut,
-                "window": window,
+                "windows": windows,
                 "stream": settings.stream.to_json() if named else None,
                 "channels_last": settings.channels_last,
                 "largest": whole.largest().to_json(),
@@ -100,11 +117,12 @@ def divide(job: Job, accord: Accord, device: torch.device, again: bool) -> Part:
     cut = tuple(division["cut"])
     chain = initialise(job.net, seed, device, only=[])
     of = stage_of(cut, len(chain.blocks))
-    own = [name for name, layer in chain.layers.items() if of[layer.block] == accord.rank]
+    own = [name for name, layer in chain.layers.items() if placement.rank_of(of[layer.block]) == accord.rank]
     chain = initialise(chain, seed, device, only=own)
     if division["stream"] is not None:
         given["stream"] = make_stream(chain.space, division["stream"])
     given["channels_last"] = division["channels_last"]
     settings = make_settings(chain, **given)
     extremes = {name: chain.space.load_subnet(division[name]) for name in ("largest", "smallest")}
-    return Part(lay_out(chain, settings), data, settings, cut, int(division["window"]), extremes, foreseen)
+    windows = tuple(map(int, division["windows"]))
+    return Part(lay_out(chain, settings), data, settings, cut, placement, windows, extremes, foreseen)

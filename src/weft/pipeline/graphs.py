@@ -29,7 +29,7 @@ class Captured:
     """One layer for inputs of one shape: its tensors lie at fixed addresses, and a replay reads and writes them."""
 
     def __init__(self, weights: Weights, carry: Carry, trains: bool) -> None:
-        leaves: list[Tensor] = [p if trains else p.detach() for p in weights.parameters]
+        leaves: list[Tensor] = [leaf if trains else leaf.detach() for leaf in weights.fixed or ()]
         self._inputs = tuple(
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
             .copy_(x.detach())
@@ -90,15 +90,16 @@ class Captured:
 class Graphs:
     """Captures a layer the first time that it is used with an input of some shape, and replays it from then on.
 
-    Only `exact` layers are captured: their weights lie at one address for the whole run. A layer that cannot be
-    captured (it waits for the host or draws there, changes its buffers, or takes side inputs or the subnet) runs as it
-    is, and the log says why.
+    Only layers whose weights lie at one address for the whole run are captured: `exact` ones and, if the device does
+    one micro-batch after the other (``alone``), `bounded` ones. A layer that cannot be captured (it waits for the host
+    or draws there, changes its buffers, or takes side inputs or the subnet) runs as it is, and the log says why.
     """
 
-    def __init__(self, most: int = 512) -> None:
+    def __init__(self, most: int = 512, alone: bool = True) -> None:
         self._captured: dict[Any, Captured] = {}
         self._refused: set[str] = set()
         self._most = most
+        self._alone = alone
 
     def get(self, weights: Weights, carry: Carry, trains: bool = True) -> Captured | None:
         """The captured layer, or None where the layer is to run as it is."""
@@ -119,7 +120,8 @@ class Graphs:
         return found
 
     def _capture(self, weights: Weights, carry: Carry, trains: bool) -> Captured | None:
-        if not isinstance(weights.clock.consistency, Exact) or weights.layer.side or weights.layer.elastic:
+        fits = weights.fixed is not None and (self._alone or isinstance(weights.clock.consistency, Exact))
+        if not fits or weights.layer.side or weights.layer.elastic:
             self._refused.add(weights.layer.name)
             return None
         try:

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from weft.errors import PipelineError
 
-Kind = Literal["F", "B", "end"]
+Kind = Literal["F", "B", "E", "scored", "norm", "total", "end"]
 ALIGNED = 64
 PREFIX = 24
 _TYPES = {
@@ -48,6 +48,12 @@ class Message:
     wanted: tuple[bool, ...] = ()
     report: Tensor | None = None
     note: str = ""
+    stage: int | None = None
+    """Whom it is for, where a rank has several stages."""
+
+    def to(self, stage: int) -> Message:
+        """The same, addressed to a stage."""
+        return replace(self, stage=stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +146,7 @@ def disassemble(block: Tensor, device: torch.device, payload: Tensor | None = No
             raise ValueError(f"a payload of {apart} bytes is missing")
         head = json.loads(bytes(block[PREFIX : PREFIX + header].numpy()))
         kind, n, note = str(head["k"]), int(head["n"]), str(head["x"])
+        stage = int(head["s"]) if "s" in head else None
         *layouts, last = [
             None if p is None else Layout(str(p[0]), tuple(map(int, p[1])), tuple(map(int, p[2])), int(p[3]))
             for p in head["t"]
@@ -150,7 +157,7 @@ def disassemble(block: Tensor, device: torch.device, payload: Tensor | None = No
         sound = all(min((*x.sizes, *x.strides, x.line), default=0) >= 0 and x.line < ALIGNED for x in known)
         starts, end = _offsets(PREFIX + header, known if payload is None else reported)
         inside, far = ([], 0) if payload is None else _offsets(0, there)
-        if end > length or far > apart or not sound or kind not in ("F", "B", "end"):
+        if end > length or far > apart or not sound or kind not in get_args(Kind):
             raise ValueError(f"{length} bytes of kind {kind!r}")
         wanted = tuple(bool(flag) for flag in head["w"])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as problem:
@@ -162,7 +169,20 @@ def disassemble(block: Tensor, device: torch.device, payload: Tensor | None = No
         views = [(_view(block, start, layout), layout) for start, layout in zip(starts, there, strict=True)]
         found = iter([_placed(tensor, layout, device) for tensor, layout in views])
     tensors = tuple(None if layout is None else next(found) for layout in layouts)
-    return Message(kind, n, tensors, wanted, report, note)  # type: ignore[arg-type]
+    return Message(kind, n, tensors, wanted, report, note, stage)  # type: ignore[arg-type]
+
+
+def handed(message: Message, device: torch.device) -> Message:
+    """The message as another stage of the same process gets it: tensors of its own, on which it may work in place, and
+    which lie in memory as they would have after a cut."""
+    parts = _parts(message.tensors)
+    layouts = [layout for layout, _ in parts]
+    starts, length = _offsets(0, [layout for layout in layouts if layout is not None])
+    payload = torch.empty(length, dtype=torch.uint8, device=device)
+    _pack(payload, starts, parts)
+    places = iter(starts)
+    tensors = tuple(None if layout is None else _view(payload, next(places), layout) for layout in layouts)
+    return replace(message, tensors=tensors, report=None if message.report is None else message.report.cpu())
 
 
 Parts = list[tuple[Layout | None, Tensor | None]]
@@ -175,6 +195,8 @@ def _parts(tensors: Sequence[Tensor | None]) -> Parts:
 def _header(message: Message, layouts: Sequence[Layout | None]) -> bytes:
     places = [None if x is None else [x.dtype, x.sizes, x.strides, x.line] for x in layouts]
     head = {"k": message.kind, "n": message.microbatch, "w": message.wanted, "t": places, "x": message.note}
+    if message.stage is not None:
+        head["s"] = message.stage
     return json.dumps(head, separators=(",", ":")).encode()
 
 

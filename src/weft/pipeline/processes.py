@@ -28,6 +28,7 @@ from weft.pipeline.initial import load_initial
 from weft.pipeline.launch import launch
 from weft.pipeline.opening import open_run
 from weft.pipeline.parent import PARENT, asked_to_stop, connect, report, report_death, report_hang, report_self
+from weft.pipeline.placement import Placement
 from weft.pipeline.ranks import Ranks, ranks
 from weft.pipeline.runtime import Runtime
 from weft.pipeline.settings import told
@@ -126,20 +127,22 @@ def _take_part(job: Job, me: Ranks, callbacks: Sequence[Callback], accord: Accor
     device = _device(torch.device(job.given.get("device", "cpu")), me)
     part = divide(job, accord, device, again=me.restarts > 0)
     law = {**part.settings.law(part.chain, part.data), "teacher": None if job.teacher is None else told(job.teacher)}
-    accord.same({**law, "cut": part.cut, "window": part.window, "torch": torch.__version__})
+    placed = {"cut": part.cut, "windows": part.windows, "placement": str(part.placement)}
+    accord.same({**law, **placed, "torch": torch.__version__})
     staged = Staged(
         part.chain,
         part.data,
         part.settings,
         accord,
         part.cut,
-        part.window,
+        part.placement,
+        part.windows,
         part.extremes,
         job.teacher,
         job.split_backward,
     )
     load_initial(part.chain, job.init, partial=True)
-    transport = _meet(accord.store, me, device)
+    transport = _meet(accord.store, me, device, part.placement)
     found = _train(job, me, callbacks, staged, part, law, transport, watch)
     transport.close()
     return found
@@ -160,11 +163,15 @@ def _train(
         staged.open(run, (TensorBoard(run.tensorboard), *callbacks) if me.rank == 0 else ())
         if step is not None:
             staged.restore(step)
-        tracer = None
-        if job.trace:
-            tracer = Tracer(run.path / "traces" / f"stage{me.rank}.jsonl", me.rank)
-            tracer.start(me.restarts, me.world, part.cut, part.settings.microbatches, part.foreseen)
-        runtime = Runtime(me.rank, transport, watch, tracer, lambda: asked() and _wanted(accord.store))
+        tracers = {}
+        for stage in part.placement.stages_of(me.rank) if job.trace else ():
+            tracer = tracers[stage] = Tracer(run.path / "traces" / f"stage{stage}.jsonl", stage)
+            _begin(tracer, part, me.restarts)
+
+        def stopping() -> bool:
+            return asked() and _wanted(accord.store)
+
+        runtime = Runtime(me.rank, transport, watch, tracers, stopping, part.placement)
         try:
             digest = staged.run_to_end(runtime, job.checkpoint_every or max(1, part.settings.steps // 10))
             if digest is None:
@@ -182,12 +189,19 @@ def _train(
             staged.emit("failed", at=staged.reached, reason=reason)
             raise
         finally:
-            if tracer is not None:
+            for tracer in tracers.values():
                 tracer.close()
-        staged.emit("finished", steps=part.settings.steps, fingerprint=digest)
+        staged.emit("finished", steps=part.settings.steps, fingerprint=digest, drift=staged.drift)
         if me.rank == 0 and PARENT in os.environ:
             report(accord.store, {"run": str(run.path), "fingerprint": digest})
         return run.path, digest
+
+
+def _begin(tracer: Tracer, part: Part, restart: int) -> None:
+    placed = part.placement
+    shared = [placed.rank_of(stage) for stage in range(placed.stages)] if placed.chunks > 1 else ()
+    spans = part.foreseen if tracer.stage == 0 else None
+    tracer.start(restart, placed.stages, part.cut, part.settings.microbatches, spans, shared)
 
 
 @contextmanager
@@ -232,14 +246,14 @@ def _wanted(store: Any) -> bool:
     raise SystemExit(LOST)
 
 
-def _meet(store: c10d.Store, me: Ranks, device: torch.device) -> Transport:
+def _meet(store: c10d.Store, me: Ranks, device: torch.device, placement: Placement) -> Transport:
     try:
         meeting = c10d.PrefixStore("gloo", store)
         dist.init_process_group("gloo", store=meeting, rank=me.rank, world_size=me.world, timeout=_WAIT)
         # NCCL wants a device for every process; stages that share one go through the host.
         own = device.type == "cuda" and me.local_world <= torch.cuda.device_count() and dist.is_nccl_available()
         everywhere = all(Accord(store, me.rank, me.world).gather("own device", own))
-        return Transport(me.rank, me.world, device, "nccl" if everywhere else None)
+        return Transport(me.rank, me.world, device, "nccl" if everywhere else None, placement.links())
     except RuntimeError as problem:  # another stage ended meanwhile; gloo does not say which
         log.error("stage %d found no way to the others and stops: %s", me.rank, str(problem).splitlines()[0])
         os._exit(LOST)

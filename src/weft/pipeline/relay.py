@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from weft.data import Batch
 from weft.pipeline.message import Message
+from weft.pipeline.placement import Placement
 from weft.pipeline.stage import Stage
 from weft.pipeline.transport import Transport
 from weft.space import Subnet
@@ -16,45 +18,83 @@ from weft.supernet import Carry, run_layer, side_inputs
 
 
 class Relay:
-    """One stage of it. A stage is at most ``window`` batches ahead of the next one, which says what it has taken."""
+    """One rank of it. A stage is at most ``window`` batches ahead of the next one, which says what it has taken."""
 
-    def __init__(self, transport: Transport, stage: Stage, window: int) -> None:
-        self._transport, self._stage, self._window = transport, stage, window
-        self._waiting: deque[Carry] = deque()
-        self._ahead = 0
-        self._number = 0
+    def __init__(self, transport: Transport, stages: Sequence[Stage], window: int, placement: Placement) -> None:
+        self._transport, self._window, self._placement = transport, window, placement
+        self._stages = {stage.index: stage for stage in stages}
+        self._waiting: dict[int, deque[Carry]] = {index: deque() for index in self._stages}
+        self._ahead = dict.fromkeys(self._stages, 0)
 
-    def forward(self, subnet: Subnet, batch: Batch) -> Any:
-        """The next batch through this stage's layers; the outputs on the last stage, None on the others."""
-        stage = self._stage
-        with torch.inference_mode(), stage.precision():
-            carry = stage.chain.enter(batch) if stage.is_first else self._take()
-            for layer in stage.route(subnet):
-                carry = run_layer(layer, stage.chain.module(layer), carry, side_inputs(layer, batch, subnet))
-        self._number += 1
-        if stage.is_last:
-            return carry[0] if len(carry) == 1 else carry
-        while self._ahead >= self._window:
-            self._receive()
-        self._ahead += 1
-        self._transport.send(stage.index + 1, Message("F", self._number, carry, (False,) * len(carry)))
-        return None
+    def forward(self, subnet: Subnet, batches: Iterable[Batch]) -> Iterator[tuple[Any, Batch]]:
+        """All batches through this rank's layers; on the rank of the last stage, the outputs with their batches.
+
+        Every rank goes through as many batches, and has to exhaust this before it begins anew.
+        """
+        source = iter(batches)
+        first, last = min(self._stages), max(self._stages)
+        through = dict.fromkeys(self._stages, 0)
+        held: dict[int, Batch] = {}
+        while True:
+            if through[first] not in held:
+                batch = next(source, None)
+                if batch is not None:
+                    held[through[first]] = batch
+            # What has come furthest goes first; a batch that is not held belongs to those that come after these.
+            able = [index for index in through if through[index] in held and self._can(index)]
+            if able:
+                index = max(able)
+                batch = held[through[index]]
+                outputs = self._through(self._stages[index], subnet, batch, through[index])
+                if index == last:
+                    del held[through[index]]
+                through[index] += 1
+                if self._stages[index].is_last:
+                    yield outputs, batch
+            elif held:
+                self._receive()
+            else:
+                return
 
     def close(self) -> None:
-        """Waits until the next stage has taken everything."""
-        while self._ahead:
+        """Waits until the next stages have taken everything."""
+        while any(self._ahead.values()):
             self._receive()
 
-    def _take(self) -> Carry:
-        while not self._waiting:
-            self._receive()
-        self._transport.send(self._stage.index - 1, Message("B", self._number))
-        return self._waiting.popleft()
+    def _can(self, index: int) -> bool:
+        there = self._stages[index].is_first or bool(self._waiting[index])
+        return there and self._ahead[index] < self._window
+
+    def _through(self, stage: Stage, subnet: Subnet, batch: Batch, number: int) -> Any:
+        with torch.inference_mode(), stage.precision():
+            carry = stage.chain.enter(batch) if stage.is_first else self._take(stage.index, number)
+            for layer in stage.route(subnet):
+                carry = run_layer(layer, stage.chain.module(layer), carry, side_inputs(layer, batch, subnet))
+        if stage.is_last:
+            return carry[0] if len(carry) == 1 else carry
+        self._ahead[stage.index] += 1
+        if stage.index + 1 in self._stages:
+            self._waiting[stage.index + 1].append(carry)
+        else:
+            self._send(stage.index + 1, Message("F", number, carry, (False,) * len(carry)))
+        return None
+
+    def _take(self, index: int, number: int) -> Carry:
+        if index - 1 in self._stages:
+            self._ahead[index - 1] -= 1
+        else:
+            self._send(index - 1, Message("B", number))
+        return self._waiting[index].popleft()
+
+    def _send(self, stage: int, message: Message) -> None:
+        self._transport.send(self._placement.rank_of(stage), message.to(stage))
 
     def _receive(self) -> None:
         arrived = self._transport.take()
         assert arrived is not None
-        if arrived.message.kind == "B":
-            self._ahead -= 1
+        message = arrived.message
+        assert message.stage is not None
+        if message.kind == "B":
+            self._ahead[message.stage] -= 1
         else:
-            self._waiting.append(tuple(x for x in arrived.message.tensors if x is not None))
+            self._waiting[message.stage].append(tuple(x for x in message.tensors if x is not None))

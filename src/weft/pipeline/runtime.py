@@ -1,4 +1,4 @@
-"""The loop of a stage's process: takes messages from its links, lets the worker do what is next, sends what comes out.
+"""The loop of a rank's process: takes messages from its links, lets a worker do what is next, sends what comes out.
 
 Signals, heartbeats and traces are here, so that ``worker`` and ``stage`` know nothing of processes.
 """
@@ -6,9 +6,12 @@ Signals, heartbeats and traces are here, so that ``worker`` and ``stage`` know n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
-from weft.pipeline.message import Message
+from weft.pipeline.crew import Crew
+from weft.pipeline.message import Message, handed
+from weft.pipeline.placement import Placement
 from weft.pipeline.scheduler import Op
 from weft.pipeline.tracer import Tracer
 from weft.pipeline.transport import Arrived, Transport
@@ -16,20 +19,29 @@ from weft.pipeline.watch import Watch
 from weft.pipeline.worker import Done, Worker
 
 IDLE = 0.5
-"""Seconds after which a stage that waits looks for signals."""
+"""Seconds after which a rank that waits looks for signals."""
 
 
 class Runtime:
-    """Drives the workers of one stage, one after the other, over the same links.
+    """Drives the workers of one rank over the same links, however often new ones take over.
 
-    ``stopping`` says whether the user wants to stop; the first stage then ends the run at the next whole step.
+    ``tracers`` are those of its stages. ``stopping`` says whether the user wants to stop; the first stage then ends the
+    run at the next whole step. A rank has the stage of its number, unless a ``placement`` gives it several.
     """
 
     def __init__(
-        self, stage: int, transport: Transport, watch: Watch, tracer: Tracer | None, stopping: Callable[[], bool]
+        self,
+        rank: int,
+        transport: Transport,
+        watch: Watch,
+        tracers: Mapping[int, Tracer] | None,
+        stopping: Callable[[], bool],
+        placement: Placement | None = None,
     ) -> None:
-        self.stage, self.transport, self.watch = stage, transport, watch
-        self.tracer = tracer
+        self.rank, self.transport, self.watch = rank, transport, watch
+        self._tracers = tracers or {}
+        self._placement = None if placement is None or placement.chunks == 1 else placement
+        self._handed: deque[Arrived] = deque()
         self.busy = 0.0
         self.deciding = 0.0
         self.ops = 0
@@ -41,69 +53,84 @@ class Runtime:
         self._in_flight = 0
 
     def send(self, to: int, message: Message) -> None:
-        """For the worker: a message goes to a neighbour."""
-        size = self.transport.send(to, message)
-        if self.tracer is not None and message.kind != "end":
-            self.tracer.sent(message.kind, message.microbatch, time.time(), size)
+        """For a worker: a message goes to the stage before or behind it."""
+        size = self.transport.send(to, message) if self._placement is None else self._send(to, message, self._placement)
+        if self._tracers and (message.kind == "F" or message.kind == "B"):
+            source = to - 1 if message.kind == "F" else to + 1
+            self._tracers[source].sent(message.kind, message.microbatch, time.time(), size)
 
-    def drive(self, worker: Worker, on_done: Callable[[Done | None], None]) -> None:
-        """Works until the worker is done. ``on_done`` is told of every operation, and (None) of every idle round."""
-        worker.on_start = self._starts
-        ended = self.stage != 0
-        while not worker.done:
-            while (arrived := self.transport.take(0)) is not None:
-                self._receive(worker, arrived)
+    def drive(self, workers: Worker | Sequence[Worker], on_done: Callable[[Done | None], None]) -> None:
+        """Works until all workers are done. ``on_done`` is told of every operation, and (None) of every idle round."""
+        group = 1 if self._placement is None else self._placement.group
+        crew = Crew([workers] if isinstance(workers, Worker) else workers, group)
+        for worker in crew.workers:
+            worker.on_start = self._starts
+        ended = not crew.first.stage.is_first
+        while not crew.done:
+            while (arrived := self._take(0)) is not None:
+                self._receive(crew, arrived)
             if not ended and self._stopping():
-                m = worker.stage.law.microbatches
-                until = -(-worker.scheduler.known // m) * m
-                if until < worker.scheduler.total:
-                    worker.end(until)
+                m = crew.first.stage.law.microbatches
+                until = -(-crew.first.scheduler.known // m) * m
+                if until < crew.first.scheduler.total:
+                    crew.first.end(until)
                 ended = True
-            done = worker.work()
+            done = crew.work()
             if done is None:
                 self.watch.idle()
                 on_done(None)
-                waited = None if worker.done else self.transport.take(IDLE)
+                waited = None if crew.done else self._take(IDLE)
                 if waited is not None:
-                    self._receive(worker, waited)
+                    self._receive(crew, waited)
                 continue
             self.busy += done.end - done.start
             self.ops += 1
-            self._in_flight = len(worker.scheduler.in_flight)
-            if self.tracer is not None:
-                self._trace(self.tracer, done, worker)
+            self._in_flight = crew.in_flight
+            if self._tracers:
+                self._trace(self._tracers[done.op.stage], done, crew.of(done.op.stage))
             self._tell()
             on_done(done)
-        self.deciding += worker.figures.deciding
+        self.deciding += sum(worker.figures.deciding for worker in crew.workers)
         self.watch.idle()
         self._tell(now=True)
 
     @property
     def figures(self) -> dict[str, float]:
-        """What the progress line shows of this stage."""
+        """What the progress line shows of this rank."""
         passed = time.perf_counter() - self._began
         return {"busy": self.busy / passed if passed else 0.0, "in_flight": float(self._in_flight)}
 
     def _starts(self, op: Op) -> None:
         self.watch.doing(str(op))
 
-    def _receive(self, worker: Worker, arrived: Arrived) -> None:
+    def _send(self, to: int, message: Message, placement: Placement) -> int:
+        addressed, rank = message.to(to), placement.rank_of(to)
+        if rank != self.rank:
+            return self.transport.send(rank, addressed)
+        self._handed.append(Arrived(handed(addressed, self.transport.device), time.time()))
+        return 0
+
+    def _take(self, timeout: float) -> Arrived | None:
+        return self._handed.popleft() if self._handed else self.transport.take(timeout)
+
+    def _receive(self, crew: Crew, arrived: Arrived) -> None:
         message = arrived.message
-        if self.tracer is not None and message.kind != "end":
-            self.tracer.received(message.kind, message.microbatch, arrived.time)
-        worker.receive(message)
+        if self._tracers and (message.kind == "F" or message.kind == "B"):
+            stage = crew.first.stage.index if message.stage is None else message.stage
+            self._tracers[stage].received(message.kind, message.microbatch, arrived.time)
+        crew.receive(message)
 
     def _tell(self, now: bool = False) -> None:
         clock = time.perf_counter()
         if now or clock - self.told > 0.5:
             self.told = clock
             self.watch.figures = self.figures
-            if self.tracer is not None:
-                self.tracer.flush()
+            for tracer in self._tracers.values():
+                tracer.flush()
 
     def _trace(self, tracer: Tracer, done: Done, worker: Worker) -> None:
         end = done.end if done.update is None else done.update[0]
-        in_flight = self._in_flight + (done.op.kind == "B")
+        in_flight = len(worker.scheduler.in_flight) + (done.op.kind == "B")
         tracer.op(done.op, done.start + self._wall, end + self._wall, in_flight)
         if done.update is not None:
             begin, over = done.update

@@ -5,6 +5,8 @@ demands. Among ready backwards the smallest micro-batch goes first, else the sma
 micro-batches are in flight on a stage, and the last place is kept for the oldest, without which windows deadlock.
 
     2F0   forward of micro-batch 0 on stage 2          1B3   backward of micro-batch 3 on stage 1
+    1W3   the part of that backward that finds the gradients of weights, where it is put off
+    0E2   a batch that is only scored, the third of the run; it waits for versions like a forward
 
 The simulator steps this very object, and so does the runtime.
 """
@@ -19,11 +21,14 @@ from typing import Literal, NamedTuple
 
 from weft.errors import ConsistencyError, nearest
 
-Kind = Literal["F", "B"]
+Kind = Literal["F", "B", "W", "E"]
+
+FORWARDS = "forwards"
+"""The gate that counts how many micro-batches, without a gap from the first on, have done their forward on a stage."""
 
 
 class Op(NamedTuple):
-    """The forward or backward of one micro-batch on one stage."""
+    """The forward, the backward, or a part of it, of one micro-batch on one stage."""
 
     stage: int
     kind: Kind
@@ -46,12 +51,30 @@ Uses = Callable[[int], Sequence[Need]]
 """The layers of the stage that a micro-batch uses; a pure function, known to every stage."""
 
 
+DEFER = "defer"
+"""How a backward is split that puts the gradients of weights off: see ``Rule``."""
+
+Checks = Callable[[int], tuple[int, Sequence[Need]]]
+"""Of a batch that is only scored: the micro-batch that it goes before, and the layers that it uses here."""
+
+Due = Callable[[int], range]
+"""The batches that go before a micro-batch."""
+
+Gates = Callable[[Kind, int], Sequence[tuple[Hashable, int]]]
+"""What else an operation waits for: counters that only rise, and how far each must be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How ready operations are chosen. ``prefer`` is ``backward``, ``forward`` (GPipe) or ``alternate`` (NASPipe)."""
+    """How ready operations are chosen. ``prefer`` is ``backward``, ``forward`` (GPipe) or ``alternate`` (NASPipe).
+
+    With ``defer`` a backward ends with the gradient of its input; those of the weights are an operation of their own,
+    which the stage does when nothing else is ready. Until then the micro-batch is in flight.
+    """
 
     window: int
     prefer: str = "backward"
+    defer: bool = False
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -81,7 +104,17 @@ class Scheduler:
     A decision costs no more than the layers that the micro-batch uses here.
     """
 
-    def __init__(self, stage: int, stages: int, uses: Uses, total: int, rule: Rule, first: int = 0) -> None:
+    def __init__(
+        self,
+        stage: int,
+        stages: int,
+        uses: Uses,
+        total: int,
+        rule: Rule,
+        first: int = 0,
+        gates: Gates | None = None,
+        checks: tuple[Due, Checks] | None = None,
+    ) -> None:
         self.stage, self.stages, self.total, self.rule = stage, stages, total, rule
         self.in_flight: set[int] = set()
         self.finished_count = first
@@ -94,7 +127,12 @@ class Scheduler:
         self._needs: dict[int, Sequence[Need]] = {}
         self._done: set[int] = set()
         self._missing: dict[tuple[Kind, int], int] = {}  # layers that an operation still waits for
-        self._ready: dict[Kind, list[int]] = {"F": [], "B": []}
+        self._ready: dict[Kind, list[int]] = {"F": [], "B": [], "W": [], "E": []}
+        self._gates = gates
+        self._checks = checks
+        self._reached: dict[Hashable, int] = {FORWARDS: first}
+        self._held: dict[Hashable, list[tuple[int, int, Kind]]] = {}  # heaps of (count, micro-batch, kind)
+        self._forwarded: set[int] = set()
         self._waiting_forwards = 0
         self._last: Kind = "B"
         self._admit()
@@ -103,24 +141,51 @@ class Scheduler:
         """The input of an operation is here: activations for a forward, a gradient for a backward."""
         if kind == "F":
             self._waiting_forwards += 1
-        self._register(microbatch + 1)
         missing = 0
-        for need in self._needs[microbatch]:
-            version = need.forward if kind == "F" else need.backward
-            layer = self._layers[need.layer]
-            if not layer.has(version):
+        for need in self._needs_of(kind, microbatch):
+            version = need.backward if kind == "B" else need.forward
+            layer = self._layers.get(need.layer)
+            if layer is not None and not layer.has(version):
                 heapq.heappush(layer.waiting, (version, microbatch, kind))
+                missing += 1
+        for gate, count in self._gates(kind, microbatch) if self._gates is not None else ():
+            if self._reached.get(gate, 0) < count:
+                heapq.heappush(self._held.setdefault(gate, []), (count, microbatch, kind))
                 missing += 1
         if missing:
             self._missing[kind, microbatch] = missing
         else:
             heapq.heappush(self._ready[kind], microbatch)
 
-    def next(self) -> Op | None:
-        """The operation to start now, which is then in flight; None where the stage has to wait."""
-        for kind in self._order():
+    def reached(self, gate: Hashable, count: int) -> None:
+        """A counter that operations may wait for is so far now."""
+        self._reached[gate] = count
+        held = self._held.get(gate)
+        while held and held[0][0] <= count:
+            _, microbatch, kind = heapq.heappop(held)
+            self._release(kind, microbatch)
+
+    def count(self, gate: Hashable) -> int:
+        """How far a counter is."""
+        return self._reached.get(gate, 0)
+
+    @property
+    def forwarded(self) -> int:
+        """All micro-batches below this have done their forward here."""
+        return self._reached[FORWARDS]
+
+    def offers(self) -> list[Op]:
+        """The first operation of every kind that could start now."""
+        return [Op(self.stage, kind, self._ready[kind][0]) for kind in self._ready if self._could(kind)]
+
+    def next(self, wanted: Kind | None = None) -> Op | None:
+        """The operation to start now, which is then in flight; None where the stage has to wait.
+
+        The rule chooses among those that could start, unless one of a kind is ``wanted``.
+        """
+        for kind in self._order() if wanted is None else (wanted,):
             ready = self._ready[kind]
-            if ready and (kind == "B" or self._may_start(ready[0])):
+            if self._could(kind):
                 microbatch = heapq.heappop(ready)
                 if kind == "F":
                     self.in_flight.add(microbatch)
@@ -131,13 +196,25 @@ class Scheduler:
         return None
 
     def finished(self, op: Op) -> list[tuple[Hashable, int]]:
-        """An operation is over. After a backward, the (layer, micro-batch) pairs whose gradients' turn has come now.
+        """An operation is over. After a whole backward, the (layer, micro-batch) pairs whose gradients' turn has come.
 
         In the order of the list a layer gets its gradients in micro-batch order; one that is early comes up later.
         """
         if op.kind == "F":
+            self._forwarded.add(op.microbatch)
             if self.stage == self.stages - 1:
                 self.arrived("B", op.microbatch)
+            count = self.forwarded
+            while count in self._forwarded:
+                self._forwarded.remove(count)
+                count += 1
+            if count > self.forwarded:
+                self.reached(FORWARDS, count)
+            return []
+        if op.kind == "E":
+            return []
+        if op.kind == "B" and self.rule.defer:
+            heapq.heappush(self._ready["W"], op.microbatch)
             return []
         self.in_flight.remove(op.microbatch)
         self.finished_count += 1
@@ -161,9 +238,9 @@ class Scheduler:
             raise ConsistencyError(f"the run cannot end at micro-batch {total}: {self.known - 1} is already under way")
         self.total = total
 
-    def needs(self, microbatch: int) -> Sequence[Need]:
-        """The layers that a micro-batch under way uses here."""
-        return self._needs[microbatch]
+    def needs(self, op: Op) -> Sequence[Need]:
+        """The layers that an operation uses here."""
+        return self._needs_of(op.kind, op.microbatch)
 
     def complete(self, layer: Hashable, slot: int, last: int) -> bool:
         """Whether every gradient of a slot of the layer, whose last micro-batch is ``last``, has had its turn."""
@@ -174,10 +251,14 @@ class Scheduler:
     def done(self) -> bool:
         return self.finished_count == self.total
 
-    def _order(self) -> tuple[Kind, Kind]:
+    def _order(self) -> tuple[Kind, ...]:
         if self.rule.prefer == "backward" or (self.rule.prefer == "alternate" and self._last == "F"):
-            return ("B", "F")
-        return ("F", "B")
+            return ("B", "E", "F", "W")
+        return ("E", "F", "B", "W")
+
+    def _could(self, kind: Kind) -> bool:
+        ready = self._ready[kind]
+        return bool(ready) and (kind != "F" or self._may_start(ready[0]))
 
     def _may_start(self, microbatch: int) -> bool:
         free = self.rule.window - len(self.in_flight)
@@ -188,7 +269,18 @@ class Scheduler:
         # The first stage makes its own inputs; it looks ahead no further than the others' receive buffers hold.
         if self.stage == 0:
             while self.known < self.total and self._waiting_forwards < self.rule.window:
+                for number in self._checks[0](self.known) if self._checks is not None else ():
+                    self.arrived("E", number)
                 self.arrived("F", self.known)
+
+    def _needs_of(self, kind: Kind, number: int) -> Sequence[Need]:
+        if kind != "E":
+            self._register(number + 1)
+            return self._needs[number]
+        assert self._checks is not None
+        at, needs = self._checks[1](number)
+        self._register(at)
+        return needs
 
     def _register(self, until: int) -> None:
         for microbatch in range(self.known, until):
@@ -214,8 +306,12 @@ class Scheduler:
             turns.append((key, early))
         while layer.waiting and layer.has(layer.waiting[0][0]):
             _, waiting, kind = heapq.heappop(layer.waiting)
-            self._missing[kind, waiting] -= 1
-            if not self._missing[kind, waiting]:
-                del self._missing[kind, waiting]
-                heapq.heappush(self._ready[kind], waiting)
+            self._release(kind, waiting)
         return turns
+
+    def _release(self, kind: Kind, microbatch: int) -> None:
+        """One of the things that an operation waits for is there."""
+        self._missing[kind, microbatch] -= 1
+        if not self._missing[kind, microbatch]:
+            del self._missing[kind, microbatch]
+            heapq.heappush(self._ready[kind], microbatch)

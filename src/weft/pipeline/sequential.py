@@ -8,7 +8,7 @@ that every pipeline run must equal bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +21,12 @@ from weft.data import Batch
 from weft.errors import NonFiniteError, TrainError
 from weft.pipeline import foreach
 from weft.pipeline.bilevel import Bilevel
-from weft.pipeline.consistency import Consistency, clock
+from weft.pipeline.consistency import Clock, Consistency, Virtual, clock
 from weft.pipeline.graphs import Graphs
+from weft.pipeline.norms import SMALL, GlobalNorm, Norms, delay_of
 from weft.pipeline.optimizer import Optimizer, Updater
 from weft.pipeline.rate import Schedule
+from weft.pipeline.recall import as_before
 from weft.pipeline.seeding import Seeder
 from weft.pipeline.tape import Tape
 from weft.pipeline.unrolled import check_unrolled, look_ahead
@@ -53,13 +55,17 @@ class Law:
     schedule: Schedule
     seed: int
     consistency: Mapping[str, Consistency]
-    clip: float | None = None
+    clip: float | GlobalNorm | None = None
     precision: str = "fp32"
     nonfinite: str = "stop"
     metrics: Mapping[str, Metric] | None = None
     bilevel: Bilevel | None = None
     distil: Distil | None = None
     """In place: every micro-batch of a step sees the whole batch, and all but the first follow the first's outputs."""
+
+    rescale: int | None = None
+    """Steps over which layers that see old weights go from a smaller learning rate to the common one: it is divided by
+    1 + their mean delay in updates, as PipeMare does."""
 
     def parts(self, batch: Batch) -> list[Batch]:
         """The micro-batches of a step."""
@@ -104,16 +110,35 @@ class Law:
         with torch.no_grad():
             return {name: metric(outputs, batch) for name, metric in self.metrics.items()}
 
-    def clipped(self, gradients: list[Tensor]) -> list[Tensor] | None:
+    def norms(self, layers: Iterable[str], first: bool = True, last: bool = True) -> Norms | None:
+        """What the clipping of some layers, in chain order, by the norm of all of them needs."""
+        if not isinstance(self.clip, GlobalNorm):
+            return None
+        delay = delay_of(self.consistency.values())
+        one = next(iter(self.consistency.values()))
+        span = one.every if isinstance(one, Virtual) else self.microbatches
+        return Norms(self.clip, delay, span, layers, first, last)
+
+    def rate(self, clock: Clock, last: int) -> float:
+        """What the learning rate is multiplied by in an update whose last micro-batch is ``last``."""
+        step = last // self.microbatches
+        rate = self.schedule(step, self.steps)
+        if self.rescale is None or not clock.delay:
+            return rate
+        return rate * float((1.0 + clock.delay) ** (min(step / self.rescale, 1.0) - 1.0))
+
+    def clipped(self, gradients: list[Tensor], slot: int, norms: Norms | None) -> list[Tensor] | None:
         """A layer's gradients, clipped to the run's norm; None where they are not finite and are to be skipped."""
         if not gradients or (self.clip is None and self.nonfinite != "skip"):
             return gradients
-        norm = foreach.norm(gradients)
-        if self.nonfinite == "skip" and not bool(torch.isfinite(norm)):
+        norm = foreach.norm(gradients) if norms is None or self.nonfinite == "skip" else None
+        if norm is not None and self.nonfinite == "skip" and not bool(torch.isfinite(norm)):
             return None
-        if self.clip is None:
+        if norms is not None:
+            return foreach.mul(gradients, norms.factor(slot, gradients))
+        if norm is None or not isinstance(self.clip, float | int):
             return gradients
-        return foreach.mul(gradients, torch.clamp(self.clip / (norm + 1e-6), max=1.0))
+        return foreach.mul(gradients, torch.clamp(self.clip / (norm + SMALL), max=1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +179,7 @@ class Sequential:
             weights.revocable = law.nonfinite == "skip"
             weights.trains = partial(law.trains, weights.layer)
         self.updater = law.updater(self.weights)
+        self.norms = law.norms(chain.layers)
         self._waiting: dict[str, Weights] = {}
         self._keeping: dict[str, Weights] = {}
         m = law.microbatches
@@ -197,7 +223,11 @@ class Sequential:
         with self.precision():
             for layer in self.chain.route(subnet):
                 self.seeder.set(i, j, layer.name)
-                tape.forward(self.weights[layer.name], side_inputs(layer, batch, subnet), self.law.trains(layer, i))
+                weights, side = self.weights[layer.name], side_inputs(layer, batch, subnet)
+                again = None
+                if weights.recomputes:
+                    again = partial(as_before, self.seeder, self.precision, i, j, layer.name)
+                tape.forward(weights, side, self.law.trains(layer, i), again)
             carry = tape.outputs()
             self.seeder.set(i, j, "loss")
             outputs, loss = self.law.loss_of(carry, batch, self._lesson if j else None)
@@ -224,7 +254,7 @@ class Sequential:
             if self.law.nonfinite == "stop":
                 raise self.non_finite(i, j, subnet, batch)
             for weights in used:
-                weights.forget()
+                weights.forget(i * self.law.microbatches + j)
             return loss.detach(), {}, False
         found = backward()
         for weights in used:
@@ -234,14 +264,20 @@ class Sequential:
         return loss.detach(), metrics, True
 
     def _update(self, n: int) -> None:
-        by_step: dict[int, list[Weights]] = {}
+        by_rate: dict[float, list[Weights]] = {}
         for weights in list(self._waiting.values()):
             last = weights.completes()
             if last <= n:
                 del self._waiting[weights.layer.name]
-                by_step.setdefault(last // self.law.microbatches, []).append(weights)
-        for step, group in by_step.items():
-            self._apply(n, self.law.schedule(step, self.law.steps), group)
+                by_rate.setdefault(self.law.rate(weights.clock, last), []).append(weights)
+                if self.norms is not None:
+                    self.norms.record(weights.slot, weights.layer.name, weights.mean())
+        if self.norms is not None:
+            self.norms.advance(n + 1)
+        for rate, group in by_rate.items():
+            self._apply(n, rate, group)
+        if self.norms is not None:
+            self.norms.forget((n + 1) // self.norms.span)
         # A layer that is not used again must let go of its old versions too.
         for weights in list(self._keeping.values()):
             weights.prune(n + 1)
@@ -253,7 +289,7 @@ class Sequential:
         gradients: list[Tensor] = []
         applied = []
         for weights in group:
-            own = self.law.clipped(weights.take(n + 1))
+            own = self.law.clipped(weights.take(n + 1), weights.slot, self.norms)
             applied.append(own is not None)
             if own is not None:
                 parameters += weights.parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,16 @@ from weft.pipeline import foreach
 from weft.pipeline.bilevel import Alternating
 from weft.pipeline.callbacks import Callback
 from weft.pipeline.determinism import deterministic
-from weft.pipeline.evaluate import evaluate, recalibrated
+from weft.pipeline.evaluate import Scores, evaluate, recalibrated
 from weft.pipeline.fingerprint import LossDigest, fingerprint
+from weft.pipeline.flow import check_flow, through
 from weft.pipeline.graphs import Graphs
 from weft.pipeline.readback import Readback, mean
 from weft.pipeline.sequential import Law, Sequential
 from weft.pipeline.settings import Settings
 from weft.pipeline.signals import stop_requests
 from weft.pipeline.state import capture, layer_digest, optimizer_states, restore
+from weft.pipeline.weights import Weights
 from weft.runs import Run
 from weft.space import Subnet
 from weft.supernet import Chain
@@ -49,6 +51,8 @@ class Session:
             raise TrainError(
                 "validate needs validation data, and this data set has none: split some off it, or leave it out"
             )
+        if s.validate and s.validate.flow:
+            check_flow(chain)
         law = make_law(s)
         graphs = Graphs() if s.device.type == "cuda" and s.cuda_graphs else None
         self.sequential = Sequential(chain, law, s.stream, s.device, graphs)
@@ -98,7 +102,7 @@ class Session:
             raise
         finally:
             self.sequential.eval_mode()
-        self._emit("finished", steps=s.steps, fingerprint=digest)
+        self._emit("finished", steps=s.steps, fingerprint=digest, drift=drift(self.sequential.weights))
         return digest
 
     def fingerprint(self) -> str:
@@ -127,6 +131,9 @@ class Session:
         for name, weights in self.sequential.weights.items():
             restore(weights, saved.tensors, layers[name])
         self.sequential.resume(optimizer_states(saved.tensors))
+        if self.sequential.norms is not None:
+            at = saved.step * self.settings.microbatches
+            self.sequential.norms.restore(saved.meta.get("norms") or {}, at, self.settings.device)
         self.losses = LossDigest(saved.meta["losses"])
         self.start = saved.step
         self.run.events.drop_from(saved.step)
@@ -176,6 +183,8 @@ class Session:
             found, layers[name] = capture(weights, self.sequential.updater, step * self.settings.microbatches)
             tensors.update(found)
         meta = {"space": self.chain.space.id, "seed": self.settings.seed, "losses": self.losses.value, "layers": layers}
+        if self.sequential.norms is not None:
+            meta["norms"] = self.sequential.norms.saved(step * self.settings.microbatches)
         self.run.events.flush()
         began = time.perf_counter()
         self.run.checkpoints.save(step, tensors, meta)
@@ -186,12 +195,16 @@ class Session:
         if options is None or self.data.validation is None:
             return
         self._log(self._readback.drain())
-        rng = generator(self.settings.seed, "validate")
-        picks = {"largest": self.chain.largest(), "smallest": self.chain.smallest()}
-        if self.chain.space.choices:
-            picks |= {f"random{k}": self.chain.space.sample(rng) for k in range(options.random)}
-        self.sequential.eval_mode()
+        picks = validated(
+            self.chain, {"largest": self.chain.largest(), "smallest": self.chain.smallest()}, self.settings
+        )
         loader = Loader(self.data.validation, options.batch_size, 0, shuffle=False, device=self.settings.device)
+        if options.flow and step < self.settings.steps:
+            for name, subnet in picks.items():
+                scores = self._flowing(step, subnet, loader)
+                self._emit("validation", step=step - 1, pick=name, subnet=subnet.id, scores=scores)
+            return
+        self.sequential.eval_mode()
         for name, subnet in picks.items():
             with recalibrated(self.chain, subnet, (self.loader.batch(k) for k in range(options.recalibrate))):
                 scores = evaluate(
@@ -199,6 +212,15 @@ class Session:
                 )
             self._emit("validation", step=step - 1, pick=name, subnet=subnet.id, scores=scores)
         self.sequential.train_mode()
+
+    def _flowing(self, step: int, subnet: Subnet, loader: Loader) -> dict[str, float]:
+        run, scores = self.sequential, Scores(self.settings.loss, self.settings.metrics)
+        n, route = step * self.settings.microbatches, self.chain.route(subnet)
+        for batch in loader.all():
+            with torch.no_grad(), run.precision():
+                out = through(run.weights, route, n, self.chain.enter(batch), batch, subnet)
+                scores.add(out[0] if len(out) == 1 else out, batch)
+        return scores.means()
 
     def _emit(self, event: str, **fields: Any) -> None:
         self.run.events.append(event, **fields)
@@ -222,7 +244,22 @@ def make_law(s: Settings) -> Law:
         s.metrics,
         s.bilevel,
         s.distil,
+        s.rescale,
     )
+
+
+def validated(chain: Chain, extremes: Mapping[str, Subnet], s: Settings) -> dict[str, Subnet]:
+    """The subnets that are scored on the way, by name; where there is nothing to choose, the one that there is."""
+    if not chain.space.choices:
+        return {"largest": extremes["largest"]}
+    rng = generator(s.seed, "validate")
+    count = 0 if s.validate is None else s.validate.random
+    return {**extremes, **{f"random{k}": chain.space.sample(rng) for k in range(count)}}
+
+
+def drift(weights: Mapping[str, Weights]) -> dict[str, dict[str, int]]:
+    """For the log: by how many updates backwards were ahead of their forwards, by layer, and how often."""
+    return {name: {str(k): count for k, count in sorted(w.drifts.items())} for name, w in weights.items() if w.drifts}
 
 
 def phase(settings: Settings, step: int) -> dict[str, Any]:

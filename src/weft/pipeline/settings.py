@@ -15,6 +15,7 @@ from weft.errors import ConsistencyError, TrainError, nearest
 from weft.pipeline.bilevel import Bilevel
 from weft.pipeline.consistency import Consistency, Exact, parse
 from weft.pipeline.losses import cross_entropy, follow
+from weft.pipeline.norms import GlobalNorm, delay_of, make_clip
 from weft.pipeline.optimizer import Optimizer
 from weft.pipeline.rate import Schedule, make_schedule
 from weft.pipeline.sequential import Distil, Loss, Metric
@@ -32,6 +33,8 @@ class Validate:
     batch_size: int = 256
     recalibrate: int = 2
     """How many training batches set the batch norms of each subnet before it is scored; 0 leaves them as they are."""
+    flow: bool = False
+    """Score on the way, between two micro-batches, instead of draining the pipeline; see ``flow``."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Settings:
     device: torch.device
     consistency: Mapping[str, Consistency]
     augment: Augment | None = None
-    clip: float | None = None
+    clip: float | GlobalNorm | None = None
     precision: str = "fp32"
     nonfinite: str = "stop"
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -60,6 +63,7 @@ class Settings:
     channels_last: bool = False
     bilevel: Bilevel | None = None
     distil: Distil | None = None
+    rescale: int | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or self.microbatches < 1:
@@ -89,16 +93,14 @@ class Settings:
             )
         if self.validate is not None and self.validate.every < 1:
             raise TrainError(f"validate={self.validate.every}: a number of steps, 1 or more, or None for no validation")
+        if self.validate is not None and self.validate.flow and self.bilevel is not None:
+            raise TrainError("validation does not flow in a search with gradients: leave flow out")
+        if self.rescale is not None and self.rescale < 1:
+            raise TrainError(f"rescale={self.rescale}: a number of steps, 1 or more")
         one_of("precision", self.precision, ("fp32", "bf16"))
         one_of("nonfinite", self.nonfinite, ("stop", "skip"))
-        if isinstance(self.clip, str):
-            raise TrainError(
-                f"clip='{self.clip}': only a layer's own gradient can be clipped. The norm over all layers is known "
-                "when every stage is through with a step, so clipping by it would empty the pipeline at every step: "
-                "give a number, the largest norm of a layer's gradient"
-            )
-        if self.clip is not None and not self.clip > 0:
-            raise TrainError(f"clip={self.clip}: the largest norm of a layer's gradient is above 0")
+        if isinstance(self.clip, GlobalNorm):
+            delay_of(self.consistency.values())
 
     def law(self, chain: Chain, data: Data) -> dict[str, Any]:
         """What must be equal for a resumed run to be the same run, for the manifest."""
@@ -114,7 +116,7 @@ class Settings:
             "loss": told(self.loss),
             "optimizer": self.optimizer.describe(),
             "schedule": self.schedule_name,
-            "clip": self.clip,
+            "clip": str(self.clip) if isinstance(self.clip, GlobalNorm) else self.clip,
             "precision": self.precision,
             "nonfinite": self.nonfinite,
             "channels_last": self.channels_last,
@@ -122,6 +124,7 @@ class Settings:
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             "augment": None if self.augment is None else told(self.augment),
             "consistency": {name: str(c) for name, c in sorted(self.consistency.items()) if c != Exact()},
+            **({} if self.rescale is None else {"rescale": self.rescale}),
             **({} if self.distil is None else {"distil": told(self.distil)}),
             **({} if self.bilevel is None else {"bilevel": self.bilevel.describe()}),
         }
@@ -138,7 +141,7 @@ def make_settings(
     optimizer: Optimizer | str | None = None,
     schedule: str | Schedule = "cosine",
     warmup: int = 0,
-    clip: float | None = None,
+    clip: float | str | GlobalNorm | None = None,
     consistency: str | Consistency | Mapping[str, Any] | None = None,
     metrics: Mapping[str, Metric] | None = None,
     validate: int | Validate | None = None,
@@ -152,6 +155,7 @@ def make_settings(
     channels_last: bool | None = None,
     bilevel: Bilevel | None = None,
     distil: bool | Distil = False,
+    rescale: int | None = None,
 ) -> Settings:
     """The settings that these arguments, as ``train`` takes them, mean for a chain."""
     if (bilevel is None) == any(layer.arch for layer in chain.layers.values()):
@@ -182,7 +186,7 @@ def make_settings(
         device=torch.device(device),
         consistency=consistencies(chain, consistency),
         augment=augment,
-        clip=clip,
+        clip=make_clip(clip),
         precision=precision,
         nonfinite=nonfinite,
         metrics=dict(metrics or {}),
@@ -192,6 +196,7 @@ def make_settings(
         channels_last=images_last(chain, device) if channels_last is None else channels_last,
         bilevel=bilevel,
         distil=follow if distil is True else distil or None,
+        rescale=rescale,
     )
 
 

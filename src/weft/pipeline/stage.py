@@ -19,8 +19,12 @@ from weft.data import Batch
 from weft.errors import NonFiniteError, TrainError
 from weft.pipeline import foreach
 from weft.pipeline.consistency import clock
+from weft.pipeline.flow import through
 from weft.pipeline.graphs import Gradients, Graphs
-from weft.pipeline.scheduler import Need, Scheduler
+from weft.pipeline.norms import NORMS
+from weft.pipeline.onecopy import forwards_first, single_copy
+from weft.pipeline.recall import as_before
+from weft.pipeline.scheduler import Kind, Need, Scheduler
 from weft.pipeline.seeding import Seeder
 from weft.pipeline.sequential import Law, detached
 from weft.pipeline.state import capture
@@ -45,6 +49,7 @@ class _Flight:
     batch: Batch
     outputs: Carry
     records: dict[str, Record]
+    counts: bool = True
 
 
 @dataclass(slots=True)
@@ -54,6 +59,7 @@ class Snapshot:
     at: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
 
 
 class Stage:
@@ -92,6 +98,12 @@ class Stage:
                 weights.refuse_buffers()
             weights.trains = partial(law.trains, weights.layer)
         self.updater = law.updater(self.weights)
+        self.one_copy = single_copy(law.consistency.values(), cut, blocks)
+        """Whether an update waits for the forwards that must not see it, so that no version need be kept."""
+        self._clocks = {self.weights[name].clock for name in self.ordered}
+        self.forwarded = 0
+        """All micro-batches below this have done their forward here."""
+        self.norms = law.norms(self.weights, self.is_first, self.is_last)
         self.updates = 0
         self.snapshots: list[Snapshot] = []
         self._graphs = graphs
@@ -104,6 +116,7 @@ class Stage:
         self._routes: dict[int, list[Layer]] = {}
         self._early: dict[tuple[str, int], tuple[list[Tensor | None], Record | None]] = {}
         self._keeping: dict[str, Weights] = {}
+        self._postponed: dict[str, Weights] = {}
 
     @property
     def is_first(self) -> bool:
@@ -119,16 +132,28 @@ class Stage:
 
     def uses(self, n: int) -> list[Need]:
         """What micro-batch n needs here, as the scheduler takes it."""
-        found = []
-        for layer in self._route(n):
-            if layer.name in self.ordered:
-                at = self.weights[layer.name].clock
-                found.append(Need(layer.name, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
+        found = self._needs(self._route(n), n)
         if self.law.distil is not None and self.is_last:
             # The lesson of step i is like a version: the first micro-batch makes it, and the others wait for it. The
             # next lesson waits for them.
             i, j = divmod(n, self.law.microbatches)
             found.append(Need(LESSON, 2 * i + bool(j), 2 * i + bool(j), 0))
+        return found
+
+    def checks(self, n: int, subnet: Subnet) -> list[Need]:
+        """What a batch that is only scored, before micro-batch n, needs here."""
+        return self._needs(self.route(subnet), n)
+
+    def gates(self, kind: Kind, n: int) -> list[tuple[Hashable, int]]:
+        """What an operation waits for beside versions: the norms that updates are scaled by; and, with one copy, a
+        backward that must see an update for the forwards that must not."""
+        found: list[tuple[Hashable, int]] = []
+        for at in self._clocks:
+            version = at.backward_reads(n) if kind == "B" else at.forward_reads(n)
+            if self.norms is not None and version > self.norms.delay:
+                found.append((NORMS, version - self.norms.delay))
+            if self.one_copy:
+                found += forwards_first(at, kind, n)
         return found
 
     def forward(self, n: int, carry: Carry, batch: Batch) -> tuple[Carry, Tensor | None]:
@@ -144,7 +169,10 @@ class Stage:
             for layer in self._route(n):
                 weights = self.weights[layer.name]
                 self.seeder.set(i, j, layer.name)
-                tape.forward(weights, side_inputs(layer, batch, subnet), self.law.trains(layer, i))
+                side, again = side_inputs(layer, batch, subnet), None
+                if weights.recomputes:
+                    again = partial(as_before, self.seeder, self.precision, i, j, layer.name)
+                tape.forward(weights, side, self.law.trains(layer, i), again)
                 if weights.statistics.norms:
                     records[layer.name] = weights.statistics.record(copy=True)
                     if weights.revocable:
@@ -161,24 +189,32 @@ class Stage:
         self._flights[n] = _Flight(tape, carry, batch, outputs, records)
         return outputs, report
 
+    def evaluate(self, n: int, subnet: Subnet, carry: Carry, batch: Batch) -> Carry:
+        """What the stage's layers make of a batch that is only scored, with what the forward of micro-batch n sees."""
+        if self.is_first:
+            carry = self.chain.enter(batch)
+        with self.precision():
+            return through(self.weights, self.route(subnet), n, carry, batch, subnet)
+
     def backward(self, n: int, gradients: Gradients, counts: bool) -> Gradients:
         """The gradients of what the stage took, from those of what it gave; ``weigh`` goes with it.
 
         A micro-batch that does not ``count``, because its loss is not a number, leaves no trace.
         """
         flight = self._flights[n]
+        flight.counts = counts
         if not counts:
             for weights in flight.tape.used:
-                weights.forget()
+                weights.forget(n)
             return ()
         flight.tape.backward_inputs(flight.outputs, (self._seed_gradient,) if self.is_last else gradients)
         return flight.tape.back
 
-    def weigh(self, n: int, counts: bool) -> None:
+    def weigh(self, n: int) -> None:
         """After the backward: the gradients of the layers, each of which waits for its turn."""
         flight = self._flights.pop(n)
         self._routes.pop(n, None)
-        for name, own in flight.tape.backward_weights().items() if counts else ():
+        for name, own in flight.tape.backward_weights().items() if flight.counts else ():
             if name in self.ordered:
                 self._early[name, n] = (own, flight.records.get(name))
 
@@ -187,7 +223,7 @@ class Stage:
         late = []
         for need in needs:
             pending = None if need.layer is LESSON else self.weights[str(need.layer)].pending
-            if pending is not None and pending.slot < (need.forward if kind == "F" else need.backward):
+            if pending is not None and pending.slot < (need.backward if kind == "B" else need.forward):
                 late.append(self.weights[str(need.layer)])
         self._update(late, oldest)
 
@@ -207,12 +243,19 @@ class Stage:
                 weights.add(n, *own)
                 touched[name] = weights
         full = [w for name, w in touched.items() if w.pending and self._is_full(scheduler, name, w)]
-        self._update(full, scheduler.oldest)
-        reader = self._first_reader(scheduler.oldest)
+        self._postponed |= {w.layer.name: w for w in full}
+        self.catch_up(scheduler.oldest)
+        if self.norms is not None:
+            self.norms.forget(min([scheduler.oldest, *(s.at for s in self.snapshots)]) // self.norms.span)
         for name, weights in list(self._keeping.items()):
-            weights.prune(reader)
+            weights.prune(self._first_reader(weights, scheduler.oldest))
             if not weights.kept:
                 del self._keeping[name]
+
+    def catch_up(self, oldest: int) -> None:
+        """Updates that are due, and need not wait any longer, are applied."""
+        if self._postponed:
+            self._update([w for w in self._postponed.values() if not self._awaited(w)], oldest)
 
     def finish(self, until: int) -> None:
         """All micro-batches below ``until`` are through: the slots that end there are applied."""
@@ -221,12 +264,18 @@ class Stage:
 
     def taken(self, oldest: int) -> list[Snapshot]:
         """The snapshots that are whole now, since every earlier micro-batch is through; in order."""
-        ready = [snapshot for snapshot in self.snapshots if snapshot.at <= oldest]
+        ready = [snapshot for snapshot in self.snapshots if snapshot.at <= oldest and self.knows(snapshot.at)]
         for snapshot in ready:
             for name in self.weights:
                 self._capture(snapshot, name, oldest)
-        self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.at > oldest]
+            if self.norms is not None:
+                snapshot.norms = self.norms.saved(snapshot.at)
+        self.snapshots = [snapshot for snapshot in self.snapshots if snapshot not in ready]
         return ready
+
+    def knows(self, at: int) -> bool:
+        """Whether all norms of updates before a micro-batch are known here."""
+        return self.norms is None or self.norms.count >= at // self.norms.span
 
     def resume(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """After the layers were restored: the optimizer's state comes back too."""
@@ -281,6 +330,14 @@ class Stage:
         """The modules of those layers."""
         return [self.chain.module(layer) for layer in self.route(subnet)]
 
+    def _needs(self, layers: Iterable[Layer], n: int) -> list[Need]:
+        found = []
+        for layer in layers:
+            if layer.name in self.ordered:
+                at = self.weights[layer.name].clock
+                found.append(Need(layer.name, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
+        return found
+
     def _route(self, n: int) -> list[Layer]:
         found = self._routes.get(n)
         if found is None:
@@ -302,33 +359,44 @@ class Stage:
         return scheduler.complete(name, weights.pending.slot, weights.completes())
 
     def _update(self, group: Sequence[Weights], oldest: int) -> None:
-        by_step: dict[int, list[Weights]] = {}
+        by_rate: dict[float, list[Weights]] = {}
         for weights in group:
+            self._postponed.pop(weights.layer.name, None)
             self._capture_before(weights, weights.completes(), oldest)
-            by_step.setdefault(weights.completes() // self.law.microbatches, []).append(weights)
-        reader = self._first_reader(oldest)
-        for step, members in by_step.items():
+            by_rate.setdefault(self.law.rate(weights.clock, weights.completes()), []).append(weights)
+        for rate, members in by_rate.items():
             parameters: list[Any] = []
             gradients: list[Tensor] = []
             applied = []
             for weights in members:
-                own = self.law.clipped(weights.take(reader))
+                taken = weights.take(self._first_reader(weights, oldest))
+                own = self.law.clipped(taken, weights.slot, self.norms)
                 applied.append(own is not None)
                 if own is not None:
                     parameters += weights.parameters
                     gradients += own
             if parameters:
-                self.updater.apply(parameters, gradients, self.law.schedule(step, self.law.steps))
+                self.updater.apply(parameters, gradients, rate)
             for weights, good in zip(members, applied, strict=True):
-                weights.updated(reader, good)
+                weights.updated(self._first_reader(weights, oldest), good)
                 if weights.kept:
                     self._keeping[weights.layer.name] = weights
             self.updates += len(members)
 
-    def _first_reader(self, oldest: int) -> int:
-        """The first micro-batch that may still read an older version: the oldest that is not through, or that with
-        which a run would go on from a checkpoint that is not whole yet."""
-        return min([oldest, *(snapshot.at for snapshot in self.snapshots)])
+    def _awaited(self, weights: Weights) -> bool:
+        """Whether an update that is due must wait: for its norm, or for a forward that must not see it."""
+        if self.norms is not None:
+            self.norms.record(weights.slot, weights.layer.name, weights.mean())
+            if not self.norms.known(weights.slot):
+                return True
+        return self.one_copy and self.forwarded <= weights.clock.last_reader(weights.slot)
+
+    def _first_reader(self, weights: Weights, oldest: int) -> int:
+        """The first micro-batch that may still read an older version: the oldest that is not through, or without its
+        forward where backwards do not read any; or that with which a run would go on from a checkpoint that is not
+        whole yet."""
+        first = max(self.forwarded, oldest) if weights.clock.moves_on else oldest
+        return min([first, *(snapshot.at for snapshot in self.snapshots)])
 
     def _capture_before(self, weights: Weights, n: int, oldest: int) -> None:
         """A checkpoint reads the layer before micro-batch n, or an update that holds it, changes anything."""

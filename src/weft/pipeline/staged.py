@@ -1,4 +1,4 @@
-"""A training session on one of several stages: as ``session``, but of a part of the chain, in a process of its own."""
+"""A training session on one of several ranks: as ``session``, but of a part of the chain, in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import torch
 
 from weft.data import Batch, Data, Loader
 from weft.errors import CheckpointError, TrainError
-from weft.keys import generator
 from weft.pipeline.accord import Accord
 from weft.pipeline.batches import Batches
 from weft.pipeline.callbacks import Callback
 from weft.pipeline.determinism import deterministic
 from weft.pipeline.evaluate import Calibration, Scores
 from weft.pipeline.fingerprint import LossDigest, fingerprint
+from weft.pipeline.flow import Evaluation, Flow
 from weft.pipeline.graphs import Graphs
 from weft.pipeline.ledger import Ledger
+from weft.pipeline.placement import Placement
 from weft.pipeline.relay import Relay
 from weft.pipeline.runtime import Runtime
 from weft.pipeline.saver import Saver
-from weft.pipeline.scheduler import Rule
-from weft.pipeline.session import Teacher, make_law, make_loader, taught
+from weft.pipeline.scheduler import DEFER, Rule
+from weft.pipeline.session import Teacher, drift, make_law, make_loader, taught, validated
 from weft.pipeline.settings import Settings
 from weft.pipeline.stage import Snapshot, Stage
 from weft.pipeline.state import layer_digest, optimizer_states, restore
@@ -34,9 +35,10 @@ from weft.supernet import Chain
 
 
 class Staged:
-    """One run on one stage, from its first or its next step to its last. Stage 0 keeps the log of the run.
+    """One run on one rank, from its first or its next step to its last. Rank 0 keeps the log of the run.
 
-    Of the chain only the layers of this stage need to be built; ``extremes`` are its largest and smallest subnet.
+    A rank has one stage, or several by the ``placement``. Of the chain only their layers need to be built; ``extremes``
+    are its largest and smallest subnet.
     """
 
     run: Run
@@ -48,42 +50,56 @@ class Staged:
         settings: Settings,
         accord: Accord,
         cut: Cut,
-        window: int,
+        placement: Placement,
+        windows: Sequence[int],
         extremes: Mapping[str, Subnet],
         teacher: Teacher | None = None,
-        split: bool = False,
+        split: bool | str = False,
     ) -> None:
         self.chain, self.data, self.settings, self.accord = chain, data, settings, accord
         # Only one user of an exact layer is in flight when a step is one micro-batch: what a graph needs.
         whole = settings.microbatches == 1 and settings.cuda_graphs and settings.device.type == "cuda"
         law = make_law(settings)
-        graphs = Graphs() if whole else None
-        self.stage = Stage(chain, law, settings.stream, settings.device, cut, accord.rank, graphs, split)
+        self.stages = []
+        for index in placement.stages_of(accord.rank):
+            graphs = Graphs(alone=False) if whole else None
+            made = Stage(chain, law, settings.stream, settings.device, cut, index, graphs, bool(split))
+            self.stages.append(made)
+        self.is_first = self.stages[0].is_first
+        """Whether the first stage is here, which alone sees every loss."""
+        self.is_last = self.stages[-1].is_last
         self.start = 0
         self.reached = 0
-        """Steps that are through on this stage."""
+        """Steps that are through on this rank."""
         self.losses = LossDigest()
-        self._rule = Rule(window)
+        self.drift: dict[str, Any] = {}
+        """At the end, on every rank: how often backwards were how far ahead of their forwards, by layer."""
+        self._placement = placement
+        self._rules = [Rule(window, defer=split == DEFER) for window in windows]
         self._extremes = dict(extremes)
-        self._teacher = teacher if self.stage.is_last else None
+        self._teacher = teacher if self.is_last else None
         self._callbacks: tuple[Callback, ...] = ()
 
     def open(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
-        """Events and checkpoints go into this run; on stage 0 it must be locked."""
+        """Events and checkpoints go into this run; on rank 0 it must be locked."""
         self.run = run
         self._callbacks = tuple(callbacks)
 
     def restore(self, step: int) -> None:
-        """Goes back to the checkpoint of a step: the layers of this stage."""
-        own = tuple(f"{name}{mark}" for name in self.stage.weights for mark in ".+")
+        """Goes back to the checkpoint of a step: the layers of this rank."""
+        own = tuple(f"{name}{mark}" for stage in self.stages for name in stage.weights for mark in ".+")
         saved = self.run.checkpoints.load(step, only=lambda name: name.startswith(own))
         layers = saved.meta["layers"]
         if saved.meta.get("space") != self.chain.space.id or set(layers) != set(self.chain.layers):
             raise CheckpointError(f"the checkpoint of step {step} is of another supernet")
-        for name, weights in self.stage.weights.items():
-            restore(weights, saved.tensors, layers[name])
         states = optimizer_states(saved.tensors)
-        self.stage.resume({name: state for name, state in states.items() if name in self.stage.updater.parameters})
+        for stage in self.stages:
+            for name, weights in stage.weights.items():
+                restore(weights, saved.tensors, layers[name])
+            stage.resume({name: state for name, state in states.items() if name in stage.updater.parameters})
+            if stage.norms is not None:
+                at = saved.step * self.settings.microbatches
+                stage.norms.restore(saved.meta.get("norms") or {}, at, self.settings.device)
         self.losses = LossDigest(saved.meta["losses"])
         self.start = self.reached = saved.step
 
@@ -92,82 +108,118 @@ class Staged:
         s, m = self.settings, self.settings.microbatches
         self.emit("started", law=dict(self.run.manifest.get("law") or {}), at=self.start, steps=s.steps)
         ledger = Ledger(s, self.losses, self.start, self.emit)
-        saver = Saver(self.run.checkpoints, self.accord)
-        loader = make_loader(self.data, s) if self.stage.reads_batch() else None
-        change = None if self._teacher is None else self._teach
-        batches = None if loader is None else Batches(loader, self.start, s.steps, m, change, self.stage.law.parts)
+        saver = Saver(self.run.checkpoints, self.accord, self._placement)
+        batches = {stage.index: self._batches(stage) for stage in self.stages if stage.reads_batch()}
         step = self.start
         try:
-            with deterministic(s.device), self.stage.seeder.preserved():
+            with deterministic(s.device), self.stages[0].seeder.preserved():
                 while step < s.steps:
                     end = self._next_stop(step)
-                    self.stage.train_mode()
-                    parts = batches or _nothing
-                    worker = Worker(self.stage, self._rule, step * m, end * m, parts, runtime.send, checkpoint_every)
-                    self._drive(runtime, worker, ledger, saver)
-                    step, stopped = worker.scheduler.total // m, worker.scheduler.total < end * m
+                    self._train_mode()
+                    workers = []
+                    for stage in self.stages:
+                        parts = batches.get(stage.index, _nothing)
+                        rule, flows = self._rules[stage.index], self._flows(stage)
+                        workers.append(
+                            Worker(stage, rule, step * m, end * m, parts, runtime.send, checkpoint_every, flows)
+                        )
+                    self._drive(runtime, workers, ledger, saver)
+                    total = workers[0].scheduler.total
+                    step, stopped = total // m, total < end * m
                     self.reached = step
-                    for snapshot in worker.finish(save=stopped or step == s.steps):
-                        self._save(snapshot, ledger, saver)
-                    self._log(ledger, worker, saver)
+                    for worker in workers:
+                        for snapshot in worker.finish(save=stopped or step == s.steps):
+                            self._save(worker.stage, snapshot, ledger, saver)
+                    self._log(ledger, workers, saver)
                     if stopped:
                         saver.close()
-                        self._log(ledger, worker, saver)
+                        self._log(ledger, workers, saver)
                         return None
-                    if s.validate and (step % s.validate.every == 0 or step == s.steps):
+                    if s.validate and (step == s.steps or (step % s.validate.every == 0 and not s.validate.flow)):
                         self._validate(runtime, step)
                 saver.close()
                 self._announce(saver)
-                self.stage.eval_mode()
+                self._eval_mode()
                 return self._fingerprint(ledger)
         finally:
-            if batches is not None:
-                batches.close()
-            self.stage.eval_mode()
+            for own in batches.values():
+                own.close()
+            self._eval_mode()
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Stage 0 writes an event and shows it to the callbacks; the others are silent."""
-        if self.stage.is_first:
+        """Rank 0 writes an event and shows it to the callbacks; the others are silent."""
+        if self.is_first:
             self.run.events.append(event, **fields)
             for callback in self._callbacks:
                 callback({"event": event, **fields})
 
     def _next_stop(self, step: int) -> int:
         validate = self.settings.validate
-        return (
-            self.settings.steps
-            if validate is None
-            else min((step // validate.every + 1) * validate.every, self.settings.steps)
-        )
+        if validate is None or validate.flow:
+            return self.settings.steps
+        return min((step // validate.every + 1) * validate.every, self.settings.steps)
 
-    def _drive(self, runtime: Runtime, worker: Worker, ledger: Ledger, saver: Saver) -> None:
+    def _batches(self, stage: Stage) -> Batches:
+        s = self.settings
+        change = self._teach if self._teacher is not None and stage.is_last else None
+        return Batches(make_loader(self.data, s), self.start, s.steps, s.microbatches, change, stage.law.parts)
+
+    def _flows(self, stage: Stage) -> Evaluation | None:
+        """What is scored on the way through a stage, if anything is."""
+        s, options = self.settings, self.settings.validate
+        if options is None or not options.flow or self.data.validation is None:
+            return None
+        held = Loader(self.data.validation, options.batch_size, 0, shuffle=False, device=s.device)
+        picks = validated(self.chain, self._extremes, s)
+        flow = Flow(options.every * s.microbatches, len(picks), held.pieces, s.steps * s.microbatches)
+        return Evaluation(flow, picks, held.piece, s.loss, s.metrics, ahead=2 * stage.stages)
+
+    def _train_mode(self) -> None:
+        for stage in self.stages:
+            stage.train_mode()
+
+    def _eval_mode(self) -> None:
+        for stage in self.stages:
+            stage.eval_mode()
+
+    def _drive(self, runtime: Runtime, workers: Sequence[Worker], ledger: Ledger, saver: Saver) -> None:
         shown = 0.0
+        by_stage = {worker.stage.index: worker for worker in workers}
+        first = workers[0]
 
         def on_done(done: Done | None) -> None:
             nonlocal shown
-            for snapshot in done.snapshots if done is not None else ():
-                self._log(ledger, worker, saver)
-                self._save(snapshot, ledger, saver)
-            if worker.reports or saver.published:
-                self._log(ledger, worker, saver)
+            if done is not None and done.snapshots:
+                self._log(ledger, workers, saver)
+                for snapshot in done.snapshots:
+                    self._save(by_stage[done.op.stage].stage, snapshot, ledger, saver)
+            if first.reports or saver.published or (first.evaluation is not None and first.evaluation.found):
+                self._log(ledger, workers, saver)
             saver.check()
-            if self.stage.is_first and runtime.told != shown:
+            if self.is_first and runtime.told != shown:
                 shown = runtime.told
                 every = {0: runtime.figures, **runtime.watch.others()}
-                told = [every.get(rank, {}) for rank in range(self.stage.stages)]
+                told = [every.get(rank, {}) for rank in range(self.accord.world)]
                 self.emit(
                     "pipeline",
                     utilisation=[figures.get("busy", 0.0) for figures in told],
                     in_flight=[int(figures.get("in_flight", 0)) for figures in told],
                 )
 
-        runtime.drive(worker, on_done)
+        runtime.drive(workers, on_done)
 
-    def _log(self, ledger: Ledger, worker: Worker, saver: Saver) -> None:
-        for n, report in worker.reports if self.stage.is_first else ():
+    def _log(self, ledger: Ledger, workers: Sequence[Worker], saver: Saver) -> None:
+        for n, report in workers[0].reports if self.is_first else ():
             if self.settings.nonfinite == "skip" or bool(torch.isfinite(report[0])):
                 ledger.add(n, report)  # else the backward of this micro-batch will say what is wrong
-        worker.reports.clear()
+        for worker in workers:
+            worker.reports.clear()
+        flows = workers[0].evaluation
+        for n, name, subnet, scores in flows.found if flows is not None else ():
+            step = n // self.settings.microbatches
+            self.emit("validation", step=step - 1, pick=name, subnet=subnet.id, scores=scores)
+        if flows is not None:
+            flows.found.clear()
         self._announce(saver)
 
     def _announce(self, saver: Saver) -> None:
@@ -175,21 +227,26 @@ class Staged:
             step, seconds = saver.published.pop(0)
             self.emit("checkpoint", at=step, seconds=seconds)
 
-    def _save(self, snapshot: Snapshot, ledger: Ledger, saver: Saver) -> None:
+    def _save(self, stage: Stage, snapshot: Snapshot, ledger: Ledger, saver: Saver) -> None:
         step = snapshot.at // self.settings.microbatches
         meta: dict[str, Any] = {}
-        if self.stage.is_first:
+        if stage.is_first:
             self.run.events.flush()
             ledger.forget_before(step)
             meta = {"space": self.chain.space.id, "seed": self.settings.seed, "losses": ledger.digests[step]}
-        saver.put(step, snapshot, meta)
+            if stage.norms is not None:
+                meta["norms"] = snapshot.norms
+        saver.put(stage.index, step, snapshot, meta)
 
     def _fingerprint(self, ledger: Ledger) -> str:
-        own = {name: layer_digest(w, self.stage.updater) for name, w in self.stage.weights.items()}
+        own = {name: layer_digest(w, stage.updater) for stage in self.stages for name, w in stage.weights.items()}
         layers: dict[str, str] = {}
         for part in self.accord.gather("digests", own):
             layers |= part
-        if self.stage.is_first:  # which alone has seen every loss
+        mine = drift({name: w for stage in self.stages for name, w in stage.weights.items()})
+        for part in self.accord.gather("drifts", mine):
+            self.drift |= part
+        if self.is_first:
             self.accord.tell("fingerprint", fingerprint(layers, ledger.losses))
         return str(self.accord.hear("fingerprint"))
 
@@ -201,32 +258,32 @@ class Staged:
         validation data."""
         options, s = self.settings.validate, self.settings
         assert options is not None and self.data.validation is not None  # noqa: PT018
-        rng = generator(s.seed, "validate")
-        picks = dict(self._extremes)
-        if self.chain.space.choices:
-            picks |= {f"random{k}": self.chain.space.sample(rng) for k in range(options.random)}
-        self.stage.eval_mode()
+        picks = validated(self.chain, self._extremes, s)
+        # A rank that still puts its last weights in order would take a message of the relay for one of training.
+        self.accord.gather(f"trained/{step}", None)
+        self._eval_mode()
         held = Loader(self.data.validation, options.batch_size, 0, shuffle=False, device=s.device)
         train = make_loader(self.data, s)
-        relay = Relay(runtime.transport, self.stage, self._rule.window)
+        reads = any(stage.reads_batch() for stage in self.stages)
+        relay = Relay(runtime.transport, self.stages, max(rule.window for rule in self._rules), self._placement)
         for name, subnet in picks.items():
             scores = Scores(s.loss, s.metrics)
-            with Calibration(self.stage.modules(subnet) if options.recalibrate else ()) as norms:
-                for number in range(options.recalibrate):
-                    relay.forward(subnet, train.batch(number) if self.stage.reads_batch() else {})
+            own = [module for stage in self.stages for module in stage.modules(subnet)]
+            with Calibration(own if options.recalibrate else ()) as norms:
+                first = (train.batch(number) if reads else {} for number in range(options.recalibrate))
+                for _ in relay.forward(subnet, first):
+                    pass
                 norms.freeze()
-                for batch in held.all():
-                    outputs = relay.forward(subnet, batch)
-                    if outputs is not None:
-                        with torch.inference_mode(), self.stage.precision():
-                            scores.add(outputs, batch)
-            if self.stage.is_last:
+                for outputs, batch in relay.forward(subnet, held.all()):
+                    with torch.inference_mode(), self.stages[-1].precision():
+                        scores.add(outputs, batch)
+            if self.is_last:
                 self.accord.tell(f"scores/{step}/{name}", scores.means())
-            if self.stage.is_first:
+            if self.is_first:
                 found = self.accord.hear(f"scores/{step}/{name}")
                 self.emit("validation", step=step - 1, pick=name, subnet=subnet.id, scores=found)
         relay.close()
-        # A stage that still waits here for word of the next one would take a message of training for one of the relay.
+        # A rank that still waits here for word of the next one would take a message of training for one of the relay.
         self.accord.gather(f"validated/{step}", None)
 
 

@@ -24,6 +24,7 @@ from weft.pipeline.weights import Pending, Weights
 
 def layer_tensors(weights: Weights, updater: Updater) -> dict[str, Tensor]:
     """The newest weights, buffers and optimizer state of a layer, by global name."""
+    weights.to_newest()
     attached = weights.statistics.attached
     weights.statistics.detach()
     name = weights.layer.name
@@ -95,6 +96,7 @@ def restore(weights: Weights, tensors: Mapping[str, Tensor], numbers: Mapping[st
         saved = (tensors[f"{name}.{path}{mark}"] for path in weights.names)
         return [torch.empty_like(p).copy_(tensor) for p, tensor in zip(weights.parameters, saved, strict=True)]
 
+    weights.restored()
     weights.newest = int(numbers["newest"])
     weights.kept = {int(begin): [t.requires_grad_() for t in version(f"@{begin}")] for begin in numbers["kept"]}
     weights.pending = None

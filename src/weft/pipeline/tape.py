@@ -1,8 +1,8 @@
 """One micro-batch through some layers: forward now, backward once the gradient of what came out is known.
 
 Layers run in *islands*. Within an island autograd keeps the graph; between two islands the tape carries the gradient
-across. A layer captured as a CUDA graph is an island of its own. Where islands begin and end never changes a bit (see
-``boundary``).
+across. A layer captured as a CUDA graph is an island of its own, and so is one that is recomputed. Where islands begin
+and end never changes a bit (see ``boundary``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.pipeline.boundary import boundary, entered
 from weft.pipeline.graphs import Captured, Gradients, Graphs
+from weft.pipeline.recall import Again, Recalled
 from weft.pipeline.weights import Weights
 from weft.supernet import Carry
 
@@ -48,18 +49,26 @@ class Tape:
         self._graphs = graphs
         self._received = received
         self._split = split
-        self._islands: list[_Island | Captured] = []
-        self._later: list[tuple[_Island | Captured, Gradients, list[Tensor | None]]] = []
+        self._islands: list[_Island | Captured | Recalled] = []
+        self._later: list[tuple[_Island | Captured | Recalled, Gradients, list[Tensor | None]]] = []
 
-    def forward(self, weights: Weights, side: Mapping[str, Any], trains: bool = True) -> None:
+    def forward(
+        self, weights: Weights, side: Mapping[str, Any], trains: bool = True, again: Again | None = None
+    ) -> None:
         """Runs the layer on what the last one left, under the version that this micro-batch must see.
 
-        A layer that does not train in this step gets no gradients.
+        A layer that does not train in this step gets no gradients. ``again`` is for one that is recomputed.
         """
         self.used.append(weights)
         self._trained.append(trains)
+        if weights.recomputes and again is not None:
+            recalled = Recalled(self.n, weights, side, trains, again)
+            self.carry = recalled.forward(self.carry)
+            self._islands.append(recalled)
+            return
         captured = None if self._graphs is None else self._graphs.get(weights, self.carry, trains)
         if captured is not None:
+            weights.leaves(self.n)
             self.carry = captured.forward(self.carry)
             self._islands.append(captured)
             return
@@ -86,7 +95,7 @@ class Tape:
         for island in reversed(self._islands):
             given = gradients
             own: list[Tensor | None] = []
-            if isinstance(island, Captured):
+            if not isinstance(island, _Island):
                 own, gradients = island.backward(gradients)
             elif self._split:
                 _, gradients = _backward(island, gradients, weights=False)
@@ -99,6 +108,9 @@ class Tape:
     def backward_weights(self) -> dict[str, list[Tensor | None]]:
         """The gradients by layer, after ``backward_inputs``."""
         leaves: list[Tensor | None] = []
+        if self._split:  # a forward that read an older version may have come between
+            for weights in self.used:
+                weights.to_newest()
         for island, given, own in self._later:
             if self._split and isinstance(island, _Island):
                 own, _ = _backward(island, given, inputs=False)
@@ -135,7 +147,7 @@ class Tape:
             self._islands[-1].outputs = outputs
         # An island ends where a captured layer begins, with what that one took.
         for before, after in zip(self._islands, self._islands[1:], strict=False):
-            if isinstance(before, _Island) and isinstance(after, Captured):
+            if isinstance(before, _Island) and not isinstance(after, _Island):
                 before.outputs = after.taken
 
 

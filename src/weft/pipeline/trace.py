@@ -62,6 +62,20 @@ class Trace:
     """Micro-batches of a step."""
     simulated: tuple[Span, ...] = field(default=(), repr=False)
     """The same operations as the simulator foresaw them, from time 0 on."""
+    ranks: tuple[int, ...] = ()
+    """The rank of every stage, where some share one."""
+
+    def by_rank(self) -> tuple[StageTrace, ...]:
+        """What every rank did: its only stage, or all of its stages as if they were one."""
+        if not self.ranks:
+            return self.stages
+        found = []
+        for rank in sorted(set(self.ranks)):
+            own = [stage for stage, at in zip(self.stages, self.ranks, strict=True) if at == rank]
+            spans = sorted((span for stage in own for span in stage.spans), key=lambda span: (span.start, span.end))
+            updates = sorted((update for stage in own for update in stage.updates), key=lambda update: update.start)
+            found.append(StageTrace(rank, tuple(spans), updates=tuple(updates)))
+        return tuple(found)
 
     @property
     def begin(self) -> float:
@@ -98,7 +112,9 @@ def read_traces(run_path: Path | str, start: int | None = None) -> Trace:
     if not any(stage.spans for stage in stages):
         raise RunError(f"the traces of run '{run_path}' hold no operation yet: wait until its first steps are done")
     foreseen = tuple(Span(Op(*row[:3]), *row[3:]) for row in head.get("simulated") or ())
-    return Trace(int(head["start"]), tuple(stages), tuple(head["cut"]), int(head.get("microbatches", 1)), foreseen)
+    ranks = tuple(int(rank) for rank in head.get("ranks") or ())
+    m = int(head.get("microbatches", 1))
+    return Trace(int(head["start"]), tuple(stages), tuple(head["cut"]), m, foreseen, ranks)
 
 
 def _last(path: Path, start: int | None) -> tuple[dict[str, Any] | None, list[Any], set[int]]:

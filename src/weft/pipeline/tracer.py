@@ -1,8 +1,9 @@
 """The tracer of a stage: writes down what it does and when, at next to no cost.
 
 It appends to ``traces/stage<r>.jsonl`` in the run directory. Each start of the run begins with a line of its own,
-``{"start": 0, "stage": 1, "stages": 4, "cut": [...], "microbatches": 2, "time": ...}``, to which stage 0 adds
-``"simulated": [[stage, kind, micro-batch, start, end], ...]`` in seconds where that is known. Then follow
+``{"start": 0, "stage": 1, "stages": 4, "cut": [...], "microbatches": 2, "time": ...}``, with the rank of every stage as
+``"ranks"`` where some share one, to which stage 0 adds ``"simulated": [[stage, kind, micro-batch, start, end], ...]``
+in seconds where that is known. Then follow
 
     ["op", kind, micro-batch, start, end, in flight]       ["sent", kind, micro-batch, time, bytes]
     ["update", layers, version, start, end]                ["received", kind, micro-batch, time]
@@ -36,7 +37,13 @@ class Tracer:
         self._file = Appender(path, every=math.inf)
 
     def start(
-        self, restart: int, stages: int, cut: Cut, microbatches: int = 1, simulated: Sequence[Span] | None = None
+        self,
+        restart: int,
+        stages: int,
+        cut: Cut,
+        microbatches: int = 1,
+        simulated: Sequence[Span] | None = None,
+        ranks: Sequence[int] = (),
     ) -> None:
         """The first call of a process. ``microbatches`` are those of a step; stage 0 may give the ``simulated`` spans.
 
@@ -47,6 +54,8 @@ class Tracer:
         if self.path.exists() and self.path.stat().st_size:
             self._file.add(b"\n")
         head = {"start": restart, "stage": self.stage, "stages": stages, "cut": list(cut), "microbatches": microbatches}
+        if ranks:
+            head["ranks"] = list(ranks)
         if simulated is not None:
             head["simulated"] = [[*span.op, span.start, span.end] for span in simulated]
         self._rows.append({**head, "time": clock.time()})

@@ -16,11 +16,14 @@ from weft.pipeline.callbacks import Callback, TensorBoard
 from weft.pipeline.consistency import Consistency
 from weft.pipeline.initial import load_initial
 from weft.pipeline.losses import cross_entropy
+from weft.pipeline.norms import GlobalNorm
 from weft.pipeline.opening import lay_out, open_run
 from weft.pipeline.optimizer import Optimizer
 from weft.pipeline.parent import refuse_inside_a_stage
-from weft.pipeline.ranks import ranks
+from weft.pipeline.placement import place
+from weft.pipeline.ranks import ranks as started
 from weft.pipeline.rate import Schedule
+from weft.pipeline.scheduler import DEFER
 from weft.pipeline.sequential import Distil, Loss, Metric
 from weft.pipeline.session import Session, Teacher
 from weft.pipeline.settings import Settings, Validate, make_settings, told
@@ -60,7 +63,7 @@ def train(
     optimizer: Optimizer | str | None = None,
     schedule: str | Schedule = "cosine",
     warmup: int = 0,
-    clip: float | None = None,
+    clip: float | str | GlobalNorm | None = None,
     consistency: str | Consistency | Mapping[str, Any] | None = None,
     metrics: Mapping[str, Metric] | None = None,
     validate: int | Validate | None = None,
@@ -82,11 +85,14 @@ def train(
     channels_last: bool | None = None,
     bilevel: Bilevel | None = None,
     distil: bool | Distil = False,
+    rescale: int | None = None,
     config: Mapping[str, Any] | None = None,
     stages: int | None = None,
+    ranks: int | None = None,
+    placement: str | None = None,
     cut: Sequence[int] | None = None,
     window: int | None = None,
-    split_backward: bool = False,
+    split_backward: bool | str = False,
     trace: bool = False,
     restarts: int = 3,
 ) -> Trained:
@@ -103,15 +109,19 @@ def train(
     own; if not given, this is done on a GPU where the supernet has 2-d convolutions, and never on a CPU. ``bilevel`` is
     for supernets with architecture parameters, as ``weft.search`` trains them. With ``distil`` and the sandwich stream
     every micro-batch of a step sees the whole batch, and all but the first, which is the largest subnet, follow its
-    outputs instead of the labels (``distil`` may be a loss of outputs, the largest's outputs and the batch).
+    outputs instead of the labels (``distil`` may be a loss of outputs, the largest's outputs and the batch). Over the
+    first ``rescale`` steps layers that see old weights learn at a smaller rate.
 
     With ``stages`` the chain is cut into that many parts, each in a process of its own, with the same result to the
-    last bit. The processes are started here, which needs ``net``, ``data`` and whatever else is given to be importable
-    or picklable, or by torchrun, under which every process runs the same script. ``cut`` gives the first block of every
-    stage after the first (measured costs decide if not given), ``window`` how many micro-batches may be in flight on a
-    stage (those of two steps a stage if not given), ``split_backward`` sends the gradient of a stage's input on before
-    it works on those of its weights, which pays where steps wait for each other, ``trace`` writes what each stage did
-    when, and ``restarts`` says how often all stages are started again after one died.
+    last bit. With fewer ``ranks`` than stages each process has several of them: every so many-th one (``placement`` is
+    ``loop``, which shortens filling and draining where steps wait for each other), or two, so that the first and the
+    last share one (``v``). The processes are started here, which needs ``net``, ``data`` and whatever else is given to
+    be importable or picklable, or by torchrun, under which every process runs the same script. ``cut`` gives the first
+    block of every stage after the first (measured costs decide if not given), ``window`` how many micro-batches may be
+    in flight on a stage (those of two steps a stage if not given), ``split_backward`` sends the gradient of a stage's
+    input on before it works on those of its weights, which pays where steps wait for each other (``defer`` puts those
+    off until the stage would wait, as zero-bubble schedules do), ``trace`` writes what
+    each stage did when, and ``restarts`` says how often all stages are started again after one died.
 
     Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt; a second Ctrl-C stops at once.
     """
@@ -141,23 +151,31 @@ def train(
         "channels_last": channels_last,
         "bilevel": bilevel,
         "distil": distil,
+        "rescale": rescale,
     }
     every = checkpoint_every or max(1, steps // 10)
-    for name, value, least in (("stages", stages, 1), ("window", window, 1), ("restarts", restarts, 0)):
+    numbers = (("stages", stages, 1), ("ranks", ranks, 1), ("window", window, 1), ("restarts", restarts, 0))
+    if split_backward not in (True, False, DEFER):
+        raise TrainError(f"split_backward={split_backward!r} is unknown: say True, False or '{DEFER}'")
+    for name, value, least in numbers:
         if value is not None and value < least:
             raise TrainError(f"{name}={value}: a whole number, {least} or more")
-    told_ranks = ranks()
+    told_ranks = started()
     count = stages or (told_ranks.world if told_ranks else 1)
-    if told_ranks is not None and told_ranks.world != count:
+    placed = place(count, ranks, placement)
+    if told_ranks is not None and told_ranks.world != placed.ranks:
+        share = f", or say ranks={told_ranks.world}" if ranks is None and not count % told_ranks.world else ""
         raise TrainError(
-            f"stages={count}, but {told_ranks.world} processes were started: give torchrun as many, or leave it out"
+            f"{'stages' if ranks is None else 'ranks'}={placed.ranks}, but {told_ranks.world} processes were started: "
+            f"give torchrun as many, or leave it out{share}"
         )
     if told_ranks is not None and count > 1:
         from weft.pipeline.division import Job
         from weft.pipeline.processes import run_stage
 
         job = Job(
-            net, data, given, init, teacher, run, runs, resume, every, keep, config, cut, window, trace, split_backward
+            *(net, data, given, init, teacher, run, runs, resume, every, keep, config),
+            *(cut, window, trace, split_backward, placed),
         )
         path, digest = run_stage(job, told_ranks, callbacks)
         return replace(load_run(path, net, data, built=told_ranks.rank == 0, **given), fingerprint=digest)
@@ -180,7 +198,8 @@ def train(
 
         name = run or fresh_name("run")
         job = Job(
-            net, data, given, init, teacher, name, runs, True, every, keep, config, cut, window, trace, split_backward
+            *(net, data, given, init, teacher, name, runs, True, every, keep, config),
+            *(cut, window, trace, split_backward, placed),
         )
         opened: list[Run] = []
 
@@ -188,7 +207,7 @@ def train(
             opened.append(open_run(runs, name, resume, law, config, where, keep))
             return opened[0]
 
-        digest = run_stages(count, job, open_it, callbacks, restarts)
+        digest = run_stages(placed.ranks, job, open_it, callbacks, restarts)
         load_initial(chain, opened[0])
         return Trained(opened[0], chain.to(where).eval(), loaded, settings, net, digest)
     folder = open_run(runs, run, resume, law, config, where, keep)

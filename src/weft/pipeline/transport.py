@@ -1,6 +1,6 @@
-"""Links between neighbouring stages: messages over torch.distributed's gloo, each direction with a group of its own.
+"""Links between ranks: messages over torch.distributed's gloo, each direction with a group of its own.
 
-    stage 0  --F-->  stage 1  --F-->  stage 2        Every link has a thread that sends and, on the other side, one
+    rank 0   --F-->  rank 1   --F-->  rank 2         Every link has a thread that sends and, on the other side, one
              <--B--           <--B--                 that receives into the inbox of the stage: neither waits for other
                                                      links, and both work while the stage computes.
 
@@ -17,9 +17,10 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -69,18 +70,25 @@ class _Room:
 
 
 class Transport:
-    """All links of one stage; made by every stage at once, after ``init_process_group``.
+    """All links of one rank; made by every rank at once, after ``init_process_group``.
 
     ``apart`` is the backend over which tensors go from device to device, such as ``nccl``; None: through the host.
+    ``links`` are the pairs of ranks that exchange messages; if not given, each rank and the next.
     """
 
-    def __init__(self, rank: int, world: int, device: torch.device, apart: str | None = None) -> None:
-        self._device = device
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        device: torch.device,
+        apart: str | None = None,
+        links: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        self.device = device
         self._inbox: queue.SimpleQueue[_Block | Exception] = queue.SimpleQueue()
         self._outgoing: dict[int, _Sender] = {}
         self._receivers: list[threading.Thread] = []
-        for left in range(world - 1):
-            right = left + 1
+        for left, right in pairwise(range(world)) if links is None else links:
             # Every process makes every group, in one order: torch asks for it.
             forward, backward = (_Wire.between(left, right, apart) for _ in range(2))
             if rank == left:
@@ -89,8 +97,8 @@ class Transport:
                 self._open(left, outgoing=backward, incoming=forward)
 
     def send(self, to: int, message: Message) -> int:
-        """Sends without waiting, and returns how many bytes. The tensors are copied before this returns (on a GPU: in
-        the order of its stream)."""
+        """Sends to a rank without waiting, and returns how many bytes. The tensors are copied before this returns (on a
+        GPU: in the order of its stream)."""
         return self._outgoing[to].put(message)
 
     def take(self, timeout: float | None = None) -> Arrived | None:
@@ -104,7 +112,7 @@ class Transport:
         if found.payload is not None and found.payload.is_cuda:
             found.payload.record_stream(torch.cuda.current_stream())
         # Copies to a device are issued here, by the stage itself, so that they lie on its own stream.
-        return Arrived(disassemble(found.bytes, self._device, found.payload), found.time)
+        return Arrived(disassemble(found.bytes, self.device, found.payload), found.time)
 
     def close(self) -> None:
         """Says goodbye to the neighbours and waits until they have, so that no link breaks while it is in use."""
@@ -114,9 +122,9 @@ class Transport:
             thread.join()
 
     def _open(self, other: int, outgoing: _Wire, incoming: _Wire) -> None:
-        self._outgoing[other] = _Sender(outgoing, other, self._device, self._inbox)
+        self._outgoing[other] = _Sender(outgoing, other, self.device, self._inbox)
         thread = threading.Thread(
-            target=_receive, args=(incoming, other, self._device, self._inbox), name=f"weft-from-{other}", daemon=True
+            target=_receive, args=(incoming, other, self.device, self._inbox), name=f"weft-from-{other}", daemon=True
         )
         self._receivers.append(thread)
         thread.start()

@@ -52,7 +52,7 @@ def idle_shares(stage: StageTrace, begin: float, end: float, every: int = 50) ->
 
 
 def bubble(trace: Trace) -> float:
-    """The share of all stages' time that is idle, filling and draining included."""
+    """The share of all ranks' time that is idle, filling and draining included."""
     return _idle(trace, trace.begin, trace.end)
 
 
@@ -74,9 +74,10 @@ def foreseen(trace: Trace) -> Trace | None:
 def _idle(trace: Trace, begin: float, end: float) -> float:
     if end <= begin:
         return 0.0
-    work = (interval for stage in trace.stages for interval in busy(stage))
+    ranks = trace.by_rank()
+    work = (interval for rank in ranks for interval in busy(rank))
     worked = sum(max(0.0, min(to, end) - max(start, begin)) for start, to in work)
-    return 1.0 - worked / (len(trace.stages) * (end - begin))
+    return 1.0 - worked / (len(ranks) * (end - begin))
 
 
 def _stage(stage: StageTrace, begin: float, end: float) -> dict[str, Any]:

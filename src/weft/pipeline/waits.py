@@ -49,9 +49,9 @@ def gaps(stage: StageTrace, begin: float, end: float) -> list[Gap]:
 
 
 def worst_waits(trace: Trace, count: int) -> list[Wait]:
-    """The longest waits before an operation, over all stages, longest first."""
+    """The longest waits of a rank before an operation, over all ranks, longest first."""
     begin, end = trace.begin, trace.end
-    found = [gap for stage in trace.stages for gap in gaps(stage, begin, end) if gap.op is not None]
+    found = [gap for rank in trace.by_rank() for gap in gaps(rank, begin, end) if gap.op is not None]
     found.sort(key=lambda gap: (gap.start - gap.end, gap.start, gap.op))
     arrivals = _Arrivals(trace)
     return [arrivals.explain(gap.op, gap) for gap in found[:count] if gap.op is not None]

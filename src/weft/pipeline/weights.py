@@ -3,8 +3,9 @@ that wait."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from weft.errors import ConsistencyError, SupernetError
 from weft.pipeline import foreach
 from weft.pipeline.binding import Binding
-from weft.pipeline.consistency import Bounded, Clock, Exact
+from weft.pipeline.consistency import Bounded, Clock, Exact, Recomputed, Virtual
+from weft.pipeline.inplace import InPlace
 from weft.pipeline.statistics import Record, Statistics
 from weft.supernet import Carry, Layer, run_layer
 
@@ -24,7 +26,8 @@ class Weights:
     The newest version lies in the module's own parameters. Version v is "after the updates of all slots below v";
     ``kept`` maps the number at which an older version began to its tensors. Where micro-batches that read different
     versions can be in flight at once, they compute with aliases of the parameters; an update then gives the parameters
-    new memory, and the aliases, with the memory that they know, become the older version.
+    new memory, and the aliases, with the memory that they know, become the older version. Under ``bounded`` a backward
+    moves on to the newest version: see ``inplace``.
     """
 
     def __init__(self, layer: Layer, module: nn.Module, clock: Clock, compute: torch.dtype | None = None) -> None:
@@ -44,8 +47,14 @@ class Weights:
         self._aliases: list[Tensor] | None = None
         # Every reader of a version is through with it before the update that ends it: one set of tensors is enough.
         self._single = isinstance(clock.consistency, Exact) or (
-            isinstance(clock.consistency, Bounded) and clock.window == 1
+            isinstance(clock.consistency, Virtual) and clock.window == 1
         )
+        self.recomputes = isinstance(clock.consistency, Recomputed)
+        """Whether a forward keeps its input only, and the backward runs it again."""
+        self.drifts: Counter[int] = Counter()
+        """By how many updates a backward was ahead of its forward, and how often; where that may be any."""
+        self._seen: dict[int, int] = {}
+        self._updates = 0
         self.newest = 0
         self.kept: dict[int, list[Tensor]] = {}
         self.pending: Pending | None = None
@@ -60,55 +69,66 @@ class Weights:
         self._own_buffers: dict[str, Tensor] = {}
         self._born = {name: (id(b), b._version) for name, b in module.named_buffers()}
         self._several = clock.span > 1
-        self._working: list[Tensor] | None = None
-        self._working_version = -1
+        self._inplace: InPlace | None = None
         if isinstance(clock.consistency, Bounded) and clock.window > 1:
-            # Autograd keeps views of a weight that share its storage, so a backward under newer weights than its
-            # forward means to change the storage between the two: these leaves have one of their own. Autocast would
-            # save a copy of each matrix as the forward saw it, so in low precision the leaf itself is the cast, made
-            # once per version. What autocast leaves wide, embeddings and norms, stays wide here too.
-            wide = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
-            kept_wide = {id(p) for part in module.modules() if isinstance(part, wide) for p in part.parameters()}
-            self._working = [
-                p.detach()
-                .to(p.dtype if compute is None or p.dim() < 2 or id(p) in kept_wide else compute, copy=True)
-                .requires_grad_()
-                for p in self.parameters
-            ]
+            self._inplace = InPlace(module, self.parameters, compute)
 
     def forward(self, n: int, carry: Carry, side: Mapping[str, Any], trains: bool = True) -> tuple[Carry, list[Tensor]]:
         """Output of micro-batch n under the version that it must see, and the leaves to differentiate by.
 
         Unless the layer ``trains`` they are constants to autograd, which spares their gradients.
         """
-        version = self.clock.forward_reads(n)
+        leaves = self.leaves(n)
+        if not trains:
+            leaves = [leaf.detach() for leaf in leaves]
         before = self.buffer_state() if self._watched else None
         if self.revocable and self._reads_buffers:
             self._own_buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        if self._working is not None:
-            self._load(version)
-            leaves = self._working
-        elif version >= self.newest:
-            leaves = self._newest()
+        out = self.run(leaves, carry, side)
+        if before is not None:
+            self._check_buffers(before)
+        return out, leaves
+
+    def leaves(self, n: int) -> list[Tensor]:
+        """The tensors with which the forward of micro-batch n computes: the version that it must see."""
+        version = self.clock.forward_reads(n)
+        if self.clock.drift:
+            begin = self._begin(version)
+            self._seen[n] = self._updates - (0 if begin is None else sum(other >= begin for other in self.kept))
+        return self.at(version)
+
+    def at(self, version: int) -> list[Tensor]:
+        """The tensors of a version, which must still be there."""
+        begin = self._begin(version)
+        if self._inplace is None:
+            return self._newest() if begin is None else self.kept[begin]
+        if begin is None:
+            self._inplace.newest()
         else:
-            leaves = self._at(version)
-        if not trains:
-            leaves = [leaf.detach() for leaf in leaves]
+            self._inplace.old(begin, self.kept[begin])
+        return self._inplace.leaves
+
+    @property
+    def fixed(self) -> list[Tensor] | None:
+        """The tensors that every forward computes with, if they are the same ones for the whole run."""
+        if self._inplace is not None:
+            return self._inplace.leaves
+        return list(self.parameters) if self._single and not self.recomputes else None
+
+    def current(self) -> list[Tensor]:
+        """The tensors of the newest version."""
+        return self._newest()
+
+    def run(self, leaves: list[Tensor], carry: Carry, side: Mapping[str, Any]) -> Carry:
+        """What the layer makes of the carry with these leaves for its parameters."""
         try:
-            block = self.bound(leaves)
-            if block is None:
-                out = run_layer(self.layer, self.module, carry, side)
-            else:
-                with block:
-                    out = run_layer(self.layer, self.module, carry, side)
+            with self.bound(leaves) or nullcontext():
+                return run_layer(self.layer, self.module, carry, side)
         except RuntimeError as problem:
             if isinstance(problem, torch.OutOfMemoryError):
                 raise
             shapes = ", ".join(str(tuple(x.shape)) for x in carry)
             raise SupernetError(f"layer '{self.layer.name}' fails on inputs of shape {shapes}: {problem}") from problem
-        if before is not None:
-            self._check_buffers(before)
-        return out, leaves
 
     def bound(self, leaves: list[Tensor]) -> AbstractContextManager[None] | None:
         """A block in which the module computes with the leaves; None where they are its own parameters anyway.
@@ -121,8 +141,9 @@ class Weights:
         """A forward that changes the layer's own buffers raises: nothing would keep such forwards in order."""
         self._reads_buffers = False
 
-    def forget(self) -> None:
-        """Takes back what the last forward did to the buffers: its micro-batch does not count."""
+    def forget(self, n: int) -> None:
+        """Takes back what the forward of micro-batch n, the last one, did to the buffers: it does not count."""
+        self._seen.pop(n, None)
         self.statistics.clear()
         for name, buffer in self.module.named_buffers():
             if name in self._own_buffers:
@@ -138,9 +159,22 @@ class Weights:
         }
 
     def before_backward(self, n: int) -> None:
-        """The leaves hold the version that the backward of micro-batch n must see."""
-        if self._working is not None:
-            self._load(self.clock.backward_reads(n))
+        """The leaves hold the version that the backward of micro-batch n must see; counts by how much it is newer."""
+        if n in self._seen:
+            drift = self._updates - self._seen.pop(n)
+            if drift > self.clock.drift:
+                raise ConsistencyError(
+                    f"layer '{self.layer.name}': the backward of micro-batch {n} is {drift} updates ahead of its "
+                    f"forward, but {self.clock.consistency} allows {self.clock.drift} in its virtual stage. "
+                    "This is a mistake of weft: please report it with the run's trace"
+                )
+            self.drifts[drift] += 1
+        self.to_newest()
+
+    def to_newest(self) -> None:
+        """The parameters hold the newest version, even where a forward has just read an older one in their place."""
+        if self._inplace is not None:
+            self._inplace.newest()
 
     def add(self, n: int, gradients: list[Tensor | None], record: Record | None = None) -> None:
         """The gradient of micro-batch n joins those of its slot, in micro-batch order.
@@ -164,22 +198,37 @@ class Weights:
         assert self.pending is not None
         return self.clock.last(self.pending.slot)
 
+    @property
+    def slot(self) -> int:
+        """The slot that waits."""
+        assert self.pending is not None
+        return self.pending.slot
+
+    def mean(self) -> list[Tensor]:
+        """The mean gradient of the finished slot."""
+        assert self.pending is not None
+        if self.pending.mean is None:
+            steps = self._steps(self.pending.slot)
+            # Never in place: autograd may have handed one tensor to several parameters.
+            self.pending.mean = foreach.div(self.pending.gradients, steps) if steps > 1 else self.pending.gradients
+        return self.pending.mean
+
     def take(self, oldest: int) -> list[Tensor]:
         """The mean gradient of the finished slot; the version before its update is kept if a micro-batch from
         ``oldest``, the first that is not through, still reads it."""
-        assert self.pending is not None
-        slot = self.pending.slot
-        steps = self._steps(slot)
-        # Never in place: autograd may have handed one tensor to several parameters.
-        gradients = foreach.div(self.pending.gradients, steps) if steps > 1 else self.pending.gradients
+        slot, gradients = self.slot, self.mean()
+        self.to_newest()
         # The versions that are read only grow, so this one has a reader yet if those to come reach from below to above
         # it.
         begun = oldest < self.clock.total and self.clock.forward_reads(oldest) <= slot
         if not self._single and begun and self.newest <= self.clock.forward_reads(self.clock.total - 1):
-            self.kept[self.newest] = self._newest()
-            for parameter in self.parameters:
-                parameter.data = parameter.data.clone()
-            self._aliases = None
+            if self._inplace is not None:
+                self.kept[self.newest] = [parameter.data.clone() for parameter in self.parameters]
+            else:
+                self.kept[self.newest] = self._newest()
+                for parameter in self.parameters:
+                    parameter.data = parameter.data.clone()
+                self._aliases = None
         return gradients
 
     def updated(self, oldest: int, applied: bool) -> None:
@@ -190,14 +239,25 @@ class Weights:
             for record in self.pending.records:
                 self.statistics.fold(record)
         self.newest = self.pending.slot + 1
-        self._working_version = -1
+        self._updates += 1
         self.pending = None
+        if self._inplace is not None:
+            self._inplace.updated()
         self.prune(oldest)
+
+    def restored(self) -> None:
+        """Other values were put into the parameters."""
+        if self._inplace is not None:
+            self._inplace.updated()
 
     def prune(self, oldest: int) -> None:
         """Forgets the versions that no micro-batch from ``oldest`` on reads."""
+        if not self.kept:
+            return
         for begin in set(self.kept) - set(self.needed(oldest)):
             del self.kept[begin]
+        if self._inplace is not None and not self.kept:
+            self._inplace.settled()
 
     def needed(self, oldest: int) -> list[int]:
         """Those of the kept versions that a micro-batch from ``oldest`` on reads, by where they began."""
@@ -214,22 +274,16 @@ class Weights:
         first, last = slot * self.clock.span // self.clock.m, self.clock.last(slot) // self.clock.m
         return sum(map(self.trains, range(first, last + 1)))
 
+    def _begin(self, version: int) -> int | None:
+        """Where the kept tensors of a version begin; None where it is the newest."""
+        return None if version >= self.newest else max(begin for begin in self.kept if begin <= version)
+
     def _newest(self) -> list[Tensor]:
         if self._single:
             return list(self.parameters)
         if self._aliases is None:  # .data has a version counter of its own: an update is not seen as a change of these
             self._aliases = [p.data.requires_grad_() for p in self.parameters]
         return self._aliases
-
-    def _at(self, version: int) -> list[Tensor]:
-        return self.kept[max(begin for begin in self.kept if begin <= version)]
-
-    def _load(self, version: int) -> None:
-        assert self._working is not None
-        if version != self._working_version:
-            source: list[Any] = self.parameters if version >= self.newest else self._at(version)
-            foreach.copy_([leaf.data for leaf in self._working], [tensor.data for tensor in source])
-            self._working_version = version
 
     def buffer_state(self) -> list[tuple[int, int]]:
         scratch = {id(tensor) for tensor in self.statistics.record(copy=False)}
@@ -249,9 +303,10 @@ class Weights:
 class Pending:
     """Gradients of an unfinished slot, summed in micro-batch order, and the statistics that go with them."""
 
-    __slots__ = ("gradients", "records", "slot")
+    __slots__ = ("gradients", "mean", "records", "slot")
 
     def __init__(self, slot: int, gradients: list[Tensor], records: list[Record]) -> None:
         self.slot = slot
         self.gradients = gradients
+        self.mean: list[Tensor] | None = None
         self.records = records

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from weft.data import Batch
 from weft.errors import NonFiniteError, PipelineError
+from weft.pipeline.flow import EVALUATED, SCORED, Evaluation
 from weft.pipeline.message import Message
-from weft.pipeline.scheduler import Op, Rule, Scheduler
+from weft.pipeline.norms import NORMS
+from weft.pipeline.scheduler import Due, Kind, Need, Op, Rule, Scheduler
 from weft.pipeline.stage import Snapshot, Stage
 from weft.supernet import Carry
 
@@ -34,13 +37,18 @@ class Figures:
 
 @dataclass(slots=True)
 class Done:
-    """An operation that is over: when it ran, with its updates, and from when to when those did."""
+    """An operation that is over: when it ran, with its updates, and from when to when those did.
+
+    ``late`` are updates that had to wait until this operation was due, and came before it.
+    """
 
     op: Op
     start: float
     end: float
     update: tuple[float, float] | None = None
     updated: int = 0
+    late: int = 0
+    prepared: float = 0.0
     snapshots: list[Snapshot] = field(default_factory=list)
 
 
@@ -48,10 +56,29 @@ class Worker:
     """Steps one stage from micro-batch ``first`` to ``until``; a checkpoint reads it every ``every`` steps."""
 
     def __init__(
-        self, stage: Stage, rule: Rule, first: int, until: int, parts: Parts, send: Send, every: int | None = None
+        self,
+        stage: Stage,
+        rule: Rule,
+        first: int,
+        until: int,
+        parts: Parts,
+        send: Send,
+        every: int | None = None,
+        evaluation: Evaluation | None = None,
     ) -> None:
         self.stage = stage
-        self.scheduler = Scheduler(stage.index, stage.stages, stage.uses, until, rule, first)
+        self.evaluation = evaluation
+        stage.one_copy = stage.one_copy and rule.window >= stage.stages - stage.index
+        gates = self._gates if stage.one_copy or stage.norms is not None or evaluation is not None else None
+        checks = None if evaluation is None else (self._due(first), self._check)
+        self._first = first
+        self.scheduler = Scheduler(stage.index, stage.stages, stage.uses, until, rule, first, gates, checks)
+        stage.forwarded = first
+        if stage.norms is not None:
+            self.scheduler.reached(NORMS, stage.norms.count)
+        if evaluation is not None:
+            for gate in (EVALUATED, SCORED):
+                self.scheduler.reached(gate, evaluation.flow.before(first))
         self.figures = Figures()
         self.reports: list[tuple[int, Tensor]] = []
         """Loss and metrics by micro-batch, in order of arrival; whoever keeps them takes them out."""
@@ -67,17 +94,29 @@ class Worker:
 
     @property
     def done(self) -> bool:
-        return self.scheduler.done
+        return self.scheduler.done and self.stage.knows(self.scheduler.total) and self._all_scored
+
+    @property
+    def _all_scored(self) -> bool:
+        """Word of every batch has come back to the first stage: the others pass it on, so they do not end before."""
+        if self.evaluation is None:
+            return True
+        return self.scheduler.count(SCORED) >= self.evaluation.flow.before(self.scheduler.total - 1)
 
     def receive(self, message: Message) -> None:
         """Activations or gradients from a neighbour, or word that the run ends early."""
-        if message.kind == "end":
-            self.end(message.microbatch)
-            return
-        self._inbox[message.kind, message.microbatch] = message
-        if message.kind == "B" and message.report is not None:
-            self.reports.append((message.microbatch, message.report))
-        self.scheduler.arrived("F" if message.kind == "F" else "B", message.microbatch)
+        match message.kind:
+            case "end":
+                self.end(message.microbatch)
+            case "norm" | "total":
+                self._learn(message)
+            case "scored":
+                self._scored(message.microbatch, message.note)
+            case kind:
+                self._inbox[kind, message.microbatch] = message
+                if kind == "B" and message.report is not None:
+                    self.reports.append((message.microbatch, message.report))
+                self.scheduler.arrived(kind, message.microbatch)
 
     def end(self, until: int) -> None:
         """Stops before micro-batch ``until``; the stages behind are told."""
@@ -89,23 +128,39 @@ class Worker:
         """Does the next operation; None where there is nothing to do before something arrives."""
         before = time.perf_counter()
         op = self.scheduler.next()
-        if op is None:
-            return None
+        return None if op is None else self.do(op, before)
+
+    def do(self, op: Op, before: float) -> Done:
+        """Does an operation that the scheduler, asked at the time ``before``, gave."""
         self.figures.peak = max(self.figures.peak, len(self.scheduler.in_flight))
-        needs = self.scheduler.needs(op.microbatch)
+        needs = self.scheduler.needs(op)
         if self.on_start is not None:
             self.on_start(op)
         start = time.perf_counter()
         self._register_snapshots()
+        updates = self.stage.updates
         self.stage.prepare(needs, op.kind, self.scheduler.oldest)
-        if op.kind == "F":
+        late, prepared = self.stage.updates - updates, time.perf_counter()
+        if op.kind == "E":
+            self._evaluate(op.microbatch)
+            end = now = time.perf_counter()
+            done = Done(op, start, end)
+        elif op.kind == "F":
             self._forward(op.microbatch)
             end = time.perf_counter()
             done = Done(op, start, end)
             self.scheduler.finished(op)
+            self.stage.forwarded = self.scheduler.forwarded
             now = time.perf_counter()
-        else:
+        elif op.kind == "B" and self.scheduler.rule.defer:
             self._backward(op.microbatch)
+            end = now = time.perf_counter()
+            done = Done(op, start, end)
+            self.scheduler.finished(op)
+        else:
+            if op.kind == "B":
+                self._backward(op.microbatch)
+            self.stage.weigh(op.microbatch)
             between = time.perf_counter()
             turns = self.scheduler.finished(op)
             decided = time.perf_counter()
@@ -115,7 +170,9 @@ class Worker:
             end = now = time.perf_counter()
             updated = self.stage.updates - updates
             done = Done(op, start, end, (decided, end) if updated else None, updated)
+            self._pass_norms()
             done.snapshots = self.stage.taken(self.scheduler.oldest) if self.stage.snapshots else []
+        done.late, done.prepared = late, prepared
         self.figures.deciding += start - before + (now - end)
         return done
 
@@ -131,11 +188,68 @@ class Worker:
         self.stage.finish(until)
         return self.stage.taken(until)
 
+    def _learn(self, message: Message) -> None:
+        norms, value = self.stage.norms, message.tensors[0]
+        assert norms is not None and value is not None  # noqa: PT018
+        self._pass(norms.received(message.kind, message.microbatch, value))
+        self._pass_norms()
+
+    def _pass_norms(self) -> None:
+        norms = self.stage.norms
+        if norms is not None:
+            self._pass(norms.advance(self.scheduler.oldest))
+            self.stage.catch_up(self.scheduler.oldest)
+            self.scheduler.reached(NORMS, norms.count)
+
+    def _pass(self, sums: list[tuple[str, int, Tensor]]) -> None:
+        for kind, slot, value in sums:
+            to = self.stage.index + (1 if kind == "total" else -1)
+            self._send(to, Message("total" if kind == "total" else "norm", slot, (value,), (False,)))
+
     def _register_snapshots(self, until: int | None = None) -> None:
         reach = self.scheduler.known if until is None else until
         while self._span and self._boundary <= reach:
             self.stage.snapshots.append(Snapshot(self._boundary))
             self._boundary += self._span
+
+    def _gates(self, kind: Kind, n: int) -> Sequence[tuple[Hashable, int]]:
+        if self.evaluation is None or kind not in ("E", "F"):
+            return self.stage.gates(kind, n)
+        own = self.evaluation.gates(kind, n, self.stage.is_first)
+        return [*self.stage.gates("F", self.evaluation.flow.at(n) if kind == "E" else n), *own]
+
+    def _due(self, first: int) -> Due:
+        assert self.evaluation is not None
+        flow = self.evaluation.flow
+        return lambda n: flow.due(n) if n > first else range(0)  # those before the first were scored by who left off
+
+    def _check(self, number: int) -> tuple[int, Sequence[Need]]:
+        assert self.evaluation is not None
+        at = self.evaluation.flow.at(number)
+        return at, self.stage.checks(at, self.evaluation.subnet(number))
+
+    def _evaluate(self, number: int) -> None:
+        told = self.evaluation
+        assert told is not None
+        message = self._inbox.pop(("E", number), None)
+        carry: Carry = () if message is None else tuple(x for x in message.tensors if x is not None)
+        batch = told.batch(number) if self.stage.reads_batch() else {}
+        outputs = self.stage.evaluate(told.flow.at(number), told.subnet(number), carry, batch)
+        self.scheduler.reached(EVALUATED, number + 1)
+        if not self.stage.is_last:
+            self._send(self.stage.index + 1, Message("E", number, outputs, (False,) * len(outputs)))
+            return
+        with torch.no_grad(), self.stage.precision():
+            note = told.score(number, outputs[0] if len(outputs) == 1 else outputs)
+        self._scored(number, note)
+
+    def _scored(self, number: int, note: str) -> None:
+        assert self.evaluation is not None
+        self.scheduler.reached(SCORED, number + 1)
+        if self.stage.is_first:
+            self.evaluation.heard(number, note)
+        else:
+            self._send(self.stage.index - 1, Message("scored", number, note=note))
 
     def _forward(self, n: int) -> None:
         message = self._inbox.pop(("F", n), None)
@@ -173,7 +287,6 @@ class Worker:
         gradients = self.stage.backward(n, () if message is None else message.tensors, counts)
         if not self.stage.is_first:
             self._send(self.stage.index - 1, Message("B", n, tuple(gradients), (), report, note))
-        self.stage.weigh(n, counts)
         if stops and self.stage.is_first:  # by now every stage has looked for the cause
             raise self._non_finite(n, note)
 

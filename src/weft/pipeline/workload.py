@@ -8,7 +8,8 @@ from functools import cached_property, lru_cache
 
 from weft.errors import ConsistencyError
 from weft.pipeline.consistency import Clock, Consistency, clock
-from weft.pipeline.scheduler import Need, Uses
+from weft.pipeline.onecopy import forwards_first, single_copy
+from weft.pipeline.scheduler import Gates, Need, Uses
 from weft.plan.cut import Cut, stage_of
 from weft.space import Stream
 from weft.supernet import Chain
@@ -63,6 +64,20 @@ class Workload:
             return found
 
         return needs
+
+    def promises(self) -> set[Consistency]:
+        """What the layers that train promise, as far as the first micro-batches show."""
+        seen = {layer for n in range(min(self.total, 64)) for _, layer in self.picks(n)}
+        return {promise for layer in seen if (promise := self.consistency(layer)) is not None}
+
+    def gates(self, cut: Cut, stage: int, window: int) -> Gates | None:
+        """What operations wait for beside versions, where one copy of the weights has to do; see ``onecopy``."""
+        stages = len(cut) + 1
+        if window < stages - stage or not single_copy(self.promises(), cut, self.blocks):
+            return None
+        block = 0 if stage == 0 else cut[stage - 1]
+        at = clock(next(iter(self.promises())), block, self.blocks, self.microbatches, self.steps)
+        return lambda kind, n: forwards_first(at, kind, n)
 
     def stage_costs(self, cut: Cut, n: int) -> list[tuple[float, float]]:
         """Forward and backward time of micro-batch n on every stage, on devices of speed 1."""

@@ -84,11 +84,14 @@ class Case:
         with the run itself is raised."""
         folder.mkdir()
         steps, cut = self.settings.steps, self.arguments.get("cut")
+        placed = self.arguments.get("stages") == way.stages
         options: dict[str, Any] = {
             **self.arguments,
             "runs": folder,
             "run": "run",
             "stages": way.stages,
+            "ranks": self.arguments.get("ranks") if placed else None,
+            "placement": self.arguments.get("placement") if placed else None,
             "cut": cut if cut is not None and len(cut) == way.stages - 1 else None,
             "checkpoint_every": max(1, steps // 2) if way.resumed else steps,
             "restarts": 0,

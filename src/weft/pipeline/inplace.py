@@ -1,0 +1,72 @@
+"""Weights that change under the feet of what autograd has saved: how a backward sees newer ones than its forward.
+
+Autograd saves a weight by reference. The leaves here keep their memory for the whole run, and an update writes into it,
+so that a backward computes with whatever they hold by then. Leaves of the parameters' own type share their memory:
+there is one copy of the weights. In low precision a matrix has a leaf of its own, cast once per version; autocast would
+make, and save, a cast for every forward, and the backward would see that old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from weft.pipeline import foreach
+
+_WIDE = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
+"""What autocast leaves wide stays wide here too."""
+
+
+class InPlace:
+    """The leaves of one layer, and which version of its weights lies in them: the newest, or an older one for a
+    forward that must see it."""
+
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], compute: torch.dtype | None) -> None:
+        wide = {id(p) for part in module.modules() if isinstance(part, _WIDE) for p in part.parameters()}
+        self._parameters = list(parameters)
+        self._cast = [compute is not None and p.dim() >= 2 and id(p) not in wide for p in parameters]
+        # .data has a version counter of its own: autograd does not take an update for a mistake.
+        self.leaves = [
+            (p.data.to(compute, copy=True) if cast else p.data).requires_grad_()
+            for p, cast in zip(parameters, self._cast, strict=True)
+        ]
+        self._aside: list[Tensor] | None = None
+        """The newest version of the leaves that share the parameters' memory, while an older one lies in it."""
+        self._old: int | None = None
+        self._fresh = not any(self._cast)
+
+    def old(self, version: int, tensors: Sequence[Tensor]) -> None:
+        """From here on the leaves hold this older version."""
+        if self._old == version:
+            return
+        if self._aside is None:
+            self._aside = [leaf.data.clone() for leaf in self._shared(self.leaves)]
+        foreach.copy_([leaf.data for leaf in self.leaves], [tensor.data for tensor in tensors])
+        self._old, self._fresh = version, False
+
+    def newest(self) -> None:
+        """The leaves, and the parameters, hold the newest version."""
+        if self._old is not None and self._aside is not None:
+            foreach.copy_([leaf.data for leaf in self._shared(self.leaves)], self._aside)
+        if not self._fresh:
+            pairs = [(leaf, p) for leaf, p, cast in self._each() if cast]
+            foreach.copy_([leaf.data for leaf, _ in pairs], [p.data for _, p in pairs])
+        self._old, self._fresh = None, True
+
+    def settled(self) -> None:
+        """No older version is to be read any more: nothing need lie aside."""
+        self.newest()
+        self._aside = None
+
+    def updated(self) -> None:
+        """The parameters were updated, with the newest version in place."""
+        self._aside = None
+        self._fresh = not any(self._cast)
+
+    def _shared(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor for tensor, cast in zip(tensors, self._cast, strict=True) if not cast]
+
+    def _each(self) -> list[tuple[Tensor, nn.Parameter, bool]]:
+        return list(zip(self.leaves, self._parameters, self._cast, strict=True))
