@@ -8,14 +8,18 @@ micro-batches in the same order, AdamW (fused), and the same cut, balanced by me
 
 rows            time. For K micro-batches an update: `torch-1f1b` (Schedule1F1B; at K=1, which it refuses,
                 ScheduleGPipe, whose order is the same there), `torch-zbv` (ScheduleZBVZeroBubble, two stages a rank),
-                `weft-flush` (exact, 1F1B's windows), `weft-bounded` (bounded(K, 2), the same windows). Every run has
-                processes of its own, which are warm before the clock starts, and the methods take turns.
-                `seconds_to_loss` is the moment at which the mean training loss of the last `over` micro-batches has
-                come down to `target`, what weft-flush reaches late in its run at the largest K; it is the median over
-                the repeats, and `ratio_to_torch_1f1b` that of the ratios within a turn; `least_*` are of the fastest
-                runs. `utilisation` is the time that both ranks worked, of that between their first operation and their
-                last; `waited_share` how much of the time others on the machine took. To reach: 1.35 at K=2, 1.15 at
-                K=4, and never slower than torch-zbv.
+                and in one runtime, each another setting of one rule: `weft-flush` (1F1B), `-gpipe`, `-zbh1` (put-off
+                gradients of weights), `-interleaved` (two stages a rank), `-bounded` (PACI: bounded(K, 2)),
+                `-bounded-w` (the same with put-off gradients of weights), `-stashed` (PipeDream), `-2bw`.
+                Every run has processes of its own, which are warm before the clock starts; the methods take turns in
+                short runs, which give `seconds_per_step`, and the ratios within a turn. How many steps a method needs
+                until the mean training loss of the last `over` micro-batches has come down to `target` (what a flush
+                reaches late in its run at the largest K) is found by the law on one device, whose losses those of the
+                short runs are compared with: `largest_difference` (0.0: the same bits; torch sums otherwise).
+                `seconds_to_loss` is the product, `ratio_to_torch_1f1b` that of both ratios. `utilisation` is the time
+                that both ranks worked, of that between their first operation and their last; `waited_share` how much
+                of the time others on the machine took. To reach: 1.35 at K=2, 1.15 at K=4, and never slower than
+                torch-zbv.
 rows_simulator  flush (1F1B) against bounded(K, depth) at many stages, with forward 1 : backward 2, and with the costs
                 of a stage as measured; messages arrive a share `communication` of a forward late. A depth of 2 S holds
                 older versions and twice the micro-batches, which hides the messages. To reach: 1.75 at 8 stages, K=8.
@@ -51,6 +55,8 @@ TIME = (
     "steps_to_loss",
     "seconds_per_step",
     "step_ratio_to_torch_1f1b",
+    "step_ratio_to_flush",
+    "largest_difference",
     "waited_share",
 )
 SIMULATOR = ("costs", "stages", "k", "communication", "depth", "flush_time", "bounded_time", "ratio")
@@ -89,12 +95,14 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=5e-4, help="learning rate at K=1; it grows with the root of K")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the text")
     parser.add_argument("--repeats", type=int, metavar="N")
+    parser.add_argument("--microbatches", type=int, default=2048, help="of a whole run")
     options = parser.parse_args()
     torch.set_num_threads(1)
     ks = options.ks or ([2, 4] if options.quick else [1, 2, 4, 8])
     repeats = options.repeats or (1 if options.quick else 3)
-    over = 16 if options.quick else 32
-    task, costs = Task(96 if options.quick else 640, lr=options.lr, seed=options.seed, path=options.data).profiled()
+    over = 16 if options.quick else 128
+    length = 96 if options.quick else options.microbatches
+    task, costs = Task(length, lr=options.lr, seed=options.seed, path=options.data).profiled()
     found: dict[str, Any] = {}
     if options.json and Path(options.json).exists():
         kept = json.loads(Path(options.json).read_text())

@@ -87,12 +87,11 @@ def member(task: Task, kind: str, k: int, precision: str, counts: bool, folder: 
     with deterministic(torch.device("cpu")):
         peer = WeftPeer(task, k, kind, rank, world, store, precision=precision)
         before = resident()
-        worker, runtime = peer.prepare(task.microbatches // k)
+        (worker,), runtime = peer.prepare(task.microbatches // k)
         dist.barrier()
         told: dict[str, Any] = {}
         if counts:
-            assert peer.stage is not None
-            copies = Copies(peer.stage)
+            copies = Copies(peer.stages[0])
             with torch.autograd.graph.saved_tensors_hooks(copies.pack, copies.unpack):
                 runtime.drive(worker, copies.look)
             told = {"saved_copies": copies.saved, "weight_copies": copies.all}

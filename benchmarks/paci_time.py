@@ -17,14 +17,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from paci_task import RANKS, Task
+from paci_task import RANKS, Steps, Task
 from paci_torch import TorchPeer
-from paci_weft import WeftPeer
+from paci_weft import KINDS, WeftPeer
 
+import weft
+from weft.pipeline import Law, Sequential
 from weft.pipeline.determinism import deterministic
 from weft.pipeline.launch import Call, connect, launch, ranks
+from weft.space import Fixed
 
-METHODS = ("torch-1f1b", "torch-zbv", "weft-flush", "weft-bounded")
+METHODS = (
+    *("torch-1f1b", "torch-zbv", "weft-flush", "weft-gpipe", "weft-zbh1", "weft-interleaved"),
+    *("weft-bounded", "weft-bounded-w", "weft-stashed", "weft-2bw"),
+)
+FLUSH = "weft-flush"
+"""Whose losses all methods with a flush have: those of the law that updates see all earlier ones."""
+
+FLUSHES = ("torch-1f1b", "torch-zbv", "weft-flush", "weft-gpipe", "weft-zbh1", "weft-interleaved")
+PACED = 96
+"""Micro-batches of a run that only says how fast a method is."""
+
 TARGET_AT = 0.8
 """The target is what our flush at the largest K has reached after this share of the micro-batches."""
 
@@ -49,15 +62,6 @@ class Measured:
     def utilisation(self) -> float:
         """The share of the time between the first operation and the last one that the processes worked."""
         return sum(self.busy) / (len(self.busy) * self.wall)
-
-    def reached(self, target: float, over: int) -> int | None:
-        """The first micro-batch with which the mean loss of the last ``over`` is at most the target."""
-        total = 0.0
-        for n, loss in enumerate(self.losses):
-            total += loss - (self.losses[n - over] if n >= over else 0.0)
-            if n + 1 >= over and total / over <= target:
-                return n
-        return None
 
 
 def measure(task: Task, method: str, k: int, steps: int, work: Any = None) -> Measured:
@@ -132,58 +136,87 @@ def waiting() -> float:
 
 def find_target(task: Task, k: int, over: int) -> float:
     """A loss that all reach: what our flush has reached late at the largest K, which makes the fewest updates."""
-    found = measure(task, "weft-flush", k, task.microbatches // k)
-    n = round(TARGET_AT * len(found.losses))
-    return statistics.mean(found.losses[n - over : n])
+    losses = curve(task, FLUSH, k)
+    n = round(TARGET_AT * len(losses))
+    return statistics.mean(losses[n - over : n])
+
+
+def curve(task: Task, method: str, k: int) -> list[float]:
+    """The losses of a whole run, by the law on one device: what two processes do has the same bits."""
+    chain = task.built()
+    kind = KINDS[method.removeprefix("weft-")]
+    promised = dict.fromkeys(chain.layers, kind.consistency(k, RANKS))
+    steps = task.microbatches // k
+    law = Law(steps, k, weft.cross_entropy, task.optimizer(k), task.schedule(k), task.seed, promised)
+    run = Sequential(chain, law, Fixed(chain.space, chain.largest()), torch.device("cpu"))
+    run.train_mode()
+    found: list[float] = []
+    with deterministic(torch.device("cpu")):
+        for step, batch in enumerate(Steps(task.draw(), task.rows * k).iterate(0, steps)):
+            found += [float(loss) for loss in run.step(step, batch).losses]
+    return found
+
+
+def reached(losses: Sequence[float], target: float, over: int) -> int | None:
+    """The first micro-batch with which the mean loss of the last ``over`` is at most the target."""
+    total = 0.0
+    for n, loss in enumerate(losses):
+        total += loss - (losses[n - over] if n >= over else 0.0)
+        if n + 1 >= over and total / over <= target:
+            return n
+    return None
 
 
 def rows(
     task: Task, ks: Sequence[int], methods: Sequence[str], repeats: int, target: float, over: int
 ) -> Iterator[dict[str, Any]]:
-    """By K and method; the first run of each says how many steps it needs, the repeats take no more."""
+    """By K and method. Short runs in turn say how fast each is; how many steps it needs, the law says."""
     for k in ks:
         runs: dict[str, list[Measured]] = {method: [] for method in methods}
-        steps = dict.fromkeys(methods, task.microbatches // k)
         for repeat in range(repeats):
             for method in methods if repeat % 2 == 0 else methods[::-1]:
-                found = measure(task, method, k, steps[method])
-                runs[method].append(found)
-                reached = found.reached(target, over)
-                if reached is not None:
-                    steps[method] = reached // k + 1
-        yield from _rows(k, runs, target, over)
+                runs[method].append(measure(task, method, k, max(PACED // k, 1)))
+        curves = {FLUSH: curve(task, FLUSH, k)}
+        for method in methods:
+            law = FLUSH if method in FLUSHES else method.removesuffix("-w")
+            if law not in curves:
+                curves[law] = curve(task, law, k)
+            row = _row(k, method, runs, curves[law], target, over)
+            needed = reached(curves[FLUSH], target, over)
+            if row["steps_to_loss"] is not None and row["step_ratio_to_torch_1f1b"] is not None and needed is not None:
+                row["ratio_to_torch_1f1b"] = row["step_ratio_to_torch_1f1b"] * (needed // k + 1) / row["steps_to_loss"]
+            yield row
 
 
-def _rows(k: int, runs: dict[str, list[Measured]], target: float, over: int) -> Iterator[dict[str, Any]]:
-    torchs: list[float] = []
-    theirs: list[float] = []
-    for method, found in runs.items():
-        reached = [one.reached(target, over) for one in found]
-        taken = [math.inf if n is None else one.known[n] for one, n in zip(found, reached, strict=True)]
-        paces = [one.known[-1] / len(one.known) for one in found]
-        if method == "torch-1f1b":
-            torchs, theirs = taken, paces
-        quicker = [a / b for a, b in zip(theirs, paces, strict=False)]
-        ratios = [a / b for a, b in zip(torchs, taken, strict=False)]
-        steps = None if reached[0] is None else reached[0] // k + 1
-        yield {
-            "k": k,
-            "method": method,
-            "seconds_to_loss": _finite(statistics.median(taken)),
-            "ratio_to_torch_1f1b": _finite(statistics.median(ratios)) if ratios and steps else None,
-            "utilisation": statistics.median(one.utilisation for one in found),
-            "steps_to_loss": steps,
-            "seconds_per_step": statistics.median(paces) * k,
-            "step_ratio_to_torch_1f1b": _finite(statistics.median(quicker)) if quicker else None,
-            "least_seconds": _finite(min(taken)),
-            "least_ratio": _finite(min(torchs) / min(taken)) if torchs and steps else None,
-            "busy_ms": [statistics.median(1e3 * one.busy[r] / len(one.losses) for one in found) for r in range(RANKS)],
-            "waited_share": statistics.median(sum(one.waited) / (RANKS * one.known[-1]) for one in found),
-            "same_losses": all(n == reached[0] for n in reached),
-            "last_loss": statistics.mean(found[0].losses[-over:]),
-            "figures": found[0].figures,
-            "repeats": len(found),
-        }
+def _row(
+    k: int, method: str, runs: dict[str, list[Measured]], losses: list[float], target: float, over: int
+) -> dict[str, Any]:
+    found = runs[method]
+    paces = [one.known[-1] / len(one.known) for one in found]
+    theirs = [one.known[-1] / len(one.known) for one in runs.get("torch-1f1b", [])]
+    flush = [one.known[-1] / len(one.known) for one in runs.get(FLUSH, [])]
+    n = reached(losses, target, over)
+    steps = None if n is None else n // k + 1
+    pace, quicker = statistics.median(paces), [a / b for a, b in zip(theirs, paces, strict=False)]
+    apart = max(abs(a - b) for one in found for a, b in zip(one.losses, losses, strict=False))
+    return {
+        "k": k,
+        "method": method,
+        "seconds_to_loss": None if n is None else (n + 1) * pace,
+        "ratio_to_torch_1f1b": None,
+        "utilisation": statistics.median(one.utilisation for one in found),
+        "steps_to_loss": steps,
+        "seconds_per_step": pace * k,
+        "step_ratio_to_torch_1f1b": statistics.median(quicker) if quicker else None,
+        "step_ratio_to_flush": statistics.median(a / b for a, b in zip(flush, paces, strict=False)) if flush else None,
+        "least_seconds_per_step": min(paces) * k,
+        "least_step_ratio": min(theirs) / min(paces) if theirs else None,
+        "busy_ms": [statistics.median(1e3 * one.busy[r] / len(one.losses) for one in found) for r in range(RANKS)],
+        "waited_share": statistics.median(sum(one.waited) / (RANKS * one.known[-1]) for one in found),
+        "largest_difference": apart,
+        "figures": found[0].figures,
+        "repeats": len(found),
+    }
 
 
 def _finite(number: float) -> float | None:

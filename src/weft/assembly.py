@@ -117,6 +117,7 @@ def extra_arguments(config: Config, folder: Path) -> dict[str, Any]:
         "cut": t.cut,
         "window": t.window,
         "split_backward": t.split_backward,
+        "prefer": t.prefer,
         "trace": t.trace,
         "restarts": t.restarts,
     }

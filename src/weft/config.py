@@ -73,6 +73,7 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cut: tuple[int, ...] | None = None
     window: int | None = None
     split_backward: bool | str = False
+    prefer: str = "backward"
     trace: bool = False
     restarts: int = 3
 

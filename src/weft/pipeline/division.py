@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class Job:
     split_backward: bool | str = False
     placement: Placement | None = None
     """Which rank has which stages; None: each has one."""
+    prefer: str = "backward"
     threads: int = field(default_factory=torch.get_num_threads)
     """Of every rank; as many as here, since they are part of what a fingerprint depends on."""
 
@@ -67,7 +68,8 @@ class Part:
     settings: Settings
     cut: Cut
     placement: Placement
-    windows: tuple[int, ...]
+    rules: tuple[Rule, ...]
+    """Of every stage."""
     extremes: Mapping[str, Any]
     foreseen: tuple[Span, ...] | None
 
@@ -93,8 +95,8 @@ def divide(job: Job, accord: Accord, device: torch.device, again: bool) -> Part:
         found = measure(whole, data, settings, job.teacher) if job.cut is None or job.trace else None
         work = workload_of(whole, settings, None if found is None else found.costs, _done(job))
         cut = choose_cut(work, stages, job.cut)
-        windows = tuple(usual_windows(work, cut, job.window))
-        rules = [Rule(window, defer=job.split_backward == DEFER) for window in windows]
+        windows = usual_windows(work, cut, job.window)
+        rules = _rules(job, windows)
         if not again:
             warn_of_waiting(whole, settings, work, cut, rules, placement)
             warn_of_depth(work, cut, rules, placement)
@@ -124,5 +126,9 @@ def divide(job: Job, accord: Accord, device: torch.device, again: bool) -> Part:
     given["channels_last"] = division["channels_last"]
     settings = make_settings(chain, **given)
     extremes = {name: chain.space.load_subnet(division[name]) for name in ("largest", "smallest")}
-    windows = tuple(map(int, division["windows"]))
-    return Part(lay_out(chain, settings), data, settings, cut, placement, windows, extremes, foreseen)
+    rules = _rules(job, map(int, division["windows"]))
+    return Part(lay_out(chain, settings), data, settings, cut, placement, tuple(rules), extremes, foreseen)
+
+
+def _rules(job: Job, windows: Iterable[int]) -> list[Rule]:
+    return [Rule(window, job.prefer, job.split_backward == DEFER) for window in windows]

@@ -127,7 +127,7 @@ def _take_part(job: Job, me: Ranks, callbacks: Sequence[Callback], accord: Accor
     device = _device(torch.device(job.given.get("device", "cpu")), me)
     part = divide(job, accord, device, again=me.restarts > 0)
     law = {**part.settings.law(part.chain, part.data), "teacher": None if job.teacher is None else told(job.teacher)}
-    placed = {"cut": part.cut, "windows": part.windows, "placement": str(part.placement)}
+    placed = {"cut": part.cut, "windows": [rule.window for rule in part.rules], "placement": str(part.placement)}
     accord.same({**law, **placed, "torch": torch.__version__})
     staged = Staged(
         part.chain,
@@ -136,10 +136,10 @@ def _take_part(job: Job, me: Ranks, callbacks: Sequence[Callback], accord: Accor
         accord,
         part.cut,
         part.placement,
-        part.windows,
+        part.rules,
         part.extremes,
         job.teacher,
-        job.split_backward,
+        bool(job.split_backward),
     )
     load_initial(part.chain, job.init, partial=True)
     transport = _meet(accord.store, me, device, part.placement)

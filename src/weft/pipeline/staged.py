@@ -22,7 +22,7 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.relay import Relay
 from weft.pipeline.runtime import Runtime
 from weft.pipeline.saver import Saver
-from weft.pipeline.scheduler import DEFER, Rule
+from weft.pipeline.scheduler import Rule
 from weft.pipeline.session import Teacher, drift, make_law, make_loader, taught, validated
 from weft.pipeline.settings import Settings
 from weft.pipeline.stage import Snapshot, Stage
@@ -51,10 +51,10 @@ class Staged:
         accord: Accord,
         cut: Cut,
         placement: Placement,
-        windows: Sequence[int],
+        rules: Sequence[Rule],
         extremes: Mapping[str, Subnet],
         teacher: Teacher | None = None,
-        split: bool | str = False,
+        split: bool = False,
     ) -> None:
         self.chain, self.data, self.settings, self.accord = chain, data, settings, accord
         # Only one user of an exact layer is in flight when a step is one micro-batch: what a graph needs.
@@ -63,7 +63,7 @@ class Staged:
         self.stages = []
         for index in placement.stages_of(accord.rank):
             graphs = Graphs(alone=False) if whole else None
-            made = Stage(chain, law, settings.stream, settings.device, cut, index, graphs, bool(split))
+            made = Stage(chain, law, settings.stream, settings.device, cut, index, graphs, split)
             self.stages.append(made)
         self.is_first = self.stages[0].is_first
         """Whether the first stage is here, which alone sees every loss."""
@@ -75,7 +75,7 @@ class Staged:
         self.drift: dict[str, Any] = {}
         """At the end, on every rank: how often backwards were how far ahead of their forwards, by layer."""
         self._placement = placement
-        self._rules = [Rule(window, defer=split == DEFER) for window in windows]
+        self._rules = rules
         self._extremes = dict(extremes)
         self._teacher = teacher if self.is_last else None
         self._callbacks: tuple[Callback, ...] = ()

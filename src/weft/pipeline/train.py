@@ -23,7 +23,7 @@ from weft.pipeline.parent import refuse_inside_a_stage
 from weft.pipeline.placement import place
 from weft.pipeline.ranks import ranks as started
 from weft.pipeline.rate import Schedule
-from weft.pipeline.scheduler import DEFER
+from weft.pipeline.scheduler import DEFER, Rule
 from weft.pipeline.sequential import Distil, Loss, Metric
 from weft.pipeline.session import Session, Teacher
 from weft.pipeline.settings import Settings, Validate, make_settings, told
@@ -93,6 +93,7 @@ def train(
     cut: Sequence[int] | None = None,
     window: int | None = None,
     split_backward: bool | str = False,
+    prefer: str = "backward",
     trace: bool = False,
     restarts: int = 3,
 ) -> Trained:
@@ -120,7 +121,8 @@ def train(
     block of every stage after the first (measured costs decide if not given), ``window`` how many micro-batches may be
     in flight on a stage (those of two steps a stage if not given), ``split_backward`` sends the gradient of a stage's
     input on before it works on those of its weights, which pays where steps wait for each other (``defer`` puts those
-    off until the stage would wait, as zero-bubble schedules do), ``trace`` writes what
+    off until the stage would wait, as zero-bubble schedules do), ``prefer`` what a stage does first where both are
+    ready (``forward`` is GPipe's order, for windows of a step), ``trace`` writes what
     each stage did when, and ``restarts`` says how often all stages are started again after one died.
 
     Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt; a second Ctrl-C stops at once.
@@ -157,6 +159,7 @@ def train(
     numbers = (("stages", stages, 1), ("ranks", ranks, 1), ("window", window, 1), ("restarts", restarts, 0))
     if split_backward not in (True, False, DEFER):
         raise TrainError(f"split_backward={split_backward!r} is unknown: say True, False or '{DEFER}'")
+    Rule(1, prefer)
     for name, value, least in numbers:
         if value is not None and value < least:
             raise TrainError(f"{name}={value}: a whole number, {least} or more")
@@ -175,7 +178,7 @@ def train(
 
         job = Job(
             *(net, data, given, init, teacher, run, runs, resume, every, keep, config),
-            *(cut, window, trace, split_backward, placed),
+            *(cut, window, trace, split_backward, placed, prefer),
         )
         path, digest = run_stage(job, told_ranks, callbacks)
         return replace(load_run(path, net, data, built=told_ranks.rank == 0, **given), fingerprint=digest)
@@ -199,7 +202,7 @@ def train(
         name = run or fresh_name("run")
         job = Job(
             *(net, data, given, init, teacher, name, runs, True, every, keep, config),
-            *(cut, window, trace, split_backward, placed),
+            *(cut, window, trace, split_backward, placed, prefer),
         )
         opened: list[Run] = []
 
