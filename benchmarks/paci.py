@@ -1,6 +1,6 @@
 """PACI, `bounded(K, S)`: time to a given loss against torch's pipelines, many stages simulated, and memory.
 
-    python benchmarks/paci.py [--quick] [--parts time simulator memory] [--data FILE] [--json FILE]
+    python benchmarks/paci.py [--quick] [--parts rates time simulator memory] [--data FILE] [--json FILE]
 
 A GPT of 8 layers is trained on the characters of a text (tiny Shakespeare by --data, else Python's help) on two
 processes, each pinned to one core with one thread. All methods have the same weights to start from, the same
@@ -16,10 +16,12 @@ rows            time. For K micro-batches an update: `torch-1f1b` (Schedule1F1B;
                 until the mean training loss of the last `over` micro-batches has come down to `target` (what a flush
                 reaches late in its run at the largest K) is found by the law on one device, whose losses those of the
                 short runs are compared with: `largest_difference` (0.0: the same bits; torch sums otherwise).
+                Each has the learning rate of `rows_rates` that serves it best.
                 `seconds_to_loss` is the product, `ratio_to_torch_1f1b` that of both ratios. `utilisation` is the time
                 that both ranks worked, of that between their first operation and their last; `waited_share` how much
                 of the time others on the machine took. To reach: 1.35 at K=2, 1.15 at K=4, and never slower than
                 torch-zbv.
+rows_rates      the mean loss of the last micro-batches of a longer run at K=4, by the law on one device, at some rates.
 rows_simulator  flush (1F1B) against bounded(K, depth) at many stages, with forward 1 : backward 2, and with the costs
                 of a stage as measured; messages arrive a share `communication` of a forward late. A depth of 2 S holds
                 older versions and twice the micro-batches, which hides the messages. To reach: 1.75 at 8 stages, K=8.
@@ -45,7 +47,7 @@ import torch
 from machine import about, write
 from paci_task import RANKS, Task
 
-PARTS = ("time", "simulator", "memory")
+PARTS = ("rates", "time", "simulator", "memory")
 TIME = (
     "k",
     "method",
@@ -92,17 +94,18 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="where the rows go; those of other parts stay")
     parser.add_argument("--ks", nargs="+", type=int, metavar="K")
     parser.add_argument("--methods", nargs="+", metavar="NAME", default=list(paci_time.METHODS))
-    parser.add_argument("--lr", type=float, default=5e-4, help="learning rate at K=1; it grows with the root of K")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate at K=1; it grows with the root of K")
+    parser.add_argument("--late-lr", type=float, default=1e-3, help="that of methods whose forwards see old weights")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the text")
     parser.add_argument("--repeats", type=int, metavar="N")
-    parser.add_argument("--microbatches", type=int, default=2048, help="of a whole run")
+    parser.add_argument("--microbatches", type=int, default=1024, help="of a whole run")
     options = parser.parse_args()
     torch.set_num_threads(1)
     ks = options.ks or ([2, 4] if options.quick else [1, 2, 4, 8])
     repeats = options.repeats or (1 if options.quick else 3)
-    over = 16 if options.quick else 128
+    over = 16 if options.quick else 64
     length = 96 if options.quick else options.microbatches
-    task, costs = Task(length, lr=options.lr, seed=options.seed, path=options.data).profiled()
+    task, costs = Task(length, lr=options.lr, late_lr=options.late_lr, seed=options.seed, path=options.data).profiled()
     found: dict[str, Any] = {}
     if options.json and Path(options.json).exists():
         kept = json.loads(Path(options.json).read_text())
@@ -123,6 +126,12 @@ def main() -> None:
             rows.append(row)
             table.show(row)
             keep("time", rows=rows, task=told, costs=costs, target=target, over=over)
+    if "rates" in options.parts:
+        table, rows = Table("law", "lr", "loss"), []
+        for row in paci_time.rates(replace(task, microbatches=2 * length), 4, (5e-4, 1e-3, 2e-3), over):
+            rows.append(row)
+            table.show(row)
+        keep("rates", rows_rates=rows)
     if "simulator" in options.parts:
         forward, backward = (statistics.mean(stage[kind] for stage in costs["stages"]) for kind in (0, 1))
         priced = {"equal": (1.0, 2.0), "measured": (forward, backward)}

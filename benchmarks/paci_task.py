@@ -36,7 +36,9 @@ class Task:
     heads: int = 4
     context: int = 64
     rows: int = 6
-    lr: float = 5e-4
+    lr: float = 2e-3
+    late_lr: float = 1e-3
+    """The rate of methods whose forwards see old weights."""
     warmup: int = 16
     seed: int = 0
     path: str | None = None

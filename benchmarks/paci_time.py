@@ -11,7 +11,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,20 +167,31 @@ def reached(losses: Sequence[float], target: float, over: int) -> int | None:
     return None
 
 
+def rates(task: Task, k: int, tried: Sequence[float], over: int) -> Iterator[dict[str, Any]]:
+    """What a flush and `bounded` come to with each learning rate."""
+    for law in (FLUSH, "weft-bounded"):
+        for lr in tried:
+            losses = curve(replace(task, lr=lr), law, k)
+            row = {"law": law, "k": k, "lr": lr, "microbatches": task.microbatches}
+            yield {**row, "loss": statistics.mean(losses[-over:])}
+
+
 def rows(
     task: Task, ks: Sequence[int], methods: Sequence[str], repeats: int, target: float, over: int
 ) -> Iterator[dict[str, Any]]:
-    """By K and method. Short runs in turn say how fast each is; how many steps it needs, the law says."""
+    """By K and method, each with its own learning rate. Short runs in turn say how fast each is; how many steps it
+    needs, the law says."""
+    late = replace(task, lr=task.late_lr)
     for k in ks:
         runs: dict[str, list[Measured]] = {method: [] for method in methods}
         for repeat in range(repeats):
             for method in methods if repeat % 2 == 0 else methods[::-1]:
-                runs[method].append(measure(task, method, k, max(PACED // k, 1)))
+                runs[method].append(measure(task if method in FLUSHES else late, method, k, max(PACED // k, 1)))
         curves = {FLUSH: curve(task, FLUSH, k)}
         for method in methods:
             law = FLUSH if method in FLUSHES else method.removesuffix("-w")
             if law not in curves:
-                curves[law] = curve(task, law, k)
+                curves[law] = curve(late, law, k)
             row = _row(k, method, runs, curves[law], target, over)
             needed = reached(curves[FLUSH], target, over)
             if row["steps_to_loss"] is not None and row["step_ratio_to_torch_1f1b"] is not None and needed is not None:

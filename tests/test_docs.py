@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
+import shutil
 import statistics
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,8 @@ import torch
 
 from weft.cli import main
 from weft.config import read_config
+from weft.pipeline.consistency import clock, parse
+from weft.pipeline.placement import Placement
 from weft.runs import list_runs
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -102,6 +106,95 @@ def test_what_the_page_on_mixtures_asserts_holds(folder: Path) -> None:
         run(text, names)
 
 
+def test_what_the_page_on_asynchronous_pipelines_asserts_holds(folder: Path) -> None:
+    pieces = [text for language, text in blocks("explanation/asynchronous.md") if language == "python"]
+    assert len(pieces) == 3
+    for text in pieces:
+        assert "assert" in text
+        run(text, {})
+
+
+def test_the_table_of_versions_is_what_the_law_says() -> None:
+    drawn = next(text for language, text in blocks("explanation/asynchronous.md") if text.startswith("n   "))
+    rows = [[int(word) for word in line[29:44].split()] for line in drawn.splitlines()]
+    drifts = [[int(word) for word in line.split("drift")[1].split()] for line in drawn.splitlines() if "drift" in line]
+    assert rows[0] == list(range(8))
+    for stage in range(3):
+        at = clock(parse("bounded(2, 3)"), stage, 3, 1, 8)
+        assert rows[1] == [at.slot(n) for n in range(8)]
+        assert rows[2] == [at.backward_reads(n) for n in range(8)]
+        assert rows[3 + stage] == [at.forward_reads(n) for n in range(8)]
+        assert drifts[stage] == [backward - forward for backward, forward in zip(rows[2], rows[3 + stage], strict=True)]
+
+
+def test_the_guide_to_asynchronous_pipelines_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "examples").mkdir()
+    shutil.copy(DOCS.parent / "examples" / "gpt.toml", folder / "examples")
+    (folder / "input.txt").write_text("To be, or not to be, that is the question.\n" * 200)
+    small = ["--supernet.options={layers=6, heads=2, width=16, context=16}", "--data.options={context=16}"]
+    for language, text in blocks("how-to/asynchronous.md"):
+        if language == "python":
+            run(text, {})
+        elif language == "toml":
+            (folder / "config.toml").write_text(text)
+            command("weft train config.toml", monkeypatch)
+        for line in text.splitlines() if not language else ():
+            words = shlex.split(line, comments=True)
+            if words[1] != "trace":
+                words += ["--train.steps=1", "--train.threads=1", "--train.workers=0"]
+                words += [] if "--supernet.options" in words else small
+            if words[1] == "verify":  # that two stages end as one does is seen below
+                words[words.index("1,2")] = "1"
+            monkeypatch.setattr(sys, "argv", words)
+            with pytest.raises(SystemExit) as end:
+                main()
+            assert not end.value.code, line
+    found = {run.name: run.state for run in list_runs(folder / "runs")}
+    assert {"bounded", "alone", "deep", "config"} <= set(found)
+    assert set(found.values()) == {"finished"}
+    ends = {name: next(e for e in events(folder, name) if e["event"] == "finished") for name in found}
+    assert ends["bounded"]["fingerprint"] == ends["alone"]["fingerprint"]
+    assert len(ends["deep"]["drift"]) == 63  # all layers but the last
+    assert (folder / "runs" / "bounded" / "traces" / "trace.json").is_file()
+
+
+def test_the_commands_for_several_stages_on_one_process_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (DOCS / "how-to/several-devices.md").read_text().split("## Several stages on one process")[1]
+    drawn, lines = re.findall(r"^```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[:2]
+    for row in drawn.splitlines():
+        shape, *ranks = (part.split() for part in re.split(r" {2,}(?:rank \d: )?|rank \d: ", row) if part)
+        stages = [tuple(map(int, words)) for words in ranks[:3]]
+        placed = Placement(3, len(stages[0]), shape[0])
+        assert stages == [placed.stages_of(rank) for rank in range(3)]
+    (folder / "config.toml").write_text('supernet = "digits-mlp"\n[train]\nbatch_size = 8\nmicrobatches = 4\n')
+    simulated, loop, vee, _ = lines.splitlines()
+    command(simulated, monkeypatch)
+    command(f"{loop} --dry-run", monkeypatch)
+    command("weft train config.toml", monkeypatch)
+    command(vee, monkeypatch)
+    found = [next(e for e in events(folder, run) if e["event"] == "finished") for run in ("config", "vee")]
+    assert found[0]["fingerprint"] == found[1]["fingerprint"]
+
+
+def test_the_warnings_that_the_guide_quotes_are_those_of_the_code() -> None:
+    page = " ".join((DOCS / "how-to/asynchronous.md").read_text().split())
+    quoted = re.findall(r"- \*(?!\*)(.*?)\*", page.split("## What a run says")[1])
+    assert len(quoted) == 9
+    code = "".join(path.read_text() for path in (DOCS.parent / "src" / "weft" / "pipeline").glob("*.py"))
+    literals = " ".join(
+        node.value
+        for node in ast.walk(ast.parse(code.replace("from __future__ import annotations", "")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    said = re.sub(r"\s+", " ", literals)
+    for text in quoted:
+        # Names and numbers are those of the example; what is between them is the message.
+        pieces = [
+            piece.strip(" :,.;'") for piece in re.split(r"'[^']*'|\w+\([^)]*\)|\b\d+( %)?|\.\.\.|\bn\b", text) if piece
+        ]
+        assert all(piece in said for piece in pieces if len(piece) > 4), text
+
+
 def test_the_guide_to_planning_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, script = (text for language, text in blocks("how-to/plan.md") if language == "python")
     (folder / "mymodel.py").write_text(own)
@@ -154,7 +247,42 @@ def test_every_figure_of_the_page_on_the_planner_is_in_a_result_file() -> None:
     assert f"tau is {found['tau']['float32']:.2f} and {found['tau']['bfloat16']:.2f}" in page
 
 
+def test_every_figure_of_the_page_on_asynchronous_pipelines_is_in_a_result_file() -> None:
+    page = (DOCS / "explanation/asynchronous.md").read_text()
+    results = DOCS.parent / "benchmarks" / "results"
+    rows = json.loads((results / "delays.json").read_text())["rows"]
+    losses: dict[tuple[str, str, int | None, int | None], dict[int, float]] = {}
+    rates = {"adamw": min(row["lr"] for row in rows if row["optimizer"] == "adamw" and row["method"] == "lagged")}
+    for row in rows:
+        name = row["optimizer"]
+        own = next(r["lr"] for r in rows if (r["optimizer"], r["method"]) == (name, "lagged"))
+        if row["lr"] == rates.setdefault(name, own):
+            losses.setdefault((name, row["method"], row["depth"], row["k"]), {})[row["seed"]] = row["val_loss"]
+    names = ("adamw", "muon", "nadam")
+    means = [statistics.mean(losses[name, "flush", None, None].values()) for name in names]
+    assert f"| 0 | {' | '.join(f'{mean:.3f}' for mean in means)} |" in page
+
+    def cell(name: str, method: str, depth: int | None, k: int | None) -> str:
+        flush = losses[name, "flush", None, None]
+        apart = [loss - flush[seed] for seed, loss in losses[name, method, depth, k].items()]
+        assert len(apart) == 5
+        return f"{statistics.mean(apart):+.3f} ± {2.776 * statistics.stdev(apart) / 5**0.5:.3f}"
+
+    for depth in (2, 8, 16):
+        for k in (depth // 2, depth, 2 * depth):
+            told = " | ".join(cell(name, "bounded", depth, k) for name in names)
+            assert f"| `bounded({k}, {depth})` | {(depth - 1) / (2 * k):.2f} | {told} |" in page
+    assert f"| `lagged(1)` | 1.00 | {' | '.join(cell(name, 'lagged', None, None) for name in names)} |" in page
+    found = json.loads((results / "shakespeare.json").read_text())
+    flush, bounded = (next(row for row in found["rows"] if row["method"] == name) for name in ("flush", "bounded"))
+    best = f"best validation loss is {bounded['best_val_loss']:.3f}, that of the flush {flush['best_val_loss']:.3f}"
+    assert best in page
+    assert f"published one {found['published']:.3f}" in page
+    assert f"after {flush['best_step']:,} steps and `bounded` after {bounded['best_step']:,}" in page
+
+
 PAGES = ["how-to/gradient-search.md", "how-to/plan.md", "explanation/mixtures.md", "explanation/planner.md"]
+PAGES += ["how-to/asynchronous.md", "how-to/several-devices.md", "explanation/asynchronous.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -10,18 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from weft.cli import main
 from weft.data import digits
-from weft.pipeline import Consistency, Lagged, Optimizer
+from weft.errors import ConsistencyError
+from weft.pipeline import Consistency, Lagged, Optimizer, parse
+from weft.pipeline.placement import Placement
 from weft.pipeline.profile import message_bytes
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.simulator import simulate
-from weft.pipeline.workload import chain_workload
+from weft.pipeline.workload import Workload, chain_workload
 from weft.plan.cut import Cut, best_cut
 from weft.simulation import better_cut, simulate_run
 from weft.space import make_stream
-from weft.supernet import initialise
+from weft.supernet import Chain, Shared, initialise
 from weft.zoo import digits_conv
 
 ARGUMENTS: dict[str, Any] = {"steps": 60, "batch_size": 32, "stream": "iid", "optimizer": Optimizer("sgd", lr=0.1)}
@@ -91,6 +94,78 @@ def test_messages_take_the_time_of_their_bytes() -> None:
     tight = simulate_run(digits_conv, digits(), FILLED, [2], costs="equal", bandwidth=size / 100)["rows"][0]
     assert free["time_per_step"] < 20
     assert tight["time_per_step"] == pytest.approx(100, rel=0.06)
+
+
+def plain() -> Chain:
+    """One network of eight blocks that cost the same: nothing to choose."""
+    first = Shared(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 16)), "in")
+    return Chain(first, *[Shared(lambda: nn.Linear(16, 16), f"layer{k}") for k in range(6)], Shared(readout, "out"))
+
+
+def readout() -> nn.Module:
+    return nn.Linear(16, 10)
+
+
+STEPS: dict[str, Any] = {"steps": 40, "batch_size": 32, "microbatches": 4}
+
+
+def exact_work(consistency: str = "exact") -> Workload:
+    return Workload(8, 4, 40, lambda n: [(b, b) for b in range(8)], lambda layer: parse(consistency))
+
+
+@pytest.mark.parametrize("shape", ["loop", "v"])
+def test_stages_that_share_a_rank_fare_as_the_simulator_says_of_their_placement(shape: str) -> None:
+    found = simulate_run(plain, digits(), STEPS, [4, 2, 3], costs="equal", ranks=2, placement=shape)["rows"]
+    expected = simulate(exact_work(), (2, 4, 6), Rule(32), placement=Placement(2, 2, shape))
+    assert (found[0]["ranks"], found[0]["cut"]) == (2, [2, 4, 6])
+    assert found[0]["speedup"] == expected.speedup
+    assert found[0]["bubble"] == expected.bubble
+    assert "'v' has two stages a rank" in found[1]["note"] if shape == "v" else found[1]["speedup"] < expected.speedup
+    assert "3 stages cannot be placed on 2 ranks" in found[2]["note"]
+
+
+def test_a_slow_rank_slows_all_of_its_stages() -> None:
+    found = simulate_run(plain, digits(), STEPS, [4], costs="equal", ranks=2, placement="v", slow={1: 0.5})["rows"][0]
+    expected = simulate(exact_work(), (2, 4, 6), Rule(32), placement=Placement(2, 2, "v"), speeds=[1.0, 0.5])
+    assert found["time_per_step"] == expected.time / 40
+    with pytest.raises(ConsistencyError, match=r"slow ranks \[2\]: ranks are numbered from 0 to 1"):
+        simulate_run(plain, digits(), STEPS, [4], costs="equal", ranks=2, slow={2: 0.5})
+
+
+def test_windows_are_those_that_a_run_would_have() -> None:
+    def windows(consistency: str, stages: int) -> tuple[int, int]:
+        row = simulate_run(plain, digits(), {**STEPS, "consistency": consistency}, [stages], costs="equal")["rows"][0]
+        return row["window"], row["peak_in_flight"]
+
+    assert windows("bounded(4, 4)", 4) == (4, 4)  # one copy of the weights, and a place for every stage behind
+    assert windows("stashed(4, 4)", 4)[0] == windows("bounded(4, 4)", 2)[0] * 2 == 32
+    assert windows("exact", 4) == (32, 4)  # those of a step, after which it waits
+
+
+def test_a_single_network_that_waits_for_itself_is_advised_not_to() -> None:
+    found = simulate_run(plain, digits(), STEPS, [4], costs="equal")
+    assert found["rows"][0]["steady_bubble"] > 0.3
+    row = next(row for row in found["advice"] if row["change"] == "consistency = bounded(4, 4)")
+    changed = {**STEPS, "consistency": "bounded(4, 4)"}
+    again = simulate_run(plain, digits(), changed, [4], costs="equal")["rows"][0]
+    assert again == {name: value for name, value in row.items() if name != "change"}
+    assert row["speedup"] > 1.5 * found["rows"][0]["speedup"]
+    # K is a multiple of the micro-batches of a step, and no smaller than what keeps the drift at one update.
+    eight = simulate_run(plain, digits(), STEPS, [8], costs="equal")["advice"]
+    assert "consistency = bounded(8, 8)" in [row["change"] for row in eight]
+    assert simulate_run(plain, digits(), changed, [4, 2], costs="equal")["advice"] == []
+    supernet = simulate_run(digits_conv, digits(), ARGUMENTS, [4], costs="equal")["advice"]
+    assert supernet
+    assert not [row for row in supernet if "bounded" in row["change"]]
+
+
+def test_gradients_of_weights_that_are_put_off_fill_the_wait() -> None:
+    whole = simulate_run(plain, digits(), STEPS, [4], costs="equal")
+    row = simulate_run(plain, digits(), STEPS, [4], costs="equal", defer=True)["rows"][0]
+    told = simulate(exact_work(), (2, 4, 6), Rule(32, defer=True), split=0.5)
+    assert row["speedup"] == told.speedup > 1.1 * whole["rows"][0]["speedup"]
+    advised = next(row for row in whole["advice"] if row["change"] == "split_backward = defer")
+    assert advised["speedup"] == row["speedup"]
 
 
 ROOT = Path(__file__).parent.parent
@@ -198,6 +273,10 @@ def test_the_verb_prints_a_table_and_json(
     code, out, _ = run("--stages", "2", "--costs", "equal", "--bandwidth", "1e3", "--slow", "1:0.5", "--json")
     assert code == 0
     assert json.loads(out)["rows"][0]["time_per_step"] > 8
+    code, out, _ = run("--stages", "2,4", "--costs", "equal", "--ranks", "2", "--placement", "v", "--defer", "--json")
+    assert code == 0
+    assert [row.get("ranks") for row in json.loads(out)["rows"]] == [None, 2]
+    assert "did you mean 'loop'" in run("--placement", "lop")[2]
     assert run("--stages", "two")[0] == 2
     assert "such as 3:0.5" in run("--slow", "1-2")[2]
     assert "numbered from 0 to 1" in run("--stages", "2", "--slow", "2:0.5")[2]

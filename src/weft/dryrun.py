@@ -45,7 +45,7 @@ def describe(net: Chain | Factory, data: Data, arguments: Mapping[str, Any], pat
         "subnets": "too many to count" if math.isinf(subnets) else int(subnets),
         "blocks": len(chain.blocks),
         "layers": len(chain.layers),
-        "parameters": sum(p.numel() for p in chain.parameters()),
+        "parameters": chain.count(),
         "parameters_largest": parameters(chain, largest, batch),
         "parameters_smallest": parameters(chain, smallest, batch),
         "memory_weights": weights,
@@ -81,9 +81,9 @@ def _built(chain: Chain) -> Chain:
 
 def parameters(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor]) -> int:
     """What the subnet has by itself: of an elastic layer its slice alone."""
-    route = chain.route(subnet)
-    own = [extract(chain, subnet, batch)] if any(x.elastic for x in route) else [chain.module(x) for x in route]
-    return sum(p.numel() for module in own for p in module.parameters())
+    if not any(layer.elastic for layer in chain.route(subnet)):
+        return chain.count(subnet)
+    return sum(p.numel() for p in extract(chain, subnet, batch).parameters())
 
 
 def state_ratio(optimizer: Optimizer) -> float:

@@ -119,6 +119,15 @@ def plain() -> Chain:
     )
 
 
+def tied() -> Chain:
+    """As plain, with two ties: tokens and scores share a matrix, and so do two layers, of which the later comes
+    first."""
+    return Chain(*plain().blocks, inputs=("tokens",), tie=TIED)
+
+
+TIED = [("embed.weight", "out.2.weight"), ("layer3.qkv.weight", "layer1.qkv.weight")]
+
+
 class Encode(nn.Module):
     """Changes the source and passes the target's tokens (integers) and a mask on as they are."""
 
@@ -209,6 +218,9 @@ KINDS: dict[str, tuple[Callable[[], Chain], Callable[[int], Batch]]] = {
     "plain": (plain, words),
 }
 
+ALIKE: dict[str, tuple[Callable[[], Chain], Callable[[int], Batch]]] = {"tied": (tied, words)}
+"""Kinds whose layers must all have one consistency."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -219,10 +231,10 @@ class Task:
     stream: Stream
 
     def chain(self) -> Chain:
-        return initialise(KINDS[self.kind][0], self.law.seed)
+        return initialise((KINDS | ALIKE)[self.kind][0], self.law.seed)
 
     def batch(self, step: int) -> Batch:
-        return KINDS[self.kind][1](step)
+        return (KINDS | ALIKE)[self.kind][1](step)
 
 
 def make_task(
@@ -238,7 +250,7 @@ def make_task(
 ) -> Task:
     from weft.pipeline import accuracy, cross_entropy
 
-    chain = initialise(KINDS[kind][0], seed)
+    chain = initialise((KINDS | ALIKE)[kind][0], seed)
     said = consistency if isinstance(consistency, Mapping) else dict.fromkeys(chain.layers, consistency)
     promises: dict[str, Consistency] = {name: parse(said.get(name, "exact")) for name in chain.layers}
     told = optimizer or Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=1e-3)
@@ -323,6 +335,8 @@ def in_stages(
             stage.resume(own)
             if stage.norms is not None:
                 stage.norms.restore(saved[2], first_step * m, CPU)
+            if stage.ties is not None:
+                stage.ties.restore(saved[0], first_step * m, CPU)
         stage.train_mode()
         width = window if isinstance(window, int) else window[index]
         parts = Batches(Numbered(task), first_step, task.law.steps, m)

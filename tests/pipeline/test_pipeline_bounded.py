@@ -7,11 +7,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stages import in_stages, make_task, sequentially
+from stages import CPU, in_stages, make_task, sequentially
 
 from weft.errors import ConsistencyError
+from weft.pipeline import Sequential
 from weft.pipeline.consistency import Bounded, Exact, Recomputed, Stashed, clock
 from weft.pipeline.onecopy import moving, single_copy, virtual_cut, windows
+from weft.pipeline.state import layer_digest
 
 BLOCKS = 6
 quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -149,3 +151,22 @@ def test_the_variants_differ_in_what_they_compute() -> None:
 def test_a_layer_that_works_in_place_on_its_input_cannot_be_recomputed() -> None:
     with pytest.raises(ConsistencyError, match="works in place on its input"):
         sequentially(make_task("convolutional", consistency="recomputed(1, 2)"))
+
+
+@settings(quiet, max_examples=20)
+@given(
+    depth=st.integers(2, 6),
+    every=st.sampled_from([2, 4, 6]),
+    until=st.integers(1, 11),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_one_copy_can_be_drained_in_the_middle_of_an_update(depth: int, every: int, until: int, seed: int) -> None:
+    """Forwards that are to read an old version come after the drain: then it is kept for them."""
+    task = make_task("plain", steps=12, m=2, consistency=f"bounded({every}, {depth})")
+    found, _ = in_stages(task, virtual_cut(depth, BLOCKS), windows(depth, True, None), seed, until=until)
+    alone = Sequential(task.chain(), task.law, task.stream, CPU)
+    alone.train_mode()
+    losses = [float(loss) for step in range(until) for loss in alone.step(step, task.batch(step)).losses]
+    alone.eval_mode()
+    assert found.losses == losses
+    assert found.layers == {name: layer_digest(w, alone.updater) for name, w in alone.weights.items()}

@@ -37,6 +37,7 @@ def on_ranks(
     def sender(rank: int) -> Callable[[int, Message], None]:
         def send(stage: int, message: Message) -> None:
             to, told = placement.rank_of(stage), message.to(stage)
+            assert to == rank or to in placement.neighbours(rank), f"ranks {rank} and {to} have no link"
             passed = handed(told, CPU) if to == rank else through_bytes(told)
             links.setdefault((rank, to), deque()).append(passed)
 
@@ -46,7 +47,7 @@ def on_ranks(
     for rank in range(placement.ranks):
         workers = []
         for index in placement.stages_of(rank):
-            stage = Stage(task.chain(), task.law, task.stream, CPU, cut, index)
+            stage = Stage(task.chain(), task.law, task.stream, CPU, cut, index, placement=placement)
             stage.train_mode()
             parts = Batches(Numbered(task), 0, task.law.steps, m)  # type: ignore[arg-type]
             workers.append(Worker(stage, Rule(window), 0, task.law.steps * m, parts, sender(rank)))

@@ -5,22 +5,35 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import disturbed
 import pytest
+import stages as nets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import weft
 from weft.errors import RunError
-from weft.pipeline.consistency import parse
+from weft.pipeline import Validate
+from weft.pipeline.batches import Batches
+from weft.pipeline.consistency import Clock, parse
 from weft.pipeline.perfetto import perfetto
+from weft.pipeline.runtime import Runtime, _seen
 from weft.pipeline.scheduler import Op, Rule
 from weft.pipeline.simulator import Simulated, Span, jitter, simulate
-from weft.pipeline.trace import Message, StageTrace, Trace, Tracer, Update, read_traces
+from weft.pipeline.stage import Stage
+from weft.pipeline.trace import Message, StageTrace, Trace, Tracer, Update, Versions, read_traces
+from weft.pipeline.transport import Arrived
 from weft.pipeline.utilisation import bubble, busy, idle_shares, steady_bubble, summary
 from weft.pipeline.waits import gaps, worst_waits
+from weft.pipeline.worker import Worker
 from weft.pipeline.workload import Workload
 from weft.plan.cut import best_cut
 
@@ -74,8 +87,10 @@ def write(
         tracer = Tracer(folder / "traces" / f"stage{stage.stage}.jsonl", stage.stage)
         foreseen = simulated if stage.stage == 0 else None
         tracer.start(restart, len(trace.stages), trace.cut, trace.microbatches, foreseen)
-        for index, (span, in_flight) in enumerate(zip(stage.spans, stage.in_flight, strict=True)):
-            tracer.op(span.op, span.start, span.end, in_flight)
+        versions = stage.versions or (None,) * len(stage.spans)
+        for index, (span, in_flight, seen) in enumerate(zip(stage.spans, stage.in_flight, versions, strict=True)):
+            known = () if seen is None else [version for version in seen if version is not None]
+            tracer.op(span.op, span.start, span.end, in_flight, known)
             if index % flush_every == 0:
                 tracer.flush()
         for message in stage.sent:
@@ -342,6 +357,7 @@ def test_lines_of_another_shape_are_skipped(tmp_path: Path) -> None:
     whole = read_traces(tmp_path)
     with open(tmp_path / "traces" / "stage0.jsonl", "a") as file:
         file.write('3\n"op"\n[]\n["op"]\n["op","X",1,2,3,4]\n{"event":"step"}\n["other",1]\nnull\n')
+        file.write('["op","F",1,2,3,4,"5"]\n["op","B",1,2,3,4,5,6,7]\n["sent","W",1,2,3]\n')
     assert read_traces(tmp_path) == whole
 
 
@@ -520,3 +536,183 @@ def test_the_simulation_that_a_trace_holds_is_drawn_beside_it(tmp_path: Path) ->
     assert (shown[2, "1F0"], shown[4, "1F0"]) == (1_500_000, 1_000_000)
     assert (shown[1, "0B1"], shown[3, "0B1"]) == (8_000_000, 7_000_000)
     assert len(shown) == 16
+
+
+# A stage whose weights change while two micro-batches are under way, which puts the gradients of weights off and scores
+# a batch in between. A letter is one second, the number below it the version that is seen: forwards 0 0 1, backwards 0
+# 1 2, since an update of every micro-batch's own follows its W.
+#   stage 0: F0 F1 B0 W0 u  F2 B1 E0 W1 u  B2 W2 u
+SPLIT = [("F", 0, (0,)), ("F", 1, (0,)), ("B", 0, (0, 0)), ("W", 0, ()), ("u", 1, ()), ("F", 2, (1,)), ("B", 1, (0, 1))]
+SPLIT += [("E", 0, (2,)), ("W", 1, ()), ("u", 2, ()), ("B", 2, (1, 2)), ("W", 2, ()), ("u", 3, ())]
+
+
+def asynchronous(since: float = 0.0) -> Trace:
+    spans, versions, updates = [], [], []
+    for at, (kind, n, seen) in enumerate(SPLIT):
+        if kind == "u":
+            updates.append(Update(1, n, since + at, since + at + 1))
+            continue
+        spans.append(Span(Op(0, kind, n), since + at, since + at + 1))  # type: ignore[arg-type]
+        versions.append(Versions(*seen) if seen else None)
+    flying = (1, 2, 2, 2, 2, 2, 2, 2, 1, 1)
+    return Trace(0, (StageTrace(0, tuple(spans), flying, (), (), tuple(updates), tuple(versions)),))
+
+
+def test_versions_and_operations_of_every_kind_are_read_back(tmp_path: Path) -> None:
+    trace = asynchronous(EPOCH)
+    write(trace, tmp_path)
+    assert read_traces(tmp_path) == trace
+
+
+def test_the_drift_of_backwards_is_counted_and_drawn() -> None:
+    trace = asynchronous()
+    (row,) = summary(trace)["stages"]
+    assert row["drift"] == {"0": 1, "1": 2}
+    assert (row["busy"], row["idle"], row["updates"], row["ops"]) == (13, 0, 3, 10)
+    events = {event["name"]: event for event in of(trace, "X") if event["cat"] != "update"}
+    assert [(name, event["cat"]) for name, event in events.items() if name[1] in "WE"] == [
+        ("0W0", "weights"),
+        ("0E0", "evaluation"),
+        ("0W1", "weights"),
+        ("0W2", "weights"),
+    ]
+    assert events["0F2"]["args"] == {"micro-batch": 2, "step": 2, "in_flight": 2, "version_forward": 1}
+    seen = {"version_forward": 0, "version_backward": 1, "drift": 1}
+    assert events["0B1"]["args"] == {"micro-batch": 1, "step": 1, "in_flight": 2, **seen}
+    assert events["0W1"]["args"] == {"micro-batch": 1, "step": 1, "in_flight": 2}
+    assert events["0E0"]["args"] == {"batch": 0, "in_flight": 2, "version_forward": 2}
+    counters = [(event["ts"], event["args"]) for event in of(trace, "C") if event["name"] == "drift"]
+    assert counters == [(2_000_000, {"updates": 0}), (6_000_000, {"updates": 1}), (10_000_000, {"updates": 1})]
+
+
+def test_a_trace_without_drift_has_no_track_of_it() -> None:
+    trace = traced(TWO, 0.5)
+    assert [row["drift"] for row in summary(trace)["stages"]] == [{}, {}]
+    assert {event["name"] for event in of(trace, "C")} == {"in flight", "idle"}
+    assert all("version_forward" not in event["args"] for event in of(trace, "X"))
+
+
+def test_what_is_scored_and_what_is_put_off_wait_for_what_they_need() -> None:
+    first = stage(0, [("E", 0, 0, 2), ("F", 0, 2, 3)])
+    second = stage(1, [("E", 0, 3, 4), ("B", 0, 4, 5), ("W", 0, 9, 10)], [Message("E", 0, 2.1)])
+    told = {str(wait.op): (wait.cause, str(wait.source)) for wait in worst_waits(Trace(0, (first, second)), 9)}
+    assert told == {"1W0": ("version or window", "1B0"), "1E0": ("op", "0E0")}
+    shown = Trace(0, (StageTrace(0, first.spans, (1, 1), (Message("E", 0, 2.0, 8),)), second))
+    assert [(event["name"], event["pid"]) for event in of(shown, "s", "f")] == [
+        ("activations to score", 1),
+        ("activations to score", 2),
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 8)), min_size=1, max_size=4), st.integers(0, 60))
+def test_the_versions_of_a_stage_are_those_of_its_layer_that_drifts_most(drawn: list[tuple[int, int]], n: int) -> None:
+    clocks = [Clock(parse(f"bounded({every}, 9)"), 1, 100, window) for every, window in drawn]
+    drifts = [n // every - max(n + 1 - window, 0) // every for every, window in drawn]
+    forward, backward = _seen(clocks, "B", n)
+    assert backward - forward == max(drifts)
+    assert (forward, backward) in [(max(n + 1 - window, 0) // every, n // every) for every, window in drawn]
+    assert _seen(clocks, "F", n) == (forward,)
+    assert _seen(clocks, "W", n) == _seen([], "B", n) == ()
+
+
+def test_a_run_on_two_processes_is_traced_with_its_versions_and_all_its_updates(tmp_path: Path) -> None:
+    """Every update waits for a norm, and most come between two operations."""
+    trained = weft.train(
+        nets.plain,
+        partial(disturbed.samples, "plain"),
+        steps=12,
+        batch_size=4,
+        microbatches=2,
+        consistency="bounded(2, 2)",
+        clip="global:1.0",
+        validate=Validate(4, batch_size=6, flow=True),
+        runs=tmp_path,
+        stages=2,
+        cut=[3],
+        split_backward="defer",
+        trace=True,
+    )
+    trace = read_traces(trained.path)
+    finished = next(event for event in trained.run.events.read() if event["event"] == "finished")
+    scored = {span.op.microbatch for span in trace.stages[0].spans if span.op.kind == "E"}
+    # Before micro-batches 8 and 16: the validation data is two batches.
+    assert scored == set(range(len(scored)))
+    assert len(scored) % 4 == 0
+    assert scored
+    for one, window, layers in zip(trace.stages, (2, 1), (("embed", 3), ("out", 3)), strict=True):
+        ops = {span.op: seen for span, seen in zip(one.spans, one.versions, strict=True)}
+        assert len(ops) == len(one.spans)
+        assert ops.keys() == {Op(one.stage, kind, n) for kind in "FBW" for n in range(24)} | {  # type: ignore[arg-type]
+            Op(one.stage, "E", n) for n in scored
+        }
+        for op, seen in ops.items():
+            n = op.microbatch if op.kind != "E" else 8 * (1 + op.microbatch // (len(scored) // 2))
+            forward = max(n + 1 - window, 0) // 2
+            assert seen == {"B": Versions(forward, n // 2), "W": None}.get(op.kind, Versions(forward))
+        found = summary(trace)["stages"][one.stage]
+        assert found["drift"] == finished["drift"].get(layers[0], {"0": 24})
+        assert found["peak_in_flight"] <= window + (one.stage == 0)
+        # Every layer's twelve updates, each of them counted once and none while something else was done.
+        assert sum(update.layers for update in one.updates) == one.updates[-1].version == 12 * layers[1]
+        work = sorted(one.intervals())
+        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(work))
+
+
+class Beside:
+    """A link to a stage of the same process, which works when the other one waits, and as long as it can."""
+
+    def __init__(self) -> None:
+        self.worker: Worker | None = None
+        self.device = nets.CPU
+        self.figures: dict[str, float] = {}
+        self._waiting: deque[Any] = deque()
+
+    def send(self, to: int, message: Any) -> int:
+        if to == 1:
+            assert self.worker is not None
+            self.worker.receive(nets.through_bytes(message))
+        else:
+            self._waiting.append(nets.through_bytes(message))
+        return 8
+
+    def take(self, timeout: float) -> Arrived | None:
+        while timeout and self.worker is not None and self.worker.work() is not None:
+            pass
+        return Arrived(self._waiting.popleft(), time.time()) if self._waiting else None
+
+    def doing(self, op: str) -> None: ...
+
+    def idle(self) -> None: ...
+
+
+def test_an_update_that_came_late_is_drawn_before_the_operation_that_it_came_with(tmp_path: Path) -> None:
+    """Two micro-batches fill the first stage, and both gradients come before the third can begin:
+
+    F0 F1 . B0 B1 F2 u F3 . B2 B3   the update of 0 and 1 must wait for F2, which must not see it; F3 must
+    """
+    task = nets.make_task("plain", steps=4, m=2, consistency="bounded(2, 2)")
+    link = Beside()
+    tracer = Tracer(tmp_path / "traces" / "stage0.jsonl", 0)
+    tracer.start(0, 2, (3,), 2)
+    runtime = Runtime(0, link, link, {0: tracer}, lambda: False)  # type: ignore[arg-type]
+    workers = []
+    for index, send in enumerate((runtime.send, link.send)):
+        one = Stage(task.chain(), task.law, task.stream, nets.CPU, (3,), index)
+        one.train_mode()
+        parts = Batches(nets.Numbered(task), 0, 4, 2)  # type: ignore[arg-type]
+        workers.append(Worker(one, Rule(2 - index), 0, 8, parts, send))
+    link.worker = workers[1]
+    done = []
+    runtime.drive(workers[0], lambda op: done.append(op) if op is not None else None)
+    tracer.close()
+    (first, _) = read_traces(tmp_path).stages
+    assert [str(span.op) for span in first.spans][:6] == ["0F0", "0F1", "0B0", "0B1", "0F2", "0F3"]
+    late = [str(op.op) for op in done if op.late]
+    assert late == ["0F3", "0F5", "0F7"]
+    # Three layers, four updates; each that was late ends where its operation begins.
+    assert [(update.layers, update.version) for update in first.updates] == [(3, 3), (3, 6), (3, 9), (3, 12)]
+    ends = {update.end for update in first.updates}
+    assert [str(span.op) for span in first.spans if span.start in ends] == late
+    work = sorted(first.intervals())
+    assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(work))
+    assert [seen.drift for seen in first.versions if seen is not None and seen.drift is not None] == [0, 0] + [1, 0] * 3

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from weft.errors import CheckpointError
+from weft.pipeline.weights import MARKS
 from weft.runs import Checkpoints, Run
 from weft.supernet import Chain
 
@@ -27,7 +28,11 @@ def load_initial(chain: Chain, source: Any, partial: bool = False) -> None:
     """
     if source is None:
         return
-    found = _weights(source)
+    found = dict(_weights(source))
+    for tie in chain.ties:  # one value for both, also where only one of them is given or lies on this stage
+        value = found.get(str(tie.first), found.get(str(tie.second)))
+        if value is not None:
+            found |= {str(place): value for place in tie}
     own = chain.state_dict()
     common = [name for name in own if name in found]
     if not common and not partial:
@@ -70,5 +75,5 @@ def _weights(source: Any) -> Mapping[str, Tensor]:
 
 def run_weights(checkpoints: Checkpoints, step: int | None = None) -> dict[str, Tensor]:
     """The newest weights and buffers in a checkpoint, without optimizer state, older versions or gradients."""
-    loaded = checkpoints.load(step, only=lambda name: not set("#@+") & set(name))
+    loaded = checkpoints.load(step, only=lambda name: not set(MARKS) & set(name))
     return dict(loaded.tensors)

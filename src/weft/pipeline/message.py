@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.errors import PipelineError
 
-Kind = Literal["F", "B", "E", "scored", "norm", "total", "end"]
+Kind = Literal["F", "B", "E", "scored", "norm", "total", "tie", "end"]
 ALIGNED = 64
 PREFIX = 24
 _TYPES = {

@@ -59,16 +59,34 @@ def make_clip(given: float | str | GlobalNorm | None) -> float | GlobalNorm | No
 def delay_of(promises: Iterable[Consistency]) -> int:
     """How many updates old the norm is that scales one; raises TrainError where layers are not updated together."""
     found = set(promises)
+    delay = delay_together(found)
+    if delay is None:
+        raise TrainError(
+            "clip='global:...' needs one consistency for all layers, exact or bounded(K, depth), stashed or "
+            "recomputed: the norm is that of one update, and here layers are updated at different times "
+            f"({few(found)}). Clip each layer by its own norm, with a number"
+        )
+    return delay
+
+
+def delay_together(promises: Iterable[Consistency]) -> int | None:
+    """After how many updates all stages can know of one, without a stop of the pipeline; None where layers are not
+    updated together."""
+    found = set(promises)
     one = next(iter(found)) if len(found) == 1 else None
-    if isinstance(one, Exact):
-        return 0
     if isinstance(one, Virtual):
         return -(-one.depth // one.every)
-    raise TrainError(
-        "clip='global:...' needs one consistency for all layers, exact or bounded(K, depth), stashed or recomputed: "
-        f"the norm is that of one update, and here layers are updated at different times ({_few(found)}). Clip each "
-        "layer by its own norm, with a number"
-    )
+    return 0 if isinstance(one, Exact) else None
+
+
+def span_of(promise: Consistency, m: int) -> int:
+    """How many micro-batches an update has where all layers are updated together."""
+    return promise.every if isinstance(promise, Virtual) else m
+
+
+def few(found: set[Consistency]) -> str:
+    """Some of the consistencies, for a message."""
+    return ", ".join(sorted(map(str, found))[:3])
 
 
 def squared(gradients: list[Tensor]) -> Tensor:
@@ -157,7 +175,3 @@ class Norms:
     def _learn(self, slot: int, total: Tensor) -> None:
         self._totals[slot] = total
         self.count = slot + 1
-
-
-def _few(found: set[Consistency]) -> str:
-    return ", ".join(sorted(map(str, found))[:3])

@@ -91,10 +91,16 @@ class Updater:
     """Applies updates to the parameters it was made with; a parameter that an update does not name stays as it is."""
 
     def __init__(
-        self, spec: Optimizer, parameters: Mapping[str, nn.Parameter], apart: Mapping[str, Optimizer] | None = None
+        self,
+        spec: Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        apart: Mapping[str, Optimizer] | None = None,
+        called: Mapping[str, str] | None = None,
     ) -> None:
-        """``apart`` names parameters with an optimizer of their own, whose learning rate stays as it is."""
+        """``apart`` names parameters with an optimizer of their own, whose learning rate stays as it is; ``called``
+        gives parameters another name by which ``groups`` knows them."""
         self.parameters = dict(parameters)
+        self._called = dict(called or {})
         self._optimizers: list[torch.optim.Optimizer] = []
         self._group: dict[int, tuple[int, int]] = {}
         self._full: list[list[list[nn.Parameter]]] = []
@@ -115,7 +121,10 @@ class Updater:
     def _make(self, spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         if not parameters:
             return
-        special = {name: dict(spec.groups(name, p)) if spec.groups else {} for name, p in parameters.items()}
+        special = {
+            name: dict(spec.groups(self._called.get(name, name), p)) if spec.groups else {}
+            for name, p in parameters.items()
+        }
         kinds: list[dict[str, Any]] = []
         members: list[list[nn.Parameter]] = []
         for name, parameter in parameters.items():

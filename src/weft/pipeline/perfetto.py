@@ -12,13 +12,13 @@ from typing import Any
 
 from weft.pipeline.scheduler import Op
 from weft.pipeline.simulator import Simulated, Span
-from weft.pipeline.trace import StageTrace, Trace
+from weft.pipeline.trace import StageTrace, Trace, Versions
 from weft.pipeline.utilisation import idle_shares
 
 Event = dict[str, Any]
 
-_CATEGORIES = {"F": "forward", "B": "backward"}
-_MESSAGES = {"F": "activations", "B": "gradients"}
+_CATEGORIES = {"F": "forward", "B": "backward", "W": "weights", "E": "evaluation"}
+_MESSAGES = {"F": "activations", "B": "gradients", "E": "activations to score"}
 _RANKS = {"M": 0, "C": 1, "X": 2, "s": 3, "f": 4}
 """The order of events of one time: an arrow belongs to the last event of its thread before it."""
 
@@ -33,7 +33,10 @@ def perfetto(trace: Trace, simulated: Simulated | None = None) -> dict[str, Any]
     events: list[Event] = []
     for stage in trace.stages:
         events += _process(stage.stage, f"stage {stage.stage}")
-        events += (_complete(span, stage.stage, begin, trace.microbatches) for span in stage.spans)
+        versions = stage.versions or (None,) * len(stage.spans)
+        for span, in_flight, seen in zip(stage.spans, stage.in_flight, versions, strict=True):
+            more = {"in_flight": in_flight, **_seen(seen)}
+            events.append(_complete(span, stage.stage, begin, trace.microbatches, more))
         events += _updates(stage, begin)
         events += _counters(stage, begin, trace.end)
     events += _arrows(trace)
@@ -52,11 +55,21 @@ def _process(number: int, name: str) -> Iterator[Event]:
     yield {"ph": "M", "name": "thread_name", **where, "args": {"name": "ops"}}
 
 
-def _complete(span: Span, number: int, begin: float, microbatches: int) -> Event:
+def _complete(span: Span, number: int, begin: float, microbatches: int, more: dict[str, int] | None = None) -> Event:
     start, end = _microseconds(span.start - begin), _microseconds(span.end - begin)
-    args = {"micro-batch": span.op.microbatch, "step": span.op.microbatch // microbatches}
+    n = span.op.microbatch
+    args = {"batch": n} if span.op.kind == "E" else {"micro-batch": n, "step": n // microbatches}
+    args |= more or {}
     names = {"name": str(span.op), "cat": _CATEGORIES[span.op.kind]}
     return {"ph": "X", **names, **_where(number), "ts": start, "dur": end - start, "args": args}
+
+
+def _seen(versions: Versions | None) -> dict[str, int]:
+    if versions is None:
+        return {}
+    forward, backward = versions
+    own = {"version_forward": forward}
+    return own if backward is None else {**own, "version_backward": backward, "drift": backward - forward}
 
 
 def _updates(stage: StageTrace, begin: float) -> Iterator[Event]:
@@ -71,6 +84,9 @@ def _updates(stage: StageTrace, begin: float) -> Iterator[Event]:
 def _counters(stage: StageTrace, begin: float, end: float) -> Iterator[Event]:
     for span, in_flight in zip(stage.spans, stage.in_flight, strict=True):
         yield _counter(stage, _microseconds(span.start - begin), "in flight", "micro-batches", in_flight)
+    for span, seen in zip(stage.spans, stage.versions, strict=False):
+        if seen is not None and seen.drift is not None:
+            yield _counter(stage, _microseconds(span.start - begin), "drift", "updates", seen.drift)
     for at, share in idle_shares(stage, begin, end):
         yield _counter(stage, _microseconds(at - begin), "idle", "share", round(share, 6))
 
@@ -86,7 +102,7 @@ def _arrows(trace: Trace) -> Iterator[Event]:
     for stage in trace.stages:
         for kind, microbatch, _, size in stage.sent:
             source = spans.get(Op(stage.stage, kind, microbatch))
-            target = spans.get(Op(stage.stage + (1 if kind == "F" else -1), kind, microbatch))
+            target = spans.get(Op(stage.stage + (-1 if kind == "B" else 1), kind, microbatch))
             if source is None or target is None or target.start < source.start:
                 continue
             number += 1

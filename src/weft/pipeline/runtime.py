@@ -9,10 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from weft.pipeline.consistency import Clock
 from weft.pipeline.crew import Crew
 from weft.pipeline.message import Message, handed
 from weft.pipeline.placement import Placement
-from weft.pipeline.scheduler import Op
+from weft.pipeline.scheduler import Kind, Op
 from weft.pipeline.tracer import Tracer
 from weft.pipeline.transport import Arrived, Transport
 from weft.pipeline.watch import Watch
@@ -51,12 +52,14 @@ class Runtime:
         self.told = 0.0
         """When the figures were last shown to the others."""
         self._in_flight = 0
+        self._clocks: dict[int, list[Clock]] = {}
+        self._updates: dict[int, int] = {}
 
     def send(self, to: int, message: Message) -> None:
         """For a worker: a message goes to the stage before or behind it."""
         size = self.transport.send(to, message) if self._placement is None else self._send(to, message, self._placement)
-        if self._tracers and (message.kind == "F" or message.kind == "B"):
-            source = to - 1 if message.kind == "F" else to + 1
+        if self._tracers and (message.kind == "F" or message.kind == "B" or message.kind == "E"):
+            source = to + 1 if message.kind == "B" else to - 1
             self._tracers[source].sent(message.kind, message.microbatch, time.time(), size)
 
     def drive(self, workers: Worker | Sequence[Worker], on_done: Callable[[Done | None], None]) -> None:
@@ -65,6 +68,9 @@ class Runtime:
         crew = Crew([workers] if isinstance(workers, Worker) else workers, group)
         for worker in crew.workers:
             worker.on_start = self._starts
+            if self._tracers:
+                self._clocks[worker.stage.index] = _moving(worker)
+                self._updates[worker.stage.index] = worker.stage.updates
         ended = not crew.first.stage.is_first
         while not crew.done:
             while (arrived := self._take(0)) is not None:
@@ -115,10 +121,15 @@ class Runtime:
 
     def _receive(self, crew: Crew, arrived: Arrived) -> None:
         message = arrived.message
-        if self._tracers and (message.kind == "F" or message.kind == "B"):
-            stage = crew.first.stage.index if message.stage is None else message.stage
+        if not self._tracers:
+            crew.receive(message)
+            return
+        stage = crew.first.stage.index if message.stage is None else message.stage
+        if message.kind == "F" or message.kind == "B" or message.kind == "E":
             self._tracers[stage].received(message.kind, message.microbatch, arrived.time)
+        begin = time.perf_counter()
         crew.receive(message)
+        self._trace_rest(self._tracers[stage], crew.of(stage), begin)  # the norm that an update waited for, perhaps
 
     def _tell(self, now: bool = False) -> None:
         clock = time.perf_counter()
@@ -129,9 +140,41 @@ class Runtime:
                 tracer.flush()
 
     def _trace(self, tracer: Tracer, done: Done, worker: Worker) -> None:
-        end = done.end if done.update is None else done.update[0]
-        in_flight = len(worker.scheduler.in_flight) + (done.op.kind == "B")
-        tracer.op(done.op, done.start + self._wall, end + self._wall, in_flight)
+        stage, kind, n = done.op
+        begin, end = done.start, done.end if done.update is None else done.update[0]
+        if done.late:
+            self._trace_update(tracer, stage, done.late, begin, done.prepared)
+            begin = done.prepared
+        left = kind == "W" or (kind == "B" and not worker.scheduler.rule.defer)
+        at = n if kind != "E" or worker.evaluation is None else worker.evaluation.flow.at(n)
+        in_flight, versions = len(worker.scheduler.in_flight) + left, _seen(self._clocks[stage], kind, at)
+        tracer.op(done.op, begin + self._wall, end + self._wall, in_flight, versions)
         if done.update is not None:
-            begin, over = done.update
-            tracer.update(done.updated, worker.stage.updates, begin + self._wall, over + self._wall)
+            self._trace_update(tracer, stage, done.updated, *done.update)
+        self._trace_rest(tracer, worker, done.end)
+
+    def _trace_update(self, tracer: Tracer, stage: int, layers: int, begin: float, end: float) -> None:
+        self._updates[stage] += layers
+        tracer.update(layers, self._updates[stage], begin + self._wall, end + self._wall)
+
+    def _trace_rest(self, tracer: Tracer, worker: Worker, begin: float) -> None:
+        """Updates that came neither before nor with an operation, but since ``begin``."""
+        more = worker.stage.updates - self._updates[worker.stage.index]
+        if more:
+            self._trace_update(tracer, worker.stage.index, more, begin, time.perf_counter())
+
+
+def _moving(worker: Worker) -> list[Clock]:
+    """The clocks of layers whose backwards move on to newer weights, those that may be farthest ahead first."""
+    found = {weights.clock for weights in worker.stage.weights.values() if weights.parameters}
+    return sorted((at for at in found if at.moves_on), key=lambda at: (-at.drift, -at.window, at.span))
+
+
+def _seen(clocks: Sequence[Clock], kind: Kind, n: int) -> tuple[int, ...]:
+    """What the layer sees whose backward is farthest ahead of its forward: there, and here if this is the backward."""
+    if not clocks or kind == "W":
+        return ()
+    forward, backward = max(
+        ((at.forward_reads(n), at.backward_reads(n)) for at in clocks), key=lambda seen: seen[1] - seen[0]
+    )
+    return (forward, backward) if kind == "B" else (forward,)

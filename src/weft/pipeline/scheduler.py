@@ -14,6 +14,7 @@ The simulator steps this very object, and so does the runtime.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ class Scheduler:
                 heapq.heappush(layer.waiting, (version, microbatch, kind))
                 missing += 1
         for gate, count in self._gates(kind, microbatch) if self._gates is not None else ():
-            if self._reached.get(gate, 0) < count:
+            if self._far(gate) < count:
                 heapq.heappush(self._held.setdefault(gate, []), (count, microbatch, kind))
                 missing += 1
         if missing:
@@ -161,7 +162,7 @@ class Scheduler:
         """A counter that operations may wait for is so far now."""
         self._reached[gate] = count
         held = self._held.get(gate)
-        while held and held[0][0] <= count:
+        while held and held[0][0] <= self._far(gate):
             _, microbatch, kind = heapq.heappop(held)
             self._release(kind, microbatch)
 
@@ -237,6 +238,7 @@ class Scheduler:
         if total < self.known:
             raise ConsistencyError(f"the run cannot end at micro-batch {total}: {self.known - 1} is already under way")
         self.total = total
+        self.reached(FORWARDS, self.forwarded)
 
     def needs(self, op: Op) -> Sequence[Need]:
         """The layers that an operation uses here."""
@@ -250,6 +252,10 @@ class Scheduler:
     @property
     def done(self) -> bool:
         return self.finished_count == self.total
+
+    def _far(self, gate: Hashable) -> float:
+        """How far a counter is; no more forwards come once all are done, so nothing waits for later ones."""
+        return math.inf if gate == FORWARDS and self.forwarded >= self.total else self.count(gate)
 
     def _order(self) -> tuple[Kind, ...]:
         if self.rule.prefer == "backward" or (self.rule.prefer == "alternate" and self._last == "F"):

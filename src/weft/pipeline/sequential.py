@@ -15,24 +15,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.data import Batch
 from weft.errors import NonFiniteError, TrainError
 from weft.pipeline import foreach
 from weft.pipeline.bilevel import Bilevel
-from weft.pipeline.consistency import Clock, Consistency, Virtual, clock
+from weft.pipeline.consistency import Clock, Consistency, clock
 from weft.pipeline.graphs import Graphs
-from weft.pipeline.norms import SMALL, GlobalNorm, Norms, delay_of
+from weft.pipeline.norms import SMALL, GlobalNorm, Norms, delay_of, span_of
 from weft.pipeline.optimizer import Optimizer, Updater
 from weft.pipeline.rate import Schedule
 from weft.pipeline.recall import as_before
 from weft.pipeline.seeding import Seeder
 from weft.pipeline.tape import Tape
+from weft.pipeline.ties import Ties, ties_of
 from weft.pipeline.unrolled import check_unrolled, look_ahead
 from weft.pipeline.weights import Weights
 from weft.space import Stream, Subnet
-from weft.supernet import Carry, Chain, Layer, side_inputs
+from weft.supernet import Carry, Chain, Layer, Tie, side_inputs
 
 Outputs = Any
 Loss = Callable[[Outputs, Batch], Tensor]
@@ -75,14 +76,15 @@ class Law:
         """Whether the step changes the layer: architecture and weights take turns where there are both."""
         return self.bilevel is None or layer.arch == self.bilevel.architecture(step)
 
-    def updater(self, weights: Mapping[str, Weights]) -> Updater:
-        """The optimizers of some layers, by the names of their parameters."""
+    def updater(self, weights: Mapping[str, Weights], ties: Iterable[Tie] = ()) -> Updater:
+        """The optimizers of some layers, by the names of their parameters; tied ones have the options of the first."""
         own = {} if self.bilevel is None else {n: self.bilevel.optimizer for n, w in weights.items() if w.layer.arch}
         parameters = {
             (name, path): p for name, w in weights.items() for path, p in zip(w.names, w.parameters, strict=True)
         }
         apart = {f"{name}.{path}": own[name] for name, path in parameters if name in own}
-        return Updater(self.optimizer, {f"{name}.{path}": p for (name, path), p in parameters.items()}, apart)
+        named = {f"{name}.{path}": p for (name, path), p in parameters.items()}
+        return Updater(self.optimizer, named, apart, {str(tie.second): str(tie.first) for tie in ties})
 
     def autocast(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
         """Blocks in which forwards compute in the run's precision."""
@@ -115,9 +117,27 @@ class Law:
         if not isinstance(self.clip, GlobalNorm):
             return None
         delay = delay_of(self.consistency.values())
-        one = next(iter(self.consistency.values()))
-        span = one.every if isinstance(one, Virtual) else self.microbatches
+        span = span_of(next(iter(self.consistency.values())), self.microbatches)
         return Norms(self.clip, delay, span, layers, first, last)
+
+    def update(
+        self, weights: Weights, oldest: int, norms: Norms | None, ties: Ties | None
+    ) -> tuple[list[nn.Parameter], list[Tensor], bool]:
+        """The parameters that the update of a layer's finished slot changes, their gradients, clipped, and whether it
+        counts: one whose gradients are not finite may be skipped. ``oldest`` is as in ``Weights.take``."""
+        slot = weights.slot
+        sums = {} if ties is None else ties.sums(weights)
+        taken = weights.take(oldest)
+        rest = [place for place in range(len(taken)) if place not in sums]
+        own = self.clipped([taken[place] for place in rest], slot, norms)
+        parameters = [] if own is None else [weights.parameters[place] for place in rest]
+        gradients = own or []
+        for place, total in sums.items():
+            tied = None if total is None else self.clipped([total], slot, norms)
+            if tied is not None:
+                parameters.append(weights.parameters[place])
+                gradients = gradients + tied
+        return parameters, gradients, own is not None
 
     def rate(self, clock: Clock, last: int) -> float:
         """What the learning rate is multiplied by in an update whose last micro-batch is ``last``."""
@@ -178,8 +198,9 @@ class Sequential:
         for weights in self.weights.values():
             weights.revocable = law.nonfinite == "skip"
             weights.trains = partial(law.trains, weights.layer)
-        self.updater = law.updater(self.weights)
+        self.updater = law.updater(self.weights, chain.ties)
         self.norms = law.norms(chain.layers)
+        self.ties = ties_of(chain, law.consistency.values(), law.microbatches)
         self._waiting: dict[str, Weights] = {}
         self._keeping: dict[str, Weights] = {}
         m = law.microbatches
@@ -272,12 +293,18 @@ class Sequential:
                 by_rate.setdefault(self.law.rate(weights.clock, last), []).append(weights)
                 if self.norms is not None:
                     self.norms.record(weights.slot, weights.layer.name, weights.mean())
+                if self.ties is not None:
+                    self.ties.record(weights)
         if self.norms is not None:
             self.norms.advance(n + 1)
+        if self.ties is not None:
+            self.ties.advance(n + 1)
         for rate, group in by_rate.items():
             self._apply(n, rate, group)
         if self.norms is not None:
             self.norms.forget((n + 1) // self.norms.span)
+        if self.ties is not None:
+            self.ties.forget((n + 1) // self.ties.span)
         # A layer that is not used again must let go of its old versions too.
         for weights in list(self._keeping.values()):
             weights.prune(n + 1)
@@ -285,15 +312,14 @@ class Sequential:
                 del self._keeping[weights.layer.name]
 
     def _apply(self, n: int, factor: float, group: Sequence[Weights]) -> None:
-        parameters = []
+        parameters: list[nn.Parameter] = []
         gradients: list[Tensor] = []
         applied = []
         for weights in group:
-            own = self.law.clipped(weights.take(n + 1), weights.slot, self.norms)
-            applied.append(own is not None)
-            if own is not None:
-                parameters += weights.parameters
-                gradients += own
+            changed, own, good = self.law.update(weights, n + 1, self.norms, self.ties)
+            applied.append(good)
+            parameters += changed
+            gradients += own
         if parameters:
             self.updater.apply(parameters, gradients, factor)
         for weights, good in zip(group, applied, strict=True):

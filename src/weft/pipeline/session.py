@@ -134,6 +134,8 @@ class Session:
         if self.sequential.norms is not None:
             at = saved.step * self.settings.microbatches
             self.sequential.norms.restore(saved.meta.get("norms") or {}, at, self.settings.device)
+        if self.sequential.ties is not None:
+            self.sequential.ties.restore(saved.tensors, saved.step * self.settings.microbatches, self.settings.device)
         self.losses = LossDigest(saved.meta["losses"])
         self.start = saved.step
         self.run.events.drop_from(saved.step)
@@ -185,6 +187,8 @@ class Session:
         meta = {"space": self.chain.space.id, "seed": self.settings.seed, "losses": self.losses.value, "layers": layers}
         if self.sequential.norms is not None:
             meta["norms"] = self.sequential.norms.saved(step * self.settings.microbatches)
+        if self.sequential.ties is not None:
+            tensors |= self.sequential.ties.saved(step * self.settings.microbatches)
         self.run.events.flush()
         began = time.perf_counter()
         self.run.checkpoints.save(step, tensors, meta)

@@ -19,6 +19,7 @@ from weft.pipeline.norms import GlobalNorm, delay_of, make_clip
 from weft.pipeline.optimizer import Optimizer
 from weft.pipeline.rate import Schedule, make_schedule
 from weft.pipeline.sequential import Distil, Loss, Metric
+from weft.pipeline.ties import check_ties
 from weft.space import Stream, Subnet, make_stream
 from weft.supernet import Chain
 
@@ -125,6 +126,7 @@ class Settings:
             "augment": None if self.augment is None else told(self.augment),
             "consistency": {name: str(c) for name, c in sorted(self.consistency.items()) if c != Exact()},
             **({} if self.rescale is None else {"rescale": self.rescale}),
+            **({} if not chain.ties else {"ties": [f"{first} = {second}" for first, second in chain.ties]}),
             **({} if self.distil is None else {"distil": told(self.distil)}),
             **({} if self.bilevel is None else {"bilevel": self.bilevel.describe()}),
         }
@@ -170,6 +172,13 @@ def make_settings(
         extremes = {"largest": chain.largest(), "smallest": chain.smallest()}
     if isinstance(stream, str) and stream.partition(":")[0] == "shrinking":
         extremes = {"steps": steps}
+    promises = consistencies(chain, consistency)
+    check_ties(chain, promises.values())
+    if chain.ties and (bilevel is not None or rescale is not None):
+        raise TrainError(
+            "tied weights have one learning rate and learn in every step: leave tie= out of the Chain, or "
+            "bilevel and rescale out of the run"
+        )
     named = schedule if isinstance(schedule, str) else told(schedule)
     if optimizer is None:
         optimizer = Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=5e-4)
@@ -184,7 +193,7 @@ def make_settings(
         microbatches=microbatches,
         seed=seed,
         device=torch.device(device),
-        consistency=consistencies(chain, consistency),
+        consistency=promises,
         augment=augment,
         clip=make_clip(clip),
         precision=precision,

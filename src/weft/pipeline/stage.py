@@ -23,6 +23,7 @@ from weft.pipeline.flow import through
 from weft.pipeline.graphs import Gradients, Graphs
 from weft.pipeline.norms import NORMS
 from weft.pipeline.onecopy import forwards_first, single_copy
+from weft.pipeline.placement import Placement
 from weft.pipeline.recall import as_before
 from weft.pipeline.scheduler import Kind, Need, Scheduler
 from weft.pipeline.seeding import Seeder
@@ -30,6 +31,7 @@ from weft.pipeline.sequential import Law, detached
 from weft.pipeline.state import capture
 from weft.pipeline.statistics import Record
 from weft.pipeline.tape import Tape
+from weft.pipeline.ties import TIES, ties_of
 from weft.pipeline.unrolled import check_unrolled
 from weft.pipeline.weights import Weights
 from weft.plan.cut import Cut, stage_of
@@ -75,6 +77,7 @@ class Stage:
         index: int,
         graphs: Graphs | None = None,
         split: bool = False,
+        placement: Placement | None = None,
     ) -> None:
         check_unrolled(law, len(cut) + 1)
         self.chain, self.law, self.stream, self.device = chain, law, stream, device
@@ -97,13 +100,14 @@ class Stage:
             if name not in self.ordered and self.stages > 1:
                 weights.refuse_buffers()
             weights.trains = partial(law.trains, weights.layer)
-        self.updater = law.updater(self.weights)
+        self.updater = law.updater(self.weights, chain.ties)
         self.one_copy = single_copy(law.consistency.values(), cut, blocks)
         """Whether an update waits for the forwards that must not see it, so that no version need be kept."""
         self._clocks = {self.weights[name].clock for name in self.ordered}
         self.forwarded = 0
         """All micro-batches below this have done their forward here."""
         self.norms = law.norms(self.weights, self.is_first, self.is_last)
+        self.ties = ties_of(chain, law.consistency.values(), m, of, index, placement)
         self.updates = 0
         self.snapshots: list[Snapshot] = []
         self._graphs = graphs
@@ -145,13 +149,16 @@ class Stage:
         return self._needs(self.route(subnet), n)
 
     def gates(self, kind: Kind, n: int) -> list[tuple[Hashable, int]]:
-        """What an operation waits for beside versions: the norms that updates are scaled by; and, with one copy, a
-        backward that must see an update for the forwards that must not."""
+        """What an operation waits for beside versions: the norms that updates are scaled by, and the gradients that
+        tied weights share; and, with one copy, a backward that must see an update for the forwards that must not."""
         found: list[tuple[Hashable, int]] = []
         for at in self._clocks:
-            version = at.backward_reads(n) if kind == "B" else at.forward_reads(n)
+            # A gradient joins its slot when the slots before it are applied, whatever its backward reads.
+            version = at.slot(n) if kind == "B" else at.forward_reads(n)
             if self.norms is not None and version > self.norms.delay:
                 found.append((NORMS, version - self.norms.delay))
+            if self.ties is not None and self.ties.layers and version > self.ties.delay:
+                found.append((TIES, version - self.ties.delay))
             if self.one_copy:
                 found += forwards_first(at, kind, n)
         return found
@@ -241,12 +248,14 @@ class Stage:
             own = self._early.pop((name, n), None)
             if own is not None:
                 weights.add(n, *own)
-                touched[name] = weights
+            touched[name] = weights  # even if this one does not count: it may be the last of its slot
         full = [w for name, w in touched.items() if w.pending and self._is_full(scheduler, name, w)]
         self._postponed |= {w.layer.name: w for w in full}
         self.catch_up(scheduler.oldest)
         if self.norms is not None:
             self.norms.forget(min([scheduler.oldest, *(s.at for s in self.snapshots)]) // self.norms.span)
+        if self.ties is not None:
+            self.ties.forget(min([scheduler.oldest, *(s.at for s in self.snapshots)]) // self.ties.span)
         for name, weights in list(self._keeping.items()):
             weights.prune(self._first_reader(weights, scheduler.oldest))
             if not weights.kept:
@@ -270,12 +279,16 @@ class Stage:
                 self._capture(snapshot, name, oldest)
             if self.norms is not None:
                 snapshot.norms = self.norms.saved(snapshot.at)
+            if self.ties is not None:
+                found = self.ties.saved(snapshot.at)
+                snapshot.tensors.update({key: tensor.detach().clone() for key, tensor in found.items()})
         self.snapshots = [snapshot for snapshot in self.snapshots if snapshot not in ready]
         return ready
 
     def knows(self, at: int) -> bool:
-        """Whether all norms of updates before a micro-batch are known here."""
-        return self.norms is None or self.norms.count >= at // self.norms.span
+        """Whether all norms of updates before a micro-batch are known here, and all gradients of tied weights."""
+        normed = self.norms is None or self.norms.count >= at // self.norms.span
+        return normed and (self.ties is None or self.ties.complete(at))
 
     def resume(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """After the layers were restored: the optimizer's state comes back too."""
@@ -369,12 +382,11 @@ class Stage:
             gradients: list[Tensor] = []
             applied = []
             for weights in members:
-                taken = weights.take(self._first_reader(weights, oldest))
-                own = self.law.clipped(taken, weights.slot, self.norms)
-                applied.append(own is not None)
-                if own is not None:
-                    parameters += weights.parameters
-                    gradients += own
+                first = self._first_reader(weights, oldest)
+                changed, own, good = self.law.update(weights, first, self.norms, self.ties)
+                applied.append(good)
+                parameters += changed
+                gradients += own
             if parameters:
                 self.updater.apply(parameters, gradients, rate)
             for weights, good in zip(members, applied, strict=True):
@@ -384,11 +396,16 @@ class Stage:
             self.updates += len(members)
 
     def _awaited(self, weights: Weights) -> bool:
-        """Whether an update that is due must wait: for its norm, or for a forward that must not see it."""
+        """Whether an update that is due must wait: for its norm, for the gradient of a tied parameter's other copy, or
+        for a forward that must not see it."""
         if self.norms is not None:
             self.norms.record(weights.slot, weights.layer.name, weights.mean())
-            if not self.norms.known(weights.slot):
-                return True
+        if self.ties is not None:
+            self.ties.record(weights)
+        if self.norms is not None and not self.norms.known(weights.slot):
+            return True
+        if self.ties is not None and not self.ties.known(weights):
+            return True
         return self.one_copy and self.forwarded <= weights.clock.last_reader(weights.slot)
 
     def _first_reader(self, weights: Weights, oldest: int) -> int:

@@ -63,7 +63,7 @@ class Staged:
         self.stages = []
         for index in placement.stages_of(accord.rank):
             graphs = Graphs(alone=False) if whole else None
-            made = Stage(chain, law, settings.stream, settings.device, cut, index, graphs, split)
+            made = Stage(chain, law, settings.stream, settings.device, cut, index, graphs, split, placement)
             self.stages.append(made)
         self.is_first = self.stages[0].is_first
         """Whether the first stage is here, which alone sees every loss."""
@@ -97,9 +97,11 @@ class Staged:
             for name, weights in stage.weights.items():
                 restore(weights, saved.tensors, layers[name])
             stage.resume({name: state for name, state in states.items() if name in stage.updater.parameters})
+            at = saved.step * self.settings.microbatches
             if stage.norms is not None:
-                at = saved.step * self.settings.microbatches
                 stage.norms.restore(saved.meta.get("norms") or {}, at, self.settings.device)
+            if stage.ties is not None:
+                stage.ties.restore(saved.tensors, at, self.settings.device)
         self.losses = LossDigest(saved.meta["losses"])
         self.start = self.reached = saved.step
 

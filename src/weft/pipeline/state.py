@@ -6,6 +6,7 @@ block0.conv3.weight#exp_avg      optimizer state
 block0.conv3.weight@12           the version that began with slot 12
 block0.conv3.weight+             the ordered sum of the gradients of an unfinished slot
 block0.conv3+3.0                 batch statistics of that slot: third micro-batch, first buffer
+head.out.weight~12               the sum of the gradients of tied parameters in slot 12, if later updates use it
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from weft.errors import CheckpointError
 from weft.pipeline.fingerprint import tensors_digest
 from weft.pipeline.optimizer import Updater
-from weft.pipeline.weights import Pending, Weights
+from weft.pipeline.weights import MARKS, Pending, Weights
 
 
 def layer_tensors(weights: Weights, updater: Updater) -> dict[str, Tensor]:
@@ -83,7 +84,7 @@ def restore(weights: Weights, tensors: Mapping[str, Tensor], numbers: Mapping[st
     device = next((p.device for p in weights.module.parameters()), torch.device("cpu"))
     volatile = set(numbers["volatile"])
     saved = {full.removeprefix(f"{name}."): tensor for full, tensor in tensors.items() if full.startswith(f"{name}.")}
-    plain = {path: tensor for path, tensor in saved.items() if not set("#@+") & set(path) and path not in volatile}
+    plain = {path: tensor for path, tensor in saved.items() if not set(MARKS) & set(path) and path not in volatile}
     for path in volatile:
         part, _, label = path.rpartition(".")
         setattr(weights.module.get_submodule(part), label, saved[path].to(device, copy=True))

@@ -165,6 +165,7 @@ def _backward(
             block = layer.bound(own)
             if block is not None:
                 stack.enter_context(block)
+            stack.enter_context(layer.hidden.backward())
         outputs, seeds = [out for out, _ in pairs], [g for _, g in pairs]
         found = torch.autograd.grad(outputs, [*leaves, *wanted], seeds, retain_graph=not weights, allow_unused=True)
     if not inputs:

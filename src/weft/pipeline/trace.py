@@ -13,7 +13,7 @@ from weft.pipeline.simulator import Span
 from weft.pipeline.tracer import Tracer
 from weft.plan.cut import Cut
 
-__all__ = ["Message", "StageTrace", "Trace", "Tracer", "Update", "read_traces"]
+__all__ = ["Message", "StageTrace", "Trace", "Tracer", "Update", "Versions", "read_traces"]
 
 
 class Message(NamedTuple):
@@ -34,6 +34,19 @@ class Update(NamedTuple):
     end: float
 
 
+class Versions(NamedTuple):
+    """The version of the weights that a forward sees, and that its backward does: of the layer of a stage where these
+    are farthest apart. An operation that is no backward knows of the first alone."""
+
+    forward: int
+    backward: int | None = None
+
+    @property
+    def drift(self) -> int | None:
+        """By how many updates the backward is ahead of its forward."""
+        return None if self.backward is None else self.backward - self.forward
+
+
 @dataclass(frozen=True, slots=True)
 class StageTrace:
     """What one stage did, in order of time."""
@@ -45,6 +58,8 @@ class StageTrace:
     sent: tuple[Message, ...] = ()
     received: tuple[Message, ...] = ()
     updates: tuple[Update, ...] = ()
+    versions: tuple[Versions | None, ...] = ()
+    """For every span; none at all where every backward sees what its forward saw."""
 
     def intervals(self) -> list[tuple[float, float]]:
         """The times of all operations and updates."""
@@ -141,21 +156,26 @@ def _last(path: Path, start: int | None) -> tuple[dict[str, Any] | None, list[An
     return found, rows, starts
 
 
+def _numbers(seen: list[Any]) -> bool:
+    return len(seen) <= 2 and all(isinstance(version, int) for version in seen)
+
+
 def _stage(stage: int, rows: list[Any]) -> StageTrace:
-    ops: list[tuple[Span, int]] = []
+    ops: list[tuple[Span, int, Versions | None]] = []
     sent: list[Message] = []
     received: list[Message] = []
     updates: list[Update] = []
     for row in rows:
         match row:
-            case ["op", "F" | "B" as kind, int(n), begin, end, int(in_flight)]:
-                ops.append((Span(Op(stage, kind, n), begin, end), in_flight))
-            case ["sent", "F" | "B" as kind, int(n), at, int(size)]:
+            case ["op", "F" | "B" | "W" | "E" as kind, int(n), begin, end, int(in_flight), *seen] if _numbers(seen):
+                ops.append((Span(Op(stage, kind, n), begin, end), in_flight, Versions(*seen) if seen else None))
+            case ["sent", "F" | "B" | "E" as kind, int(n), at, int(size)]:
                 sent.append(Message(kind, n, at, size))
-            case ["received", "F" | "B" as kind, int(n), at]:
+            case ["received", "F" | "B" | "E" as kind, int(n), at]:
                 received.append(Message(kind, n, at))
             case ["update", int(layers), int(version), begin, end]:
                 updates.append(Update(layers, version, begin, end))
-    ops.sort(key=lambda pair: (pair[0].start, pair[0].end))
-    spans, in_flights = tuple(span for span, _ in ops), tuple(count for _, count in ops)
-    return StageTrace(stage, spans, in_flights, tuple(sent), tuple(received), tuple(updates))
+    ops.sort(key=lambda row: (row[0].start, row[0].end))
+    spans, in_flights = tuple(row[0] for row in ops), tuple(row[1] for row in ops)
+    versions = tuple(row[2] for row in ops) if any(row[2] for row in ops) else ()
+    return StageTrace(stage, spans, in_flights, tuple(sent), tuple(received), tuple(updates), versions)

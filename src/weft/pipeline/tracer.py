@@ -7,6 +7,9 @@ in seconds where that is known. Then follow
 
     ["op", kind, micro-batch, start, end, in flight]       ["sent", kind, micro-batch, time, bytes]
     ["update", layers, version, start, end]                ["received", kind, micro-batch, time]
+
+Where backwards see newer weights than their forwards, an op also has the version that its forward sees, and a backward
+behind it the one that it sees itself.
 """
 
 from __future__ import annotations
@@ -61,9 +64,12 @@ class Tracer:
         self._rows.append({**head, "time": clock.time()})
         self.flush()
 
-    def op(self, op: Op, start: float, end: float, in_flight: int) -> None:
-        """An operation is over; ``in_flight`` micro-batches were so while it ran, its own among them."""
-        self._rows.append(("op", op.kind, op.microbatch, start, end, in_flight))
+    def op(self, op: Op, start: float, end: float, in_flight: int, versions: Sequence[int] = ()) -> None:
+        """An operation is over; ``in_flight`` micro-batches were so while it ran, its own among them.
+
+        ``versions`` are those of its forward and, for a backward, of itself, where they may differ.
+        """
+        self._rows.append(("op", op.kind, op.microbatch, start, end, in_flight, *versions))
 
     def sent(self, kind: Kind, microbatch: int, time: float, bytes: int) -> None:
         """The outcome of the stage's own operation was handed to the transport."""

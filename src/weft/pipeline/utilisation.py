@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -97,7 +98,14 @@ def _stage(stage: StageTrace, begin: float, end: float) -> dict[str, Any]:
         "worst_wait": max(waits, default=0.0),
         "updates": len(stage.updates),
         "bytes_sent": sum(message.bytes for message in stage.sent),
+        "drift": _drift(stage),
     }
+
+
+def _drift(stage: StageTrace) -> dict[str, int]:
+    """How many backwards were by how many updates ahead of their forwards; empty where none may be."""
+    counts = Counter(seen.drift for seen in stage.versions if seen is not None and seen.drift is not None)
+    return {str(drift): counts[drift] for drift in sorted(counts)}
 
 
 def _wait(wait: Wait, begin: float) -> dict[str, Any]:

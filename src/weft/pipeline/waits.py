@@ -68,8 +68,10 @@ class _Arrivals:
 
     def source(self, op: Op) -> Op | None:
         """The operation that makes the input of another; None for the first."""
-        if op.kind == "F":
-            return Op(op.stage - 1, "F", op.microbatch) if op.stage else None
+        if op.kind in ("F", "E"):
+            return Op(op.stage - 1, op.kind, op.microbatch) if op.stage else None
+        if op.kind == "W":
+            return Op(op.stage, "B", op.microbatch)
         return Op(op.stage, "F", op.microbatch) if op.stage == self.last else Op(op.stage + 1, "B", op.microbatch)
 
     def times(self, op: Op, unknown: float) -> tuple[float, float]:

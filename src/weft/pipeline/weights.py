@@ -15,9 +15,13 @@ from weft.errors import ConsistencyError, SupernetError
 from weft.pipeline import foreach
 from weft.pipeline.binding import Binding
 from weft.pipeline.consistency import Bounded, Clock, Exact, Recomputed, Virtual
+from weft.pipeline.hidden import Hidden
 from weft.pipeline.inplace import InPlace
 from weft.pipeline.statistics import Record, Statistics
 from weft.supernet import Carry, Layer, run_layer
+
+MARKS = "#@+~"
+"""What sets names in a checkpoint apart from those of weights; see ``state``."""
 
 
 class Weights:
@@ -35,9 +39,9 @@ class Weights:
         self.module = module
         self.clock = clock
         for name, _ in (*module.named_parameters(), *module.named_buffers()):
-            if set("#@+") & set(name):
+            if set(MARKS) & set(name):
                 raise SupernetError(
-                    f"'{name}' of layer '{layer.name}' cannot be saved: '#', '@' and '+' have a meaning there. "
+                    f"'{name}' of layer '{layer.name}' cannot be saved: '#', '@', '+' and '~' have a meaning there. "
                     "Rename it"
                 )
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -69,6 +73,7 @@ class Weights:
         self._own_buffers: dict[str, Tensor] = {}
         self._born = {name: (id(b), b._version) for name, b in module.named_buffers()}
         self._several = clock.span > 1
+        self.hidden = Hidden(layer.name, module, clock)
         self._inplace: InPlace | None = None
         if isinstance(clock.consistency, Bounded) and clock.window > 1:
             self._inplace = InPlace(module, self.parameters, compute)
@@ -84,7 +89,8 @@ class Weights:
         before = self.buffer_state() if self._watched else None
         if self.revocable and self._reads_buffers:
             self._own_buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        out = self.run(leaves, carry, side)
+        with self.hidden.forward():
+            out = self.run(leaves, carry, side)
         if before is not None:
             self._check_buffers(before)
         return out, leaves

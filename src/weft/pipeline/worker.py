@@ -18,6 +18,7 @@ from weft.pipeline.message import Message
 from weft.pipeline.norms import NORMS
 from weft.pipeline.scheduler import Due, Kind, Need, Op, Rule, Scheduler
 from weft.pipeline.stage import Snapshot, Stage
+from weft.pipeline.ties import TIES, Sent
 from weft.supernet import Carry
 
 Send = Callable[[int, Message], None]
@@ -69,13 +70,16 @@ class Worker:
         self.stage = stage
         self.evaluation = evaluation
         stage.one_copy = stage.one_copy and rule.window >= stage.stages - stage.index
-        gates = self._gates if stage.one_copy or stage.norms is not None or evaluation is not None else None
+        waits = stage.one_copy or stage.norms is not None or stage.ties is not None or evaluation is not None
+        gates = self._gates if waits else None
         checks = None if evaluation is None else (self._due(first), self._check)
         self._first = first
         self.scheduler = Scheduler(stage.index, stage.stages, stage.uses, until, rule, first, gates, checks)
         stage.forwarded = first
         if stage.norms is not None:
             self.scheduler.reached(NORMS, stage.norms.count)
+        if stage.ties is not None:
+            self.scheduler.reached(TIES, stage.ties.count)
         if evaluation is not None:
             for gate in (EVALUATED, SCORED):
                 self.scheduler.reached(gate, evaluation.flow.before(first))
@@ -110,6 +114,10 @@ class Worker:
                 self.end(message.microbatch)
             case "norm" | "total":
                 self._learn(message)
+            case "tie":
+                assert self.stage.ties is not None
+                self._share(self.stage.ties.received(message.microbatch, message.tensors[0]))
+                self._pass_on()
             case "scored":
                 self._scored(message.microbatch, message.note)
             case kind:
@@ -170,7 +178,7 @@ class Worker:
             end = now = time.perf_counter()
             updated = self.stage.updates - updates
             done = Done(op, start, end, (decided, end) if updated else None, updated)
-            self._pass_norms()
+            self._pass_on()
             done.snapshots = self.stage.taken(self.scheduler.oldest) if self.stage.snapshots else []
         done.late, done.prepared = late, prepared
         self.figures.deciding += start - before + (now - end)
@@ -192,19 +200,30 @@ class Worker:
         norms, value = self.stage.norms, message.tensors[0]
         assert norms is not None and value is not None  # noqa: PT018
         self._pass(norms.received(message.kind, message.microbatch, value))
-        self._pass_norms()
+        self._pass_on()
 
-    def _pass_norms(self) -> None:
-        norms = self.stage.norms
+    def _pass_on(self) -> None:
+        """Sums go on as far as they can by now, and what has waited for them comes after."""
+        norms, ties = self.stage.norms, self.stage.ties
         if norms is not None:
             self._pass(norms.advance(self.scheduler.oldest))
+        if ties is not None:
+            self._share(ties.advance(self.scheduler.oldest))
+        if norms is not None or ties is not None:
             self.stage.catch_up(self.scheduler.oldest)
+        if norms is not None:
             self.scheduler.reached(NORMS, norms.count)
+        if ties is not None:
+            self.scheduler.reached(TIES, ties.count)
 
     def _pass(self, sums: list[tuple[str, int, Tensor]]) -> None:
         for kind, slot, value in sums:
             to = self.stage.index + (1 if kind == "total" else -1)
             self._send(to, Message("total" if kind == "total" else "norm", slot, (value,), (False,)))
+
+    def _share(self, gradients: Sent) -> None:
+        for to, number, gradient in gradients:
+            self._send(to, Message("tie", number, (gradient,), (False,)))
 
     def _register_snapshots(self, until: int | None = None) -> None:
         reach = self.scheduler.known if until is None else until

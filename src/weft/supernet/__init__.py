@@ -5,6 +5,7 @@ from weft.supernet.chain import Chain, Factory, initialise
 from weft.supernet.export import export
 from weft.supernet.extract import extract
 from weft.supernet.layer import Carry, Layer, Unbuilt, as_carry, build_layer, run_layer, side_inputs
+from weft.supernet.tie import Tie
 
 __all__ = [
     "Block",
@@ -16,6 +17,7 @@ __all__ = [
     "Layer",
     "Optional",
     "Shared",
+    "Tie",
     "Unbuilt",
     "as_carry",
     "build_layer",

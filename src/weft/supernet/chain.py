@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from weft.space import Space, Subnet, Value
 from weft.supernet.block import Block
 from weft.supernet.elastic import Mixture
 from weft.supernet.layer import Carry, Layer, Unbuilt, as_carry, as_module, build_layer, run_layer, side_inputs
+from weft.supernet.tie import begin_alike, make_ties
 
 Inputs = Tensor | Carry | Mapping[str, Tensor]
 Factory = Callable[[], "Chain"]
@@ -26,10 +27,14 @@ class Chain(nn.Module):
     itself holds no active one.
 
     ``inputs`` names the entries of a batch that enter the chain (the first entry if not given). What a block returns, a
-    tensor or a tuple of tensors, is what the next block takes.
+    tensor or a tuple of tensors, is what the next block takes. ``tie`` names pairs of parameters of different blocks
+    that are one, such as ``("tokens.weight", "head.out.weight")``: each is a Parameter of its own, both begin with the
+    values of the first, and training gives both the sum of their gradients, so that they stay equal.
     """
 
-    def __init__(self, *blocks: Block, inputs: str | Sequence[str] | None = None) -> None:
+    def __init__(
+        self, *blocks: Block, inputs: str | Sequence[str] | None = None, tie: Iterable[Sequence[str]] = ()
+    ) -> None:
         super().__init__()
         if not blocks:
             raise SupernetError("a chain needs at least one block")
@@ -46,6 +51,7 @@ class Chain(nn.Module):
                     name, index, block.shared, block.consistency, block.side, block.elastic, block.arch, block.runner
                 )
                 self._register(name, as_module(candidate, name))
+        self.ties = make_ties(tie, self.layers)
         _refuse_tied(self)
 
     def _register(self, name: str, module: nn.Module) -> None:
@@ -66,6 +72,12 @@ class Chain(nn.Module):
     def module(self, layer: str | Layer) -> nn.Module:
         """The module of a layer."""
         return self.get_submodule(layer if isinstance(layer, str) else layer.name)
+
+    def count(self, subnet: Subnet | None = None) -> int:
+        """How many numbers the layers of a subnet, or all layers, have as parameters; tied ones count once."""
+        used = self.layers.values() if subnet is None else self.route(subnet)
+        again = sum(self.get_parameter(str(tie.second)).numel() for tie in self.ties)
+        return sum(p.numel() for layer in used for p in self.module(layer).parameters()) - again
 
     def route(self, subnet: Subnet) -> tuple[Layer, ...]:
         """The layers that the subnet uses, in chain order; raises SpaceError for a subnet of another space."""
@@ -160,12 +172,14 @@ def initialise(
         if not isinstance(chain, Chain):
             raise SupernetError(f"the supernet's factory returned {type(chain).__name__}, not a weft.Chain")
         net = chain
-    for name in net.layers if only is None else only:
+    built = list(net.layers if only is None else only)
+    for name in built:
         if name not in net.layers:
             raise SupernetError(f"no layer is named '{name}'{nearest(name, net.layers)}")
         block, _, label = name.rpartition(".")
         parent = net.get_submodule(block) if block else net
         parent.add_module(label, build_layer(net.module(name), name, seed, torch.device(device)))
+    begin_alike(net, seed, built)
     _refuse_tied(net)
     return net
 
@@ -191,5 +205,5 @@ def _refuse_tied(chain: Chain) -> None:
             if other != name:
                 raise SupernetError(
                     f"layers '{other}' and '{name}' share the weight '{path}': a weight belongs to one layer. "
-                    "Give each its own, or put both uses into one block"
+                    "Give each its own and name both in Chain(tie=...), or put both uses into one block"
                 )

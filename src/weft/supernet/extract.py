@@ -16,6 +16,7 @@ from weft.space import Subnet
 from weft.supernet.chain import Chain
 from weft.supernet.elastic.plain import plain_module
 from weft.supernet.layer import Layer, Unbuilt, as_carry
+from weft.supernet.tie import join
 
 
 def extract(chain: Chain, subnet: Subnet, example: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -23,7 +24,7 @@ def extract(chain: Chain, subnet: Subnet, example: Mapping[str, Tensor] | None =
 
     Where every layer takes and returns one tensor this is an ``nn.Sequential``. A chain that carries tuples or takes
     side inputs becomes an ``fx.GraphModule`` (its code can be read with ``.code``), and for that an example batch is
-    needed.
+    needed. Parameters that are tied in the chain are one Parameter here.
     """
     route = chain.route(subnet)
     for layer in route:
@@ -39,6 +40,7 @@ def extract(chain: Chain, subnet: Subnet, example: Mapping[str, Tensor] | None =
         plain: nn.Module = nn.Sequential(OrderedDict((_label(layer), _part(chain, layer, subnet)) for layer in route))
     else:
         plain = _graph(chain, route, subnet, example)
+    join(plain, chain.ties, {layer.name: _label(layer) for layer in route})
     for parameter in plain.parameters():
         parameter.grad = None
     return plain.eval()

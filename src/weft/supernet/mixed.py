@@ -85,6 +85,8 @@ def mix(net: Chain | Factory, relax: Relax, side: Sequence[str] = ()) -> MixedCh
     space = plain.space
     if not space.choices:
         raise SupernetError("there is nothing to mix: the supernet has no choices")
+    if plain.ties:
+        raise SupernetError("a supernet with tied weights cannot be mixed: leave tie= out for a search with gradients")
     readers = [_read_by(block, plain) for block in plain.blocks]
     known: list[str] = []
     blocks: list[Block] = []

@@ -24,13 +24,14 @@ def language_model(
     dropout: float = 0.2,
     positions: str = "learned",
     bias: bool = False,
+    tied: bool = False,
 ) -> Chain:
     """One GPT, by default that of nanoGPT for the characters of Shakespeare: nothing to choose, and cut anywhere.
 
     The blocks are ``tokens``, ``layer0`` and so on, and ``head``: ``layers + 2`` of them. They take token ids, up to
     ``context`` of them in a row, and give a score for each of the vocabulary. ``positions`` are learned, or rotary:
-    then queries and keys are turned by their place, and the model sees how far apart two tokens are. The weights of
-    tokens and head are not tied, so that each can lie on a stage of its own.
+    then queries and keys are turned by their place, and the model sees how far apart two tokens are. Unless ``tied``,
+    as nanoGPT has them, the weights of tokens and head are two: tied ones exchange gradients once an update.
     """
     if min(vocabulary, context, width, layers, heads) < 1 or not 0.0 <= dropout < 1.0:
         raise SupernetError(
@@ -51,6 +52,7 @@ def language_model(
         Shared(partial(Tokens, vocabulary, context, width, dropout, not rotary), "tokens"),
         *[Shared(layer, f"layer{index}") for index in range(layers)],
         Shared(partial(Scores, width, vocabulary, bias), "head"),
+        tie=[("tokens.tokens.weight", "head.out.weight")] if tied else (),
     )
 
 
