@@ -16,7 +16,7 @@ rows            time. For K micro-batches an update: `torch-1f1b` (Schedule1F1B;
                 until the mean training loss of the last `over` micro-batches has come down to `target` (what a flush
                 reaches late in its run at the largest K) is found by the law on one device, whose losses those of the
                 short runs are compared with: `largest_difference` (0.0: the same bits; torch sums otherwise).
-                Each has the learning rate of `rows_rates` that serves it best.
+                Methods with a flush have the rate `lr` of the task, the others its `late_lr`, times the root of K.
                 `seconds_to_loss` is the product, `ratio_to_torch_1f1b` that of both ratios. `utilisation` is the time
                 that both ranks worked, of that between their first operation and their last; `waited_share` how much
                 of the time others on the machine took. To reach: 1.35 at K=2, 1.15 at K=4, and never slower than

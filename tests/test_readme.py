@@ -213,3 +213,38 @@ def test_every_figure_of_the_table_of_the_planner_is_in_a_result_file() -> None:
     assert all(row["optimal"] for row in measured)
     capture = result("planner-capture")
     assert f"{capture['captured']} of {len(capture['rows'])} models" in README
+
+
+def test_every_figure_of_the_table_of_asynchronous_pipelines_is_in_a_result_file() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "paci.json").read_text())
+    rows = {(row["k"], row["method"]): row for row in found["rows"]}
+    ks = sorted({k for k, _ in rows})
+    names = {
+        "torch-1f1b": "torch's `Schedule1F1B`",
+        "torch-zbv": "torch's `ScheduleZBVZeroBubble`",
+        "weft-flush": "weft, 1F1B with a flush",
+        "weft-zbh1": "weft, zero-bubble H1",
+        "weft-interleaved": "weft, two stages a rank",
+        "weft-bounded": "weft, `bounded(K, 2)`",
+        "weft-bounded-w": "the same, gradients of weights put off",
+    }
+
+    def cell(row: dict[str, Any]) -> str:
+        sooner = row["ratio_to_torch_1f1b"]
+        return f"{row['step_ratio_to_torch_1f1b']:.2f} ({'never' if sooner is None else f'{sooner:.2f}'})"
+
+    for method, name in names.items():
+        assert f"| {name} | {' | '.join(cell(rows[k, method]) for k in ks)} |" in README
+    # The losses of every short run were those of the law on one device, to the last bit.
+    assert all(row["largest_difference"] == 0.0 for row in found["rows"] if row["method"].startswith("weft"))
+    assert (found["task"]["lr"], found["task"]["late_lr"]) == (2e-3, 1e-3)
+    share = min(rows[k, "weft-bounded"]["utilisation"] for k in ks)
+    assert f"work {100 * share:.0f} % of the time or more" in README
+    wanted = ("equal", 8, 8, 0.0, 8)
+    keys = ("costs", "stages", "k", "communication", "depth")
+    simulated = next(row for row in found["rows_simulator"] if tuple(row[key] for key in keys) == wanted)
+    assert f"8 stages with K = 8 are {simulated['ratio']:.2f} times as fast" in README
+    own = [row for row in found["rows_memory"] if (row["precision"], row["method"]) == ("fp32", "weft-bounded")]
+    flying = " and ".join(str(row["in_flight"]) for row in own)
+    assert f"Memory with one copy: {flying} micro-batches in flight, {own[0]['weight_copies']:.0f} copy" in README
+    assert f"{max(row['ratio_to_flush'] for row in own):.2f} of the flush's at most" in README
