@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from weft.pipeline.accord import Accord
+from weft.pipeline.layers import Snapshot
 from weft.pipeline.placement import Placement
-from weft.pipeline.stage import Snapshot
 from weft.runs import Checkpoints
 from weft.runs.files import plain
 from weft.runs.shards import ShardEntry

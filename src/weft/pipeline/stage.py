@@ -7,8 +7,8 @@ in micro-batch order (the scheduler says whose turn it is), and is updated when 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,19 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from weft.data import Batch
-from weft.errors import NonFiniteError, TrainError
-from weft.pipeline import foreach
+from weft.errors import TrainError
 from weft.pipeline.consistency import clock
 from weft.pipeline.flow import through
 from weft.pipeline.graphs import Gradients, Graphs
+from weft.pipeline.layers import LESSON, Layers
 from weft.pipeline.norms import NORMS
 from weft.pipeline.onecopy import forwards_first, single_copy
 from weft.pipeline.placement import Placement
 from weft.pipeline.recall import as_before
-from weft.pipeline.scheduler import Kind, Need, Scheduler
+from weft.pipeline.scheduler import Kind, Need
 from weft.pipeline.seeding import Seeder
 from weft.pipeline.sequential import Law, detached
-from weft.pipeline.state import capture
 from weft.pipeline.statistics import Record
 from weft.pipeline.tape import Tape
 from weft.pipeline.ties import TIES, ties_of
@@ -37,9 +36,6 @@ from weft.pipeline.weights import Weights
 from weft.plan.cut import Cut, stage_of
 from weft.space import Stream, Subnet
 from weft.supernet import Carry, Chain, Layer, side_inputs
-
-LESSON = ("lesson",)
-"""What the scheduler knows the outputs of a step's first micro-batch by, where the others follow them."""
 
 
 @dataclass(slots=True)
@@ -54,17 +50,7 @@ class _Flight:
     counts: bool = True
 
 
-@dataclass(slots=True)
-class Snapshot:
-    """The layers of a stage as they are before micro-batch ``at``, each taken when it is there; see rule 8."""
-
-    at: int
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    norms: dict[str, float] = field(default_factory=dict)
-
-
-class Stage:
+class Stage(Layers):
     """Trains the blocks of one stage of a cut; only their layers need to be built."""
 
     def __init__(
@@ -80,19 +66,23 @@ class Stage:
         placement: Placement | None = None,
     ) -> None:
         check_unrolled(law, len(cut) + 1)
-        self.chain, self.law, self.stream, self.device = chain, law, stream, device
+        self.chain, self.stream, self.device = chain, stream, device
         self.index, self.stages = index, len(cut) + 1
         of = stage_of(cut, len(chain.blocks))
         self._blocks = {block for block, stage in enumerate(of) if stage == index}
         compute = torch.bfloat16 if law.precision == "bf16" else None
         blocks, m = len(chain.blocks), law.microbatches
-        self.weights = {
+        made = {
             name: Weights(
                 layer, chain.module(name), clock(law.consistency[name], layer.block, blocks, m, law.steps), compute
             )
             for name, layer in chain.layers.items()
             if layer.block in self._blocks
         }
+        norms = law.norms(made, self.is_first, self.is_last)
+        ties = ties_of(chain, law.consistency.values(), m, of, index, placement)
+        one_copy = single_copy(law.consistency.values(), cut, blocks)
+        super().__init__(law, made, law.updater(made, chain.ties), norms, ties, one_copy)
         self.ordered = {name for name, w in self.weights.items() if w.parameters or w.statistics.norms}
         """Layers whose micro-batches must keep to an order; the others hold nothing that training changes."""
         for name, weights in self.weights.items():
@@ -100,16 +90,7 @@ class Stage:
             if name not in self.ordered and self.stages > 1:
                 weights.refuse_buffers()
             weights.trains = partial(law.trains, weights.layer)
-        self.updater = law.updater(self.weights, chain.ties)
-        self.one_copy = single_copy(law.consistency.values(), cut, blocks)
-        """Whether an update waits for the forwards that must not see it, so that no version need be kept."""
         self._clocks = {self.weights[name].clock for name in self.ordered}
-        self.forwarded = 0
-        """All micro-batches below this have done their forward here."""
-        self.norms = law.norms(self.weights, self.is_first, self.is_last)
-        self.ties = ties_of(chain, law.consistency.values(), m, of, index, placement)
-        self.updates = 0
-        self.snapshots: list[Snapshot] = []
         self._graphs = graphs
         self._split = split and index > 0  # the first stage has nobody to send to
         self.seeder = Seeder(law.seed, device)
@@ -118,9 +99,6 @@ class Stage:
         self._lesson: Any = None
         self._flights: dict[int, _Flight] = {}
         self._routes: dict[int, list[Layer]] = {}
-        self._early: dict[tuple[str, int], tuple[list[Tensor | None], Record | None]] = {}
-        self._keeping: dict[str, Weights] = {}
-        self._postponed: dict[str, Weights] = {}
 
     @property
     def is_first(self) -> bool:
@@ -223,77 +201,7 @@ class Stage:
         self._routes.pop(n, None)
         for name, own in flight.tape.backward_weights().items() if flight.counts else ():
             if name in self.ordered:
-                self._early[name, n] = (own, flight.records.get(name))
-
-    def prepare(self, needs: Iterable[Need], kind: str, oldest: int) -> None:
-        """Updates that the next operation must see are applied, if they have waited so far."""
-        late = []
-        for need in needs:
-            pending = None if need.layer is LESSON else self.weights[str(need.layer)].pending
-            if pending is not None and pending.slot < (need.backward if kind == "B" else need.forward):
-                late.append(self.weights[str(need.layer)])
-        self._update(late, oldest)
-
-    def settle(self, turns: Sequence[tuple[Hashable, int]], scheduler: Scheduler) -> None:
-        """Gradients whose turn has come join their slots, and every slot that is full becomes an update."""
-        touched: dict[str, Weights] = {}
-        for layer, n in turns:
-            name = str(layer)
-            if layer is LESSON:
-                continue
-            weights = self.weights[name]
-            self._capture_before(weights, n, scheduler.oldest)
-            if weights.pending is not None and weights.pending.slot < weights.clock.slot(n):
-                self._update([weights], scheduler.oldest)
-            own = self._early.pop((name, n), None)
-            if own is not None:
-                weights.add(n, *own)
-            touched[name] = weights  # even if this one does not count: it may be the last of its slot
-        full = [w for name, w in touched.items() if w.pending and self._is_full(scheduler, name, w)]
-        self._postponed |= {w.layer.name: w for w in full}
-        self.catch_up(scheduler.oldest)
-        if self.norms is not None:
-            self.norms.forget(min([scheduler.oldest, *(s.at for s in self.snapshots)]) // self.norms.span)
-        if self.ties is not None:
-            self.ties.forget(min([scheduler.oldest, *(s.at for s in self.snapshots)]) // self.ties.span)
-        for name, weights in list(self._keeping.items()):
-            weights.prune(self._first_reader(weights, scheduler.oldest))
-            if not weights.kept:
-                del self._keeping[name]
-
-    def catch_up(self, oldest: int) -> None:
-        """Updates that are due, and need not wait any longer, are applied."""
-        if self._postponed:
-            self._update([w for w in self._postponed.values() if not self._awaited(w)], oldest)
-
-    def finish(self, until: int) -> None:
-        """All micro-batches below ``until`` are through: the slots that end there are applied."""
-        waiting = [w for w in self.weights.values() if w.pending is not None and w.completes() < until]
-        self._update(waiting, until)
-
-    def taken(self, oldest: int) -> list[Snapshot]:
-        """The snapshots that are whole now, since every earlier micro-batch is through; in order."""
-        ready = [snapshot for snapshot in self.snapshots if snapshot.at <= oldest and self.knows(snapshot.at)]
-        for snapshot in ready:
-            for name in self.weights:
-                self._capture(snapshot, name, oldest)
-            if self.norms is not None:
-                snapshot.norms = self.norms.saved(snapshot.at)
-            if self.ties is not None:
-                found = self.ties.saved(snapshot.at)
-                snapshot.tensors.update({key: tensor.detach().clone() for key, tensor in found.items()})
-        self.snapshots = [snapshot for snapshot in self.snapshots if snapshot not in ready]
-        return ready
-
-    def knows(self, at: int) -> bool:
-        """Whether all norms of updates before a micro-batch are known here, and all gradients of tied weights."""
-        normed = self.norms is None or self.norms.count >= at // self.norms.span
-        return normed and (self.ties is None or self.ties.complete(at))
-
-    def resume(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """After the layers were restored: the optimizer's state comes back too."""
-        self.updater.load(states)
-        self._keeping = {name: w for name, w in self.weights.items() if w.kept}
+                self.hold(name, n, own, flight.records.get(name))
 
     def train_mode(self) -> None:
         """The stage's layers train: their norms write into scratch buffers."""
@@ -366,74 +274,6 @@ class Stage:
         for total, count in metrics.values():
             numbers += [total, float(count)]
         return torch.cat([torch.as_tensor(x, dtype=torch.float64, device=self.device).reshape(-1) for x in numbers])
-
-    def _is_full(self, scheduler: Scheduler, name: str, weights: Weights) -> bool:
-        assert weights.pending is not None
-        return scheduler.complete(name, weights.pending.slot, weights.completes())
-
-    def _update(self, group: Sequence[Weights], oldest: int) -> None:
-        by_rate: dict[float, list[Weights]] = {}
-        for weights in group:
-            self._postponed.pop(weights.layer.name, None)
-            self._capture_before(weights, weights.completes(), oldest)
-            by_rate.setdefault(self.law.rate(weights.clock, weights.completes()), []).append(weights)
-        for rate, members in by_rate.items():
-            parameters: list[Any] = []
-            gradients: list[Tensor] = []
-            applied = []
-            for weights in members:
-                first = self._first_reader(weights, oldest)
-                changed, own, good = self.law.update(weights, first, self.norms, self.ties)
-                applied.append(good)
-                parameters += changed
-                gradients += own
-            if parameters:
-                self.updater.apply(parameters, gradients, rate)
-            for weights, good in zip(members, applied, strict=True):
-                weights.updated(self._first_reader(weights, oldest), good)
-                if weights.kept:
-                    self._keeping[weights.layer.name] = weights
-            self.updates += len(members)
-
-    def _awaited(self, weights: Weights) -> bool:
-        """Whether an update that is due must wait: for its norm, for the gradient of a tied parameter's other copy, or
-        for a forward that must not see it."""
-        if self.norms is not None:
-            self.norms.record(weights.slot, weights.layer.name, weights.mean())
-        if self.ties is not None:
-            self.ties.record(weights)
-        if self.norms is not None and not self.norms.known(weights.slot):
-            return True
-        if self.ties is not None and not self.ties.known(weights):
-            return True
-        return self.one_copy and self.forwarded <= weights.clock.last_reader(weights.slot)
-
-    def _first_reader(self, weights: Weights, oldest: int) -> int:
-        """The first micro-batch that may still read an older version: the oldest that is not through, or without its
-        forward where backwards do not read any; or that with which a run would go on from a checkpoint that is not
-        whole yet."""
-        first = max(self.forwarded, oldest) if weights.clock.moves_on else oldest
-        return min([first, *(snapshot.at for snapshot in self.snapshots)])
-
-    def _capture_before(self, weights: Weights, n: int, oldest: int) -> None:
-        """A checkpoint reads the layer before micro-batch n, or an update that holds it, changes anything."""
-        for snapshot in self.snapshots:
-            if snapshot.at <= n:
-                self._capture(snapshot, weights.layer.name, oldest)
-
-    def _capture(self, snapshot: Snapshot, name: str, oldest: int) -> None:
-        if name in snapshot.layers:
-            return
-        weights = self.weights[name]
-        if weights.pending is not None and weights.completes() < snapshot.at:
-            self._update([weights], oldest)
-        if weights.parameters and not bool(torch.isfinite(foreach.norm(list(weights.parameters)))):
-            raise NonFiniteError(
-                f"the weights of layer '{name}' are not finite before step {snapshot.at // self.law.microbatches}, "
-                "so no checkpoint is written. Try a lower learning rate or clipping"
-            )
-        found, snapshot.layers[name] = capture(weights, self.updater, snapshot.at)
-        snapshot.tensors.update({key: tensor.detach().clone() for key, tensor in found.items()})
 
 
 def _broken(carry: Carry) -> bool:

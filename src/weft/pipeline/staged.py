@@ -17,6 +17,7 @@ from weft.pipeline.evaluate import Calibration, Scores
 from weft.pipeline.fingerprint import LossDigest, fingerprint
 from weft.pipeline.flow import Evaluation, Flow
 from weft.pipeline.graphs import Graphs
+from weft.pipeline.layers import Snapshot
 from weft.pipeline.ledger import Ledger
 from weft.pipeline.placement import Placement
 from weft.pipeline.relay import Relay
@@ -25,7 +26,7 @@ from weft.pipeline.saver import Saver
 from weft.pipeline.scheduler import Rule
 from weft.pipeline.session import Teacher, drift, make_law, make_loader, taught, validated
 from weft.pipeline.settings import Settings
-from weft.pipeline.stage import Snapshot, Stage
+from weft.pipeline.stage import Stage
 from weft.pipeline.state import layer_digest, optimizer_states, restore
 from weft.pipeline.worker import Done, Worker
 from weft.plan.cut import Cut

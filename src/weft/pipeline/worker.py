@@ -14,10 +14,11 @@ from torch import Tensor
 from weft.data import Batch
 from weft.errors import NonFiniteError, PipelineError
 from weft.pipeline.flow import EVALUATED, SCORED, Evaluation
+from weft.pipeline.layers import Snapshot
 from weft.pipeline.message import Message
 from weft.pipeline.norms import NORMS
 from weft.pipeline.scheduler import Due, Kind, Need, Op, Rule, Scheduler
-from weft.pipeline.stage import Snapshot, Stage
+from weft.pipeline.stage import Stage
 from weft.pipeline.ties import TIES, Sent
 from weft.supernet import Carry
 
