@@ -9,10 +9,10 @@ from typing import Any
 from weft.data import Data, Loader
 from weft.errors import ConsistencyError, WeftError, nearest
 from weft.pipeline.consistency import Bounded, Consistency, Exact, Lagged
+from weft.pipeline.law import split
 from weft.pipeline.placement import SHAPES, Placement, place
 from weft.pipeline.profile import message_bytes, profile_chain
 from weft.pipeline.scheduler import DEFER, Rule
-from weft.pipeline.sequential import split
 from weft.pipeline.settings import Settings, make_settings
 from weft.pipeline.simulator import Simulated, jitter, simulate
 from weft.pipeline.survey import choose_cut, usual_windows

@@ -3,10 +3,11 @@
 from weft.pipeline.callbacks import Callback, MLflow, TensorBoard, WeightsAndBiases
 from weft.pipeline.consistency import Bounded, Consistency, Delayed, Exact, Lagged, parse
 from weft.pipeline.evaluate import evaluate, recalibrated
+from weft.pipeline.law import Law
 from weft.pipeline.losses import accuracy, cross_entropy, distillation, mean_squared_error
 from weft.pipeline.optimizer import Optimizer
 from weft.pipeline.rate import make_schedule
-from weft.pipeline.sequential import Law, Sequential
+from weft.pipeline.sequential import Sequential
 from weft.pipeline.settings import Settings, Validate
 from weft.pipeline.train import Trained, load_run, retrain, train
 

@@ -8,7 +8,7 @@ from functools import partial
 from weft.data import Batch, IterableLoader, Loader
 from weft.errors import TrainError
 from weft.pipeline.bilevel import Alternating
-from weft.pipeline.sequential import split
+from weft.pipeline.law import split
 
 
 class Batches:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.data import Batch
-from weft.pipeline.sequential import Loss, Metric
+from weft.pipeline.law import Loss, Metric
 from weft.pipeline.statistics import running_norms
 from weft.space import Subnet
 from weft.supernet import Chain

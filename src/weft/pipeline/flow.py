@@ -19,8 +19,8 @@ import torch
 from weft.data import Batch
 from weft.errors import TrainError
 from weft.pipeline.evaluate import Scores
+from weft.pipeline.law import Loss, Metric, Outputs
 from weft.pipeline.scheduler import FORWARDS, Kind
-from weft.pipeline.sequential import Loss, Metric, Outputs
 from weft.pipeline.statistics import running_norms
 from weft.pipeline.weights import Weights
 from weft.space import Subnet

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from weft.errors import NonFiniteError
 from weft.pipeline import foreach
+from weft.pipeline.law import Law
 from weft.pipeline.norms import Norms
 from weft.pipeline.optimizer import Updater
 from weft.pipeline.scheduler import Need, Scheduler
-from weft.pipeline.sequential import Law
 from weft.pipeline.state import capture
 from weft.pipeline.statistics import Record
 from weft.pipeline.ties import Ties
@@ -143,21 +144,9 @@ class Layers:
             self._capture_before(weights, weights.completes(), oldest)
             by_rate.setdefault(self.law.rate(weights.clock, weights.completes()), []).append(weights)
         for rate, members in by_rate.items():
-            parameters: list[Any] = []
-            gradients: list[Tensor] = []
-            applied = []
-            for weights in members:
-                first = self._first_reader(weights, oldest)
-                changed, own, good = self.law.update(weights, first, self.norms, self.ties)
-                applied.append(good)
-                parameters += changed
-                gradients += own
-            if parameters:
-                self.updater.apply(parameters, gradients, rate)
-            for weights, good in zip(members, applied, strict=True):
-                weights.updated(self._first_reader(weights, oldest), good)
-                if weights.kept:
-                    self._keeping[weights.layer.name] = weights
+            first = partial(self._first_reader, oldest=oldest)
+            self.law.apply(members, rate, first, self.updater, self.norms, self.ties)
+            self._keeping |= {weights.layer.name: weights for weights in members if weights.kept}
             self.updates += len(members)
 
     def _awaited(self, weights: Weights) -> bool:

@@ -21,8 +21,9 @@ from weft.pipeline.evaluate import Scores, evaluate, recalibrated
 from weft.pipeline.fingerprint import LossDigest, fingerprint
 from weft.pipeline.flow import check_flow, through
 from weft.pipeline.graphs import Graphs
+from weft.pipeline.law import Law
 from weft.pipeline.readback import Readback, mean
-from weft.pipeline.sequential import Law, Sequential
+from weft.pipeline.sequential import Sequential
 from weft.pipeline.settings import Settings
 from weft.pipeline.signals import stop_requests
 from weft.pipeline.state import capture, layer_digest, optimizer_states, restore

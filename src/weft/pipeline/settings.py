@@ -14,11 +14,11 @@ from weft.data import Augment, Data
 from weft.errors import ConsistencyError, TrainError, nearest
 from weft.pipeline.bilevel import Bilevel
 from weft.pipeline.consistency import Consistency, Exact, parse
+from weft.pipeline.law import Distil, Loss, Metric
 from weft.pipeline.losses import cross_entropy, follow
 from weft.pipeline.norms import GlobalNorm, delay_of, make_clip
 from weft.pipeline.optimizer import Optimizer
 from weft.pipeline.rate import Schedule, make_schedule
-from weft.pipeline.sequential import Distil, Loss, Metric
 from weft.pipeline.ties import check_ties
 from weft.space import Stream, Subnet, make_stream
 from weft.supernet import Chain

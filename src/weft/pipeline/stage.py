@@ -20,6 +20,7 @@ from weft.errors import TrainError
 from weft.pipeline.consistency import clock
 from weft.pipeline.flow import through
 from weft.pipeline.graphs import Gradients, Graphs
+from weft.pipeline.law import Law, detached
 from weft.pipeline.layers import LESSON, Layers
 from weft.pipeline.norms import NORMS
 from weft.pipeline.onecopy import forwards_first, single_copy
@@ -27,7 +28,6 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.recall import as_before
 from weft.pipeline.scheduler import Kind, Need
 from weft.pipeline.seeding import Seeder
-from weft.pipeline.sequential import Law, detached
 from weft.pipeline.statistics import Record
 from weft.pipeline.tape import Tape
 from weft.pipeline.ties import TIES, ties_of

@@ -15,6 +15,7 @@ from weft.pipeline.bilevel import Bilevel
 from weft.pipeline.callbacks import Callback, TensorBoard
 from weft.pipeline.consistency import Consistency
 from weft.pipeline.initial import load_initial
+from weft.pipeline.law import Distil, Loss, Metric
 from weft.pipeline.losses import cross_entropy
 from weft.pipeline.norms import GlobalNorm
 from weft.pipeline.opening import lay_out, open_run
@@ -24,7 +25,6 @@ from weft.pipeline.placement import place
 from weft.pipeline.ranks import ranks as started
 from weft.pipeline.rate import Schedule
 from weft.pipeline.scheduler import DEFER, Rule
-from weft.pipeline.sequential import Distil, Loss, Metric
 from weft.pipeline.session import Session, Teacher
 from weft.pipeline.settings import Settings, Validate, make_settings, told
 from weft.plan.cut import check_cut, check_stages

@@ -25,7 +25,8 @@ from weft.space import Subnet
 from weft.supernet import side_inputs
 
 if TYPE_CHECKING:
-    from weft.pipeline.sequential import Law, Sequential
+    from weft.pipeline.law import Law
+    from weft.pipeline.sequential import Sequential
 
 Found = dict[str, list[Tensor | None]]
 

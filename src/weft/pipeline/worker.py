@@ -74,7 +74,6 @@ class Worker:
         waits = stage.one_copy or stage.norms is not None or stage.ties is not None or evaluation is not None
         gates = self._gates if waits else None
         checks = None if evaluation is None else (self._due(first), self._check)
-        self._first = first
         self.scheduler = Scheduler(stage.index, stage.stages, stage.uses, until, rule, first, gates, checks)
         stage.forwarded = first
         if stage.norms is not None:

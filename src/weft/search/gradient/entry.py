@@ -14,8 +14,8 @@ from weft.errors import SearchError
 from weft.pipeline import Optimizer, Trained, cross_entropy, train
 from weft.pipeline.bilevel import Bilevel
 from weft.pipeline.initial import load_initial
+from weft.pipeline.law import Loss
 from weft.pipeline.ranks import ranks
-from weft.pipeline.sequential import Loss
 from weft.pipeline.settings import consistencies
 from weft.runs.files import write_json
 from weft.search.entry import check_name, search_trained

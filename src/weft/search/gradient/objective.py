@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.data import Batch
-from weft.pipeline.sequential import Loss, Metric
+from weft.pipeline.law import Loss, Metric
 from weft.search.target import Penalty, Target
 from weft.supernet.elastic import Mixture
 
