@@ -42,7 +42,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from machine import write
+from machine import waiting, write
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -334,15 +334,6 @@ class Runner:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return time.perf_counter() - began, waiting() - waited
-
-
-def waiting() -> float:
-    """Seconds that the threads of this process were ready and had no core, as Linux counts them; else 0."""
-    total = 0
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError):
-            total += int(path.read_text().split()[1])
-    return total / 1e9
 
 
 def runner(of: Case, each: Named) -> Runner:

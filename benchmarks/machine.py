@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def read_rows(path: str | None) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = json.loads(Path(path).read_text()).get("rows", [])
         return rows
     return []
+
+
+def waiting() -> float:
+    """Seconds that the threads of this process were ready and had no core, as Linux counts them; else 0."""
+    total = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):
+            total += int(path.read_text().split()[1])
+    return total / 1e9
 
 
 def _short(word: str) -> str:

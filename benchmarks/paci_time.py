@@ -10,13 +10,13 @@ import resource
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from machine import waiting
 from paci_task import RANKS, Steps, Task
 from paci_torch import TorchPeer
 from paci_weft import KINDS, WeftPeer
@@ -123,15 +123,6 @@ def member(task: Task, method: str, k: int, steps: int, folder: str) -> None:
 def most_resident() -> float:
     """The most memory that this process has had, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def waiting() -> float:
-    """Seconds that the threads of this process were ready and had no core, as Linux counts them; else 0."""
-    total = 0
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError):
-            total += int(path.read_text().split()[1])
-    return total / 1e9
 
 
 def find_target(task: Task, k: int, over: int) -> float:
