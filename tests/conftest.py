@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 
 import pytest
+
+# A shell starts what it runs in the background with Ctrl-C switched off, and processes would inherit that from here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
