@@ -48,7 +48,7 @@ def plan(
     mesh: tuple[int, ...] | None = None,
     keep: Mapping[str, str] | None = None,
     overlap: float = 0.0,
-    load: str | Path | None = None,
+    load: str | Path | Mapping[str, Any] | None = None,
     compare: bool = True,
     gap: float = 0.01,
     seconds: float = 60.0,
@@ -60,8 +60,8 @@ def plan(
     (``"80GiB"``; the machine's by default), ``dtype`` that of matrix products (float32 by default). ``stages``,
     ``microbatches``, ``recompute`` and ``mesh`` settle what is chosen otherwise. ``keep`` maps patterns of module or
     parameter names to the dimensions that may be split: ``{"*.wte": "replicated"}`` or ``{"lm_head": "n"}``. ``load``
-    reads a plan that was saved, and perhaps edited, and prices it anew. After ``seconds`` no further way to use the
-    devices is tried; ``Plan.untried`` says how many might have been better.
+    reads a plan that was saved, or takes what ``to_json`` gave, perhaps edited, and prices it anew. After ``seconds``
+    no further way to use the devices is tried; ``Plan.untried`` says how many might have been better.
 
     Raises PlanError where nothing fits, by how much, and with what would.
     """
@@ -97,7 +97,7 @@ def plan_captured(
     optimizer: str = "adamw",
     dtype: str | None = None,
     overlap: float = 0.0,
-    load: str | Path | None = None,
+    load: str | Path | Mapping[str, Any] | None = None,
     compare: bool = True,
     keep: Mapping[str, str] | None = None,
     **choices: Any,
@@ -170,8 +170,8 @@ def _needless(shape: Shape, best: Candidate) -> bool:
     return shape.training.microbatches > other.microbatches or (shape.training.recompute and not other.recompute)
 
 
-def _loaded(graph: Graph, request: Request, path: str | Path) -> Candidate:
-    found = read_plan(path)
+def _loaded(graph: Graph, request: Request, path: str | Path | Mapping[str, Any]) -> Candidate:
+    found = path if isinstance(path, Mapping) else read_plan(path)
     if found["devices"] != request.devices:
         raise PlanError(f"the plan is for {found['devices']} devices, and {request.devices} are asked for")
     mesh, count = Mesh(tuple(found["mesh"])), int(found["microbatches"])

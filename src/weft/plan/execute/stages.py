@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,22 +82,25 @@ class Staged(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PlanError("a model in stages runs whole steps: call step(batch), which gives the loss and the gradients")
 
-    def step(self, batch: Batch) -> Tensor:
+    def step(self, batch: Batch, before: Callable[[int], None] | None = None) -> Tensor:
         """Forward and backward of a batch: gives the loss, the same on every process, and leaves its gradients, and
         none from before, in the parameters of this stage, which an optimizer may then step. Every process calls it with
-        the whole batch. Raises PlanError where another process is lost."""
+        the whole batch. ``before`` is called ahead of the forward of each micro-batch with its number, to seed what it
+        draws. Raises PlanError where another process is lost."""
         parts = microbatches(batch, self._rows, self.microbatches)
         self.zero_grad(set_to_none=True)
         flights: dict[int, _Flight] = {}
         total = torch.zeros((), device=self._wire.device, dtype=torch.float64)
         at: object = "the beginning"
         with torch.enable_grad(), patience(lambda: at):
-            if not self._seeded_alike:
+            if not self._seeded_alike and before is None:
                 self._compare_seeds()
             self._course.late.begin(self)
             for op in self.ops:
                 at = op
                 if op.kind == "F":
+                    if before is not None:
+                        before(op.microbatch)
                     flight = flights[op.microbatch] = self._forward(parts[op.microbatch])
                     if flight.loss is not None:
                         total += flight.loss.detach().reshape(()) / self.microbatches
@@ -130,17 +133,27 @@ class Staged(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's state with every tensor whole, on every process; all of them must call it."""
         kept = persistent(self._captured)
-        names = {**self._captured.parameters, **{n: name for n, name in self._captured.buffers.items() if name in kept}}
-        like = {node.name: node.meta["val"] for node in self._captured.nodes.nodes if node.name in names}
+        names = (
+            *self._captured.parameters.values(),
+            *(name for name in self._captured.buffers.values() if name in kept),
+        )
         own = self.state_dict()
+        return self.everywhere(names, lambda name: self.whole(own[name]))
+
+    def everywhere(self, names: Iterable[str], own: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Tensors like the parameters and buffers of these names, from the stage that holds each, whose processes are
+        asked for their ``own``, to every process; all of them must call it."""
+        nodes = {name: node for node, name in (*self._captured.parameters.items(), *self._captured.buffers.items())}
+        like = {node.name: node.meta["val"] for node in self._captured.nodes.nodes if "val" in node.meta}
         found: dict[str, Tensor] = {}
         with patience(lambda: "gathering the state"):
-            for node, name in names.items():
+            for name in names:
+                node = nodes[name]
                 place = self._captured.places[self._captured.tied.get(node, node)]
                 holder = next(s for s, section in enumerate(self._outline.sections) if place in section.leaves)
                 value = torch.empty(like[node].shape, dtype=like[node].dtype, device=self._wire.device)
                 if self.stage == holder:
-                    value.copy_(self.whole(own[name]))
+                    value.copy_(own(name))
                 dist.broadcast(value, src=self.grid.first(holder), group=self.grid.world)
                 found[name] = value
         return found
