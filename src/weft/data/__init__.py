@@ -7,6 +7,7 @@ from weft.data.embedded import digits, text
 from weft.data.iterable import IterableLoader
 from weft.data.loader import Loader
 from weft.data.paths import load, open_data
+from weft.data.photographs import super_resolution
 from weft.data.source import Batch, Promise, Source, Subset, Tensors, Text
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "load",
     "open_data",
     "split",
+    "super_resolution",
     "text",
 ]
