@@ -14,17 +14,20 @@ if TYPE_CHECKING:
         Exact,
         Lagged,
         Optimizer,
+        Residency,
         Validate,
         accuracy,
         cross_entropy,
         distillation,
     )
     from weft.pipeline.train import Trained, load_run, retrain, train
+    from weft.plan.memory import Estimate, estimate
     from weft.runs import Run
     from weft.search.entry import search
     from weft.search.front import Front
     from weft.space import Space, Stream, Subnet, make_stream
     from weft.supernet import Chain, Choice, Elastic, Optional, Shared, extract, initialise
+    from weft.tune.entry import tune
 
 __version__ = "0.1.0"
 
@@ -38,6 +41,7 @@ _HOME = {
         "Exact",
         "Lagged",
         "Optimizer",
+        "Residency",
         "Trained",
         "Validate",
         "accuracy",
@@ -47,6 +51,7 @@ _HOME = {
         "retrain",
         "train",
     ),
+    "weft.plan.memory": ("Estimate", "estimate"),
     "weft.runs": ("Run",),
     "weft.search": ("Front",),
     "weft.space": ("Space", "Stream", "Subnet", "make_stream"),
@@ -54,7 +59,7 @@ _HOME = {
 }
 _NAMES = {name: module for module, names in _HOME.items() for name in names}
 _PACKAGES = {
-    name: f"weft.{name}" for name in ("data", "pipeline", "plan", "runs", "search", "space", "supernet", "zoo")
+    name: f"weft.{name}" for name in ("data", "pipeline", "plan", "runs", "search", "space", "supernet", "tune", "zoo")
 }
 _PACKAGES["elastic"] = "weft.supernet.elastic"
 
@@ -78,12 +83,14 @@ __all__ = [
     "Data",
     "Delayed",
     "Elastic",
+    "Estimate",
     "Exact",
     "Front",
     "Lagged",
     "Loader",
     "Optimizer",
     "Optional",
+    "Residency",
     "Run",
     "Shared",
     "ShiftFlip",
@@ -97,6 +104,7 @@ __all__ = [
     "accuracy",
     "cross_entropy",
     "distillation",
+    "estimate",
     "extract",
     "initialise",
     "load_run",
@@ -104,4 +112,5 @@ __all__ = [
     "retrain",
     "search",
     "train",
+    "tune",
 ]

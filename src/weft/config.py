@@ -9,12 +9,13 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
 from weft.errors import ConfigError, nearest
 
+T = TypeVar("T")
 Names = str | tuple[str, ...]
 """One name or several: ``maximize = "accuracy"`` and ``maximize = ["accuracy"]`` mean the same."""
 
@@ -101,6 +102,18 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The learning rate of the architecture."""
 
 
+class Residency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the layers of a stage may take on its device and on its host; the names are those of ``weft.Residency``.
+
+    Without a budget they all stay on the device.
+    """
+
+    budget: str | int | None = None
+    host: str | int | None = None
+    disk: str | None = None
+    ahead: int = 32
+
+
 class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which subnet leaves the run, and in which formats."""
 
@@ -120,33 +133,43 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: dict[str, Any] = {}
     """Options of a class of torch.optim; without a ``kind`` they change single values of ``SGD``."""
     consistency: str | dict[str, str] = {}
+    residency: Residency = Residency()
     search: Search = Search()
     export: Export = Export()
 
 
 def read_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     """The configuration in a TOML file, with ``--a.b=c`` overrides applied; raises ConfigError in one clear line."""
+    return make_config(read_values(path), overrides)
+
+
+def read_values(path: Path | str) -> dict[str, Any]:
+    """What a TOML file says, unchecked; raises ConfigError if it cannot be read."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"cannot read the config '{path}': {getattr(problem, 'strerror', None) or problem}") from None
     try:
-        values = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
         raise ConfigError(f"'{path}' is not TOML: {problem}") from None
-    return make_config(values, overrides)
 
 
 def make_config(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """The configuration that a nested mapping means."""
+    return convert(values, overrides, Config)
+
+
+def convert(values: Mapping[str, Any], overrides: Sequence[str], kind: type[T]) -> T:
+    """The value of some kind of configuration that a nested mapping means, with overrides applied."""
     merged = _copy(values)
     for override in overrides:
-        _apply(merged, override)
+        _apply(merged, override, kind)
     try:
-        return msgspec.convert(merged, Config, strict=True)
+        return msgspec.convert(merged, kind, strict=True)
     except msgspec.ValidationError as problem:
-        raise ConfigError(_explain(str(problem))) from None
+        raise ConfigError(_explain(str(problem), kind)) from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -191,7 +214,7 @@ def locate(spec: str, folder: Path) -> Any:
     return found
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def _apply(values: dict[str, Any], override: str, root: type) -> None:
     match = re.fullmatch(r"--([A-Za-z_][\w.-]*)=(.*)", override, re.DOTALL)
     if match is None:
         raise ConfigError(f"cannot read '{override}': an override is written --a.b=c")
@@ -206,12 +229,12 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(below, dict):
             raise ConfigError(f"'{override}': '{part}' is a value, not a table")
         at = below
-    at[names[-1]] = _value(match[2], names)
+    at[names[-1]] = _value(match[2], names, root)
 
 
-def _value(text: str, names: Sequence[str]) -> Any:
+def _value(text: str, names: Sequence[str], root: type) -> Any:
     """The text as a TOML value or a number such as ``.5``; as it is where text is wanted (a run called 7)."""
-    wanted = _kinds(names)
+    wanted = _kinds(names, root)
     as_text = str in wanted and float not in wanted
     try:
         value = tomllib.loads(f"x = {text}")["x"]
@@ -222,17 +245,20 @@ def _value(text: str, names: Sequence[str]) -> Any:
     return text if as_text and not nested and not isinstance(value, str) else value
 
 
-def _explain(message: str) -> str:
+def _explain(message: str, root: type) -> str:
     place = re.search(r" - at `\$\.?(.*?)`$", message)
     path = place[1] if place else ""
     unknown = re.match(r"Object contains unknown field `(.*?)`", message)
     if unknown:
         full = f"{path}.{unknown[1]}" if path else unknown[1]
-        return f"unknown key '{full}'{_hint(path, unknown[1])}"
+        return f"unknown key '{full}'{_hint(path, unknown[1], root)}"
     missing = re.match(r"Object missing required field `(.*?)`", message)
     if missing:
         full = f"{path}.{missing[1]}" if path else missing[1]
-        return f'the config lacks \'{full}\': for example supernet = "digits-conv", or "mynet:build" for your own code'
+        example = (
+            ': for example supernet = "digits-conv", or "mynet:build" for your own code' if full == "supernet" else ""
+        )
+        return f"the config lacks '{full}'{example}"
     wrong = re.match(r"Expected `(.*?)`, got `(.*?)`", message)
     if wrong is None:
         return f"'{path}': {message}"
@@ -247,22 +273,22 @@ _MEANT = {
 """What a key means, where a wrong type suggests that something else was."""
 
 
-def _hint(path: str, key: str) -> str:
+def _hint(path: str, key: str, root: type) -> str:
     """The nearest key of the same table; at the top also of the tables, for a key that was put beside its own."""
-    keys = {name: f"{path}.{name}" if path else name for name in _fields(path)}
-    inner = {} if path else {name: f"{table}.{name}" for table in keys for name in _fields(table)}
+    keys = {name: f"{path}.{name}" if path else name for name in _fields(path, root)}
+    inner = {} if path else {name: f"{table}.{name}" for table in keys for name in _fields(table, root)}
     close = difflib.get_close_matches(key, [*keys, *inner], n=1)
     return f"; did you mean '{keys.get(close[0]) or inner[close[0]]}'?" if close else f"; known: {', '.join(keys)}"
 
 
-def _fields(path: str) -> tuple[str, ...]:
-    table = next((kind for kind in _kinds(path.split(".") if path else ()) if _is_struct(kind)), None)
+def _fields(path: str, root: type) -> tuple[str, ...]:
+    table = next((kind for kind in _kinds(path.split(".") if path else (), root) if _is_struct(kind)), None)
     return () if table is None else tuple(field.name for field in msgspec.structs.fields(table))
 
 
-def _kinds(names: Sequence[str]) -> tuple[Any, ...]:
+def _kinds(names: Sequence[str], root: type) -> tuple[Any, ...]:
     """The types that the value under these names may have; none if there is no such key."""
-    kinds: tuple[Any, ...] = (Config,)
+    kinds: tuple[Any, ...] = (root,)
     for name in names:
         table = next((kind for kind in kinds if _is_struct(kind)), None)
         field = next((f for f in msgspec.structs.fields(table) if f.name == name), None) if table is not None else None

@@ -61,6 +61,10 @@ class SearchError(WeftError):
     """A search that cannot be run as asked."""
 
 
+class TuneError(WeftError):
+    """A study, a trial or an executor that cannot be had or go on as asked."""
+
+
 class ConfigError(WeftError):
     """A configuration with an unknown key, a wrong type or a value out of range."""
 

@@ -20,6 +20,7 @@ from weft.cli.planning import calibrate, plan
 from weft.cli.searching import export, search
 from weft.cli.timing import simulate, trace
 from weft.cli.training import train, verify
+from weft.cli.tuning import tune
 from weft.errors import WeftError, nearest, place_in_own_code
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -65,7 +66,7 @@ def _add(*verbs: Callable[..., None], **settings: bool) -> None:
 
 
 _add(demo)
-_add(train, search, export, simulate, verify, allow_extra_args=True, ignore_unknown_options=True)  # --a.b=c
+_add(train, search, tune, export, simulate, verify, allow_extra_args=True, ignore_unknown_options=True)  # --a.b=c
 _add(runs, zoo, plan, calibrate, trace)
 
 

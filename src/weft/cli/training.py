@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from weft.cli.arguments import AsJson, Target, read_target, stage_counts
 from weft.cli.output import console, errors, print_json, show
 from weft.cli.resumption import resumable
+from weft.units import size
 
 
 def train(
@@ -48,15 +50,33 @@ def train(
     load = data if (settings.train.stages or 1) == 1 else partial(assembly.data_of, settings, folder.resolve())
     typed = [*context.args, *([] if stages is None else [f"--stages={stages}"]), "--resume"]
     again = shlex.join(["weft", "train", config, *typed])
+    ended: dict[str, Any] = {}
+
+    def end(event: Mapping[str, Any]) -> None:
+        if event["event"] == "finished":
+            ended.update(event)
+
     with resumable(path, again), Bar(errors, "train", settings.train.steps) as bar:
-        trained = weft.train(net, load, **arguments, callbacks=[bar.train], resume=resume, config=saved)
+        trained = weft.train(net, load, **arguments, callbacks=[bar.train, end], resume=resume, config=saved)
     if told is not None and told.rank > 0:
         return
-    show(
-        {"run": str(trained.path), "steps": settings.train.steps, "fingerprint": trained.fingerprint},
-        as_json,
-        "trained",
-    )
+    told_of = {"run": str(trained.path), "steps": settings.train.steps, "fingerprint": trained.fingerprint}
+    show({**told_of, **moved(ended.get("residency"), as_json)}, as_json, "trained")
+
+
+def moved(residency: Any, as_json: bool) -> dict[str, Any]:
+    """What is said of layers that lived on the host: of every stage as it is, or in sum for a person."""
+    if not residency or as_json:
+        return {} if not residency else {"residency": residency}
+    stages = [residency] if isinstance(residency, dict) else list(residency)
+    uses, misses, brought, sent = (sum(own[key] for own in stages) for key in ("uses", "misses", "brought", "sent"))
+    largest = max(stages, key=lambda own: own["peak"])
+    beside = f", {size(largest['device_peak'])} with all else" if largest["device_peak"] else ""
+    return {
+        "layers on the device": f"at most {size(largest['peak'])} of {size(largest['budget'])}{beside}",
+        "there in time": f"{100 * (1 - misses / uses) if uses else 100:.1f} % of {uses} uses",
+        "moved": f"{size(brought)} to the device, {size(sent)} back",
+    }
 
 
 def verify(

@@ -1,0 +1,203 @@
+"""One attempt at a job, in this very process: what workers of every executor do with it."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.errors import WeftError
+from weft.keys import key
+from weft.tune.cap import Cap, OutOfMemory
+from weft.tune.job import Ended, Fit, Job, Reported
+from weft.tune.recipe import Recipe
+from weft.tune.training import Pruned
+from weft.tune.trial import OUTPUT, Trial, finite, numbers
+
+Objective = Recipe | Callable[[Trial], Any]
+Tell = Callable[[Ended], None]
+Ask = Callable[[Reported], bool]
+State = Literal["complete", "pruned", "failed", "out-of-memory", "timeout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all trials of a study share; it reaches each worker once, when that starts."""
+
+    objective: Objective
+    objectives: tuple[str, ...]
+    seed: int
+
+
+def folder(job: Job, trial: int) -> Path:
+    """A trial's own directory."""
+    return Path(job.directory) / "trials" / str(trial)
+
+
+def attempt(job: Job, terms: Terms, device: str, rank: int, ask: Ask, tell: Tell) -> None:
+    """Run a job to its end; never raises because of what it does. ``ask`` waits for the answer to a report.
+
+    The end of its last trial is told once the device's memory is free again. Ranks above 0 of a split job tell only of
+    what goes wrong.
+    """
+    told: set[int] = set()
+    held: list[Ended] = []
+    for number in job.trials:
+        folder(job, number).mkdir(parents=True, exist_ok=True)
+
+    def end(event: Ended) -> None:
+        told.add(event.trial)
+        if len(told) < len(job.trials):
+            tell(event)
+        else:
+            held.append(event)
+
+    began = time.perf_counter()
+    state: State = "complete"
+    error, needed = None, None
+    try:
+        _run(job, terms, device, ask, end)
+    except Pruned:
+        state = "pruned"
+    except BaseException as problem:
+        state, error, needed = _judged(problem)
+        problem.__traceback__ = problem.__context__ = None  # it would keep every tensor of the training
+    peak = needed or _peak(device)
+    _forget(device)
+    seconds = time.perf_counter() - began
+    left = [Ended(job.id, number, state, None, error, peak, seconds) for number in job.trials if number not in told]
+    for event in [*held, *left]:
+        if rank == 0 or event.state not in ("complete", "pruned"):
+            tell(event if event.peak else replace(event, peak=peak))
+
+
+def _run(job: Job, terms: Terms, device: str, ask: Ask, end: Tell) -> None:
+    """Trains; a trial that neither is told of nor raises has ended with the job."""
+    began = time.perf_counter()
+
+    def complete(number: int, values: Any, peak: int | None = None) -> None:
+        seconds = time.perf_counter() - began
+        try:
+            found = finite(numbers(values, terms.objectives, "return"), terms.objectives)
+        except WeftError as problem:
+            end(Ended(job.id, number, "failed", None, str(problem), peak, seconds))
+            return
+        end(Ended(job.id, number, "complete", found, None, peak, seconds))
+
+    def reporter(number: int) -> Callable[[int, tuple[float, ...]], bool]:
+        return lambda step, values: ask(Reported(job.id, number, step, tuple(values)))
+
+    places = [folder(job, number) for number in job.trials]
+    if not isinstance(terms.objective, Recipe):
+        for number, params, place in zip(job.trials, job.params, places, strict=True):
+            seed = key(terms.seed, "trial", number)
+            trial = Trial(
+                number, params, place, device, job.memory, _used(place), seed, terms.objectives, reporter(number)
+            )
+            complete(number, _called(terms.objective, trial))
+        return
+    from weft.tune.setting import setting
+
+    settings = [setting(terms.objective, params) for params in job.params]
+    with_memory: Mapping[str, Any] = {"device": device, "memory": job.memory}
+    if len(settings) > 1:
+        from weft.tune.fusion import train_fused
+
+        def leave(lane: int, result: Any) -> None:
+            if result == "pruned":
+                end(Ended(job.id, job.trials[lane], "pruned", seconds=time.perf_counter() - began))
+            else:
+                complete(job.trials[lane], result.values, result.peak)
+
+        train_fused(
+            settings,
+            job.fits[0],
+            directories=places,
+            report=lambda lane, step, values: reporter(job.trials[lane])(step, values),
+            ended=leave,
+            **with_memory,
+        )
+        return
+    train = _split if _degree(job.fits[0]) > 1 else _alone
+    result = train(settings[0], job.fits[0], directory=places[0], report=reporter(job.trials[0]), **with_memory)
+    complete(job.trials[0], result.values, result.peak)
+
+
+def _called(objective: Callable[[Trial], Any], trial: Trial) -> Any:
+    """On a GPU the allocator refuses more than the trial may take; elsewhere nothing holds a function to it."""
+    import torch
+
+    cap = Cap(torch.device(trial.device), trial.memory)
+    _seed(trial.seed)
+    try:
+        with cap:
+            return objective(trial)
+    except Exception as problem:
+        exceeded = cap.exceeded(problem)
+        if exceeded is None:
+            raise
+    raise exceeded
+
+
+def _used(place: Path) -> bool:
+    return any(entry.name != OUTPUT for entry in place.iterdir())
+
+
+def _alone(*args: Any, **kwargs: Any) -> Any:
+    from weft.tune.training import train
+
+    return train(*args, **kwargs)
+
+
+def _split(*args: Any, **kwargs: Any) -> Any:
+    from weft.tune.split import train_split
+
+    return train_split(*args, **kwargs)
+
+
+def _degree(fit: Fit | None) -> int:
+    return 1 if fit is None else fit.degree
+
+
+def _judged(problem: BaseException) -> tuple[State, str, int | None]:
+    """The state that an exception ends a trial in, its text, and the bytes that were needed where it says so."""
+    if isinstance(problem, OutOfMemory):
+        return "out-of-memory", str(problem), problem.needed
+    if isinstance(problem, WeftError):
+        return "failed", str(problem), None
+    return "failed", "".join(traceback.format_exception(problem)).strip(), None
+
+
+def _seed(seed: int) -> None:
+    """What draws from a global generator depends on the trial alone, not on what this process ran before."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def _peak(device: str) -> int | None:
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    return int(torch.cuda.max_memory_reserved(device))
+
+
+def _forget(device: str) -> None:
+    """Give back what the last trial held."""
+    sys.last_exc = sys.last_value = None  # type: ignore[attr-defined]
+    gc.collect()
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)

@@ -1,0 +1,88 @@
+"""The devices of a study: those that there are, those that a user names, and what candidates may count on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.errors import TuneError
+from weft.tune.job import Device
+from weft.units import size_of
+
+GPU = "h200"
+"""The kind that a GPU without constants of its own is taken for."""
+
+
+def local_devices() -> list[Device]:
+    """The GPUs of this machine with the memory that each has, or its CPU, whose memory is not counted."""
+    import torch
+
+    if torch.cuda.is_available():
+        return [
+            Device(f"cuda:{index}", torch.cuda.get_device_properties(index).total_memory)
+            for index in range(torch.cuda.device_count())
+        ]
+    return [Device("cpu", None)]
+
+
+def parse_devices(devices: Sequence[str | Device] | Mapping[str, Any] | str | None) -> list[Device] | None:
+    """Devices from names, each perhaps with its memory: ``["cuda:0", "cuda:1=40GiB"]`` or ``{"cpu": "2GiB"}``."""
+    if devices is None:
+        return None
+    if isinstance(devices, str):
+        devices = [devices]
+    given = [f"{name}={memory}" for name, memory in devices.items()] if isinstance(devices, Mapping) else devices
+    found = []
+    for one in given:
+        if isinstance(one, Device):
+            found.append(one)
+            continue
+        name, _, memory = str(one).partition("=")
+        found.append(_device(name.strip(), int(size_of(memory, TuneError)) if memory else None))
+    if not found:
+        raise TuneError("a study needs a device: leave devices out for all that there are, or name some")
+    return found
+
+
+def nominal(memory: int | None, devices: Sequence[Device]) -> int | None:
+    """The memory that candidates are fitted to: the study's, or the smallest device's; None: it is not counted."""
+    if memory is not None:
+        return memory
+    known = [device.memory for device in devices if device.memory is not None]
+    return min(known) if known and len(known) == len(devices) else None
+
+
+def most_together(devices: Sequence[Device]) -> int:
+    """The number of devices of the machine that has most."""
+    counts: dict[str, int] = {}
+    for device in devices:
+        counts[device.node] = counts.get(device.node, 0) + 1
+    return max(counts.values(), default=1)
+
+
+def kind(devices: Sequence[Device]) -> str:
+    """Of which kind they are, for estimates: ``cpu``, or the name of a GPU whose constants are known."""
+    import torch
+
+    from weft.plan.memory.kernels import KERNELS
+
+    if any(device.name == "cpu" for device in devices):
+        return "cpu"
+    named = torch.cuda.get_device_name(0).lower() if torch.cuda.is_available() else ""
+    return next((name for name in KERNELS if name in named), GPU)
+
+
+def _device(name: str, memory: int | None) -> Device:
+    import torch
+
+    try:
+        kind = torch.device(name)
+    except RuntimeError:
+        raise TuneError(f"'{name}' is no device: use cpu, or cuda:0 and so on") from None
+    if kind.type == "cuda":
+        count = torch.cuda.device_count()
+        if (kind.index or 0) >= count:
+            raise TuneError(f"device '{name}': torch sees {count} CUDA devices here")
+        total = int(torch.cuda.get_device_properties(kind).total_memory)
+        return Device(f"cuda:{kind.index or 0}", total if memory is None else min(memory, total))
+    return Device(name, memory)

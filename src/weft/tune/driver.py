@@ -1,0 +1,295 @@
+"""The driver of a study: asks for trials, packs them onto devices, answers their reports, and survives their ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import WeftError
+from weft.keys import key
+from weft.runs.events import Events
+from weft.tune.attempt import Terms
+from weft.tune.board import Board, Row
+from weft.tune.correction import Correction
+from weft.tune.devices import kind, most_together, nominal
+from weft.tune.executor import Executor
+from weft.tune.job import Ended, Event, Job, Lost, Reported
+from weft.tune.needs import Need, groups, need
+from weft.tune.places import Places
+from weft.tune.recipe import Recipe
+from weft.tune.task import Task, Way, alike, job_of_task, shown
+
+if TYPE_CHECKING:
+    from weft.tune.study import Study
+
+log = logging.getLogger("weft.tune")
+
+PAUSE = 0.5
+"""Seconds between two looks at devices that may have come or gone."""
+
+
+class Driver:
+    """One run of a study to its end. ``watch`` is called after everything that happens."""
+
+    def __init__(
+        self,
+        study: Study,
+        executor: Executor,
+        terms: Terms,
+        way: Way,
+        *,
+        trials: int,
+        path: Path,
+        events: Events,
+        board: Board,
+        watch: Callable[[Board], None] = lambda board: None,
+    ) -> None:
+        self.study, self.executor, self.terms, self.way = study, executor, terms, way
+        self.board, self.events, self.path, self._watch, self._count = board, events, path, watch, trials
+        self._recipe = isinstance(terms.objective, Recipe)
+        counted = self._recipe or way.memory is not None
+        self._places = Places(executor, way.workers, counted)
+        devices = board.devices = self._places.devices
+        # Fixed at the start: a machine that goes or comes must not change how candidates are fitted.
+        self._nominal = nominal(way.memory, devices) if self._recipe else way.memory
+        self._degree = most_together(devices)
+        self._kind = kind(devices)
+        self._correction = Correction()
+        self._newest = -1
+        self._block: dict[int, tuple[dict[str, Any], Need]] = {}
+        self._waiting: dict[str, Task] = {}
+        self._running: dict[str, Task] = {}
+        self._token = f"{key(os.getpid(), time.time_ns()) & 0xFFFF:04x}"
+
+    def run(self) -> None:
+        """Until every trial has ended. What a trial does never ends it; only Ctrl-C and lost storage do."""
+        self._newest = sum(record.state != "waiting" for record in self.study.trials()) - 1
+        for proposal in self.study.open_trials():
+            self._take(proposal.number, dict(proposal.params))
+        while not self.study.finished():
+            asked = self.study.askable() is not None
+            if asked:
+                proposal = self.study.ask()
+                self._newest = proposal.number
+                self._take(proposal.number, dict(proposal.params))
+            self._release(final=not asked and not self._waiting and not self._running)
+            self._devices()
+            self._admit()
+            for event in self.executor.poll(0.0 if asked else PAUSE):
+                self._happened(event)
+            self._watch(self.board)
+
+    # -- what is to run
+
+    def _take(self, number: int, params: dict[str, Any]) -> None:
+        row = self.board.rows[number] = Row(number, params)
+        self._note("proposed", number, params=params)
+        try:
+            found = need(self.terms, params, self._nominal, self._degree, self._kind, self.way.fuse > 1)
+        except Exception as problem:  # a model that cannot be made is its trial's failure, and no other's
+            mine = isinstance(problem, WeftError)
+            error = str(problem) if mine else "".join(traceback.format_exception(problem)).strip()
+            self._end(number, "failed", None, {"error": error, "refused": True})
+            return
+        row.memory = found.memory
+        self._block[number] = (params, found)
+
+    def _release(self, final: bool) -> None:
+        """Let whole blocks of consecutive trials wait for devices, those of one shape as one.
+
+        Only trials of one block are fused, never those that happen to wait together. The last block may be shorter.
+        """
+        size, blocks = self.way.fuse, dict[int, dict[int, Need]]()
+        for number, (_, found) in self._block.items():
+            if final or self._newest + 1 >= min((number // size + 1) * size, self._count):
+                blocks.setdefault(number // size, {})[number] = found
+        for needs in blocks.values():
+            for numbers in groups(needs, self._nominal):
+                trials = {number: self._block.pop(number)[0] for number in numbers}
+                self._wait(Task(trials, needs[numbers[0]]))
+
+    def _wait(self, task: Task) -> None:
+        first = min(task.trials)
+        task.id = f"{first}-{task.attempts}-{self._token}"
+        task.job, task.pace = None, None
+        if not task.alone and task.need.memory is not None:
+            estimate = task.need.memory * len(task.trials)
+            task.memory = max(task.floor, self._correction.corrected(estimate, **alike(task)))
+            if self._recipe and not self._places.shares(task.memory):
+                task.memory = None  # a device by itself has room for what was fitted to it
+        for number in task.trials:
+            row = self.board.rows[number]
+            row.state, row.memory, row.places, row.device = "waiting", task.memory or row.memory, (), ""
+            row.proposed = time.monotonic()
+        self._waiting[task.id] = task
+
+    def _admit(self) -> None:
+        for id in self._places.impossible(self._waiting):
+            task = self._waiting.pop(id)
+            why = f"it needs {task.need.degree} devices of one machine with {task.memory} bytes each: none has"
+            for number in list(task.trials):
+                self._end(number, "failed", None, {"error": why, "refused": True})
+        for id, places in self._places.admit(self._waiting):
+            self._start(self._waiting.pop(id), places)
+
+    def _start(self, task: Task, places: tuple[int, ...]) -> None:
+        now = time.monotonic()
+        task.attempts += 1
+        numbers = tuple(sorted(task.trials))
+        capped = self._nominal if task.memory is None and self._recipe else task.memory
+        job = task.job = Job(
+            task.id,
+            numbers,
+            tuple(task.trials[number] for number in numbers),
+            tuple(task.need.fit for _ in numbers),
+            places,
+            capped,
+            str(self.path),
+            self.way.seconds,
+        )
+        self._running[task.id] = task
+        devices = [self._places.devices[place] for place in places]
+        names = " ".join(device.name for device in devices)
+        for number in numbers:
+            row = self.board.rows[number]
+            row.state, row.places, row.device, row.started = "starting", places, names, now
+            row.attempts, row.waited = task.attempts, row.waited + now - row.proposed
+        self._note("placed", *numbers, job=job.id, devices=names, node=devices[0].node, memory=task.memory)
+        self.executor.start(job)
+
+    # -- what happens to it
+
+    def _happened(self, event: Event) -> None:
+        task = self._running.get(event.job)
+        if task is None:
+            return
+        if isinstance(event, Reported):
+            self._reported(task, event)
+        elif isinstance(event, Lost):
+            self._lost(task, event)
+        elif event.state == "out-of-memory":
+            self._exceeded(task, event)
+        else:
+            self._ended(task, event)
+
+    def _reported(self, task: Task, event: Reported) -> None:
+        prune = self.study.report(event.trial, event.step, event.values)
+        self.executor.answer(event.job, event.trial, prune)
+        row = self.board.rows[event.trial]
+        row.state, row.step, row.values = "running", event.step, event.values
+        self._note("reported", event.trial, at=event.step, values=event.values, prune=prune)
+        now = time.monotonic()
+        if event.trial == min(task.trials):
+            if task.pace is not None and event.step > task.pace[1]:
+                self._places.measured(job_of_task(task), event.step - task.pace[1], task.pace[0], now)
+            task.pace = (now, event.step)
+
+    def _ended(self, task: Task, event: Ended) -> None:
+        row = self.board.rows[event.trial]
+        row.peak = event.peak
+        if task.need.memory is not None and event.peak and event.state in ("complete", "pruned"):
+            self._correction.observed(task.need.memory * len(job_of_task(task).trials), event.peak, **alike(task))
+        state = event.state if event.state in ("complete", "pruned") else "failed"
+        self._account(row, event.seconds)
+        task.trials.pop(event.trial, None)
+        notes = {**self._notes(task, event), **({"error": event.error} if event.error else {})}
+        if event.state == "timeout":
+            notes["timeout"] = True
+        self._end(event.trial, state, event.values, notes)
+        if not task.trials:
+            self._leave(task)
+
+    def _lost(self, task: Task, event: Lost) -> None:
+        self._leave(task)
+        self._note("lost", *task.trials, job=event.job, why=event.why)
+        task.lost += 1
+        for number in task.trials:
+            self._account(self.board.rows[number], None)
+        if task.lost > self.way.retries:
+            why = f"{event.why}; it was tried {task.attempts} times, and {self.way.retries} retries are allowed"
+            for number in list(task.trials):
+                self._end(number, "failed", None, {**self._notes(task, None), "error": why})
+            return
+        log.warning("trial %s: %s; it goes on from its checkpoint", shown(task), event.why)
+        self._wait(task)
+
+    def _exceeded(self, task: Task, event: Ended) -> None:
+        """Again with a larger figure, and the last time with the whole device."""
+        job = job_of_task(task)
+        row = self.board.rows[event.trial]
+        row.peak = event.peak
+        self._note("exceeded", event.trial, job=event.job, memory=job.memory, needed=event.peak)
+        self._leave(task)
+        self.executor.stop(event.job)
+        for number in task.trials:
+            self._account(self.board.rows[number], event.seconds)
+        if task.alone or (task.memory is None and len(job.trials) == 1):
+            task.trials.pop(event.trial, None)
+            self._end(event.trial, "failed", None, {**self._notes(task, event), "error": event.error, "alone": True})
+            if task.trials:
+                self._wait(task)
+            return
+        task.exceeded += 1
+        if task.memory is not None and task.need.memory is not None:
+            estimate = task.need.memory * len(job.trials)
+            task.floor = self._correction.exceeded(estimate, task.memory, needed=event.peak, **alike(task))
+        if task.exceeded > 1 or task.memory is None or not self._recipe:
+            # One by one: a fused training that takes too much is not tried as one again.
+            for number, params in task.trials.items():
+                self._wait(Task({number: params}, task.need, attempts=task.attempts, alone=True, lost=task.lost))
+            return
+        self._wait(task)
+
+    def _end(self, number: int, state: Any, values: tuple[float, ...] | None, notes: Mapping[str, Any]) -> None:
+        state = self.study.tell(number, state, values, notes)
+        row = self.board.rows[number]
+        row.state, row.values = state, values if values is not None else row.values
+        row.why = _last_line(str(notes.get("error", "")))
+        self._note("ended", number, state=state, values=values, **notes)
+        self.events.flush()
+        if state == "failed":
+            log.warning("trial %d failed: %s", number, row.why)
+
+    def _notes(self, task: Task, event: Ended | None) -> dict[str, Any]:
+        places = () if task.job is None else task.job.devices
+        devices = [self._places.devices[place] for place in places]
+        found = {
+            "fit": None if task.need.fit is None else asdict(task.need.fit),
+            "devices": [f"{device.node}/{device.name}" for device in devices],
+            "memory": task.memory if task.memory is not None else task.need.memory,
+            "peak": None if event is None else event.peak,
+            "seconds": None if event is None else event.seconds,
+            "attempts": task.attempts,
+            "fused": len(job_of_task(task).trials) if task.job else 1,
+        }
+        return {name: value for name, value in found.items() if value is not None}  # each is a transaction
+
+    def _leave(self, task: Task) -> None:
+        job = job_of_task(task)
+        self._running.pop(job.id, None)
+        self._places.left(job)
+
+    def _devices(self) -> None:
+        if self._places.changed():
+            names = [f"{device.node}/{device.name}" for device in self._places.devices]
+            gone = [name for name, device in zip(names, self._places.devices, strict=True) if device.gone]
+            self._note("devices", now=names, gone=gone)
+            self.board.devices = self._places.devices
+
+    def _account(self, row: Row, seconds: float | None) -> None:
+        taken = time.monotonic() - row.started
+        row.ran += taken if seconds is None else min(seconds, taken)
+        row.starting += 0.0 if seconds is None else max(0.0, taken - seconds)
+
+    def _note(self, event: str, *trials: int, **fields: Any) -> None:
+        self.events.append(event, trials=list(trials), **fields)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1] if text.strip() else ""

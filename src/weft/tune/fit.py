@@ -1,0 +1,149 @@
+"""How a candidate fits a device: whole, in smaller micro-batches, recomputing, split over several, or not at all.
+
+A function of the candidate and of the device's kind and nominal memory: never of what happens to be free.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the common base of batch norms
+
+from weft.errors import PlanError, TuneError
+from weft.tune.complete import Complete, example, shaped
+from weft.tune.job import Fit, Way
+from weft.tune.peaks import Peaks, peaks
+from weft.tune.setting import Setting
+from weft.units import size
+
+MARGIN = 0.05
+"""The share of a device that is left free: estimates may be too low by that much."""
+
+
+SECONDS = 20.0
+"""Of a search for a plan."""
+
+
+def fit(setting: Setting, devices: int, memory: int, device: str = "h200") -> Fit:
+    """The first of these that fits one of so many devices with so much memory each: the whole batch; equal
+    micro-batches, whose gradients add up to the batch's; the same with activations recomputed; a plan that splits the
+    candidate over 2, 4, ... devices; activations in host memory.
+
+    ``device`` is the kind: ``cpu``, or a GPU's name. TuneError with all the figures where none fits.
+    """
+    return _Fitting(setting, devices, memory, device).first()
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitting:
+    setting: Setting
+    devices: int
+    memory: int
+    device: str
+
+    def first(self) -> Fit:
+        tried: list[str] = []
+        for way in ("whole", "recompute"):
+            found = self._on_one(way, tried)
+            if found is not None:
+                return found
+        found = self._split(tried) or self._on_one("offload", tried)
+        if found is None:
+            raise TuneError(
+                f"the candidate fits nowhere, with {self.devices} {'device' if self.devices == 1 else 'devices'} of "
+                f"{size(self.memory)}: {'; '.join(tried)}. Use a smaller model or batch, or larger devices"
+            )
+        return found
+
+    def _on_one(self, way: Way, tried: list[str]) -> Fit | None:
+        batch = self.setting.batch_size
+        once = peaks(self.setting, way, self.device, accumulate=False)
+        room = int(self.memory * (1 - MARGIN)) - once.context
+        what = {"whole": "the whole batch", "recompute": "recomputing", "offload": "with activations on the host"}[way]
+        needed = once.at(batch)
+        if needed <= room:
+            return self._fit(way, once, batch, needed, tried, what)
+        why = f"{what}, {batch} samples, it takes {size(needed)}"
+        if not self.setting.accumulate_norms and (norm := batch_norm(shaped(self.setting))):
+            tried.append(f"{why}, and batch norm '{norm}' forbids micro-batches")
+            return None
+        several = peaks(self.setting, way, self.device, accumulate=True)
+        largest = min(several.largest(room), batch - 1)
+        if largest < 1:
+            tried.append(f"{why}, and {min(2, batch)} samples {size(several.at(min(2, batch)))}")
+            return None
+        tried.append(f"{why}, and at most {largest} samples fit")
+        micro = math.ceil(batch / math.ceil(batch / largest))
+        return self._fit("accumulate" if way == "whole" else way, several, micro, several.at(micro), tried, what)
+
+    def _fit(self, way: Way, found: Peaks, micro: int, needed: int, tried: list[str], what: str) -> Fit:
+        parts = math.ceil(self.setting.batch_size / micro)
+        takes = f"{size(needed)} of {size(self.memory)}"
+        told = f"{what} takes {takes}" if parts == 1 else f"{what}, {parts} micro-batches of {micro} take {takes}"
+        seconds = found.seconds(micro)
+        return Fit(
+            way,
+            micro,
+            parts,
+            1,
+            needed,
+            None if seconds is None else seconds * parts,
+            "; ".join([*tried, told]),
+        )
+
+    def _split(self, tried: list[str]) -> Fit | None:
+        """The plan with the fewest devices that fits, if this machine has them."""
+        if self.devices < 2:
+            tried.append("there is no second device to split it with")
+            return None
+        # Casts depend on the kind of device, and there are none on the one that has no data.
+        cast = self.setting.precision != "fp32"
+        batch = example(self.setting, self.setting.batch_size, "cpu" if cast else "meta")
+        whole = Complete(self.setting, self.setting.bare() if cast else shaped(self.setting), tuple(batch))
+        degree = 2
+        while degree <= self.devices:
+            try:
+                made = self._plan(whole, whole.tensors(batch), degree)
+            except PlanError as problem:
+                tried.append(f"over {degree} devices: {problem}")
+            else:
+                told = f"split over {degree} devices it takes {size(made.cost.memory)} of each"
+                parts = made.microbatches
+                return Fit(
+                    "split",
+                    self.setting.batch_size // parts,
+                    parts,
+                    degree,
+                    int(made.cost.memory),
+                    made.cost.step,
+                    "; ".join([*tried, told]),
+                    made.to_json(),
+                )
+            degree *= 2
+        return None
+
+    def _plan(self, whole: nn.Module, tensors: Any, degree: int) -> Any:
+        from weft.plan.planner import plan
+
+        made = plan(
+            whole,
+            tensors,
+            "cpu" if self.device == "cpu" else "h200",
+            devices=degree,
+            memory=int(self.memory * (1 - MARGIN)),
+            optimizer=self.setting.optimizer.cls.__name__.lower(),
+            dtype={"fp32": "float32", "bf16": "bfloat16"}[self.setting.precision],
+            compare=False,
+            seconds=SECONDS,
+        )
+        if reasons := made.reasons():
+            raise PlanError(f"the plan cannot be run: {reasons[0]}")
+        return made
+
+
+def batch_norm(model: nn.Module) -> str | None:
+    """The name of a batch norm in the model, if there is one."""
+    return next((name for name, part in model.named_modules() if isinstance(part, BatchNorm)), None)

@@ -1,0 +1,98 @@
+"""A job: what an executor is asked to run, and what it tells of it, as plain values that travel as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Way = Literal["whole", "accumulate", "recompute", "split", "offload"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How one candidate trains on devices of a nominal memory; a function of both, and of nothing else."""
+
+    way: Way
+    micro_batch: int
+    accumulate: int
+    """Micro-batches of a step: the effective batch is that of the trial."""
+    degree: int
+    """Devices that train it together."""
+    memory: int
+    """Bytes that it takes of each device at its peak, as the allocator reserves them."""
+    seconds: float | None
+    """Estimated seconds of a step, where there is a cost model for the device."""
+    why: str
+    """Why this way and no earlier one, with the figures."""
+    plan: dict[str, Any] | None = None
+    """The plan of a split candidate, as ``Plan.to_json`` writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One attempt at one trial, or at several that are fused into one training."""
+
+    id: str
+    """Names the attempt: unlike the trials, it is never used again."""
+    trials: tuple[int, ...]
+    params: tuple[dict[str, Any], ...]
+    """Of each trial, in the same order."""
+    fits: tuple[Fit | None, ...]
+    """Of each trial; None for an objective that is a function."""
+    devices: tuple[int, ...]
+    """Places of the executor's devices: several for a split candidate."""
+    memory: int | None
+    """Bytes that it may take of each device; None: all of it."""
+    directory: str
+    """The study's; a trial's own is ``trials/NUMBER`` within."""
+    seconds: float | None = None
+    """The time limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A place where trials run. ``memory`` is nominal: what it has, never what happens to be free."""
+
+    name: str
+    """As torch names it: ``cpu`` or ``cuda:0``."""
+    memory: int | None
+    node: str = "local"
+    gone: bool = False
+    """Whether its machine is away; it keeps its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A trial's values after so many steps; the executor owes it an answer: ``answer(job, trial, prune)``."""
+
+    job: str
+    trial: int
+    step: int
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A trial's end. A job ends when all its trials have."""
+
+    job: str
+    trial: int
+    state: Literal["complete", "pruned", "failed", "out-of-memory", "timeout"]
+    values: tuple[float, ...] | None = None
+    error: str | None = None
+    """The traceback of a failure."""
+    peak: int | None = None
+    """Bytes that it really took of its device at its peak, reserved."""
+    seconds: float | None = None
+    """That it ran, without the start of its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A job whose process or machine is gone; its unfinished trials go on elsewhere from their checkpoints."""
+
+    job: str
+    why: str
+
+
+Event = Reported | Ended | Lost

@@ -1,0 +1,229 @@
+"""Jobs as processes of this machine: workers that live on from job to job, and are replaced when they die."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from weft.errors import TuneError
+from weft.tune.crew import Running, Worker, cause
+from weft.tune.devices import local_devices
+from weft.tune.job import Device, Ended, Event, Job, Lost
+from weft.tune.meeting import open_meeting
+from weft.tune.trial import OUTPUT
+from weft.tune.wire import Message, event_of, job_message, pair
+from weft.tune.worker import INSIDE, packed, serve, surroundings
+
+STILLBORN = 3
+"""So many workers in a row that die before they are ready end the study: it is not the trials' fault."""
+
+
+class LocalExecutor:
+    """An `Executor` on this machine's devices. Nothing listens beyond loopback; workers die with this process.
+
+    ``threads`` of each worker on a CPU; results depend on it, and so it is 1 however many run.
+    """
+
+    def __init__(self, terms: Any, devices: Sequence[Device] | None = None, *, threads: int = 1) -> None:
+        self.devices: Sequence[Device] = tuple(local_devices() if devices is None else devices)
+        self._payload = packed(terms)
+        self._threads = threads
+        self._workers: list[Worker] = []
+        self._jobs: dict[str, Running] = {}
+        self._events: list[Event] = []
+        self._stillborn = 0
+        atexit.register(self.close)  # before multiprocessing waits for its children, who wait for us
+
+    def start(self, job: Job) -> None:
+        crew = []
+        for place in job.devices:
+            idle = [w for w in self._workers if w.place == place and self._is_free(w) and w not in crew]
+            if job.memory is None and self.devices[place].name.startswith("cuda"):
+                for other in idle[1:]:  # each holds a context, and the job may want all that there is
+                    self._retire(other)
+            crew.append(idle[0] if idle else self._spawn(place))
+        running = self._jobs[job.id] = Running(job, crew)
+        told: dict[str, str] = {}
+        if len(crew) > 1:
+            told, running.store = open_meeting(len(crew))
+        for rank, worker in enumerate(crew):
+            worker.job = running
+            output = str(Path(job.directory) / "trials" / str(job.trials[0]) / OUTPUT)
+            variables = {**told, "RANK": str(rank), "LOCAL_RANK": str(rank)} if told else {}
+            worker.send(
+                {"say": "job", "job": job_message(job), "rank": rank, "environment": variables, "output": output}
+            )
+
+    def answer(self, job: str, trial: int, prune: bool) -> None:
+        if job in self._jobs:
+            self._jobs[job].crew[0].send({"say": "answer", "trial": trial, "prune": prune})
+
+    def stop(self, job: str) -> None:
+        running = self._jobs.pop(job, None)
+        if running is not None:
+            self._events = [event for event in self._events if event.job != job]
+            for worker in running.crew:
+                self._retire(worker)
+
+    def poll(self, timeout: float) -> list[Event]:
+        until = time.monotonic() + timeout
+        while not self._events:
+            left = min([until, *(running.next_look() for running in self._jobs.values())]) - time.monotonic()
+            watched: dict[Any, Worker] = {worker.line: worker for worker in self._workers}
+            watched |= {worker.process.sentinel: worker for worker in self._workers}
+            if not watched and not self._jobs:
+                time.sleep(max(0.0, min(left, timeout)))
+            ready = wait(list(watched), max(0.0, left)) if watched else []
+            for worker in dict.fromkeys(watched[item] for item in ready):
+                self._hear(worker)
+            self._look()
+            if time.monotonic() >= until:
+                break
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._jobs.clear()
+        for worker in list(self._workers):
+            self._retire(worker)
+
+    def processes(self) -> dict[str, list[int]]:
+        """The process ids of every job that runs, rank by rank."""
+        return {id: [int(worker.process.pid or 0) for worker in running.crew] for id, running in self._jobs.items()}
+
+    def _is_free(self, worker: Worker) -> bool:
+        """Its last job is over, even if it has not said so yet: it takes the next one when it has."""
+        last = worker.job
+        return last is None or (last.job.id not in self._jobs and len(last.crew) == 1)
+
+    def _spawn(self, place: int) -> Worker:
+        line, other = pair()
+        name = self.devices[place].name
+        threads = self._threads if name == "cpu" else None
+        variables = {INSIDE: "1"} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+        with surroundings(variables):
+            process = _context().Process(
+                target=serve,
+                args=(other, self._payload, name, threads, os.getpid(), dict(os.environ)),
+                name=f"weft-worker-{name}",
+            )
+            process.start()
+        other.close()
+        worker = Worker(process, line, place)
+        self._workers.append(worker)
+        return worker
+
+    def _retire(self, worker: Worker) -> None:
+        """At once: checkpoints are whole at every moment, so nothing is lost by it."""
+        if worker in self._workers:
+            self._workers.remove(worker)
+        worker.line.close()
+        worker.process.kill()
+        worker.process.join()
+        worker.job = None
+
+    def _hear(self, worker: Worker) -> None:
+        messages, alive = worker.line.arrived() if worker in self._workers else ([], True)
+        for message in messages:
+            self._told(worker, message)
+        if worker in self._workers and (not alive or not worker.process.is_alive()):
+            self._died(worker)
+
+    def _told(self, worker: Worker, message: Message) -> None:
+        running, said = worker.job, message.pop("say")
+        if said == "ready":
+            worker.ready, self._stillborn = True, 0
+        elif said == "broken":
+            raise TuneError(
+                f"a worker cannot import what it is to run: {message['why']}; the objective and all that it names must "
+                "be importable: in a module, not in a notebook cell or inside another function"
+            )
+        elif running is None or message.pop("job", running.job.id) != running.job.id:
+            return  # it speaks of the job before
+        elif said == "began" and running.deadline == math.inf:
+            running.began = time.monotonic()
+            if running.job.seconds is not None:
+                running.deadline = running.began + running.job.seconds
+        elif said == "idle":
+            worker.job = None
+            if len(running.crew) > 1:
+                self._retire(worker)  # a fresh process is sure to have left every group of the last job
+        elif said == "event" and running.job.id in self._jobs:
+            event = event_of(message["event"])
+            if isinstance(event, Ended) and event.state not in ("complete", "pruned") and len(running.crew) > 1:
+                running.fail(event)
+            else:
+                self._emit(running, event)
+
+    def _emit(self, running: Running, event: Event) -> None:
+        self._events.append(event)
+        if isinstance(event, Ended):
+            running.ended.add(event.trial)
+            if running.ended >= set(running.job.trials):
+                self._jobs.pop(running.job.id, None)
+
+    def _died(self, worker: Worker) -> None:
+        worker.process.join(5.0)  # the line may break an instant before the process is gone
+        why = cause(worker)
+        running = worker.job
+        self._retire(worker)
+        if not worker.ready:
+            self._stillborn += 1
+            if self._stillborn >= STILLBORN:
+                raise TuneError(
+                    f"workers end before they are ready: {why}. A script that calls weft.tune must do so under "
+                    "`if __name__ == '__main__':`, since every worker imports it"
+                )
+        if running is not None and running.job.id in self._jobs:
+            if len(running.crew) > 1:
+                running.fail(Lost(running.job.id, why))
+            else:
+                self._lose(running, Lost(running.job.id, why))
+
+    def _lose(self, running: Running, event: Lost) -> None:
+        self._jobs.pop(running.job.id, None)
+        self._events.append(event)
+        self._dismiss(running)
+
+    def _look(self) -> None:
+        """What time brings: limits that are passed, and failures of split jobs whose others had time to tell theirs."""
+        now = time.monotonic()
+        for running in list(self._jobs.values()):
+            if running.failures and now >= running.judged_at:
+                worst = running.worst()
+                if isinstance(worst, Lost):
+                    self._lose(running, worst)
+                else:
+                    self._emit(running, worst)
+                    self._dismiss(running)
+            elif now >= running.deadline:
+                del self._jobs[running.job.id]
+                self._dismiss(running)
+                limit = f"it ran longer than its limit of {running.job.seconds:g} s"
+                for trial in running.job.trials:
+                    if trial not in running.ended:
+                        self._events.append(
+                            Ended(running.job.id, trial, "timeout", error=limit, seconds=now - running.began)
+                        )
+
+    def _dismiss(self, running: Running) -> None:
+        for worker in running.crew:
+            if worker in self._workers:
+                self._retire(worker)
+
+
+def _context() -> Any:
+    """Workers are forks of one clean process that has imported torch, so that the next one starts in an instant."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["weft.tune.attempt", "weft.tune.worker"])
+    return context

@@ -1,0 +1,133 @@
+"""What dropout draws in a fused training: for every lane what it would draw alone, at the lane's own rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.pipeline.seeding import Seeder
+from weft.tune.attention import attend
+
+OWN = 0.12345678901234567
+"""Stands, in the module that lanes share, for the dropout of the lane."""
+
+_DROPOUTS = {name: getattr(F, name) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")}
+_ATTENTION = F.scaled_dot_product_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One dropout of a forward: which, on what, how often it drops."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Values are drawn in the order in which they lie in memory."""
+    dtype: torch.dtype
+    rate: float
+
+    def factors(self, rate: float | None, device: torch.device) -> Tensor:
+        """What a lane's values are multiplied by: 0, or more than 1."""
+        ones = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device).fill_(1.0)
+        drawn: Tensor = _DROPOUTS[self.name](ones, rate if self.rate == OWN and rate is not None else self.rate, True)
+        return drawn
+
+
+Drop = Callable[[str, Tensor, float], Tensor]
+
+
+@contextmanager
+def recording(draws: list[Draw]) -> Iterator[None]:
+    """Within the block, dropouts draw nothing and are noted, in order."""
+
+    def drop(name: str, x: Tensor, rate: float) -> Tensor:
+        draws.append(Draw(name, tuple(x.shape), x.stride(), x.dtype, rate))
+        return x
+
+    with _replaced(drop):
+        yield
+
+
+@contextmanager
+def masking(masks: Sequence[Tensor]) -> Iterator[None]:
+    """Within the block, dropouts multiply by what was drawn before, in order."""
+    left = iter(masks)
+    with _replaced(lambda name, x, rate: x * next(left)):
+        yield
+
+
+def drawn(
+    draws: Sequence[Draw],
+    seeders: Sequence[Seeder],
+    rates: Sequence[float | None],
+    step: int,
+    part: int,
+    device: torch.device,
+) -> list[Tensor]:
+    """One mask a dropout with a first dimension of lanes, drawn as each lane alone draws in this part of the step."""
+    if not draws:
+        return []
+    lanes = []
+    for seeder, rate in zip(seeders, rates, strict=True):
+        seeder.set(step, part, "model")
+        lanes.append([draw.factors(rate, device) for draw in draws])
+    return [torch.stack(masks) for masks in zip(*lanes, strict=True)]
+
+
+@contextmanager
+def _replaced(drop: Drop) -> Iterator[None]:
+    """Modules of torch, and its attention, look these functions up by name when they run.
+
+    A model that holds one of them by another name goes on drawing by itself, which vmap then refuses.
+    """
+    functions: Any = F
+    for name in _DROPOUTS:
+        setattr(functions, name, partial(_dropout, name, drop))
+    functions.scaled_dot_product_attention = partial(_attention, drop)
+    try:
+        yield
+    finally:
+        for name, original in _DROPOUTS.items():
+            setattr(functions, name, original)
+        functions.scaled_dot_product_attention = _ATTENTION
+
+
+def _dropout(
+    name: str, drop: Drop, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    return drop(name, input, p) if training and p > 0.0 else input
+
+
+def _attention(
+    drop: Drop,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention in the open where it drops, since its kernels would draw by themselves."""
+    if not dropout_p:
+        return attend(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return drop("dropout", scores.softmax(-1), dropout_p) @ value

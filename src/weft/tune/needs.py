@@ -1,0 +1,88 @@
+"""What a trial needs of a device before it runs, and which trials run as one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weft.space import Value
+from weft.tune.attempt import Terms
+from weft.tune.job import Fit
+from weft.tune.recipe import CONTINUOUS, Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """``memory`` None: all of a device, or nothing that is counted. ``shape`` is equal for trials that can be fused,
+    ``kind`` for those that compute alike."""
+
+    memory: int | None
+    fit: Fit | None = None
+    shape: str | None = None
+    kind: str = ""
+    steps: int | None = None
+
+    @property
+    def degree(self) -> int:
+        return 1 if self.fit is None else self.fit.degree
+
+    @property
+    def seconds(self) -> float | None:
+        """That the whole training should take, if that can be said."""
+        step = None if self.fit is None else self.fit.seconds
+        return None if step is None or self.steps is None else step * self.steps
+
+
+def need(terms: Terms, params: Mapping[str, Value], memory: int | None, devices: int, kind: str, fuse: bool) -> Need:
+    """Of a recipe's candidate: how it fits devices of a kind with so much memory, as a function of these alone.
+
+    Raises TuneError, with the figures, for one that fits nowhere. A function needs what its study says.
+    """
+    if not isinstance(terms.objective, Recipe):
+        return Need(memory)
+    from weft.tune.setting import setting
+
+    chosen = setting(terms.objective, params)
+    shape = None
+    if fuse:
+        from weft.tune.fusion import shape_key
+
+        shape = shape_key(chosen)
+    if memory is None:
+        return Need(None, None, shape, kind_of(params), chosen.steps)
+    from weft.tune.fit import MARGIN, fit
+
+    chosen.data()  # made once, here, where tensors are real
+    found = fit(chosen, devices, memory, kind)
+    needed = min(int(found.memory * (1 + MARGIN)), memory)
+    return Need(needed, found, shape if found.degree == 1 else None, kind_of(params), chosen.steps)
+
+
+def kind_of(params: Mapping[str, Value]) -> str:
+    """Equal for candidates that compute alike and take the same memory: all but continuous choices.
+
+    >>> kind_of({"width": 64, "lr": 0.1})
+    '{"width": 64}'
+    """
+    return json.dumps({name: value for name, value in sorted(params.items()) if name not in CONTINUOUS})
+
+
+def groups(needs: Mapping[int, Need], memory: int | None) -> list[tuple[int, ...]]:
+    """Trials of one block that train as one, in order of number; as many at once as a device has room for.
+
+    >>> groups({0: Need(4, shape="a"), 1: Need(4, shape="b"), 2: Need(4, shape="a"), 3: Need(4)}, 10)
+    [(0, 2), (1,), (3,)]
+    >>> groups({0: Need(6, shape="a"), 1: Need(6, shape="a")}, 10)
+    [(0,), (1,)]
+    """
+    alike: dict[Any, list[int]] = {}
+    for number, one in sorted(needs.items()):
+        alike.setdefault(one.shape if one.shape is not None else number, []).append(number)
+    found = []
+    for numbers in alike.values():
+        each = max(needs[number].memory or 0 for number in numbers)
+        most = len(numbers) if memory is None or each == 0 else max(1, memory // each)
+        found += [tuple(numbers[at : at + most]) for at in range(0, len(numbers), most)]
+    return sorted(found)

@@ -1,0 +1,169 @@
+"""Which waiting loads start now, and on which devices: by memory, by what sharing costs, largest first with backfill.
+
+    device 0  |######## first ########|                 The largest that waits does not fit yet: where it will
+    device 1  |# small #|~ small ~|    |#### largest ##  is held from then on. Smaller ones start there
+                                      ^ held at         if they end before, or fit beside it.
+
+Where a trial is placed changes how long it takes, never what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+
+from weft.errors import TuneError
+from weft.tune.floor import UNKNOWN, Floor
+from weft.tune.load import Capacity, Held, Load, Running
+from weft.tune.sharing import Sharing
+from weft.tune.waiting import Waiting
+
+__all__ = ["Capacity", "Load", "Packer", "Placement"]
+
+Placement = tuple[str, tuple[int, ...]]
+FAILED = 3  # of the last that found no place are remembered, so that others like them are not tried
+
+
+class Packer:
+    """Steps by events: ``admit`` when loads wait, ``ended`` when one is done, ``measured`` when its rate is known.
+
+    Deterministic in its inputs; it reads no clock. Safety: the loads of a device, with a reserve each, never need more
+    than its memory, and one that is ``alone``, or split, shares with none. Progress: a load that fits on empty devices
+    starts in the end, since one that more than ``patience`` later ones overtook goes first and its place is held.
+    """
+
+    def __init__(
+        self, devices: Sequence[Capacity], *, sharing: Sharing | None = None, patience: int | None = None
+    ) -> None:
+        self.sharing = sharing or Sharing()
+        self.running: dict[str, Running] = {}
+        self.held: Held | None = None
+        self._waiting = Waiting(max(16, len(devices)) if patience is None else patience)
+        self._floor = Floor(devices, self.sharing)
+
+    @property
+    def devices(self) -> tuple[Capacity, ...]:
+        return self._floor.devices
+
+    def change(self, devices: Sequence[Capacity]) -> None:
+        """Devices came or went; what runs keeps its places."""
+        self._floor = Floor(devices, self.sharing, self.running.values())
+        self.held = None
+
+    def possible(self, load: Load) -> bool:
+        """Whether a load would fit on the devices if they were empty."""
+        return self._floor.possible(load)
+
+    def wait(self, load: Load) -> None:
+        """One more that waits, for who does not give all of them to ``admit``."""
+        if load.id in self.running:
+            raise TuneError(f"load '{load.id}' runs already: give every attempt an id of its own")
+        self._waiting.add(load)
+
+    def admit(self, waiting: Iterable[Load] | None = None, now: float = 0.0) -> list[Placement]:
+        """The loads that start now, in order, with their devices; they count as running from here on.
+
+        ``waiting`` are all that wait; None: those that ``wait`` was told of. One that fits nowhere is passed over.
+        ``now`` is in the seconds of the loads, from any origin.
+        """
+        if waiting is not None:
+            self._waiting.set(load for load in waiting if load.id not in self.running)
+        self._waiting.round += 1
+        started: list[Placement] = []
+        blocked, (before, self.held) = False, (self.held, None)
+        failed: list[Load] = []
+        due, free = self._waiting.due(), self._floor.most_free()
+        for load in self._waiting.order(due):
+            if blocked and ((load.memory or 0) > free or self._hopeless(load, failed)):
+                continue
+            places = self._find(load, now)
+            if places is not None:
+                self.placed(load, places, now)
+                started.append((load.id, places))
+                free = self._floor.most_free()
+            elif blocked:
+                failed = [load, *failed[:FAILED]]
+            elif self.possible(load):
+                blocked, self.held = True, self._hold(load, before, now, load.id in due)
+            if blocked and free < 0:
+                break
+        return started
+
+    def placed(self, load: Load, places: Sequence[int], now: float = 0.0) -> None:
+        """A load runs there, whoever decided it; nothing changes for one that ``admit`` placed."""
+        if load.id in self.running:
+            return
+        self._waiting.remove(load.id, started=True)
+        count = max((len(self._floor.on[place]) for place in places), default=0) + 1
+        ends = None if load.seconds is None else now + load.seconds * self.sharing.slowdown(count)
+        run = self.running[load.id] = Running(load, tuple(places), ends)
+        self._floor.enter(run)
+
+    def ended(self, id: str) -> None:
+        """A load is gone: done, failed, stopped or lost. One that only waited waits no more."""
+        self._waiting.remove(id)
+        if (run := self.running.pop(id, None)) is not None:
+            self._floor.leave(run)
+
+    def measured(self, id: str, rate: float) -> None:
+        """What a load does now, in a unit that is the same for all of its kind, such as steps a second."""
+        if (run := self.running.get(id)) is None:
+            return
+        run.rate = rate
+        for place in run.places:
+            if (company := self._floor.company(place)) is not None:
+                self.sharing.observed(company)
+
+    def _find(self, load: Load, now: float) -> tuple[int, ...] | None:
+        """The least busy devices that have room, of those the tightest; for a split load, on the fullest node."""
+        fit = self._floor.fit(load)
+        if self.held is not None and any(place in self.held.places for place in fit):
+            fit = [place for place in fit if self._lets(place, load, now)]
+        if load.degree == 1:
+            return (fit[0],) if fit else None
+        nodes: dict[str, list[int]] = {}
+        for place in fit:
+            nodes.setdefault(self._floor.devices[place].node, []).append(place)
+        enough = [places for places in nodes.values() if len(places) >= load.degree]
+        return tuple(min(enough, key=len)[: load.degree]) if enough else None
+
+    def _lets(self, place: int, load: Load, now: float) -> bool:
+        """Whether a load may start on a device without delaying the one that it is held for, if it is."""
+        held = self.held
+        if held is None or place not in held.places:
+            return True
+        if held.at is None:
+            return False
+        slowdown = self.sharing.slowdown(len(self._floor.on[place]) + 1)
+        if load.seconds is not None and now + load.seconds * slowdown <= held.at:
+            return True
+        return self._floor.beside(place, load, held.load, held.at)
+
+    def _hold(self, load: Load, before: Held | None, now: float, due: bool) -> Held | None:
+        """Where and when a load could start if nothing else did; the devices stay the same while it heads the queue.
+
+        Where nobody knows when loads end, a place is held only for one that is due.
+        """
+        same = before.places if before is not None and before.load.id == load.id else None
+        nodes: dict[str, list[tuple[float, int, int]]] = {}
+        for opening in self._floor.openings(load, now, same):
+            nodes.setdefault(self._floor.devices[opening[2]].node, []).append(opening)
+        best: tuple[float, int, tuple[int, ...]] | None = None
+        for openings in nodes.values():
+            chosen = openings[: load.degree]
+            if len(chosen) == load.degree and chosen[-1][0] < inf:
+                at = (chosen[-1][0], sum(used for _, used, _ in chosen), tuple(place for *_, place in chosen))
+                best = at if best is None else min(best, at)
+        if best is None or (best[0] >= UNKNOWN and not due):
+            return None
+        return Held(load, best[2], best[0] if best[0] < UNKNOWN else None)
+
+    def _hopeless(self, load: Load, failed: Sequence[Load]) -> bool:
+        """Whether a load asks for no less than one that found no place; devices only fill while loads are admitted."""
+        return any(
+            load.degree >= other.degree
+            and (load.memory is None or (other.memory is not None and load.memory >= other.memory))
+            and (load.seconds is None or (other.seconds is not None and load.seconds >= other.seconds))
+            and (self._floor.alone(load) or not self._floor.alone(other))
+            for other in failed
+        )

@@ -1,0 +1,202 @@
+"""What a trial's step takes of a device at its peak, by the samples of a micro-batch, before anything runs."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from weft.data import Batch
+from weft.errors import PlanError
+from weft.plan.memory.estimate import Estimate, estimate
+from weft.plan.memory.kernels import kernels
+from weft.search.storages import LiveStorages
+from weft.tune.complete import example, shaped
+from weft.tune.job import Way
+from weft.tune.resident import resident
+from weft.tune.saving import recompute
+from weft.tune.setting import Setting
+
+GENEROUS = "h200"
+"""Whose constants are taken for a GPU that has none: the largest workspaces that are known."""
+
+_log = logging.getLogger("weft.tune")
+Step = Callable[[nn.Module, torch.optim.Optimizer, Any], None]
+
+
+class Peaks(Protocol):
+    """Bytes and seconds by the samples of a micro-batch; ``context`` is what a process takes beside."""
+
+    @property
+    def context(self) -> int: ...
+    def at(self, samples: int) -> int: ...
+    def largest(self, room: int) -> int: ...
+    def seconds(self, samples: int) -> float | None: ...
+
+
+def peaks(setting: Setting, way: Way, device: str, *, accumulate: bool) -> Peaks:
+    """Of a trial's step on a kind of device (``cpu`` or a GPU's name); with ``accumulate`` of one in several parts,
+    where gradients lie beside the activations of the next part. PlanError where the step cannot be traced."""
+    if device == "cpu":
+        return _Counted(setting, way, 2 if accumulate else 1)
+    model, batch = shaped(setting), example(setting, setting.batch_size)
+    found = estimate(
+        model,
+        batch,
+        optimizer=_optimizer(setting),
+        recompute=recompute if way == "recompute" else False,
+        step=_step(setting, way, 2 if accumulate else 1),
+        device=known(device),
+    )
+    return _Estimated(found, resident(setting.data()), setting.batch_size, _sample(batch))
+
+
+def known(device: str) -> str:
+    """The device if its constants are known, else one whose are."""
+    try:
+        return kernels(device).name
+    except PlanError:
+        _log.warning("the memory constants of '%s' are not known: those of %s are taken", device, GENEROUS)
+        return GENEROUS
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimated:
+    """On a GPU, as its caching allocator would reserve it, with the data that lies there: the whole batch, however it
+    is cut, and all of a small data set."""
+
+    estimate: Estimate
+    data: int
+    batch: int
+    sample: int
+
+    @property
+    def context(self) -> int:
+        return self.estimate.context
+
+    def at(self, samples: int) -> int:
+        return self.estimate.at(samples).reserved + self._beside(samples)
+
+    def largest(self, room: int) -> int:
+        left = room - self._beside(0)
+        return self.estimate.largest_batch(left, context=False, margin=0.0) if left > 0 else 0
+
+    def seconds(self, samples: int) -> float | None:
+        return self.estimate.at(samples).seconds
+
+    def _beside(self, samples: int) -> int:
+        return self.data + max(0, self.batch - samples) * self.sample
+
+
+@dataclass(slots=True)
+class _Counted:
+    """On a CPU, the storages that are alive at once, as a cap counts them."""
+
+    setting: Setting
+    way: Way
+    parts: int
+    context: int = 0
+    _known: dict[int, int] = field(default_factory=dict)
+
+    def at(self, samples: int) -> int:
+        if samples not in self._known:
+            self._known[samples] = self._traced(samples)
+        return self._known[samples]
+
+    def largest(self, room: int) -> int:
+        low, high = 0, self.setting.batch_size + 1
+        few, many = min(2, high - 1), high - 1
+        slope = (self.at(many) - self.at(few)) / max(many - few, 1)
+        # Peaks lie on a line but for small batches: look where it says, and one further, before halving.
+        looks = [few + int((room - self.at(few)) / slope) + further for further in (0, 1)] if slope > 0 else []
+        while high - low > 1:
+            look = looks.pop(0) if looks else (low + high) // 2
+            if low < look < high:
+                low, high = (look, high) if self.at(look) <= room else (low, look)
+        return low
+
+    def seconds(self, samples: int) -> float | None:
+        return None
+
+    def _traced(self, samples: int) -> int:
+        like = example(self.setting, samples)  # out here, where the data set is real
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = self.setting.bare()
+            if self.way == "recompute":
+                recompute(model)
+            optimizer = _optimizer(self.setting)(list(model.parameters()))
+            batch = {name: torch.empty(part.shape, dtype=part.dtype) for name, part in like.items()}
+            step = _step(self.setting, self.way, self.parts)
+            try:
+                step(model, optimizer, batch)  # from here on the optimizer has its state
+            except ValueError:  # such as a batch norm's of a single sample
+                return sys.maxsize
+            states = [value for state in optimizer.state.values() for value in state.values()]
+            held = [*model.parameters(), *model.buffers(), *batch.values()]
+            with LiveStorages([*held, *(value for value in states if isinstance(value, Tensor))]) as live:
+                step(model, optimizer, batch)
+        # The whole batch lies there, however it is cut, and the next one while it is made.
+        return int(live.peak) + (2 * self.setting.batch_size - samples) * _sample(like)
+
+
+def _sample(batch: Batch) -> int:
+    """Bytes of one sample."""
+    return sum(part[0].numel() * part.element_size() for part in batch.values())
+
+
+def _step(setting: Setting, way: Way, parts: int) -> Step:
+    """What ``training`` does in a step, on the CPU's fake tensors."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        for _ in range(parts):
+            with _elsewhere(model) if way == "offload" else nullcontext(), setting.autocast(torch.device("cpu")):
+                loss = setting.loss(model(*setting.enter(batch)), batch)
+            if parts > 1:
+                loss = loss * 0.5
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _optimizer(setting: Setting) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """As a trial's optimizer is made: one kernel for all parameters, where torch has it."""
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = setting.optimizer
+        if issubclass(made.cls, getattr(torch.optim, "Muon", ())):
+            return torch.optim.AdamW(parameters, fused=True)  # Muon keeps less
+        options = dict(made.options)
+        if "fused" in inspect.signature(made.cls).parameters and "foreach" not in options:
+            options.setdefault("fused", True)
+        return made.cls(parameters, **options)
+
+    return make
+
+
+def _elsewhere(model: nn.Module) -> AbstractContextManager[Any]:
+    """Within the block, what forwards keep is gone from the device, and made there again when the backward wants it."""
+    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.untyped_storage()._cdata in own:
+            return tensor
+        return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        shape, strides, dtype = packed
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

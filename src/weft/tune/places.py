@@ -1,0 +1,89 @@
+"""The devices of an executor, and which waiting tasks start on them now."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+
+from weft.plan.memory.kernels import KERNELS
+from weft.tune.executor import Executor
+from weft.tune.job import Device, Job
+from weft.tune.load import Capacity, Load
+from weft.tune.packing import Packer, Placement
+from weft.tune.task import Task
+
+
+class Places:
+    """Keeps a packer up to date: with devices that come and go, with what starts, ends, and how fast it is.
+
+    ``workers`` is the most jobs at once on a device; without it a CPU runs one a core, and a GPU, if trials do not say
+    what they take (``counted``), one.
+    """
+
+    def __init__(self, executor: Executor, workers: int | None, counted: bool) -> None:
+        self._executor, self._workers, self._counted = executor, workers, counted
+        self.devices = tuple(executor.devices)
+        self._packer = Packer([self._capacity(device) for device in self.devices])
+        self._moved = [0.0] * len(self.devices)
+
+    def changed(self) -> bool:
+        """Whether devices came or went since the last look; the packer knows them from here on."""
+        now = tuple(self._executor.devices)
+        if now == self.devices:
+            return False
+        self._moved += [0.0] * (len(now) - len(self.devices))
+        self.devices = now
+        self._packer.change([self._capacity(device) for device in now])
+        return True
+
+    def shares(self, memory: int) -> bool:
+        """Whether some device has room for a job of so many bytes beside what its process takes."""
+        return any(device.memory is None or memory + _reserve(device) <= device.memory for device in self.devices)
+
+    def impossible(self, tasks: Mapping[str, Task]) -> list[str]:
+        """Those that no device could ever run; none while some are away, since they may come back."""
+        if any(device.gone for device in self.devices):
+            return []
+        return [id for id, task in tasks.items() if not self._packer.possible(_load(task))]
+
+    def admit(self, tasks: Mapping[str, Task]) -> Iterable[Placement]:
+        """The tasks that start now and where; first those that lost their process, which were promised to go on."""
+        again = [_load(task) for task in tasks.values() if task.lost]
+        found = self._packer.admit(again, time.monotonic()) if again else []
+        placed = {id for id, _ in found}
+        found += self._packer.admit([_load(task) for id, task in tasks.items() if id not in placed], time.monotonic())
+        for _, places in found:
+            self._company(places)
+        return found
+
+    def left(self, job: Job) -> None:
+        self._packer.ended(job.id)
+        self._company(job.devices)
+
+    def measured(self, job: Job, steps: int, since: float, now: float) -> None:
+        """A job did so many steps; it counts if nothing started or ended beside it meanwhile."""
+        if since >= max(self._moved[place] for place in job.devices):
+            self._packer.measured(job.id, steps / max(now - since, 1e-9))
+
+    def _capacity(self, device: Device) -> Capacity:
+        most = 0 if device.gone else self._workers
+        if most is None and device.name == "cpu":
+            most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        elif most is None and not self._counted:
+            most = 1
+        return Capacity(device.memory if self._counted else None, device.node, _reserve(device), most)
+
+    def _company(self, places: Iterable[int]) -> None:
+        for place in places:
+            self._moved[place] = time.monotonic()
+
+
+def _reserve(device: Device) -> int:
+    """Bytes that a process takes of a device beside its tensors."""
+    return 0 if device.name == "cpu" else max(kernels.context for kernels in KERNELS.values())
+
+
+def _load(task: Task) -> Load:
+    need = task.need
+    return Load(task.id, task.memory, need.degree, need.seconds, task.alone, kind=need.kind)

@@ -1,0 +1,217 @@
+"""The training of one trial over several devices, each a process, as its plan says; to the losses of a single device
+within float tolerance."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from weft.data import Batch, Loader
+from weft.errors import TuneError
+from weft.pipeline.determinism import deterministic
+from weft.pipeline.seeding import Seeder
+from weft.plan.execute import Staged
+from weft.plan.planner import plan as make_plan
+from weft.tune.cap import Cap, OutOfMemory
+from weft.tune.checkpoint import Kept, keep, newest
+from weft.tune.complete import Complete
+from weft.tune.evaluation import evaluate
+from weft.tune.job import Fit
+from weft.tune.setting import Setting
+from weft.tune.training import Pruned, Report, Result
+from weft.tune.whole import Whole
+
+
+def train_split(
+    setting: Setting,
+    fit: Fit,
+    *,
+    device: torch.device | str,
+    memory: int | None = None,
+    directory: Path,
+    report: Report,
+) -> Result:
+    """Trains a trial with the other processes of its job, each of which makes the same call.
+
+    It is ``train`` otherwise; only the report of the first process counts, and only it writes checkpoints. RANK,
+    WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which processes those are.
+    """
+    device = torch.device(device)
+    if fit.plan is None or fit.degree < 2:
+        raise TuneError("a trial is split as its plan says, and this one has none")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    cap = Cap(device, memory)
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else ExitStack(), deterministic(device), cap:
+            return _Split(setting, fit, device, directory, cap).run(report)
+    except Exception as problem:
+        exceeded = cap.exceeded(problem)
+        if exceeded is None:
+            raise
+        raise OutOfMemory(exceeded.needed, exceeded.limit) from None
+    finally:
+        cap.release()
+        dist.destroy_process_group()
+
+
+class _Split:
+    """A process's part of a trial."""
+
+    def __init__(self, setting: Setting, fit: Fit, device: torch.device, directory: Path, cap: Cap) -> None:
+        self.setting, self.device, self._directory, self._cap = setting, device, directory / "checkpoints", cap
+        self._began = time.perf_counter()
+        self._law = {**setting.describe(), "micro_batch": fit.micro_batch, "device": device.type, "degree": fit.degree}
+        self._kept = newest(self._directory, self._law)
+        data = setting.data()
+        if data.validation is None:
+            raise TuneError(f"a trial is judged on validation data, and '{data.name}' has none: split some off it")
+        self._source = data.validation
+        self._loader = Loader(data.train, setting.batch_size, setting.seed)
+        model = setting.build()
+        if self._kept is not None:
+            model.load_state_dict(dict(self._kept.weights))
+        batch = self._loader.batch(0)
+        self._whole = Complete(setting, model, tuple(batch))
+        assert fit.plan is not None
+        planned = make_plan(
+            self._whole,
+            self._whole.tensors(batch),
+            fit.plan["machine"],
+            devices=fit.degree,
+            optimizer=setting.optimizer.cls.__name__.lower(),
+            dtype={"fp32": "float32", "bf16": "bfloat16"}[setting.precision],
+            load=fit.plan,
+            compare=False,
+        )
+        sizes = (planned.stages, *planned.mesh.sizes)
+        mesh = init_device_mesh(device.type, sizes if planned.stages > 1 else sizes[1:])
+        made = planned.apply(self._whole, mesh, batch=self._whole.tensors(batch))
+        assert isinstance(made, Staged)
+        self.staged = made
+        trained = {name: p for name, p in made.named_parameters() if p.requires_grad}
+        # The parts themselves: optimizers that work element by element need not know of what they are parts.
+        self._parts = {name: nn.Parameter(_local(p.detach())) for name, p in trained.items()}
+        self.updater = Whole(setting.optimizer, self._parts)
+        self._shards = trained
+        self.losses = torch.zeros(setting.steps)
+
+    def run(self, report: Report) -> Result:
+        setting, kept, seeder = self.setting, self._kept, Seeder(self.setting.seed, self.device)
+        if kept is not None:
+            self.losses[: kept.step].copy_(kept.losses)
+            self.updater.load({n: self._spread(n, s) for n, s in kept.states.items() if n in self._parts})
+            if kept.values is not None:
+                self._told(report, setting.steps, kept.values)
+                return self._result(kept.values)
+        first = 0 if kept is None else kept.step
+        held = [*self._parts.values(), *self.staged.buffers()]
+        with ExitStack() as stack:
+            stack.enter_context(seeder.preserved())
+            stack.enter_context(self._cap.counted(held))
+            for step, batch in enumerate(
+                stack.enter_context(closing(self._loader.iterate(first, setting.steps))), first
+            ):
+                self._step(step, batch, seeder)
+                done = step + 1
+                if done < setting.steps:
+                    self._pause(done, report)
+        values = self.evaluate()
+        self._told(report, setting.steps, values)
+        self._keep(setting.steps, values)
+        return self._result(values)
+
+    def evaluate(self) -> tuple[float, ...]:
+        """The objectives on the validation part, in host memory: the model is whole there, and on no device."""
+        self._whole.load_state_dict(self.staged.full_state_dict())
+        values = torch.zeros(len(self.setting.objectives), dtype=torch.float64)
+        if dist.get_rank() == 0:
+            found = evaluate(
+                self.setting, self._whole.model, self._source, self.setting.batch_size, torch.device("cpu")
+            )
+            values.copy_(torch.tensor(found, dtype=torch.float64))
+        return tuple(self._from_first(values).tolist())
+
+    def _step(self, step: int, batch: Batch, seeder: Seeder) -> None:
+        loss = self.staged.step(self._whole.tensors(batch), lambda number: seeder.set(step, number, "model"))
+        self.losses[step] = loss.detach().float().cpu()
+        for name, shard in self._shards.items():
+            self._parts[name].grad = None if shard.grad is None else _local(shard.grad)
+            shard.grad = None
+        self.updater.step(self.setting.schedule(step, self.setting.steps))
+
+    def _pause(self, done: int, report: Report) -> None:
+        every, saved = self.setting.report, self.setting.checkpoint
+        if every is not None and done % every == 0:
+            values = self.evaluate()
+            if self._told(report, done, values):
+                raise Pruned(self._result(values, done))
+        if saved is not None and done % saved == 0:
+            self._keep(done, None)
+
+    def _told(self, report: Report, done: int, values: tuple[float, ...]) -> bool:
+        """The first process reports, and all hear the answer."""
+        answer = torch.zeros(1, dtype=torch.float64)
+        if dist.get_rank() == 0:
+            answer[0] = float(report(done, values))
+        return bool(self._from_first(answer)[0])
+
+    def _from_first(self, values: Tensor) -> Tensor:
+        there = values.to(self.device)
+        dist.broadcast(there, src=0)
+        return there.cpu()
+
+    def _keep(self, step: int, values: tuple[float, ...] | None) -> None:
+        """The trial's checkpoint is whole, like that of a single device."""
+        prefix = "model."
+        weights = {name.removeprefix(prefix): tensor for name, tensor in self.staged.full_state_dict().items()}
+        states = {} if values is not None else self._states()
+        if dist.get_rank() == 0:
+            keep(self._directory, self._law, Kept(step, weights, states, self.losses[:step], values))
+        dist.barrier()
+
+    def _states(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer's state of every parameter, whole, gathered from the stages that hold them."""
+        names = [f"model.{name}" for name, p in self._whole.model.named_parameters() if p.requires_grad]
+        own = {name: self.updater.state(part) for name, part in self._parts.items()}
+        keys = sorted({key for state in own.values() for key in state})
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+        for key in keys:
+            first = next(state[key] for state in own.values() if key in state)
+            if first.dim() == 0:  # a count, which is the same for all of them
+                for name in names:
+                    found[name][key] = first.clone()
+                continue
+            whole = self.staged.everywhere(names, lambda name, key=key: self._gathered(name, own[name][key]))  # type: ignore[misc]
+            for name, tensor in whole.items():
+                found[name][key] = tensor
+        return found
+
+    def _gathered(self, name: str, part: Tensor) -> Tensor:
+        shard: Any = self._shards[name]
+        return self.staged.whole(DTensor.from_local(part, shard.device_mesh, shard.placements, run_check=False))
+
+    def _spread(self, name: str, state: Any) -> dict[str, Tensor]:
+        """This process's part of a saved state."""
+        shard: Any = self._shards[name]
+        return {
+            key: tensor
+            if tensor.dim() == 0
+            else _local(distribute_tensor(tensor.to(self.device), shard.device_mesh, shard.placements)).clone()
+            for key, tensor in state.items()
+        }
+
+    def _result(self, values: tuple[float, ...], steps: int | None = None) -> Result:
+        losses = tuple(self.losses[:steps].tolist())
+        return Result(values, self._cap.peak, time.perf_counter() - self._began, losses)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

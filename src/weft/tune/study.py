@@ -1,0 +1,291 @@
+"""A study: what is tried next and what ends early, and what came of it, kept in a database; it runs nothing itself."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from weft import keys
+from weft.errors import TuneError
+from weft.runs.files import plain
+from weft.search.pareto import non_dominated
+from weft.space import Space, Value
+from weft.tune.definition import Definition, define, whole
+from weft.tune.distributions import completed
+from weft.tune.importance import importances
+from weft.tune.method import Given
+from weft.tune.opening import prepare
+from weft.tune.outcome import checked
+from weft.tune.proposal import Proposal, Suggested, left_in_grid, propose
+from weft.tune.pruning import Judge, judged
+from weft.tune.record import Direction, Record, State
+from weft.tune.rows import REPORT, RUNGS, incomplete, new_row, record_of, restored_from, written_report
+from weft.tune.storage import PATIENCE, Storage
+
+_log = logging.getLogger("weft")
+
+
+class Study:
+    """Trial i is proposed, and pruned, from the results of the trials before i - window alone.
+
+    So proposals and prunings are the same with one worker or with many, whatever the order in which trials end, and
+    after the driver was killed and the study opened again. One driver writes a study at a time; use it in a ``with``
+    block, or close it.
+    """
+
+    def __init__(self, name: str, definition: Definition, trials: int, storage: Storage) -> None:
+        """Use :meth:`open`."""
+        self.name, self.definition, self.goal = name, definition, trials
+        self._storage = storage
+        objectives = len(definition.directions)
+        self._records = [record_of(definition.space, row, objectives) for row in storage.trials()]
+        self._judges: dict[int, Judge] = {}
+        self._left: tuple[int, int] | None = None  # points of a grid that are left after so many trials
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        space: Space,
+        *,
+        directions: Sequence[Direction],
+        seed: int,
+        window: int,
+        trials: int,
+        storage: str,
+        sampler: Given = "tpe",
+        pruner: Given = None,
+        objectives: Sequence[str] = (),
+        resume: bool = False,
+        patience: float = PATIENCE,
+    ) -> Study:
+        """A new study, or with ``resume`` the one of this name, which must be defined alike (``trials`` may differ).
+
+        ``sampler`` and ``pruner`` are names, or mappings of ``name`` and options; ``objectives`` are the names that
+        Optuna's dashboard shows. TuneError if the storage cannot be reached, another driver runs the study, or it
+        exists and is not to be resumed.
+        """
+        if not isinstance(name, str) or not 0 < len(name) <= 200:
+            raise TuneError(f"a study needs a name of 1 to 200 characters, not {name!r}")
+        whole("trials", trials, at_least=1)
+        definition = define(space, directions, seed, window, sampler, pruner)
+        if objectives and len(objectives) != len(definition.directions):
+            raise TuneError(f"{len(objectives)} objectives are named, but {len(definition.directions)} have directions")
+        rows = Storage(storage, name, patience)
+        try:
+            prepare(rows, name, definition, objectives, resume)
+            return cls(name, definition, trials, rows)
+        except BaseException:
+            rows.close()
+            raise
+
+    # -- what is next
+
+    def askable(self) -> int | None:
+        """The number that can be proposed now; None while it must wait for others to end, or when all are proposed."""
+        number = self._proposed()
+        if number >= self._last():
+            return None
+        return number if all(record.ended for record in self._records[: max(number - self._window, 0)]) else None
+
+    def ask(self) -> Proposal:
+        """The next trial, which is running from now on; first those enqueued by hand, in order."""
+        number = self.askable()
+        if number is None:
+            raise TuneError(
+                f"the study '{self.name}' has no trial to propose now: {self._proposed()} of {self._last()} are, "
+                f"and one more than {self._window} before the next must have ended"
+            )
+        if number < len(self._records):
+            self._storage.start(number)
+            self._records[number] = replace(self._records[number], state="running")
+        else:
+            suggested = self._propose(number)
+            record = Record(number, suggested.params, "running", attrs=suggested.attrs)
+            self._storage.add(number, new_row(self.definition.space, record))
+            self._records.append(record)
+        return Proposal(number, dict(self._records[number].params))
+
+    def enqueue(self, params: Mapping[str, Value]) -> int:
+        """Have these parameters tried next, after those enqueued before; the number that they will have.
+
+        Missing ones are drawn from the study's seed. It is tried even if it goes beyond ``trials``.
+        """
+        number = len(self._records)
+        rng = keys.generator(self.definition.seed, "enqueue", number)
+        record = Record(number, completed(self.definition.space, params, rng), "waiting")
+        self._storage.add(number, new_row(self.definition.space, record))
+        self._records.append(record)
+        return number
+
+    def open_trials(self) -> list[Proposal]:
+        """Proposed but not ended; after a crash of the driver these are to be run again."""
+        return [Proposal(one.number, dict(one.params)) for one in self._records if one.state == "running"]
+
+    def finished(self) -> bool:
+        """Whether every trial has been proposed and has ended."""
+        return self._proposed() >= self._last() and all(record.ended for record in self._records)
+
+    # -- what came of it
+
+    def report(self, number: int, step: int, values: float | Sequence[float]) -> bool:
+        """Take down a running trial's values after so many steps, one per objective; True if it is to be pruned.
+
+        A step that was reported before keeps its values and its answer, so that a trial may repeat itself after a
+        crash. A value may be NaN, which is worse than any other.
+        """
+        record = self._running(number)
+        whole("a step", step, at_least=0)
+        told = tuple(float(value) for value in ([values] if isinstance(values, int | float) else values))
+        if len(told) != len(self.definition.directions):
+            raise TuneError(
+                f"trial {number} reports {len(told)} values for {len(self.definition.directions)} objectives"
+            )
+        if step not in record.reports:
+            if len(told) > 1:
+                self._storage.keep(number, {f"{REPORT}{step}": written_report(told)})
+            self._storage.report(number, step, told[0])
+            if number in self._judges and step < self._judges[number].last:
+                del self._judges[number]  # it came too late to be judged in order: judge again from the start
+            elif number in self._judges:
+                self._judges[number].report(step, told)
+            self._records[number] = replace(record, reports=dict(sorted({**record.reports, step: told}.items())))
+        return self._judge(number).decisions[step]
+
+    def note(self, number: int, notes: Mapping[str, Any]) -> None:
+        """Keep something worth knowing of a running trial, such as how it fits."""
+        record, told = self._running(number), plain(dict(notes))
+        self._storage.note(number, told)
+        self._records[number] = replace(record, notes={**record.notes, **told})
+
+    def tell(
+        self,
+        number: int,
+        state: Literal["complete", "pruned", "failed"],
+        values: float | Sequence[float] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> State:
+        """A running trial's end. One that is complete without a finite number per objective is failed, and noted so.
+
+        The state that it was given is returned.
+        """
+        if state not in ("complete", "pruned", "failed"):
+            raise TuneError(f"a trial ends as complete, pruned or failed, not as {state!r}")
+        record = self._running(number)
+        noted, final = dict(notes or {}), state
+        told: tuple[float, ...] | None = None
+        if state == "complete":
+            problem, told = checked(values, len(self.definition.directions))
+            if problem is not None:
+                final, told = "failed", None
+                noted.setdefault("error", problem)
+        elif state == "pruned" and record.reports:
+            last = record.reports[max(record.reports)]
+            told = last if not any(map(math.isnan, last)) else None
+        if noted:
+            self.note(number, noted)
+        rungs = self._judge(number).rungs if record.reports else ()
+        if any(rungs):
+            self._storage.keep(number, {RUNGS: list(rungs)})
+        self._storage.finish(number, {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}[final], told)
+        self._records[number] = replace(self._records[number], state=final, values=told, rungs=rungs)
+        self._judges.pop(number, None)
+        return final
+
+    def trials(self) -> list[Record]:
+        """All of them, in order of number, with those that wait."""
+        return list(self._records)
+
+    def best(self) -> list[Record]:
+        """The best complete trial, of equals the earliest; with several objectives those that no other beats in all."""
+        complete = [(record, record.values) for record in self._records if record.state == "complete" and record.values]
+        if not complete:
+            return []
+        signs = [1.0 if direction == "minimize" else -1.0 for direction in self.definition.directions]
+        points = np.array([values for _, values in complete], dtype=np.float64) * np.array(signs)
+        if len(signs) == 1:
+            return [complete[int(np.argmin(points[:, 0]))][0]]
+        return [complete[at][0] for at in np.flatnonzero(non_dominated(points))]
+
+    def importances(self, objective: int = 0) -> dict[str, float]:
+        """The share of each choice in what makes a trial good at an objective, largest first."""
+        return importances(self.definition.space, self._records, self.definition.directions, objective)
+
+    def close(self) -> None:
+        """Let others have the study."""
+        self._storage.close()
+
+    def __enter__(self) -> Study:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _window(self) -> int:
+        return self.definition.window
+
+    def _proposed(self) -> int:
+        waiting = sum(record.state == "waiting" for record in self._records)  # always the last ones
+        return len(self._records) - waiting
+
+    def _last(self) -> int:
+        """The number of trials that there will be."""
+        known = len(self._records)
+        if self.definition.sampler.name == "grid" and known < self.goal:
+            if self._left is None or self._left[0] != known:
+                rules = self.definition
+                self._left = known, left_in_grid(rules.space, self._records, rules.sampler, rules.seed)
+            return min(self.goal, known + self._left[1])
+        return max(self.goal, known)
+
+    def _running(self, number: int) -> Record:
+        if not 0 <= number < len(self._records):
+            raise TuneError(f"the study '{self.name}' has no trial {number}; it has {len(self._records)}")
+        record = self._records[number]
+        if record.state != "running":
+            raise TuneError(f"trial {number} of the study '{self.name}' is not running: it is {record.state}")
+        return record
+
+    def _judge(self, number: int) -> Judge:
+        if number not in self._judges:
+            rules = self.definition
+            judge = Judge(self._records, number, window=rules.window, directions=rules.directions, pruner=rules.pruner)
+            self._judges[number] = judged(judge, self._records[number].reports)
+        return self._judges[number]
+
+    def _propose(self, number: int) -> Suggested:
+        for earlier in self._forgotten(number):
+            record, again = self._records[earlier], self._proposal(earlier)
+            if again.params != record.params:
+                _log.warning("trial %d would not be proposed again: has Optuna changed?", earlier)
+            self._records[earlier] = replace(record, attrs={**again.attrs, **record.attrs})
+        return self._proposal(number)
+
+    def _forgotten(self, number: int) -> list[int]:
+        """The trials to propose again, in order, before this one: after a restart a sampler has lost what it kept in
+        memory alone, and each of its states follows from the one before."""
+        found, pending = set[int](), [number]
+        while pending:
+            seen = self._records[: max(pending.pop() - self._window, 0)]
+            lost = [one.number for one in restored_from(seen) if incomplete(one) and one.number not in found]
+            found.update(lost)
+            pending += lost
+        return sorted(found)
+
+    def _proposal(self, number: int) -> Suggested:
+        rules = self.definition
+        return propose(
+            rules.space,
+            self._records,
+            number,
+            window=rules.window,
+            directions=rules.directions,
+            sampler=rules.sampler,
+            seed=rules.seed,
+        )

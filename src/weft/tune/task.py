@@ -1,0 +1,62 @@
+"""A task: trials that train as one, from their proposal to their end; and the way in which a study runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.tune.job import Job
+from weft.tune.needs import Need
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a study runs; none of it changes what comes out, but for ``memory`` and ``fuse``."""
+
+    memory: int | None = None
+    """Bytes: of a function's trial; of a recipe, the nominal memory of a device."""
+    workers: int | None = None
+    """The most jobs at once on a device."""
+    fuse: int = 1
+    retries: int = 3
+    seconds: float | None = None
+
+
+@dataclass(slots=True)
+class Task:
+    """Trials that train as one, from their proposal to their end."""
+
+    trials: dict[int, dict[str, Any]]
+    """Those that have not ended, with their values."""
+    need: Need
+    job: Job | None = None
+    attempts: int = 0
+    lost: int = 0
+    exceeded: int = 0
+    alone: bool = False
+    memory: int | None = None
+    """Bytes to be admitted with; None: all of a device, or not counted."""
+    floor: int = 0
+    """Bytes that it is known to need more than."""
+    pace: tuple[float, int] | None = None
+    """When it last reported, and after which step."""
+    id: str = field(default="")
+
+
+def alike(task: Task) -> dict[str, Any]:
+    """By what its memory is corrected: what trials of its kind took, as many as train as one."""
+    lanes = len(task.trials if task.job is None else task.job.trials)
+    if not task.need.kind:
+        return {"shape": None, "family": None}
+    return {"shape": f"{task.need.kind} x{lanes}", "family": "alone" if lanes == 1 else "fused"}
+
+
+def job_of_task(task: Task) -> Job:
+    """The attempt that runs."""
+    assert task.job is not None
+    return task.job
+
+
+def shown(task: Task) -> str:
+    """Its trials, for a person."""
+    return ", ".join(map(str, sorted(task.trials)))

@@ -1,0 +1,212 @@
+"""The training of one trial on one device: a plain loop whose result is a function of its setting and its fit alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the common base of batch norms
+
+from weft.data import Batch, Data, Loader, Source
+from weft.errors import TuneError
+from weft.pipeline.determinism import deterministic
+from weft.pipeline.seeding import Seeder
+from weft.tune.cap import Cap, OutOfMemory
+from weft.tune.checkpoint import Kept, keep, newest
+from weft.tune.evaluation import evaluate
+from weft.tune.job import Fit
+from weft.tune.resident import resident
+from weft.tune.saving import offloading, recomputing
+from weft.tune.setting import Setting
+from weft.tune.whole import Whole
+
+__all__ = ["OutOfMemory", "Pruned", "Result", "train"]
+
+Report = Callable[[int, tuple[float, ...]], bool]
+"""Takes the number of steps done and the value of each objective; says whether the trial is to end here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a trial came to."""
+
+    values: tuple[float, ...]
+    """Of the objectives, in order, on the validation part at the end."""
+    peak: int | None
+    """Bytes of the device that it took at its peak, as the allocator reserved them; None where nobody counted."""
+    seconds: float
+    losses: tuple[float, ...]
+    """Of the training steps."""
+
+
+class Pruned(Exception):
+    """A trial was told to end early. ``result`` is what it had come to, where that is known."""
+
+    def __init__(self, result: Result | None = None) -> None:
+        super().__init__("pruned")
+        self.result = result
+
+
+def train(
+    setting: Setting,
+    fit: Fit | None,
+    *,
+    device: torch.device | str,
+    memory: int | None = None,
+    directory: Path,
+    report: Report,
+) -> Result:
+    """Trains a trial to its end, from the newest checkpoint in its directory if there is one.
+
+    ``fit`` None takes whole batches. ``report`` is called every so many steps, as the recipe says, and at the end, when
+    its answer is no longer of interest; what was reported since the checkpoint is reported again, the same. Raises
+    Pruned, OutOfMemory where the trial wants more than ``memory`` bytes or the device has no more, and TuneError.
+    """
+    device = torch.device(device)
+    if fit is not None and fit.degree > 1:
+        raise TuneError(f"a trial that is split over {fit.degree} devices cannot be trained on one")
+    cap = Cap(device, memory)
+    device = cap.device
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), deterministic(device), cap:
+            return Training(setting, fit, device, directory, cap).run(report)
+    except Exception as problem:
+        exceeded = cap.exceeded(problem)
+        if exceeded is None and _CHANCE in str(problem):
+            raise TuneError(
+                f"'{str(problem).split(_CHANCE)[0]}' has no deterministic kernel on {device.type}, and a trial's "
+                "result must not depend on chance: replace it in the model"
+            ) from problem
+        if exceeded is None:
+            raise
+    finally:
+        cap.release()
+    # Raised out here, where the frames of the failure, and with them its tensors, are gone.
+    raise OutOfMemory(exceeded.needed, exceeded.limit)
+
+
+_CHANCE = " does not have a deterministic implementation"
+"""So torch says it."""
+
+
+class Training:
+    """A trial's model, optimizer and losses on a device, from its first or its next step to its last."""
+
+    def __init__(self, setting: Setting, fit: Fit | None, device: torch.device, directory: Path, cap: Cap) -> None:
+        self.setting, self.device, self._directory, self._cap = setting, device, directory / "checkpoints", cap
+        self._began = time.perf_counter()
+        self.micro = setting.batch_size if fit is None else min(fit.micro_batch, setting.batch_size)
+        self._way = "whole" if fit is None else fit.way
+        self._train, self._validation = parts(setting.data(), device)
+        self.model = setting.build()
+        if self.micro < setting.batch_size and not setting.accumulate_norms:
+            refuse_norms(self.model, setting.batch_size, self.micro)
+        self.model.to(device)
+        self.updater = Whole(setting.optimizer, {n: p for n, p in self.model.named_parameters() if p.requires_grad})
+        self.losses = torch.zeros(setting.steps, device=device)
+        self._law = {**setting.describe(), "micro_batch": self.micro, "device": device.type}
+
+    def run(self, report: Report) -> Result:
+        setting, seeder = self.setting, Seeder(self.setting.seed, self.device)
+        kept = newest(self._directory, self._law)
+        if kept is not None:
+            self._restore(kept)
+        if kept is not None and kept.values is not None:
+            report(setting.steps, kept.values)
+            return self._result(kept.values)
+        first = 0 if kept is None else kept.step
+        states = (state for p in self.updater.parameters.values() for state in self.updater.state(p).values())
+        held = [*self.model.parameters(), *self.model.buffers(), *states, self.losses]
+        with ExitStack() as stack:
+            stack.enter_context(seeder.preserved())
+            stack.enter_context(self._cap.counted(held))
+            if self._way == "recompute":
+                stack.enter_context(recomputing(self.model))
+            loader = Loader(self._train, setting.batch_size, setting.seed, device=self.device)
+            batches = stack.enter_context(closing(loader.iterate(first, setting.steps)))
+            for step, batch in enumerate(batches, first):
+                self._step(step, batch, seeder)
+                del batch
+                done = step + 1
+                if done < setting.steps:
+                    self._pause(done, report)
+            values = self.evaluate()
+        report(setting.steps, values)
+        self._keep(setting.steps, values)
+        return self._result(values)
+
+    def evaluate(self) -> tuple[float, ...]:
+        """The objectives on the validation part, in order; no larger a batch than fits in training."""
+        return evaluate(self.setting, self.model, self._validation, self.micro, self.device)
+
+    def _step(self, step: int, batch: Batch, seeder: Seeder) -> None:
+        size = self.setting.batch_size
+        for number, start in enumerate(range(0, size, self.micro)):
+            part = batch if self.micro >= size else {k: v[start : start + self.micro] for k, v in batch.items()}
+            share = min(self.micro, size - start) / size
+            seeder.set(step, number, "model")
+            with self._saving(), self.setting.autocast(self.device):
+                loss = self.setting.loss(self.model(*self.setting.enter(part)), part)
+            if not isinstance(loss, Tensor) or loss.dim() != 0:
+                got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise TuneError(f"the loss must return a tensor with one number, not {got}")
+            if share < 1.0:  # the mean over the batch is the mean of its parts, each by its size
+                loss = loss * share
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.losses[step].add_(loss.detach())  # stays on the device: nobody waits for it
+            del loss
+        self.updater.step(self.setting.schedule(step, self.setting.steps))
+
+    def _pause(self, done: int, report: Report) -> None:
+        """What is due between two steps."""
+        every, saved = self.setting.report, self.setting.checkpoint
+        if every is not None and done % every == 0:
+            values = self.evaluate()
+            if report(done, values):
+                raise Pruned(self._result(values, done))
+        if saved is not None and done % saved == 0:
+            self._keep(done, None)
+
+    def _saving(self) -> AbstractContextManager[Any]:
+        return offloading(self.model, self._cap.uncounted) if self._way == "offload" else nullcontext()
+
+    def _keep(self, step: int, values: tuple[float, ...] | None) -> None:
+        """A trial that is done needs no optimizer any more."""
+        states = {name: self.updater.state(p) for name, p in self.updater.parameters.items()} if values is None else {}
+        keep(self._directory, self._law, Kept(step, self.model.state_dict(), states, self.losses[:step], values))
+
+    def _restore(self, kept: Kept) -> None:
+        with torch.no_grad():
+            for name, tensor in self.model.state_dict().items():
+                tensor.copy_(kept.weights[name])
+            self.losses[: kept.step].copy_(kept.losses)
+        self.updater.load(kept.states)
+
+    def _result(self, values: tuple[float, ...], steps: int | None = None) -> Result:
+        losses = tuple(self.losses[:steps].tolist())
+        return Result(values, self._cap.peak, time.perf_counter() - self._began, losses)
+
+
+def parts(data: Data, device: torch.device) -> tuple[Source, Source]:
+    """What a trial learns from and what it is judged by, on its device where that is worth it."""
+    if device.type != "cpu" and resident(data):
+        data = data.to(device)
+    if data.validation is None:
+        raise TuneError(f"a trial is judged on validation data, and '{data.name}' has none: split some off it")
+    return data.train, data.validation
+
+
+def refuse_norms(model: nn.Module, batch_size: int, micro: int) -> None:
+    """TuneError if the model has a batch norm, which would see other statistics in a part of a batch."""
+    for name, part in model.named_modules():
+        if isinstance(part, BatchNorm):
+            raise TuneError(
+                f"batch norm '{name}' would see {micro} samples at a time of a batch of {batch_size}, which changes "
+                "what is trained: use a smaller batch_size, a model without batch norms, or accumulate_norms=True"
+            )

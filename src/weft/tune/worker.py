@@ -1,0 +1,129 @@
+"""A worker: a process that takes jobs as lines of JSON, runs one after another, and tells what happens."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from weft.errors import TrainError, TuneError
+from weft.pipeline.call import Call, pickled
+from weft.pipeline.parent import PARENT, die_with_parent
+from weft.tune.job import Ended, Job, Reported
+from weft.tune.wire import Line, event_message, job_of
+
+INSIDE = "WEFT_TRIAL"
+"""The variable that tells a process, and scripts that it imports, that it is a worker."""
+
+
+def packed(terms: Any) -> bytes:
+    """What a worker needs once, for multiprocessing's own pipe; TuneError names what another process cannot import."""
+    try:
+        return pickled(Call(_same, (terms.objective, terms)))
+    except TrainError as problem:
+        raise TuneError(str(problem).replace("more than one stage means new processes", _WHY)) from None
+
+
+def unpacked(payload: bytes) -> Any:
+    """The terms that ``packed`` packed, in the process that they were made for."""
+    return pickle.loads(payload).args[1]
+
+
+def serve(
+    end: socket.socket, payload: bytes, device: str, threads: int | None, driver: int, environment: Mapping[str, str]
+) -> None:
+    """What the process does, until it is told to quit or the other end of its line is gone."""
+    os.environ.clear()  # it was forked from a process that knows that of an earlier time
+    os.environ.update(environment)
+    with surroundings({PARENT: str(driver)}):  # which need not be the process that this one was forked from
+        die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, but stopping is the driver's to say
+    line = Line(end)
+    try:
+        terms = unpacked(payload)
+        prepare(device, threads)
+    except Exception as problem:
+        line.send({"say": "broken", "why": f"{type(problem).__name__}: {problem}"})
+        return
+    with suppress(OSError):
+        line.send({"say": "ready"})
+        while (message := line.receive()) is not None and message["say"] == "job":
+            with surroundings(message["environment"]), written(message["output"]):
+                job = job_of(message["job"])
+                line.send({"say": "began", "job": job.id})
+                _take(job, terms, device, message["rank"], line)
+            line.send({"say": "idle", "job": job.id})
+
+
+def prepare(device: str, threads: int | None) -> None:
+    """Before the first job: the number of threads, which results may depend on, and the device."""
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    gc.freeze()  # what is imported stays: to look through it after every trial takes longer than many a trial
+
+
+def _take(job: Job, terms: Any, device: str, rank: int, line: Line) -> None:
+    from weft.tune.attempt import attempt
+
+    def ask(report: Reported) -> bool:
+        line.send({"say": "event", "event": event_message(report)})
+        answer = line.receive()
+        if answer is None:
+            os._exit(1)  # the driver is gone
+        return bool(answer["prune"])
+
+    def tell(ended: Ended) -> None:
+        sys.stdout.flush()
+        line.send({"say": "event", "event": event_message(ended)})
+
+    attempt(job, terms, device, rank, ask, tell)
+
+
+@contextmanager
+def surroundings(variables: Mapping[str, str]) -> Iterator[None]:
+    """The environment of one job: what tells the processes of a split candidate of one another."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+@contextmanager
+def written(path: str | None) -> Iterator[None]:
+    """What is printed, even by code that is not Python, goes to the end of a file; nowhere if None."""
+    kept = [os.dup(number) for number in (1, 2)]
+    try:
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        for number in (1, 2):
+            os.dup2(handle, number)
+        os.close(handle)
+        yield
+    finally:
+        for stream, number, old in zip((sys.stdout, sys.stderr), (1, 2), kept, strict=True):
+            with suppress(Exception):
+                stream.flush()
+            os.dup2(old, number)
+            os.close(old)
+
+
+def _same(*given: Any) -> Any:
+    return given
+
+
+_WHY = "trials run in processes of their own"

@@ -1,0 +1,216 @@
+"""The driver of a study: the same trials come out whatever the timing, and nothing that a trial does ends the study."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import objectives
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import weft
+from weft.errors import TuneError
+from weft.runs import Events
+from weft.tune import Device, Job, Terms, Tuned
+from weft.tune.attempt import attempt
+from weft.tune.board import Board
+from weft.tune.devices import parse_devices
+from weft.tune.driver import Driver
+from weft.tune.job import Ended, Event, Lost, Reported
+from weft.tune.needs import Need, groups
+from weft.tune.study import Study
+from weft.tune.task import Way
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    """As in a worker: what is imported is not looked through after every trial."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Shuffled:
+    """An executor that runs jobs in this process, to the end at once, and tells of them in a random order of jobs."""
+
+    def __init__(self, terms: Terms, places: int, seed: int, lose: float = 0.0) -> None:
+        self.devices: Sequence[Device] = tuple(Device("cpu", None) for _ in range(places))
+        self.started: list[Job] = []
+        self._terms, self._rng, self._lose = terms, np.random.default_rng(seed), lose
+        self._open: dict[str, list[Event]] = {}
+        self._owed: str | None = None
+
+    def start(self, job: Job) -> None:
+        self.started.append(job)
+        told: list[Event] = []
+
+        def ask(report: Reported) -> bool:
+            told.append(report)
+            return False
+
+        attempt(job, self._terms, "cpu", 0, ask, told.append)
+        if self._rng.random() < self._lose:
+            told[-1:] = [Lost(job.id, "by chance")]
+        self._open[job.id] = told
+
+    def answer(self, job: str, trial: int, prune: bool) -> None:
+        if prune:
+            self._open[job] = [Ended(job, trial, "pruned")]
+
+    def stop(self, job: str) -> None:
+        self._open.pop(job, None)
+
+    def poll(self, timeout: float) -> list[Event]:
+        if not self._open:
+            return []
+        job = sorted(self._open)[self._rng.integers(len(self._open))]
+        event = self._open[job].pop(0)
+        if not self._open[job]:
+            del self._open[job]
+        return [event]
+
+    def close(self) -> None:
+        self._open.clear()
+
+
+def run(
+    folder: Path, what: str, trials: int = 9, places: int = 3, seed: int = 0, lose: float = 0.0, **way: Any
+) -> tuple[list[Any], list[Job]]:
+    """What each trial came to, and the jobs that were started."""
+    space = weft.Space()
+    space.real("x", 0.0, 1.0)
+    space.categorical("what", [what])
+    terms = Terms(objectives.act, ("v",), 0)
+    url = f"sqlite:///{folder}/study.db"
+    options: dict[str, Any] = {"seed": 3, "window": 3, "trials": trials, "sampler": "tpe", "pruner": "median"}
+    with (
+        Study.open("s", space, directions=("minimize",), storage=url, **options) as study,
+        Events(folder / "e") as events,
+    ):
+        executor = Shuffled(terms, places, seed, lose)
+        board = Board("s", trials, ("v",), ("minimize",))
+        Driver(study, executor, terms, Way(**way), trials=trials, path=folder, events=events, board=board).run()
+        found = [(one.number, dict(one.params), one.state, one.values, dict(one.reports)) for one in study.trials()]
+        assert {number: row.state for number, row in board.rows.items()} == {one[0]: one[2] for one in found}
+        return found, executor.started
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    found, _ = run(tmp_path_factory.mktemp("one"), "parabola", places=1)
+    return found
+
+
+def test_an_undisturbed_study_completes_some_trials_and_prunes_others(undisturbed: list[Any]) -> None:
+    assert [one[0] for one in undisturbed] == list(range(9))
+    assert {one[2] for one in undisturbed} == {"complete", "pruned"}
+    for _, params, state, values, _ in undisturbed:
+        if state == "complete":
+            assert values == ((params["x"] - 0.3) ** 2,)
+
+
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 1000), places=st.integers(1, 6), lose=st.sampled_from([0.0, 0.2]))
+def test_trials_are_the_same_whatever_the_number_of_devices_the_order_of_events_and_losses(
+    undisturbed: list[Any], seed: int, places: int, lose: float
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert run(Path(folder), "parabola", places=places, seed=seed, lose=lose, retries=50)[0] == undisturbed
+
+
+def test_as_many_trials_are_open_as_devices_and_window_allow(tmp_path: Path) -> None:
+    _, started = run(tmp_path, "parabola", trials=4, places=4)
+    assert {job.devices for job in started[:4]} == {(0,), (1,), (2,), (3,)}
+
+
+def test_a_trial_whose_processes_keep_dying_is_failed_after_its_retries(tmp_path: Path) -> None:
+    found, started = run(tmp_path, "parabola", trials=2, places=1, lose=1.0, retries=2)
+    assert [one[2] for one in found] == ["failed", "failed"]
+    assert len(started) == 6
+    assert len({job.id for job in started}) == 6
+
+
+def test_an_out_of_memory_trial_is_tried_again_with_the_whole_device_and_then_failed(tmp_path: Path) -> None:
+    for tries, state in ((1, "complete"), (2, "failed")):
+        folder = tmp_path / str(tries)
+        folder.mkdir()
+        (folder / "tries").write_text(str(tries))
+        found, started = run(folder, "greedy", trials=1, memory=100)
+        assert [job.memory for job in started] == [100, None]
+        assert [one[2] for one in found] == [state]
+
+
+def test_trials_are_fused_by_shape_within_a_block_and_never_beyond_what_a_device_holds() -> None:
+    alike = {number: Need(10, shape="a") for number in range(5)}
+    assert groups(alike, 100) == [(0, 1, 2, 3, 4)]
+    assert groups(alike, 25) == [(0, 1), (2, 3), (4,)]
+    assert groups(alike, None) == [(0, 1, 2, 3, 4)]
+    assert groups({**alike, 2: Need(10, shape="b")}, 100) == [(0, 1, 3, 4), (2,)]
+    assert groups({0: Need(10), 1: Need(10)}, 100) == [(0,), (1,)]
+
+
+def test_devices_are_written_by_name_and_memory() -> None:
+    assert parse_devices(["cpu=2KiB", "cpu"]) == [Device("cpu", 2048), Device("cpu", None)]
+    assert parse_devices({"cpu": "1KiB"}) == [Device("cpu", 1024)]
+    with pytest.raises(TuneError, match="'gpu' is no device"):
+        parse_devices("gpu")
+    with pytest.raises(TuneError, match="is no size"):
+        parse_devices("cpu=lots")
+
+
+def _space() -> weft.Space:
+    space = weft.Space()
+    space.real("x", 0.0, 1.0)
+    return space
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"minimize": ()}, "needs something to judge by"),
+        ({"maximize": "v"}, "named twice"),
+        ({"trials": 0}, "trials is a whole number from 1 on"),
+        ({"seconds": 0}, "above 0 seconds"),
+        ({"fuse": 9}, "fuse=9 trials cannot be open at once with window=7"),
+        ({"memory": "lots"}, "is no size"),
+        ({"executor": "rya"}, "did you mean 'ray'"),
+        ({"space": weft.Space()}, "no choices"),
+        ({"storage": "postgresql://nobody@localhost:1/none"}, "cannot be reached"),
+        ({"sampler": "tpo"}, "did you mean 'tpe'"),
+        ({"objective": 3}, "a Recipe or a function"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    asked: dict[str, Any] = {"objective": objectives.act, "space": _space(), "trials": 2, "minimize": "v", **change}
+    with pytest.raises(TuneError, match=words) as caught:
+        weft.tune(asked.pop("objective"), asked.pop("space"), name="s", runs=tmp_path / "runs", **asked)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs" / "s").exists()
+
+
+def test_a_study_of_a_function_ends_with_its_best_trial_and_refuses_its_name_to_another(tmp_path: Path) -> None:
+    def again(**change: Any) -> Tuned:
+        asked: dict[str, Any] = {"trials": 3, "minimize": "v", "name": "s", "runs": tmp_path, "window": 1, **change}
+        return weft.tune(objectives.parabola, _space(), **asked)
+
+    found = again(workers=1)
+    best = min(found.trials, key=lambda one: (one.values or (9.0,))[0])
+    assert found.best == best
+    assert found.to_json()["best"][0]["params"] == dict(best.params)
+    assert [event["event"] for event in Events(tmp_path / "s" / "events.jsonl").read()].count("ended") == 3
+    assert weft.Run.open(tmp_path / "s").state() == "finished"
+    with pytest.raises(TuneError, match=r"exists .* 3 of 3 trials ended.*--resume"):
+        again()
+    with pytest.raises(TuneError, match="its seed"):
+        again(seed=1, resume=True)
+    with pytest.raises(TuneError, match="another objective"):
+        weft.tune(objectives.act, _space(), trials=3, minimize="v", name="s", runs=tmp_path, window=1, resume=True)
+    assert again(resume=True).trials == found.trials

@@ -1,0 +1,168 @@
+"""Studies whose processes are killed: what comes out is what an undisturbed study gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import objectives
+import pytest
+
+import weft
+from weft.runs import Events
+from weft.tune import Tuned
+from weft.tune.board import Board
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {here!r})
+import objectives, weft
+
+def space():
+    made = weft.Space()
+    made.real("x", 0.0, 1.0)
+    made.categorical("what", [{what!r}])
+    return made
+
+if __name__ == "__main__":
+    weft.tune(objectives.act, space(), {arguments})
+"""
+
+
+def space(what: str) -> weft.Space:
+    made = weft.Space()
+    made.real("x", 0.0, 1.0)
+    made.categorical("what", [what])
+    return made
+
+
+def told(found: Tuned) -> list[Any]:
+    return [(one.number, dict(one.params), one.state, one.values, dict(one.reports)) for one in found.trials]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return told(weft.tune(objectives.act, space("counting"), trials=5, minimize="v", window=1, name="s", runs=folder))
+
+
+def test_a_trial_whose_worker_is_killed_goes_on_from_what_it_kept(tmp_path: Path, undisturbed: list[Any]) -> None:
+    def mark(board: Board) -> None:
+        if not (tmp_path / "s" / "kill").exists():
+            (tmp_path / "s" / "kill").write_text("1 3")
+
+    found = weft.tune(
+        objectives.act,
+        space("counting"),
+        trials=5,
+        minimize="v",
+        window=1,
+        name="s",
+        runs=tmp_path,
+        workers=1,
+        watch=mark,
+    )
+    assert told(found) == undisturbed
+    assert [one.notes["attempts"] for one in found.trials] == [1, 2, 1, 2, 1]
+    events = list(Events(tmp_path / "s" / "events.jsonl").read())
+    lost = [event for event in events if event["event"] == "lost"]
+    assert [event["trials"] for event in lost] == [[1], [3]]
+    for event in lost:
+        again = next(e for e in events if e["event"] == "reported" and e["time"] > event["time"])
+        assert again["trials"] == event["trials"]
+        assert again["time"] - event["time"] < 10.0
+
+
+def test_a_study_whose_driver_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path, undisturbed: list[Any]) -> None:
+    arguments = f"trials=5, minimize='v', window=1, name='s', runs={str(tmp_path)!r}"
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(here=str(Path(__file__).parent), what="counting", arguments=arguments))
+    events = Events(tmp_path / "s" / "events.jsonl")
+    driver = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    _until(lambda: sum(event["event"] == "ended" for event in events.read()) >= 2 or driver.poll() is not None)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    finished = [event["trials"][0] for event in events.read() if event["event"] == "ended"]
+    assert weft.Run.open(tmp_path / "s").state() == "interrupted"
+    found = weft.tune(
+        objectives.act, space("counting"), trials=5, minimize="v", window=1, name="s", runs=tmp_path, resume=True
+    )
+    assert told(found) == undisturbed
+    ended = [
+        event["trials"][0] for event in Events(tmp_path / "s" / "events.jsonl").read() if event["event"] == "ended"
+    ]
+    assert sorted(ended) == [0, 1, 2, 3, 4]  # those that had ended were not run again
+    assert ended[: len(finished)] == finished
+
+
+def test_trials_that_hang_die_or_fail_are_recorded_and_the_study_goes_on(tmp_path: Path) -> None:
+    made = weft.Space()
+    made.real("x", 0.0, 1.0)
+    made.categorical("what", ["parabola", "hanging", "failing", "nothing", "nan", "doomed"])
+    kinds = ["hanging", "failing", "nothing", "nan", "doomed", "parabola"]
+    found = weft.tune(
+        objectives.act,
+        made,
+        trials=6,
+        minimize="v",
+        window=5,
+        name="s",
+        runs=tmp_path,
+        seconds=2.0,
+        retries=1,
+        workers=2,
+        enqueue=[{"what": what, "x": 0.5} for what in kinds],
+    )
+    assert [one.params["what"] for one in found.trials] == kinds
+    assert [one.state for one in found.trials] == ["failed"] * 5 + ["complete"]
+    errors = [str(one.notes.get("error")) for one in found.trials]
+    assert "limit of 2 s" in errors[0]
+    assert "Traceback" in errors[1]
+    assert "ValueError: the objective is wrong" in errors[1]
+    assert "nothing (None)" in errors[2]
+    assert "nan" in errors[3]
+    assert "signal 9" in errors[4]
+    assert found.trials[4].notes["attempts"] == 2
+    assert found.best.number == 5
+
+
+@pytest.mark.long
+def test_ctrl_c_leaves_a_study_that_can_be_resumed(tmp_path: Path) -> None:
+    (tmp_path / "objectives.py").write_text(Path(objectives.__file__).read_text())
+    (tmp_path / "c.toml").write_text(
+        'objective = "objectives:act"\n[study]\nname = "s"\ntrials = 2\nminimize = "v"\nworkers = 1\n'
+        '[space]\nx = {low = 0.0, high = 1.0}\nwhat = ["slow"]\n'
+    )
+    command = [sys.executable, "-m", "weft", "tune", "c.toml", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    here = tmp_path / "runs" / "s" / "trials" / "0" / "here"
+    _until(lambda: here.exists() or first.poll() is not None)
+    first.send_signal(signal.SIGINT)
+    out, err = first.communicate(timeout=60)
+    assert (first.returncode, out) == (130, "")
+    assert "Go on with: weft tune c.toml --resume" in err
+    assert weft.Run.open(tmp_path / "runs" / "s").state() == "stopped"
+    (tmp_path / "runs" / "s" / "go").touch()
+    second = subprocess.run(
+        [*command, "--resume"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert second.returncode == 0, second.stderr
+    found = json.loads(second.stdout)
+    assert [one["state"] for one in found["trials"]] == ["complete", "complete"]
+
+
+def _until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)

@@ -1,0 +1,129 @@
+"""How a candidate fits a device: the first way that does, as a function of the candidate and of nominal memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weft.data import Data, Tensors
+from weft.errors import TuneError
+from weft.tune.fit import MARGIN, fit
+from weft.tune.recipe import Recipe
+from weft.tune.setting import Setting, setting
+from weft.tune.training import OutOfMemory, train
+
+KIB, BATCH = 2**10, 64
+
+
+def build(params: Mapping[str, Any]) -> nn.Module:
+    width = int(params["width"])
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.GELU(), nn.GELU()) for _ in range(6)]
+    norm = [nn.BatchNorm1d(width)] if params.get("norm") else []
+    return nn.Sequential(nn.Linear(8, width), *norm, *blocks, nn.Linear(width, 1))
+
+
+def data() -> Data:
+    numbers = torch.arange(256 * 8, dtype=torch.float32).reshape(256, 8).sin()
+    one = Tensors(x=numbers, y=numbers.sum(1, keepdim=True))
+    return Data("numbers", one, one)
+
+
+def loss(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return (outputs - batch["y"]).square().mean()
+
+
+def candidate(**params: Any) -> Setting:
+    recipe = Recipe(model=build, data=data, loss=loss, steps=3, batch_size=BATCH, options={"lr": 1e-2})
+    return setting(recipe, {"width": 32, **params})
+
+
+def needed(made: Setting) -> int:
+    return fit(made, 1, 2**30, "cpu").memory
+
+
+def test_what_fits_is_left_whole() -> None:
+    found = fit(candidate(), 1, 2**30, "cpu")
+    assert (found.way, found.micro_batch, found.accumulate, found.degree) == ("whole", BATCH, 1, 1)
+
+
+def test_a_batch_that_does_not_fit_is_cut_into_as_few_equal_parts_as_fit() -> None:
+    whole = needed(candidate())
+    found = fit(candidate(), 1, int(whole * 0.8), "cpu")
+    assert found.way == "accumulate"
+    assert found.micro_batch * found.accumulate >= BATCH > found.micro_batch * (found.accumulate - 1)
+    assert found.memory <= whole * 0.8 * (1 - MARGIN)
+    assert "the whole batch, 64 samples, it takes" in found.why
+
+
+def test_less_memory_never_gives_a_larger_micro_batch() -> None:
+    whole = needed(candidate())
+    sizes = []
+    for share in (1.2, 0.9, 0.8, 0.7, 0.6, 0.5):
+        found = fit(candidate(), 1, int(whole * share), "cpu")
+        if found.way in ("whole", "accumulate"):
+            sizes.append(found.micro_batch)
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) > 2
+
+
+def test_the_estimate_is_what_the_training_takes(tmp_path: Path) -> None:
+    """Trained under a cap of what was estimated it does not exceed it, and of a fifth less it does."""
+    made, never = candidate(), lambda step, values: False
+    for share in (1.2, 0.75, 0.6):
+        found = fit(made, 1, int(needed(made) * share), "cpu")
+        done = train(
+            made, found, device="cpu", memory=int(found.memory * 1.05), directory=tmp_path / str(share), report=never
+        )
+        assert done.peak is not None
+        assert done.peak <= found.memory * 1.05
+        with pytest.raises(OutOfMemory):
+            train(made, found, device="cpu", memory=int(found.memory * 0.8), directory=tmp_path / "no", report=never)
+
+
+def test_recomputing_comes_before_splitting_and_after_micro_batches() -> None:
+    """A model whose one sample takes more than its weights: long rows of activations."""
+    ways = []
+    made = replace(candidate(width=4), batch_size=1)
+    whole = needed(made)
+    for share in (1.1, 0.9, 0.8):
+        try:
+            ways.append(fit(made, 1, int(whole * share), "cpu").way)
+        except TuneError:
+            ways.append("none")
+    assert ways[0] == "whole"
+    assert "accumulate" not in ways
+
+
+def test_batch_norms_forbid_micro_batches_unless_asked_for() -> None:
+    made = candidate(norm=True)
+    memory = int(needed(made) * 0.8)
+    with pytest.raises(TuneError, match=r"batch norm '1' forbids micro-batches"):
+        fit(replace(made, accumulate_norms=False), 1, int(memory * 0.5), "cpu")
+    assert fit(replace(made, accumulate_norms=True), 1, memory, "cpu").way == "accumulate"
+
+
+def test_a_candidate_that_fits_nowhere_is_refused_with_the_figures() -> None:
+    with pytest.raises(
+        TuneError, match=r"fits nowhere, with 1 device of 64.0 KiB: .*whole batch, 64 samples, it takes"
+    ):
+        fit(candidate(), 1, 64 * KIB, "cpu")
+
+
+def test_what_does_not_fit_one_device_is_split_over_two() -> None:
+    made = candidate(width=256)
+    whole = needed(made)
+    found = fit(made, 2, int(whole * 0.62), "cpu")
+    assert (found.way, found.degree) == ("split", 2)
+    assert found.plan is not None
+    assert "split over 2 devices" in found.why
+
+
+def test_the_same_candidate_and_memory_give_the_same_fit() -> None:
+    memory = int(needed(candidate()) * 0.7)
+    assert fit(candidate(), 1, memory, "cpu") == fit(candidate(lr=0.5, seed=3), 1, memory, "cpu")

@@ -1,0 +1,192 @@
+"""Jobs as local processes: what a worker does with a job, and what is told of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import objectives
+import pytest
+
+from weft.errors import TuneError
+from weft.tune import Device, Job, Terms
+from weft.tune.job import Ended, Event, Lost, Reported
+from weft.tune.local import LocalExecutor
+from weft.tune.wire import event_message, event_of, job_message, job_of, pair
+
+Run = Callable[..., list[Event]]
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[LocalExecutor]:
+    made = LocalExecutor(Terms(objectives.act, ("v",), 0), [Device("cpu", None)])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def run(executor: LocalExecutor, tmp_path: Path) -> Run:
+    """Runs one job to its end and gives everything that was told of it."""
+
+    def run(what: str, id: str | None = None, prune_at: int | None = None, **fields: Any) -> list[Event]:
+        values: dict[str, Any] = {"devices": (0,), "memory": None, "directory": str(tmp_path), **fields}
+        x = values.pop("x", 0.5)
+        job = Job(id or f"{what}-{time.monotonic_ns()}", (3,), ({"what": what, "x": x},), (None,), **values)
+        executor.start(job)
+        found: list[Event] = []
+        while not found or isinstance(found[-1], Reported):
+            for event in executor.poll(30.0):
+                found.append(event)
+                if isinstance(event, Reported):
+                    executor.answer(job.id, event.trial, event.step == prune_at)
+        return found
+
+    return run
+
+
+def test_a_job_and_every_event_travel_as_json_and_come_back_equal() -> None:
+    job = Job("a", (1, 2), ({"x": 0.1, "s": "t"}, {"x": 2, "s": True}), (None, None), (0,), 5, "d", 1.5)
+    assert job_of(job_message(job)) == job
+    events = [Reported("a", 1, 2, (0.1, float("inf"))), Ended("a", 1, "complete", (1.0,), None, 7, 0.5), Lost("a", "x")]
+    mine, other = pair()
+    from weft.tune.wire import Line
+
+    far = Line(other)
+    for event in events:
+        mine.send(event_message(event))
+    assert [event_of(message) for message in far.arrived()[0]] == events
+    mine.close()
+    assert far.arrived() == ([], False)
+
+
+def test_reports_are_answered_and_the_value_comes_back(run: Run) -> None:
+    *reports, end = run("parabola")
+    assert [(event.step, event.values) for event in reports if isinstance(event, Reported)] == [
+        (1, (0.2**2 + 1,)),
+        (2, (0.2**2 + 0.5,)),
+        (3, (0.2**2 + 1 / 3,)),
+    ]
+    assert isinstance(end, Ended)
+    assert (end.state, end.values, end.trial) == ("complete", (0.2**2,), 3)
+
+
+def test_a_trial_that_is_told_to_end_is_pruned(run: Run) -> None:
+    first, second, end = run("parabola", prune_at=2)
+    assert isinstance(first, Reported)
+    assert isinstance(second, Reported)
+    assert isinstance(end, Ended)
+    assert (end.state, end.values) == ("pruned", None)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("failing", "ValueError: the objective is wrong"),
+        ("leaving", "SystemExit: 3"),
+        ("nothing", "must return a number, not nothing (None)"),
+        ("nan", "'v' is nan at the end"),
+        ("text", "must return a number, not 'good'"),
+    ],
+)
+def test_a_trial_that_goes_wrong_is_failed_with_its_reason_and_its_worker_lives_on(
+    run: Run, executor: LocalExecutor, what: str, words: str
+) -> None:
+    run("printing")
+    before = [worker.process.pid for worker in executor._workers]
+    (end,) = run(what)
+    assert isinstance(end, Ended)
+    assert end.state == "failed"
+    assert words in str(end.error)
+    assert [worker.process.pid for worker in executor._workers] == before
+
+
+def test_what_a_trial_prints_is_kept_in_its_directory(run: Run, tmp_path: Path) -> None:
+    run("printing")
+    lines = (tmp_path / "trials" / "3" / "output.txt").read_text().splitlines()
+    assert sorted(lines) == ["even so", "to the file"]
+
+
+def test_global_generators_depend_on_the_trial_and_not_on_what_ran_before(run: Run) -> None:
+    (first,), (second,) = run("drawn"), run("drawn")
+    assert isinstance(first, Ended)
+    assert isinstance(second, Ended)
+    assert first.values == second.values
+
+
+def test_a_killed_worker_is_told_of_and_the_next_attempt_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "kill").write_text("3")
+    *_, lost = run("counting")
+    assert isinstance(lost, Lost)
+    assert "signal 9" in lost.why
+    *reports, end = run("counting")
+    assert [event.step for event in reports if isinstance(event, Reported)] == [4, 5, 6, 7, 8, 9, 10]
+    assert isinstance(end, Ended)
+    assert end.values == (0.5 * sum(range(1, 11)),)
+    assert "lives 2" in (tmp_path / "trials" / "3" / "output.txt").read_text()
+
+
+def test_a_trial_that_hangs_meets_its_limit(run: Run) -> None:
+    (end,) = run("hanging", seconds=0.3)
+    assert isinstance(end, Ended)
+    assert end.state == "timeout"
+    assert "limit of 0.3 s" in str(end.error)
+
+
+def test_a_job_that_is_stopped_is_heard_of_no_more_and_its_process_is_gone(
+    executor: LocalExecutor, tmp_path: Path
+) -> None:
+    executor.start(Job("stop", (3,), ({"what": "slow", "x": 1.0},), (None,), (0,), None, str(tmp_path)))
+    (pid,) = executor.processes()["stop"]
+    executor.stop("stop")
+    assert executor.poll(0.1) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    executor.answer("stop", 3, True)  # passed over
+
+
+def test_a_function_that_no_other_process_can_import_is_refused() -> None:
+    with pytest.raises(TuneError, match=r"trials run in processes of their own, and .*lambda.*functions defined in a"):
+        LocalExecutor(Terms(lambda trial: 0.0, ("v",), 0))
+
+
+def test_no_worker_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import objectives\n"
+        "from weft.tune import Device, Job, Terms\n"
+        "from weft.tune.local import LocalExecutor\n"
+        "if __name__ == '__main__':\n"
+        "    executor = LocalExecutor(Terms(objectives.act, ('v',), 0), [Device('cpu', None)])\n"
+        f"    executor.start(Job('a', (0,), ({{'what': 'slow', 'x': 1.0}},), (None,), (0,), None, {str(tmp_path)!r}))\n"
+        "    executor.poll(1000)\n"
+    )
+    driver = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    here = tmp_path / "trials" / "0" / "here"
+    try:
+        _until(lambda: here.exists() and here.read_text() != "")
+        worker = int(here.read_text())
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    _until(lambda: not _lives(worker))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)

@@ -1,0 +1,263 @@
+"""Packing: never too much, always something, nobody forgotten."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import TuneError
+from weft.tune.packing import Capacity, Load, Packer
+from weft.tune.sharing import Share, Sharing
+
+
+def two(memory: int = 10, reserve: int = 0) -> Packer:
+    return Packer([Capacity(memory, reserve=reserve), Capacity(memory, reserve=reserve)])
+
+
+def test_the_largest_starts_first_and_the_rest_fill_what_is_left() -> None:
+    packer = two()
+    waiting = [Load("small", 2, seconds=1), Load("big", 9, seconds=10), Load("middle", 5, seconds=10)]
+    assert packer.admit(waiting) == [("big", (0,)), ("middle", (1,)), ("small", (1,))]
+
+
+def test_a_load_that_ran_longer_counts_as_larger() -> None:
+    packer = Packer([Capacity(10)])
+    assert packer.admit([Load("wide", 8, seconds=1), Load("long", 5, seconds=9)]) == [("long", (0,))]
+
+
+def test_every_process_takes_its_reserve() -> None:
+    packer = two(memory=10, reserve=2)
+    assert packer.admit([Load(name, 4) for name in "abc"]) == [("a", (0,)), ("b", (1,))]
+    packer.ended("b")
+    assert packer.admit([Load("c", 8)]) == [("c", (1,))]
+
+
+def test_a_small_load_goes_before_the_largest_only_if_it_ends_in_time() -> None:
+    packer = Packer([Capacity(10)])
+    packer.placed(Load("runs", 6, seconds=100), [0], now=0.0)
+    waiting = [Load("big", 8, seconds=50), Load("slow", 3, seconds=90), Load("fast", 3, seconds=40)]
+    assert packer.admit(waiting, now=50.0) == [("fast", (0,))]
+    assert packer.held is not None
+    assert (packer.held.load.id, packer.held.at) == ("big", 100.0)
+    packer.ended("fast")
+    packer.ended("runs")
+    assert packer.admit(waiting, now=100.0) == [("big", (0,))]
+
+
+def test_a_small_load_that_fits_beside_the_largest_need_not_end_in_time() -> None:
+    packer = Packer([Capacity(10)])
+    packer.placed(Load("runs", 6, seconds=100), [0])
+    assert packer.admit([Load("big", 8, seconds=500), Load("tiny", 2, seconds=400)], now=50.0) == [("tiny", (0,))]
+
+
+def test_a_split_load_gets_devices_of_one_node() -> None:
+    packer = Packer([Capacity(10, "a"), Capacity(10, "b"), Capacity(10, "b"), Capacity(10, "a")])
+    packer.placed(Load("other", 5), [0])
+    assert packer.admit([Load("split", 8, degree=2)]) == [("split", (1, 2))]
+    assert packer.admit([Load("again", 8, degree=2)]) == []
+    packer.ended("other")
+    assert packer.admit([Load("again", 8, degree=2)]) == [("again", (0, 3))]
+
+
+def test_a_load_that_is_alone_shares_with_none() -> None:
+    packer = two()
+    assert packer.admit([Load("alone", 1, alone=True), Load("a", 1), Load("b", 1)]) == [
+        ("alone", (0,)),
+        ("a", (1,)),
+        ("b", (1,)),
+    ]
+    assert packer.admit([Load("second", 1, alone=True)]) == []
+    packer.ended("alone")
+    assert packer.admit([Load("second", 1, alone=True)]) == [("second", (0,))]
+
+
+def test_a_load_without_a_figure_takes_all_of_a_device_that_counts_memory() -> None:
+    counted, free = Packer([Capacity(10)]), Packer([Capacity(None, most=2)])
+    for packer, several in ((counted, 1), (free, 2)):
+        assert len(packer.admit([Load(name, None) for name in "abc"])) == several
+
+
+def test_a_load_that_fits_nowhere_holds_up_nobody() -> None:
+    packer = two()
+    assert not packer.possible(Load("giant", 11))
+    assert not packer.possible(Load("wide", 1, degree=3))
+    assert packer.admit([Load("giant", 11, seconds=9), Load("ok", 5, seconds=1)]) == [("ok", (0,))]
+
+
+def test_a_device_that_is_gone_takes_nothing_and_one_that_comes_does() -> None:
+    packer = two()
+    packer.change([Capacity(10), Capacity(10, most=0)])
+    assert packer.admit([Load("a", 6), Load("b", 6)]) == [("a", (0,))]
+    packer.change([Capacity(10), Capacity(10, most=0), Capacity(10)])
+    assert packer.admit([Load("b", 6)]) == [("b", (2,))]
+
+
+def test_a_load_that_later_ones_overtook_too_often_starts_before_them() -> None:
+    packer = Packer([Capacity(10)], patience=3)
+    packer.placed(Load("0", 5), [0])
+    old, started = Load("old", 9), []
+    for number in range(1, 50):
+        # A queue that never ends: always another small one, of unknown length, and one of the running ends.
+        loads = [load for load in [old, Load(str(number), 5)] if load.id not in packer.running]
+        started += [id for id, _ in packer.admit(loads)]
+        if "old" in started:
+            break
+        packer.ended(str(min(map(int, packer.running))))
+    assert "old" in started
+    assert started.index("old") <= 3 + 2
+
+
+def test_one_id_cannot_wait_twice() -> None:
+    packer = two()
+    packer.wait(Load("a", 1))
+    with pytest.raises(TuneError, match="'a' waits already"):
+        packer.wait(Load("a", 1))
+    packer.admit()
+    with pytest.raises(TuneError, match="'a' runs already"):
+        packer.wait(Load("a", 1))
+
+
+def test_a_device_whose_time_is_used_up_gets_no_more() -> None:
+    packer = Packer([Capacity(100)])
+    loads = [Load(name, 1, share=0.4) for name in "abcde"]
+    assert [id for id, _ in packer.admit(loads)] == ["a", "b", "c"]
+
+
+def test_one_more_that_adds_nothing_is_not_tried_again_soon() -> None:
+    sharing = Sharing(gain=0.05, again=3)
+    packer = Packer([Capacity(100)], sharing=sharing)
+    speeds = {1: 1.0, 2: 0.8, 3: 0.5}  # together 1, 1.6, 1.5: two are best
+    waiting = [Load(name, 1, kind="same") for name in "abcdefgh"]
+    for count in (1, 2, 3):
+        packer.admit(waiting[:count])
+        for id in list(packer.running):
+            packer.measured(id, speeds[count])
+    assert sharing.speed(2) == pytest.approx(1.6)
+    packer.ended("a")
+    assert packer.admit(waiting[1:]) == []
+    packer.ended("b")
+    assert [id for id, _ in packer.admit(waiting[2:])] == ["d"]
+    for _ in range(3):  # measured often enough since, it is worth another try
+        for id in list(packer.running):
+            packer.measured(id, speeds[2])
+    assert len(packer.admit(waiting[4:])) == 1
+
+
+def test_what_stays_worth_while_is_not_given_up_for_noise() -> None:
+    sharing = Sharing(gain=0.1)
+    sharing.expected("k", 1.0)
+    for count, speed in ((1, 1.0), (2, 0.6)):
+        sharing.observed([Share("k", speed, 1.0)] * count)
+    assert sharing.worth(1)
+    sharing.observed([Share("k", 0.52, 1.0)] * 2)  # less than the gain that was asked for at first, yet not less than 1
+    assert sharing.worth(1)
+    for _ in range(8):
+        sharing.observed([Share("k", 0.45, 1.0)] * 2)
+    assert not sharing.worth(1)
+
+
+def test_a_kind_beside_which_all_are_slower_gets_a_device_by_itself() -> None:
+    sharing = Sharing()
+    packer = Packer([Capacity(10)], sharing=sharing)
+    for kind in ("hog", "meek"):
+        sharing.expected(kind, 1.0)
+    for _ in range(2):
+        sharing.observed([Share("hog", 0.5, 9.0), Share("meek", 0.2, 1.0)])
+    assert sharing.alone("hog")
+    assert not sharing.alone("meek")
+    assert packer.admit([Load("h", 5, kind="hog"), Load("m", 1, kind="meek")]) == [("h", (0,))]
+
+
+loads_of = st.lists(
+    st.builds(
+        Load,
+        id=st.uuids().map(str),
+        memory=st.one_of(st.none(), st.integers(0, 12)),
+        degree=st.integers(1, 3),
+        seconds=st.one_of(st.none(), st.integers(0, 20).map(float)),
+        alone=st.booleans(),
+        share=st.one_of(st.none(), st.floats(0, 1)),
+    ),
+    max_size=12,
+    unique_by=lambda load: load.id,
+)
+devices_of = st.lists(
+    st.builds(
+        Capacity,
+        memory=st.one_of(st.none(), st.integers(4, 12)),
+        node=st.sampled_from("xy"),
+        reserve=st.integers(0, 1),
+        most=st.one_of(st.none(), st.integers(1, 3)),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def by_itself(load: Load) -> bool:
+    return load.alone or load.degree > 1 or (load.share or 0.0) > 0.85
+
+
+def check_safe(packer: Packer) -> None:
+    for place, device in enumerate(packer.devices):
+        runs = [run for run in packer.running.values() if place in run.places]
+        taken = sum((device.memory or 0) if r.load.memory is None else r.load.memory + device.reserve for r in runs)
+        assert device.memory is None or taken <= device.memory
+        assert device.most is None or len(runs) <= device.most
+        assert len(runs) <= 1 or not any(by_itself(run.load) for run in runs)
+    for run in packer.running.values():
+        assert len(set(run.places)) == run.load.degree
+        assert len({packer.devices[place].node for place in run.places}) == 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(devices_of, loads_of, st.data())
+def test_devices_never_have_too_much_and_a_queue_that_fits_empties(
+    devices: list[Capacity], loads: list[Load], data: st.DataObject
+) -> None:
+    packer = Packer(devices, patience=data.draw(st.integers(0, 4)))
+    waiting = [load for load in loads if packer.possible(load)]
+    arrived: list[Load] = []
+    now = 0.0
+    while waiting or arrived or packer.running:
+        count = data.draw(st.integers(0, len(waiting)))
+        arrived, waiting = arrived + waiting[:count], waiting[count:]
+        started = {id for id, _ in packer.admit(arrived, now)}
+        arrived = [load for load in arrived if load.id not in started]
+        check_safe(packer)
+        # Progress: an empty floor never stays empty while something waits.
+        assert packer.running or not arrived
+        if packer.running:
+            packer.ended(data.draw(st.sampled_from(sorted(packer.running))))
+        now += data.draw(st.integers(0, 5))
+
+
+@settings(max_examples=100, deadline=None)
+@given(devices_of, loads_of)
+def test_nothing_that_has_room_waits_while_no_place_is_held(devices: list[Capacity], loads: list[Load]) -> None:
+    packer = Packer(devices)
+    started = {id for id, _ in packer.admit(loads)}
+    if packer.held is not None:
+        return
+    for load in loads:
+        if load.id in started:
+            continue
+        for node in {device.node for device in devices}:
+            free = 0
+            for place, device in enumerate(devices):
+                runs = [run.load for run in packer.running.values() if place in run.places]
+                taken = sum((device.memory or 0) if r.memory is None else r.memory + device.reserve for r in runs)
+                need = (device.memory or 0) if load.memory is None else load.memory + device.reserve
+                full = device.most is not None and len(runs) >= device.most
+                shut = bool(runs) and (by_itself(load) or any(map(by_itself, runs)))
+                busy = sum(r.share or 0.0 for r in runs) >= 1.0 - 1e-9
+                room = device.memory is None or taken + need <= device.memory
+                free += device.node == node and room and not (full or shut or busy)
+            assert free < load.degree
+
+
+@settings(max_examples=50, deadline=None)
+@given(devices_of, loads_of)
+def test_the_same_inputs_give_the_same_places(devices: list[Capacity], loads: list[Load]) -> None:
+    assert Packer(devices).admit(loads) == Packer(devices).admit(list(loads))

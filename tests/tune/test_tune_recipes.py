@@ -1,0 +1,87 @@
+"""Studies of recipes: candidates on small devices, alone, split and fused, with the results of one large device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import objectives
+import pytest
+
+import weft
+from weft.runs import Events
+from weft.tune import Recipe, Tuned
+
+
+def study(folder: Path, name: str, widths: list[int], recipe: Mapping[str, Any], **asked: Any) -> Tuned:
+    space = weft.Space()
+    space.integer("width", [16, 64, 192, 512])
+    space.real("lr", 1e-3, 1e-1, log=True)
+    made = Recipe(
+        model=objectives.perceptron,
+        data=weft.data.digits,
+        metrics={"accuracy": weft.accuracy},
+        objectives=("loss", "accuracy"),
+        batch_size=64,
+        **recipe,
+    )
+    enqueued = [{"width": width, "lr": 0.01 + 0.001 * at} for at, width in enumerate(widths)]
+    wanted: dict[str, Any] = {"trials": len(widths), "enqueue": enqueued, "sampler": "random", **asked}
+    return weft.tune(made, space, minimize="loss", maximize="accuracy", name=name, runs=folder, **wanted)
+
+
+@pytest.mark.long
+def test_candidates_that_fit_one_device_two_or_none_run_side_by_side_with_the_results_of_a_large_one(
+    tmp_path: Path,
+) -> None:
+    widths, recipe = [512, 192, 64], {"steps": 6}
+    small = study(tmp_path, "small", widths, recipe, devices=["cpu=1400KiB", "cpu=1400KiB"])
+    large = study(tmp_path, "large", widths, recipe, workers=1)
+    assert [one.state for one in small.trials] == ["failed", "complete", "complete"]
+    assert "the candidate fits nowhere, with 2 devices of 1.4 MiB" in small.trials[0].notes["error"]
+    assert small.trials[0].notes["refused"] is True
+    assert [one.notes["fit"]["way"] for one in small.trials[1:]] == ["split", "whole"]
+    assert small.trials[1].notes["devices"] == ["local/cpu", "local/cpu"]
+    for here, there in zip(small.trials[1:], large.trials[1:], strict=True):
+        assert here.values == pytest.approx(there.values, rel=1e-4)
+        assert here.reports.keys() == there.reports.keys() == {6}
+        assert 0 < here.notes["peak"] <= 1400 * 1024
+
+
+def test_trials_of_one_shape_train_as_one_with_the_results_that_they_have_alone(tmp_path: Path) -> None:
+    widths, recipe = [16, 64, 16, 16], {"steps": 8, "report": 4}
+    fused = study(tmp_path, "fused", widths, recipe, fuse=4, window=3)
+    alone = study(tmp_path, "alone", widths, recipe, window=3, workers=1)
+    assert [one.notes["fused"] for one in fused.trials] == [3, 1, 3, 3]
+    placed = [e["trials"] for e in Events(tmp_path / "fused" / "events.jsonl").read() if e["event"] == "placed"]
+    assert sorted(placed) == [[0, 2, 3], [1]]
+    for here, there in zip(fused.trials, alone.trials, strict=True):
+        assert here.state == there.state == "complete"
+        assert here.values == pytest.approx(there.values, rel=1e-5)
+
+
+def test_an_estimate_that_is_too_low_kills_only_its_own_trial_which_is_tried_again_with_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import weft.tune.needs as needs
+
+    true = needs.need
+
+    def low(*args: Any) -> Any:
+        from dataclasses import replace
+
+        found = true(*args)
+        return replace(found, memory=found.memory // 2 if found.memory else None)
+
+    monkeypatch.setattr("weft.tune.driver.need", low)
+    widths, recipe = [64, 16], {"steps": 4}
+    found = study(tmp_path, "low", widths, recipe, devices=["cpu=1MiB"], fuse=1)
+    assert [one.state for one in found.trials] == ["complete", "complete"]
+    events = list(Events(tmp_path / "low" / "events.jsonl").read())
+    exceeded = [event for event in events if event["event"] == "exceeded"]
+    assert {event["trials"][0] for event in exceeded} == {0, 1}
+    for number in (0, 1):
+        given = [event["memory"] for event in events if event["event"] == "placed" and event["trials"] == [number]]
+        assert len(given) >= 2
+        assert given[-1] is None or given[-1] > given[0]

@@ -1,0 +1,135 @@
+"""A trial that is split over two real processes learns what one device would, and goes on after it was killed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.multiprocessing import start_processes
+
+import weft
+from weft.data import Data, digits
+from weft.plan.planner import plan
+from weft.tune.complete import Complete, example
+from weft.tune.job import Fit
+from weft.tune.recipe import Recipe
+from weft.tune.setting import Setting, setting
+from weft.tune.split import train_split
+from weft.tune.training import Pruned, Result, train
+
+STEPS, BATCH = 6, 32
+
+
+def build(params: Mapping[str, Any]) -> nn.Module:
+    width = int(params["width"])
+    layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.1)) for _ in range(3)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), *layers, nn.Linear(width, 10))
+
+
+def data() -> Data:
+    return digits()
+
+
+def trial(**options: Any) -> Setting:
+    recipe = Recipe(
+        model=build,
+        data=data,
+        metrics={"accuracy": weft.accuracy},
+        objectives=("loss", "accuracy"),
+        steps=STEPS,
+        batch_size=BATCH,
+        report=2,
+        options={"lr": 1e-2},
+        **options,
+    )
+    return setting(recipe, {"width": 64})
+
+
+def split(stages: int, microbatches: int) -> Fit:
+    made = trial()
+    whole = Complete(made, made.bare(), tuple(example(made, BATCH)))
+    found = plan(
+        whole, whole.tensors(example(made, BATCH)), "cpu", devices=2, stages=stages, microbatches=microbatches,
+        compare=False,
+    )  # fmt: skip
+    assert not found.reasons()
+    return Fit("split", BATCH // microbatches, microbatches, 2, 0, None, "for the test", found.to_json())
+
+
+@dataclass(frozen=True)
+class Case:
+    fit: Fit
+    folder: str
+    port: int
+    stop_at: int | None = None
+
+
+def process(rank: int, cases: dict[str, Case], out: str) -> None:
+    torch.set_num_threads(1)
+    told: dict[str, torch.Tensor] = {}
+    for name, case in cases.items():
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(case.port)}
+        reports: list[int] = []
+
+        def report(
+            step: int, values: tuple[float, ...], reports: list[int] = reports, stop: int | None = case.stop_at
+        ) -> bool:
+            reports.append(step)
+            return step == stop
+
+        result: Result | None
+        try:
+            result = train_split(trial(), case.fit, device="cpu", directory=Path(case.folder), report=report)
+        except Pruned as problem:
+            result = problem.result
+        assert result is not None
+        assert bool(reports) == (rank == 0)
+        told |= {f"{name}.values": torch.tensor(result.values), f"{name}.losses": torch.tensor(result.losses)}
+    save_file(told, f"{out}/{rank}.safetensors")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
+    """What both processes came to in each case; they are started once, since that takes longest."""
+    out = tmp_path_factory.mktemp("split")
+    meshed, staged = split(1, 1), split(2, 2)
+    cases = {
+        "meshed": Case(meshed, str(out / "meshed"), free_port()),
+        "staged": Case(staged, str(out / "staged"), free_port()),
+        "stopped": Case(staged, str(out / "stopped"), free_port(), stop_at=4),
+        "resumed": Case(staged, str(out / "stopped"), free_port()),
+    }
+    start_processes(process, (cases, str(out)), nprocs=2, start_method="spawn")
+    return [load_file(out / f"{rank}.safetensors") for rank in range(2)]
+
+
+@pytest.mark.parametrize(("name", "microbatches"), [("meshed", 1), ("staged", 2)])
+def test_two_processes_come_to_the_losses_of_one_device(
+    ran: list[dict[str, torch.Tensor]], tmp_path: Path, name: str, microbatches: int
+) -> None:
+    fit = Fit("whole", BATCH // microbatches, microbatches, 1, 0, None, "")
+    alone = train(trial(), fit, device="cpu", directory=tmp_path, report=lambda step, values: False)
+    for one in ran:
+        torch.testing.assert_close(one[f"{name}.losses"], torch.tensor(alone.losses), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one[f"{name}.values"], torch.tensor(alone.values), rtol=1e-5, atol=1e-6)
+
+
+def test_a_split_trial_that_ended_early_goes_on_from_its_checkpoint(ran: list[dict[str, torch.Tensor]]) -> None:
+    for one in ran:
+        assert len(one["stopped.losses"]) == 4
+        assert torch.equal(one["resumed.losses"], one["staged.losses"])
+        assert torch.equal(one["resumed.values"], one["staged.values"])

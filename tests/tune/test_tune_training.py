@@ -1,0 +1,356 @@
+"""The training of one trial: the same result whatever happens to it on the way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import weft
+from weft.data import Data, Tensors
+from weft.errors import TuneError
+from weft.keys import generator
+from weft.pipeline import cross_entropy
+from weft.tune.job import Fit
+from weft.tune.recipe import Recipe
+from weft.tune.resident import SMALL, resident
+from weft.tune.saving import parts, recomputing
+from weft.tune.setting import setting
+from weft.tune.training import Pruned, train
+
+
+def mlp(params):
+    width = params.get("width", 12)
+    rows = [nn.Linear(6, width), nn.GELU(), nn.Dropout(params.get("drop", 0.0)), nn.Linear(width, 3)]
+    return nn.Sequential(*rows)
+
+
+def normed(params):
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def blobs(count=96):
+    drawn = generator(0, "blobs")
+    label = drawn.integers(0, 3, count)
+    x = drawn.normal(size=(count, 6)) + label[:, None]
+    whole = {"x": torch.tensor(x, dtype=torch.float32), "label": torch.tensor(label)}
+    cut = 2 * count // 3
+    train, held = ({name: t[rows] for name, t in whole.items()} for rows in (slice(cut), slice(cut, None)))
+    return Data("blobs", Tensors(**train), Tensors(**held))
+
+
+RECIPE = Recipe(
+    model=mlp,
+    data=blobs,
+    metrics={"accuracy": weft.accuracy},
+    objectives=("accuracy", "loss"),
+    steps=12,
+    batch_size=16,
+    options={"lr": 0.01},
+    report=4,
+)
+
+
+def way(name, micro, batch=16):
+    return Fit(name, micro, -(-batch // micro), 1, 0, None, "a test says so")
+
+
+def run(recipe, params, folder, fit=None, memory=None, prune_at=None):
+    told = []
+
+    def report(step, values):
+        told.append((step, values))
+        return step == prune_at
+
+    result = train(setting(recipe, params), fit, device="cpu", memory=memory, directory=folder, report=report)
+    return result, told
+
+
+def plain_loop(recipe, params):
+    """The same training as torch's own tutorials write it; no dropout, no micro-batches."""
+    own = setting(recipe, params)
+    model, data = own.build(), own.data()
+    optimizer = own.optimizer.cls(model.parameters(), **own.optimizer.options)
+    base = optimizer.param_groups[0]["lr"]
+    loader, losses = weft.Loader(data.train, own.batch_size, own.seed), []
+    for step in range(own.steps):
+        batch = loader.batch(step)
+        loss = F.cross_entropy(model(batch["x"]), batch["label"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = base * own.schedule(step, own.steps)
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        batch = next(iter(weft.Loader(data.validation, len(data.validation), 0, shuffle=False).all()))
+        out = model(batch["x"])
+        return losses, (out.argmax(1) == batch["label"]).double().mean().item(), F.cross_entropy(out, batch["label"])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "rmsprop"])
+def test_a_trial_trains_as_a_plain_loop_does(optimizer, tmp_path):
+    recipe = replace(RECIPE, optimizer=optimizer, schedule="cosine", warmup=3)
+    result, told = run(recipe, {}, tmp_path)
+    losses, accuracy, loss = plain_loop(recipe, {})
+    torch.testing.assert_close(torch.tensor(result.losses), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+    assert result.values[0] == pytest.approx(accuracy)
+    assert result.values[1] == pytest.approx(loss.item(), rel=1e-5)
+    assert [step for step, _ in told] == [4, 8, 12]
+    assert told[-1][1] == result.values
+    assert result.losses[-1] < result.losses[0]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 16))
+def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path_factory, micro):
+    whole, _ = run(RECIPE, {}, tmp_path_factory.mktemp("whole"))
+    cut, _ = run(RECIPE, {}, tmp_path_factory.mktemp("cut"), way("accumulate", micro))
+    torch.testing.assert_close(torch.tensor(cut.losses), torch.tensor(whole.losses), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(cut.values), torch.tensor(whole.values), rtol=1e-4, atol=1e-5)
+
+
+def test_a_last_smaller_micro_batch_counts_by_its_size(tmp_path):
+    seen = []
+
+    def loss(outputs, batch):
+        if torch.is_grad_enabled():
+            seen.append(len(batch["label"]))
+        return cross_entropy(outputs, batch)
+
+    run(replace(RECIPE, steps=1, loss=loss, report=None), {}, tmp_path, way("accumulate", 7))
+    assert seen == [7, 7, 2]
+
+
+@pytest.mark.parametrize("fit", [way("recompute", 16), way("offload", 16), way("whole", 16), None])
+@pytest.mark.parametrize("model", [mlp, normed])
+def test_saving_memory_changes_no_bit(fit, model, tmp_path):
+    recipe = replace(RECIPE, model=model)
+    alone, told = run(recipe, {"drop": 0.3}, tmp_path / "alone")
+    saved, same = run(recipe, {"drop": 0.3}, tmp_path / "saved", fit)
+    capped, also = run(recipe, {"drop": 0.3}, tmp_path / "capped", fit, memory=10**8)
+    assert saved.losses == alone.losses == capped.losses
+    assert told == same == also
+    assert capped.peak is not None
+    assert 0 < capped.peak < 10**8
+
+
+def test_recomputing_counts_the_statistics_of_a_norm_once_and_can_be_undone():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), torch.randn(8, 4)
+    other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    other.load_state_dict(model.state_dict())
+    with recomputing(model):
+        for _ in range(3):
+            model(x).sum().backward()
+    for _ in range(3):
+        other(x).sum().backward()
+    for mine, its in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(mine, its)
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)
+    assert all("forward" not in part.__dict__ for part in model.modules())
+
+
+def test_the_row_that_is_recomputed_has_most_layers_and_the_smallest_members():
+    body = nn.ModuleList(nn.Sequential(nn.Linear(9, 9), nn.ReLU()) for _ in range(5))
+    assert parts(nn.Sequential(nn.Embedding(10**4, 9), nn.Sequential(nn.Identity(), body))) == list(body)
+    lonely = nn.Linear(3, 3)
+    assert parts(lonely) == [lonely]
+    two = nn.ModuleDict({"body": nn.ModuleDict({"a": lonely, "b": nn.ReLU()}), "heads": nn.Sequential(lonely, lonely)})
+    assert parts(two) == [two]
+
+
+def test_an_operator_without_a_deterministic_kernel_is_named(tmp_path):
+    def loss(outputs, batch):
+        torch.empty(3).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
+        return cross_entropy(outputs, batch)
+
+    with pytest.raises(TuneError, match=r"'put_' has no deterministic kernel on cpu.*replace it in the model"):
+        run(replace(RECIPE, loss=loss), {}, tmp_path)
+
+
+class Killed(Exception):
+    """Stands for the end of a process, between two steps."""
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(1, 11),
+    st.sampled_from(["adamw", "sgd"]),
+    st.sampled_from([None, 5]),
+    st.sampled_from([None, way("accumulate", 5), way("recompute", 16)]),
+)
+def test_a_trial_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(
+    tmp_path_factory, when, optimizer, every, fit
+):
+    recipe = replace(RECIPE, optimizer=optimizer, options={"lr": 0.05}, checkpoint=every, schedule="linear")
+    params = {"drop": 0.3, **({"momentum": 0.9} if optimizer == "sgd" else {})}
+    alone, told = run(recipe, params, tmp_path_factory.mktemp("alone"), fit)
+    folder, calls = tmp_path_factory.mktemp("killed"), []
+
+    def loss(outputs, batch):
+        if torch.is_grad_enabled():
+            calls.append(len(calls))
+            if len(calls) > when * (1 if fit is None else fit.accumulate):
+                raise Killed
+        return cross_entropy(outputs, batch)
+
+    with pytest.raises(Killed):
+        run(replace(recipe, loss=loss), params, folder, fit)
+    resumed, again = run(recipe, params, folder, fit)
+    assert resumed.losses == alone.losses
+    assert resumed.values == alone.values
+    assert [one for one in told if one not in again] == told[: len(told) - len(again)]
+    first = when // (every or 4) * (every or 4)
+    assert [step for step, _ in again] == [step for step in (4, 8, 12) if step > first]
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    alone, _ = run(RECIPE, {}, tmp_path / "alone")
+    with pytest.raises(Pruned):
+        run(replace(RECIPE, checkpoint=2), {}, tmp_path / "hurt", prune_at=8)
+    newest = max((tmp_path / "hurt" / "checkpoints").rglob("*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-9])
+    resumed, told = run(replace(RECIPE, checkpoint=2), {}, tmp_path / "hurt")
+    assert resumed.losses == alone.losses
+    assert [step for step, _ in told] == [8, 12]
+
+
+def test_a_finished_trial_is_not_trained_again(tmp_path):
+    alone, told = run(RECIPE, {}, tmp_path)
+
+    def never(outputs, batch):
+        raise AssertionError("trained again")
+
+    again, also = run(replace(RECIPE, loss=never), {}, tmp_path)
+    assert (again.values, again.losses) == (alone.values, alone.losses)
+    assert also == told[-1:]
+
+
+def test_a_checkpoint_of_another_trial_is_not_taken_up(tmp_path):
+    run(RECIPE, {"lr": 0.5}, tmp_path / "both")
+    mixed, _ = run(RECIPE, {"lr": 0.1}, tmp_path / "both")
+    alone, _ = run(RECIPE, {"lr": 0.1}, tmp_path / "alone")
+    assert mixed.losses == alone.losses
+
+
+def test_a_pruned_trial_ends_at_once_and_says_what_it_had_come_to(tmp_path):
+    alone, told = run(RECIPE, {}, tmp_path / "alone")
+    with pytest.raises(Pruned) as caught:
+        run(RECIPE, {}, tmp_path / "pruned", prune_at=8)
+    assert caught.value.result is not None
+    assert caught.value.result.values == told[1][1]
+    assert caught.value.result.losses == alone.losses[:8]
+
+
+def test_the_answer_to_the_last_report_comes_too_late(tmp_path):
+    result, told = run(RECIPE, {}, tmp_path, prune_at=12)
+    assert told[-1] == (12, result.values)
+
+
+def test_nothing_drawn_elsewhere_changes_a_trial(tmp_path):
+    first, _ = run(RECIPE, {"drop": 0.5}, tmp_path / "a")
+    state = torch.default_generator.get_state()
+    torch.manual_seed(99)
+    before = torch.default_generator.get_state()
+    second, _ = run(RECIPE, {"drop": 0.5}, tmp_path / "b")
+    assert torch.equal(before, torch.default_generator.get_state())
+    torch.default_generator.set_state(state)
+    assert first.losses == second.losses
+    other, _ = run(RECIPE, {"drop": 0.5, "seed": 1}, tmp_path / "c")
+    assert first.losses != other.losses
+
+
+def test_batch_norms_refuse_micro_batches_unless_asked_for(tmp_path):
+    recipe = replace(RECIPE, model=normed)
+    with pytest.raises(TuneError, match=r"batch norm '1' would see 8 samples at a time of a batch of 16"):
+        run(recipe, {}, tmp_path, way("accumulate", 8))
+    result, _ = run(replace(recipe, accumulate_norms=True), {}, tmp_path, way("accumulate", 8))
+    assert len(result.losses) == 12
+
+
+def test_a_loss_that_is_not_a_number_is_reported_as_it_is(tmp_path):
+    result, told = run(replace(RECIPE, optimizer="sgd"), {"lr": 1e30}, tmp_path)
+    assert math.isnan(result.values[1])
+    assert all(math.isnan(values[1]) for _, values in told)
+    again, _ = run(replace(RECIPE, optimizer="sgd"), {"lr": 1e30}, tmp_path)
+    assert math.isnan(again.values[1])
+
+
+class Skipping(nn.Module):
+    """Leaves one of its layers out of every other forward, as stochastic depth does."""
+
+    def __init__(self):
+        super().__init__()
+        self.ends = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 3)])
+        self.sometimes = nn.Linear(6, 6)
+        self.count = 0
+
+    def forward(self, x):
+        self.count += 1
+        x = self.ends[0](x)
+        return self.ends[1](self.sometimes(x) if self.count % 2 == 0 else x)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_weights_without_a_gradient_stay_as_they_are_in_that_step(optimizer, tmp_path):
+    params = {"momentum": 0.9} if optimizer == "sgd" else {}
+    recipe = replace(RECIPE, model=lambda _: Skipping(), optimizer=optimizer, options={"lr": 0.1}, report=None)
+    result, _ = run(recipe, params, tmp_path)
+    losses, _, _ = plain_loop(recipe, params)
+    torch.testing.assert_close(torch.tensor(result.losses), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_computes_in_bf16_and_keeps_its_weights_wide(tmp_path):
+    seen = set()
+
+    def loss(outputs, batch):
+        seen.add(outputs.dtype)
+        return cross_entropy(outputs.float(), batch)
+
+    result, _ = run(replace(RECIPE, precision="bf16", loss=loss), {}, tmp_path)
+    assert seen == {torch.bfloat16}
+    wide, _ = run(RECIPE, {}, tmp_path / "wide")
+    assert result.losses != wide.losses
+    torch.testing.assert_close(torch.tensor(result.losses), torch.tensor(wide.losses), rtol=0.1, atol=0.05)
+
+
+def test_small_data_in_memory_is_kept_on_a_device_and_counted_once_however_it_is_split():
+    whole = blobs()
+    assert resident(whole) == 96 * (6 * 4 + 8)
+    cut = weft.data.split(whole.train, (0.5, 0.5), 0)
+    assert resident(Data("halves", *cut)) == 64 * (6 * 4 + 8)
+    assert resident(weft.data.text(8)) > 0
+    large = Tensors(x=torch.empty(SMALL // 4 + 1, dtype=torch.float32))
+    assert resident(Data("large", large)) == 0
+    assert resident(Data("foreign", weft.data.adapt([(1, 2), (3, 4)]))) == 0
+
+
+def test_what_cannot_be_trained_is_refused(tmp_path):
+    with pytest.raises(TuneError, match="'bare' has none: split some off it"):
+        run(replace(RECIPE, data=Data("bare", blobs().train)), {}, tmp_path)
+    with pytest.raises(TuneError, match=r"one number, not \(16,\)"):
+        run(replace(RECIPE, loss=lambda out, batch: out.sum(1)), {}, tmp_path)
+    with pytest.raises(TuneError, match="split over 2 devices"):
+        run(RECIPE, {}, tmp_path, replace(way("split", 16), degree=2))
+
+
+def test_a_part_that_the_model_holds_in_evaluation_mode_stays_so(tmp_path):
+    built = []
+
+    def model(params):
+        module = normed(params)
+        module[1].eval()
+        built.append(module)
+        return module
+
+    run(replace(RECIPE, model=model), {}, tmp_path)
+    assert built[-1].training
+    assert not built[-1][1].training
+    assert torch.equal(built[-1][1].running_mean, torch.zeros(8))
