@@ -15,7 +15,7 @@ from weft import zoo
 from weft.config import SGD, Config, DataSource, Source, locate
 from weft.data import Data, as_data, open_data
 from weft.errors import ConfigError, RunError, WeftError, nearest
-from weft.pipeline import Optimizer, Trained, Validate, accuracy, cross_entropy, load_run, mean_squared_error
+from weft.pipeline import Optimizer, Residency, Trained, Validate, accuracy, cross_entropy, load_run, mean_squared_error
 from weft.pipeline.bilevel import Bilevel
 from weft.pipeline.rate import is_named
 from weft.supernet import Chain, Factory
@@ -97,6 +97,7 @@ def train_arguments(config: Config, folder: Path) -> dict[str, Any]:
         "workers": t.workers,
         "cuda_graphs": t.cuda_graphs,
         "channels_last": t.channels_last,
+        "residency": _residency(config, folder),
     }
 
 
@@ -215,6 +216,15 @@ def _optimizer(options: Mapping[str, Any], folder: Path) -> Optimizer:
             raise ConfigError('optimizer.others must be a table, such as {kind = "adamw", lr = 1e-3}')
         given["others"] = _optimizer(given["others"], folder)
     return Optimizer(kind, **given)
+
+
+def _residency(config: Config, folder: Path) -> Residency | None:
+    said = config.residency
+    if said.budget is None:
+        if said.host is not None or said.disk is not None:
+            raise ConfigError("residency.host and residency.disk need a residency.budget, such as 8GiB")
+        return None
+    return Residency(said.budget, said.host, None if said.disk is None else _beside(said.disk, folder), said.ahead)
 
 
 def _schedule(spec: str, folder: Path) -> Any:

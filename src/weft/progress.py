@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from weft.search.scored import Scored
+from weft.units import size
 
 
 class Bar:
@@ -30,7 +31,8 @@ class Bar:
         )
         self._task = self._progress.add_task(title, total=total, note="")
         self._loss: float | None = None
-        self._stages = self._more = ""
+        self._stages = self._more = self._memory = ""
+        self._moved: tuple[int | None, int] = (None, 0)
 
     @property
     def shown(self) -> bool:
@@ -53,8 +55,12 @@ class Bar:
             busy = " ".join(f"{100 * share:.0f}" for share in event["utilisation"])
             self._stages = f" | busy % {busy} | in flight {' '.join(map(str, event['in_flight']))}"
 
+        elif event["event"] == "residency":
+            self._memory = _memory(event["stages"], self._moved, event.get("step"))
+            self._moved = (event.get("step"), sum(own["brought"] + own["sent"] for own in event["stages"]))
+
     def _note(self) -> str:
-        return f"loss {self._loss:.3f}{self._more}{self._stages}"
+        return f"loss {self._loss:.3f}{self._more}{self._stages}{self._memory}"
 
     def begin(self, title: str, total: int) -> None:
         """The next piece of work."""
@@ -94,3 +100,14 @@ class Rate(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(f"{task.speed:.3g} {self._unit}/s" if task.speed else "")
+
+
+def _memory(stages: list[dict[str, Any]], before: tuple[int | None, int], step: int | None) -> str:
+    """How much of the devices layers take, how often they were there in time, and what moves in a step."""
+    taken, budget = (sum(own[key] for own in stages) for key in ("resident", "budget"))
+    uses, misses, moved = (sum(own[key] for own in stages) for key in ("uses", "misses", "brought"))
+    moved += sum(own["sent"] for own in stages)
+    told = f" | layers {size(taken)} of {size(budget)}, hits {100 * (1 - misses / uses) if uses else 100:.1f} %"
+    if step is None or before[0] is None or step <= before[0]:
+        return told
+    return f"{told}, {size((moved - before[1]) / (step - before[0]))} a step"

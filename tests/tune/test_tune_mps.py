@@ -18,7 +18,7 @@ def control(tmp_path: Path) -> Path:
     program.write_text(
         '#!/bin/sh\nif [ "$1" = -d ]; then touch "$CUDA_MPS_PIPE_DIRECTORY/control"; '
         f"echo started >> {tmp_path}/calls\n"
-        f"else read word; echo $word >> {tmp_path}/calls; fi\n"
+        f"else read word rest; echo $word >> {tmp_path}/calls; fi\n"
     )
     program.chmod(0o755)
     return program

@@ -7,6 +7,7 @@ from weft.pipeline.law import Law
 from weft.pipeline.losses import accuracy, cross_entropy, distillation, mean_squared_error
 from weft.pipeline.optimizer import Optimizer
 from weft.pipeline.rate import make_schedule
+from weft.pipeline.residency import Residency
 from weft.pipeline.sequential import Sequential
 from weft.pipeline.settings import Settings, Validate
 from weft.pipeline.train import Trained, load_run, retrain, train
@@ -21,6 +22,7 @@ __all__ = [
     "Law",
     "MLflow",
     "Optimizer",
+    "Residency",
     "Sequential",
     "Settings",
     "TensorBoard",

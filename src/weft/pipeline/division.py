@@ -117,10 +117,11 @@ def divide(job: Job, accord: Accord, device: torch.device, again: bool) -> Part:
         del whole
     division = accord.hear("division")
     cut = tuple(division["cut"])
-    chain = initialise(job.net, seed, device, only=[])
+    where = device if given.get("residency") is None else torch.device("cpu")
+    chain = initialise(job.net, seed, where, only=[])
     of = stage_of(cut, len(chain.blocks))
     own = [name for name, layer in chain.layers.items() if placement.rank_of(of[layer.block]) == accord.rank]
-    chain = initialise(chain, seed, device, only=own)
+    chain = initialise(chain, seed, where, only=own)
     if division["stream"] is not None:
         given["stream"] = make_stream(chain.space, division["stream"])
     given["channels_last"] = division["channels_last"]

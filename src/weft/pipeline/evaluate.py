@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from weft.data import Batch
 from weft.pipeline.law import Loss, Metric
+from weft.pipeline.residency.entry import at_hand
 from weft.pipeline.statistics import running_norms
 from weft.space import Subnet
 from weft.supernet import Chain
@@ -27,7 +28,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean loss and metrics over the batches, weighted by their sizes. The chain must be in evaluation mode."""
     scores = Scores(loss, metrics)
-    with torch.inference_mode():
+    with at_hand(chain, subnet), torch.inference_mode():
         for batch in batches:
             with torch.autocast(_device(batch).type, torch.bfloat16) if precision == "bf16" else nullcontext():
                 scores.add(chain(batch, subnet), batch)
@@ -39,10 +40,11 @@ def recalibrated(chain: Chain, subnet: Subnet, batches: Iterable[Batch]) -> Iter
     """Within the block, the subnet's batch norms hold statistics of these batches for this subnet alone.
 
     The running statistics of a supernet mix many subnets, so inherited weights score badly with them. Afterwards the
-    buffers are as they were. Without batches nothing changes.
+    buffers are as they were. Without batches nothing changes. The subnet's layers are on the device within the block.
     """
     batches = list(batches)
-    with Calibration([chain.module(layer) for layer in chain.route(subnet)] if batches else ()) as calibration:
+    norms = Calibration([chain.module(layer) for layer in chain.route(subnet)] if batches else ())
+    with at_hand(chain, subnet), norms as calibration:
         with torch.no_grad():
             for batch in batches if calibration.norms else ():
                 chain(batch, subnet)

@@ -26,23 +26,28 @@ class InPlace:
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], compute: torch.dtype | None) -> None:
         wide = {id(p) for part in module.modules() if isinstance(part, _WIDE) for p in part.parameters()}
         self._parameters = list(parameters)
-        self._cast = [compute is not None and p.dim() >= 2 and id(p) not in wide for p in parameters]
+        self.compute = compute
+        self.cast = [compute is not None and p.dim() >= 2 and id(p) not in wide for p in parameters]
         # .data has a version counter of its own: autograd does not take an update for a mistake.
         self.leaves = [
             (p.data.to(compute, copy=True) if cast else p.data).requires_grad_()
-            for p, cast in zip(parameters, self._cast, strict=True)
+            for p, cast in zip(parameters, self.cast, strict=True)
         ]
+        self._room: list[Tensor] | None = None
         self._aside: list[Tensor] | None = None
         """The newest version of the leaves that share the parameters' memory, while an older one lies in it."""
         self._old: int | None = None
-        self._fresh = not any(self._cast)
+        self._fresh = not any(self.cast)
 
     def old(self, version: int, tensors: Sequence[Tensor]) -> None:
         """From here on the leaves hold this older version."""
         if self._old == version:
             return
         if self._aside is None:
-            self._aside = [leaf.data.clone() for leaf in self._shared(self.leaves)]
+            shared = [leaf.data for leaf in self._shared(self.leaves)]
+            self._aside = [leaf.clone() for leaf in shared] if self._room is None else self._room
+            if self._room is not None:
+                foreach.copy_(self._aside, shared)
         foreach.copy_([leaf.data for leaf in self.leaves], [tensor.data for tensor in tensors])
         self._old, self._fresh = version, False
 
@@ -57,16 +62,31 @@ class InPlace:
 
     def settled(self) -> None:
         """No older version is to be read any more: nothing need lie aside."""
-        self.newest()
+        if self._old is not None:  # else casts are made anew when they are read: the weights may not have arrived yet
+            self.newest()
         self._aside = None
 
     def updated(self) -> None:
         """The parameters were updated, with the newest version in place."""
         self._aside = None
-        self._fresh = not any(self._cast)
+        self._fresh = not any(self.cast)
+
+    def moved(self, casts: Sequence[Tensor | None] | None, room: list[Tensor] | None) -> None:
+        """The parameters, with the newest version, have other memory, and so have casts and what is laid aside.
+
+        Without casts nothing computes with the leaves there.
+        """
+        memory = (
+            [p.data for p in self._parameters]
+            if casts is None
+            else [p.data if cast is None else cast for p, cast in zip(self._parameters, casts, strict=True)]
+        )
+        self.leaves = [tensor.data.requires_grad_() for tensor in memory]
+        self._room, self._aside, self._old = room, None, None
+        self._fresh = casts is None or not any(self.cast)
 
     def _shared(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor for tensor, cast in zip(tensors, self._cast, strict=True) if not cast]
+        return [tensor for tensor, cast in zip(tensors, self.cast, strict=True) if not cast]
 
     def _each(self) -> list[tuple[Tensor, nn.Parameter, bool]]:
-        return list(zip(self.leaves, self._parameters, self._cast, strict=True))
+        return list(zip(self.leaves, self._parameters, self.cast, strict=True))

@@ -3,7 +3,7 @@ when nothing stands against it, and a checkpoint reads each layer before it chan
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from weft.pipeline import foreach
 from weft.pipeline.law import Law
 from weft.pipeline.norms import Norms
 from weft.pipeline.optimizer import Updater
+from weft.pipeline.residency.resident import Resident
 from weft.pipeline.scheduler import Need, Scheduler
 from weft.pipeline.state import capture
 from weft.pipeline.statistics import Record
@@ -51,6 +52,8 @@ class Layers:
         self.law, self.weights, self.updater, self.norms, self.ties = law, weights, updater, norms, ties
         self.one_copy = one_copy
         """Whether an update waits for the forwards that must not see it, so that no version need be kept."""
+        self.memory: Resident | None = None
+        """What brings layers to the device, where they do not all stay there."""
         self.forwarded = 0
         """All micro-batches below this have done their forward here."""
         self.updates = 0
@@ -58,6 +61,7 @@ class Layers:
         self._early: dict[tuple[str, int], tuple[list[Tensor | None], Record | None]] = {}
         self._keeping: dict[str, Weights] = {}
         self._postponed: dict[str, Weights] = {}
+        self._unfinished: dict[str, Weights] = {}
 
     def hold(self, name: str, n: int, gradients: list[Tensor | None], record: Record | None) -> None:
         """The gradients of micro-batch n for a layer, and its statistics, wait for their turn."""
@@ -87,6 +91,12 @@ class Layers:
             if own is not None:
                 weights.add(n, *own)
             touched[name] = weights  # even if this one does not count: it may be the last of its slot
+        if self.norms is not None or self.ties is not None:
+            # What others need of a slot is told when its last micro-batch is through, whoever used the layer.
+            touched = self._unfinished | touched
+            self._unfinished = {
+                name: w for name, w in touched.items() if w.pending and not self._is_full(scheduler, name, w)
+            }
         full = [w for name, w in touched.items() if w.pending and self._is_full(scheduler, name, w)]
         self._postponed |= {w.layer.name: w for w in full}
         self.catch_up(scheduler.oldest)
@@ -132,6 +142,9 @@ class Layers:
         """After the layers were restored: the optimizer's state comes back too."""
         self.updater.load(states)
         self._keeping = {name: w for name, w in self.weights.items() if w.kept}
+        if self.memory is not None:
+            self.memory.adopt()
+        self._unfinished = {name: w for name, w in self.weights.items() if w.pending is not None}
 
     def _is_full(self, scheduler: Scheduler, name: str, weights: Weights) -> bool:
         assert weights.pending is not None
@@ -144,10 +157,18 @@ class Layers:
             self._capture_before(weights, weights.completes(), oldest)
             by_rate.setdefault(self.law.rate(weights.clock, weights.completes()), []).append(weights)
         for rate, members in by_rate.items():
-            first = partial(self._first_reader, oldest=oldest)
-            self.law.apply(members, rate, first, self.updater, self.norms, self.ties)
+            self._apply(members, rate, partial(self._first_reader, oldest=oldest))
             self._keeping |= {weights.layer.name: weights for weights in members if weights.kept}
             self.updates += len(members)
+
+    def _apply(self, members: Sequence[Weights], rate: float, readers: Callable[[Weights], int]) -> None:
+        def apply(some: Sequence[Weights]) -> None:
+            self.law.apply(some, rate, readers, self.updater, self.norms, self.ties)
+
+        if self.memory is None:
+            apply(members)
+        else:
+            self.memory.update(members, apply)
 
     def _awaited(self, weights: Weights) -> bool:
         """Whether an update that is due must wait: for its norm, for the gradient of a tied parameter's other copy, or
@@ -181,6 +202,7 @@ class Layers:
         weights = self.weights[name]
         if weights.pending is not None and weights.completes() < snapshot.at:
             self._update([weights], oldest)
+        weights.readable()
         if weights.parameters and not bool(torch.isfinite(foreach.norm(list(weights.parameters)))):
             raise NonFiniteError(
                 f"the weights of layer '{name}' are not finite before step {snapshot.at // self.law.microbatches}, "

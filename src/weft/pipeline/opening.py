@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from weft.errors import RunError
+from weft.pipeline.residency.entry import make_readable, prepare
 from weft.pipeline.settings import Settings
 from weft.runs import Run
 from weft.runs.files import plain
@@ -47,6 +48,20 @@ def open_run(
         "threads": torch.get_num_threads(),
     }
     return Run.create(runs, name, manifest=manifest, keep=keep)
+
+
+def existing(path: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+
+
+def on_device(chain: Chain, settings: Settings) -> Chain:
+    """The chain on the run's device; under residency its layers stay on the host until a subnet is scored."""
+    if settings.residency is None:
+        return chain.to(settings.device)
+    prepare(chain, settings.device)
+    make_readable(chain, settings.device, settings.residency)
+    return chain
 
 
 def lay_out(chain: Chain, settings: Settings) -> Chain:

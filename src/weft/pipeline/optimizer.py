@@ -170,6 +170,11 @@ class Updater:
         for parameter in parameters:
             parameter.grad = None
 
+    def optimizer(self, parameter: nn.Parameter) -> tuple[torch.optim.Optimizer, int]:
+        """The optimizer of a parameter, and the number of its group there."""
+        number, index = self._group[id(parameter)]
+        return self._optimizers[number], index
+
     @property
     def rate(self) -> float:
         """The base learning rate of the common optimizer."""

@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 _CATEGORIES = {"F": "forward", "B": "backward", "W": "weights", "E": "evaluation"}
 _MESSAGES = {"F": "activations", "B": "gradients", "E": "activations to score"}
-_RANKS = {"M": 0, "C": 1, "X": 2, "s": 3, "f": 4}
+_RANKS = {"M": 0, "C": 1, "e": 2, "b": 3, "X": 4, "s": 5, "f": 6}
 """The order of events of one time: an arrow belongs to the last event of its thread before it."""
 
 
@@ -39,6 +39,7 @@ def perfetto(trace: Trace, simulated: Simulated | None = None) -> dict[str, Any]
             events.append(_complete(span, stage.stage, begin, trace.microbatches, more))
         events += _updates(stage, begin)
         events += _counters(stage, begin, trace.end)
+        events += _memory(stage, begin, trace.end)
     events += _arrows(trace)
     foreseen = trace.simulated if simulated is None else simulated.spans
     for number in sorted({span.op.stage for span in foreseen}):
@@ -89,6 +90,33 @@ def _counters(stage: StageTrace, begin: float, end: float) -> Iterator[Event]:
             yield _counter(stage, _microseconds(span.start - begin), "drift", "updates", seen.drift)
     for at, share in idle_shares(stage, begin, end):
         yield _counter(stage, _microseconds(at - begin), "idle", "share", round(share, 6))
+
+
+def _memory(stage: StageTrace, begin: float, end: float) -> Iterator[Event]:
+    """A track for every layer while it is on the device, and bytes of all; those before the first operation are as of
+    then."""
+    there: dict[str, str] = {}
+    last: dict[str, int] = {}
+    for row in stage.memory:
+        # Whatever takes no time would end before it begins, once all events are in order.
+        at = last[row.layer] = max(_microseconds(row.time - begin), last.get(row.layer, -1) + 1)
+        shares = {name: getattr(row, name) for name in ("resident", "arriving", "leaving", "pinned")}
+        for name, value in shares.items():
+            yield _counter(stage, at, f"layers {name}", "bytes", value)
+        yield from _track(stage, row.layer, there.pop(row.layer, None), None, at)
+        if row.state != "leaving":
+            there[row.layer] = row.state
+            yield from _track(stage, row.layer, None, row.state, at)
+    for layer, state in there.items():
+        yield from _track(stage, layer, state, None, max(_microseconds(end - begin), last[layer] + 1))
+
+
+def _track(stage: StageTrace, layer: str, old: str | None, new: str | None, at: int) -> Iterator[Event]:
+    where = {"cat": "memory", "id": f"{stage.stage}/{layer}", **_where(stage.stage), "ts": at}
+    if old is not None:
+        yield {"ph": "e", "name": f"{layer} {old}", **where}
+    if new is not None:
+        yield {"ph": "b", "name": f"{layer} {new}", **where}
 
 
 def _counter(stage: StageTrace, at: int, name: str, series: str, value: float) -> Event:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,10 +27,12 @@ from weft.pipeline.division import Job, Part, divide
 from weft.pipeline.follow import followed
 from weft.pipeline.initial import load_initial
 from weft.pipeline.launch import launch
-from weft.pipeline.opening import open_run
+from weft.pipeline.opening import existing, open_run
 from weft.pipeline.parent import PARENT, asked_to_stop, connect, report, report_death, report_hang, report_self
 from weft.pipeline.placement import Placement
 from weft.pipeline.ranks import Ranks, ranks
+from weft.pipeline.residency import Resident
+from weft.pipeline.residency.home import Block
 from weft.pipeline.runtime import Runtime
 from weft.pipeline.settings import told
 from weft.pipeline.signals import stop_requests
@@ -142,6 +145,7 @@ def _take_part(job: Job, me: Ranks, callbacks: Sequence[Callback], accord: Accor
         bool(job.split_backward),
     )
     load_initial(part.chain, job.init, partial=True)
+    staged.reside(existing(Path(job.runs)))
     transport = _meet(accord.store, me, device, part.placement)
     found = _train(job, me, callbacks, staged, part, law, transport, watch)
     transport.close()
@@ -167,6 +171,9 @@ def _train(
         for stage in part.placement.stages_of(me.rank) if job.trace else ():
             tracer = tracers[stage] = Tracer(run.path / "traces" / f"stage{stage}.jsonl", stage)
             _begin(tracer, part, me.restarts)
+        for own in staged.stages:
+            if own.memory is not None and own.index in tracers:
+                own.memory.device.on_change = partial(_moved, tracers[own.index], own.memory)
 
         def stopping() -> bool:
             return asked() and _wanted(accord.store)
@@ -191,7 +198,8 @@ def _train(
         finally:
             for tracer in tracers.values():
                 tracer.close()
-        staged.emit("finished", steps=part.settings.steps, fingerprint=digest, drift=staged.drift)
+        more = {} if not staged.residency else {"residency": staged.residency}
+        staged.emit("finished", steps=part.settings.steps, fingerprint=digest, drift=staged.drift, **more)
         if me.rank == 0 and PARENT in os.environ:
             report(accord.store, {"run": str(run.path), "fingerprint": digest})
         return run.path, digest
@@ -202,6 +210,11 @@ def _begin(tracer: Tracer, part: Part, restart: int) -> None:
     shared = [placed.rank_of(stage) for stage in range(placed.stages)] if placed.chunks > 1 else ()
     spans = part.foreseen if tracer.stage == 0 else None
     tracer.start(restart, placed.stages, part.cut, part.settings.microbatches, spans, shared)
+
+
+def _moved(tracer: Tracer, memory: Resident, state: str, block: Block) -> None:
+    if block is block.home.main:
+        tracer.memory(block.home.name, state, time.time(), memory.device.shares())
 
 
 @contextmanager

@@ -8,11 +8,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from weft.pipeline.consistency import Clock
 from weft.pipeline.crew import Crew
 from weft.pipeline.message import Message, handed
 from weft.pipeline.placement import Placement
+from weft.pipeline.residency import Resident
+from weft.pipeline.residency.entry import figures as moved
 from weft.pipeline.scheduler import Kind, Op
 from weft.pipeline.tracer import Tracer
 from weft.pipeline.transport import Arrived, Transport
@@ -52,6 +55,7 @@ class Runtime:
         self.told = 0.0
         """When the figures were last shown to the others."""
         self._in_flight = 0
+        self._residents: list[Resident] = []
         self._clocks: dict[int, list[Clock]] = {}
         self._updates: dict[int, int] = {}
 
@@ -66,6 +70,7 @@ class Runtime:
         """Works until all workers are done. ``on_done`` is told of every operation, and (None) of every idle round."""
         group = 1 if self._placement is None else self._placement.group
         crew = Crew([workers] if isinstance(workers, Worker) else workers, group)
+        self._residents = [worker.stage.memory for worker in crew.workers if worker.stage.memory is not None]
         for worker in crew.workers:
             worker.on_start = self._starts
             if self._tracers:
@@ -101,10 +106,11 @@ class Runtime:
         self._tell(now=True)
 
     @property
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, Any]:
         """What the progress line shows of this rank."""
         passed = time.perf_counter() - self._began
-        return {"busy": self.busy / passed if passed else 0.0, "in_flight": float(self._in_flight)}
+        told: dict[str, Any] = {"busy": self.busy / passed if passed else 0.0, "in_flight": float(self._in_flight)}
+        return {**told, "residency": moved(self._residents)} if self._residents else told
 
     def _starts(self, op: Op) -> None:
         self.watch.doing(str(op))

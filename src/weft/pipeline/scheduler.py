@@ -61,6 +61,9 @@ Checks = Callable[[int], tuple[int, Sequence[Need]]]
 Due = Callable[[int], range]
 """The batches that go before a micro-batch."""
 
+Fits = Callable[[Kind, int], bool]
+"""Whether the layers of a forward, or of a batch that is only scored, are on the device or can be brought there."""
+
 Gates = Callable[[Kind, int], Sequence[tuple[Hashable, int]]]
 """What else an operation waits for: counters that only rise, and how far each must be."""
 
@@ -115,6 +118,7 @@ class Scheduler:
         first: int = 0,
         gates: Gates | None = None,
         checks: tuple[Due, Checks] | None = None,
+        fits: Fits | None = None,
     ) -> None:
         self.stage, self.stages, self.total, self.rule = stage, stages, total, rule
         self.in_flight: set[int] = set()
@@ -131,6 +135,7 @@ class Scheduler:
         self._ready: dict[Kind, list[int]] = {"F": [], "B": [], "W": [], "E": []}
         self._gates = gates
         self._checks = checks
+        self._fits = fits
         self._reached: dict[Hashable, int] = {FORWARDS: first}
         self._held: dict[Hashable, list[tuple[int, int, Kind]]] = {}  # heaps of (count, micro-batch, kind)
         self._forwarded: set[int] = set()
@@ -247,7 +252,9 @@ class Scheduler:
     def complete(self, layer: Hashable, slot: int, last: int) -> bool:
         """Whether every gradient of a slot of the layer, whose last micro-batch is ``last``, has had its turn."""
         known = self._layers.get(layer)
-        return last < self.known and (known is None or known.has(slot + 1))
+        # A batch that is only scored may still read what was before, though no other micro-batch of the slot does.
+        passed = self._checks is None or last < self.oldest
+        return passed and last < self.known and (known is None or known.has(slot + 1))
 
     @property
     def done(self) -> bool:
@@ -264,7 +271,9 @@ class Scheduler:
 
     def _could(self, kind: Kind) -> bool:
         ready = self._ready[kind]
-        return bool(ready) and (kind != "F" or self._may_start(ready[0]))
+        if not ready or (kind == "F" and not self._may_start(ready[0])):
+            return False
+        return self._fits is None or kind not in ("E", "F") or self._fits(kind, ready[0])
 
     def _may_start(self, microbatch: int) -> bool:
         free = self.rule.window - len(self.in_flight)

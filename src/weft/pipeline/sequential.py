@@ -8,9 +8,10 @@ that every pipeline run must equal bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from weft.pipeline.consistency import clock
 from weft.pipeline.graphs import Graphs
 from weft.pipeline.law import Law, Outputs, detached
 from weft.pipeline.recall import as_before
+from weft.pipeline.residency import Residency, Resident
+from weft.pipeline.residency.entry import at_hand, make_resident
 from weft.pipeline.seeding import Seeder
 from weft.pipeline.tape import Tape
 from weft.pipeline.ties import ties_of
@@ -78,6 +81,20 @@ class Sequential:
         self.precision = law.autocast(device)
         self._lesson: Outputs = None
         self.graphs = graphs
+        self.memory: Resident | None = None
+        """What brings layers to the device, where they do not all stay there."""
+        self._reached = -2
+
+    def reside(self, said: Residency, also: Iterable[Subnet] = (), **options: Any) -> None:
+        """From here on layers live on the host; ``also`` are subnets that are scored on the way, and the options those
+        of ``make_resident``."""
+        late = self.norms is not None or self.ties is not None
+        self.memory = make_resident(
+            *(self.chain, self.weights, self.updater, self.law, self.stream, self.device, said),
+            late=late,
+            also=also,
+            **options,
+        )
 
     def step(self, i: int, batch: Batch) -> StepResult:
         """Forward, backward and every update that falls due in step i."""
@@ -92,6 +109,8 @@ class Sequential:
         sums: dict[str, tuple[Tensor, float]] = {}
         skipped = 0
         for j, part in enumerate(self.law.parts(batch)):
+            if self.memory is not None:
+                self._at_hand(i * m + j)
             loss, metrics, counted = self._microbatch(i, j, picks[j % len(picks)], part)
             losses.append(loss)
             skipped += not counted
@@ -99,7 +118,16 @@ class Sequential:
                 before = sums.get(name)
                 sums[name] = (total, count) if before is None else (_wide(before[0]) + total, before[1] + count)
             self._update(i * m + j)
+            if self.memory is not None:
+                self.memory.finish("F", i * m + j)
         return StepResult(i, picks, tuple(losses), sums, skipped)
+
+    def _at_hand(self, n: int) -> None:
+        assert self.memory is not None
+        if n != self._reached + 1:
+            self.memory.begin(n, self.law.steps * self.law.microbatches)
+        self._reached = n
+        self.memory.start("F", n)
 
     def _microbatch(
         self, i: int, j: int, subnet: Subnet, batch: Batch
@@ -169,7 +197,7 @@ class Sequential:
         if self.ties is not None:
             self.ties.advance(n + 1)
         for rate, group in by_rate.items():
-            self.law.apply(group, rate, lambda weights: n + 1, self.updater, self.norms, self.ties)
+            self._apply(group, rate, n + 1)
             self._keeping |= {weights.layer.name: weights for weights in group if weights.kept}
         if self.norms is not None:
             self.norms.forget((n + 1) // self.norms.span)
@@ -181,11 +209,23 @@ class Sequential:
             if not weights.kept:
                 del self._keeping[weights.layer.name]
 
+    def _apply(self, group: Sequence[Weights], rate: float, oldest: int) -> None:
+        def apply(some: Sequence[Weights]) -> None:
+            self.law.apply(some, rate, lambda weights: oldest, self.updater, self.norms, self.ties)
+
+        if self.memory is None:
+            apply(group)
+        else:
+            self.memory.update(group, apply)
+
     def resume(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """After the layers were restored: the optimizer's state comes back, and unfinished slots wait again."""
         self.updater.load(states)
         self._waiting = {name: w for name, w in self.weights.items() if w.pending is not None}
         self._keeping = {name: w for name, w in self.weights.items() if w.kept}
+        if self.memory is not None:
+            self.memory.adopt()
+        self._reached = -2
 
     def train_mode(self) -> None:
         """Every layer trains: its norms write into scratch buffers."""
@@ -202,6 +242,10 @@ class Sequential:
     def non_finite(self, i: int, j: int, subnet: Subnet, batch: Batch) -> NonFiniteError:
         """The error for a loss that is not a number: runs the forward again and names the first layer that makes
         one."""
+        with at_hand(self.chain, subnet):
+            return self._non_finite(i, j, subnet, batch)
+
+    def _non_finite(self, i: int, j: int, subnet: Subnet, batch: Batch) -> NonFiniteError:
         where = "the loss function"
         carry = self.chain.enter(batch)
         if any(not torch.isfinite(x).all() for x in carry if x.is_floating_point()):

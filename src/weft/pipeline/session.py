@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from weft.pipeline.flow import check_flow, through
 from weft.pipeline.graphs import Graphs
 from weft.pipeline.law import Law
 from weft.pipeline.readback import Readback, mean
+from weft.pipeline.residency.entry import figures, prepare
 from weft.pipeline.sequential import Sequential
 from weft.pipeline.settings import Settings
 from weft.pipeline.signals import stop_requests
@@ -33,6 +36,9 @@ from weft.space import Subnet
 from weft.supernet import Chain
 
 Teacher = nn.Module | Callable[[Batch], Tensor]
+
+SHOWN = 0.5
+"""Seconds between two events about what lies on the device."""
 
 
 class Session:
@@ -55,18 +61,28 @@ class Session:
         if s.validate and s.validate.flow:
             check_flow(chain)
         law = make_law(s)
-        graphs = Graphs() if s.device.type == "cuda" and s.cuda_graphs else None
+        # A captured layer reads its weights at one address, and residency gives them many.
+        graphs = Graphs() if s.device.type == "cuda" and s.cuda_graphs and s.residency is None else None
+        if s.residency is not None:
+            prepare(chain, s.device)
         self.sequential = Sequential(chain, law, s.stream, s.device, graphs)
         self.losses = LossDigest()
         self.start = 0
         self.loader = make_loader(data, s)
         self._teacher = teacher
         self._readback = Readback(s.device)
+        self._shown = 0.0
 
     def open(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
         """From here on events and checkpoints go into this run, which must be locked."""
         self.run = run
         self.callbacks = tuple(callbacks)
+
+    def reside(self, folder: Path) -> None:
+        """Layers live on the host, if the settings say so, and in a file in the folder, unless they name another."""
+        if self.settings.residency is not None:
+            picks = self._picks().values() if self.settings.validate else ()
+            self.sequential.reside(self.settings.residency, picks, folder=folder)
 
     def run_to_end(self, checkpoint_every: int) -> str:
         """Trains what is left and returns the fingerprint; on any way out the run is left so that it can be resumed."""
@@ -92,6 +108,9 @@ class Session:
                     batches.close()
                 self.sequential.eval_mode()
                 digest = self.fingerprint()
+                self._show_memory()
+                if self.sequential.memory is not None:
+                    self.sequential.memory.settle()
         except KeyboardInterrupt:
             self._emit("stopped", at=step)
             raise
@@ -103,7 +122,9 @@ class Session:
             raise
         finally:
             self.sequential.eval_mode()
-        self._emit("finished", steps=s.steps, fingerprint=digest, drift=drift(self.sequential.weights))
+        memory = self.sequential.memory
+        more = {} if memory is None else {"residency": figures([memory])}
+        self._emit("finished", steps=s.steps, fingerprint=digest, drift=drift(self.sequential.weights), **more)
         return digest
 
     def fingerprint(self) -> str:
@@ -147,6 +168,14 @@ class Session:
         """Trains step i on its batch, and logs whatever losses have arrived by now."""
         result = self.sequential.step(i, self._taught(batch))
         self._log(self._readback.add(result))
+        if self.sequential.memory is not None and time.perf_counter() - self._shown > SHOWN:
+            self._show_memory(i)
+
+    def _show_memory(self, step: int | None = None) -> None:
+        if self.sequential.memory is not None:
+            self._shown = time.perf_counter()
+            at = {} if step is None else {"step": step}
+            self._emit("residency", stages=[figures([self.sequential.memory])], **at)
 
     def _taught(self, batch: Batch) -> Batch:
         return taught(self.chain, self._teacher, batch)
@@ -175,6 +204,7 @@ class Session:
     def _checkpoint(self, step: int) -> None:
         self._log(self._readback.drain())
         for name, weights in self.sequential.weights.items():
+            weights.readable()
             if weights.parameters and not bool(torch.isfinite(foreach.norm(list(weights.parameters)))):
                 raise NonFiniteError(
                     f"the weights of layer '{name}' are not finite after step {step - 1}, so no checkpoint is written. "
@@ -200,9 +230,7 @@ class Session:
         if options is None or self.data.validation is None:
             return
         self._log(self._readback.drain())
-        picks = validated(
-            self.chain, {"largest": self.chain.largest(), "smallest": self.chain.smallest()}, self.settings
-        )
+        picks = self._picks()
         loader = Loader(self.data.validation, options.batch_size, 0, shuffle=False, device=self.settings.device)
         if options.flow and step < self.settings.steps:
             for name, subnet in picks.items():
@@ -218,13 +246,19 @@ class Session:
             self._emit("validation", step=step - 1, pick=name, subnet=subnet.id, scores=scores)
         self.sequential.train_mode()
 
+    def _picks(self) -> dict[str, Subnet]:
+        extremes = {"largest": self.chain.largest(), "smallest": self.chain.smallest()}
+        return validated(self.chain, extremes, self.settings)
+
     def _flowing(self, step: int, subnet: Subnet, loader: Loader) -> dict[str, float]:
         run, scores = self.sequential, Scores(self.settings.loss, self.settings.metrics)
         n, route = step * self.settings.microbatches, self.chain.route(subnet)
-        for batch in loader.all():
-            with torch.no_grad(), run.precision():
-                out = through(run.weights, route, n, self.chain.enter(batch), batch, subnet)
-                scores.add(out[0] if len(out) == 1 else out, batch)
+        names = [layer.name for layer in route]
+        with nullcontext() if run.memory is None else run.memory.lending(names, n):
+            for batch in loader.all():
+                with torch.no_grad(), run.precision():
+                    out = through(run.weights, route, n, self.chain.enter(batch), batch, subnet)
+                    scores.add(out[0] if len(out) == 1 else out, batch)
         return scores.means()
 
     def _emit(self, event: str, **fields: Any) -> None:

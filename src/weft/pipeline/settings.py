@@ -19,6 +19,7 @@ from weft.pipeline.losses import cross_entropy, follow
 from weft.pipeline.norms import GlobalNorm, delay_of, make_clip
 from weft.pipeline.optimizer import Optimizer
 from weft.pipeline.rate import Schedule, make_schedule
+from weft.pipeline.residency.value import Residency
 from weft.pipeline.ties import check_ties
 from weft.space import Stream, Subnet, make_stream
 from weft.supernet import Chain
@@ -65,6 +66,8 @@ class Settings:
     bilevel: Bilevel | None = None
     distil: Distil | None = None
     rescale: int | None = None
+    residency: Residency | None = None
+    """Where layers lie; like the device's number, no part of what a run is."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or self.microbatches < 1:
@@ -158,6 +161,7 @@ def make_settings(
     bilevel: Bilevel | None = None,
     distil: bool | Distil = False,
     rescale: int | None = None,
+    residency: Residency | str | None = None,
 ) -> Settings:
     """The settings that these arguments, as ``train`` takes them, mean for a chain."""
     if (bilevel is None) == any(layer.arch for layer in chain.layers.values()):
@@ -206,6 +210,7 @@ def make_settings(
         bilevel=bilevel,
         distil=follow if distil is True else distil or None,
         rescale=rescale,
+        residency=Residency(residency) if isinstance(residency, str) else residency,
     )
 
 

@@ -26,6 +26,8 @@ from weft.pipeline.norms import NORMS
 from weft.pipeline.onecopy import forwards_first, single_copy
 from weft.pipeline.placement import Placement
 from weft.pipeline.recall import as_before
+from weft.pipeline.residency import Residency
+from weft.pipeline.residency.entry import make_resident
 from weft.pipeline.scheduler import Kind, Need
 from weft.pipeline.seeding import Seeder
 from weft.pipeline.statistics import Record
@@ -99,6 +101,17 @@ class Stage(Layers):
         self._lesson: Any = None
         self._flights: dict[int, _Flight] = {}
         self._routes: dict[int, list[Layer]] = {}
+
+    def reside(self, said: Residency, also: Iterable[Subnet] = (), **options: Any) -> None:
+        """From here on layers live on the host; ``also`` are subnets that are scored on the way, and the options those
+        of ``make_resident``."""
+        late = self.norms is not None or self.ties is not None
+        self.memory = make_resident(
+            *(self.chain, self.weights, self.updater, self.law, self.stream, self.device, said),
+            late=late,
+            also=also,
+            **options,
+        )
 
     @property
     def is_first(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from weft.pipeline.layers import Snapshot
 from weft.pipeline.ledger import Ledger
 from weft.pipeline.placement import Placement
 from weft.pipeline.relay import Relay
+from weft.pipeline.residency import Resident
+from weft.pipeline.residency.entry import figures, prepare
 from weft.pipeline.runtime import Runtime
 from weft.pipeline.saver import Saver
 from weft.pipeline.scheduler import Rule
@@ -60,6 +64,9 @@ class Staged:
         self.chain, self.data, self.settings, self.accord = chain, data, settings, accord
         # Only one user of an exact layer is in flight when a step is one micro-batch: what a graph needs.
         whole = settings.microbatches == 1 and settings.cuda_graphs and settings.device.type == "cuda"
+        whole = whole and settings.residency is None  # it gives weights many addresses
+        if settings.residency is not None:
+            prepare(chain, settings.device)
         law = make_law(settings)
         self.stages = []
         for index in placement.stages_of(accord.rank):
@@ -75,11 +82,26 @@ class Staged:
         self.losses = LossDigest()
         self.drift: dict[str, Any] = {}
         """At the end, on every rank: how often backwards were how far ahead of their forwards, by layer."""
+        self.residency: list[dict[str, Any]] = []
+        """At the end, on every rank: what was moved between host and device, by rank."""
         self._placement = placement
         self._rules = rules
         self._extremes = dict(extremes)
         self._teacher = teacher if self.is_last else None
         self._callbacks: tuple[Callback, ...] = ()
+
+    def reside(self, folder: Path) -> None:
+        """Layers live on the host, if the settings say so, and in a file in the folder, unless they name another."""
+        s = self.settings
+        if s.residency is not None:
+            picks = validated(self.chain, self._extremes, s).values() if s.validate else ()
+            for stage in self.stages:
+                stage.reside(s.residency, picks, folder=folder)
+
+    @property
+    def residents(self) -> list[Resident]:
+        """What brings layers to the device, of every stage of the rank; none where they all stay there."""
+        return [stage.memory for stage in self.stages if stage.memory is not None]
 
     def open(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
         """Events and checkpoints go into this run; on rank 0 it must be locked."""
@@ -205,9 +227,11 @@ class Staged:
                 told = [every.get(rank, {}) for rank in range(self.accord.world)]
                 self.emit(
                     "pipeline",
-                    utilisation=[figures.get("busy", 0.0) for figures in told],
-                    in_flight=[int(figures.get("in_flight", 0)) for figures in told],
+                    utilisation=[own.get("busy", 0.0) for own in told],
+                    in_flight=[int(own.get("in_flight", 0)) for own in told],
                 )
+                if self.residents:
+                    self.emit("residency", stages=[own["residency"] for own in told if "residency" in own])
 
         runtime.drive(workers, on_done)
 
@@ -249,9 +273,19 @@ class Staged:
         mine = drift({name: w for stage in self.stages for name, w in stage.weights.items()})
         for part in self.accord.gather("drifts", mine):
             self.drift |= part
+        if self.residents:
+            self.residency = self.accord.gather("residency", figures(self.residents))
         if self.is_first:
             self.accord.tell("fingerprint", fingerprint(layers, ledger.losses))
         return str(self.accord.hear("fingerprint"))
+
+    @contextmanager
+    def _at_hand(self, subnet: Subnet) -> Iterator[None]:
+        with ExitStack() as stack:
+            for stage in self.stages:
+                if stage.memory is not None:
+                    stack.enter_context(stage.memory.lending(layer.name for layer in stage.route(subnet)))
+            yield
 
     def _teach(self, batch: Batch) -> Batch:
         return taught(self.chain, self._teacher, batch)
@@ -272,7 +306,7 @@ class Staged:
         for name, subnet in picks.items():
             scores = Scores(s.loss, s.metrics)
             own = [module for stage in self.stages for module in stage.modules(subnet)]
-            with Calibration(own if options.recalibrate else ()) as norms:
+            with self._at_hand(subnet), Calibration(own if options.recalibrate else ()) as norms:
                 first = (train.batch(number) if reads else {} for number in range(options.recalibrate))
                 for _ in relay.forward(subnet, first):
                     pass

@@ -25,6 +25,7 @@ from weft.pipeline.weights import MARKS, Pending, Weights
 
 def layer_tensors(weights: Weights, updater: Updater) -> dict[str, Tensor]:
     """The newest weights, buffers and optimizer state of a layer, by global name."""
+    weights.readable()
     weights.to_newest()
     attached = weights.statistics.attached
     weights.statistics.detach()

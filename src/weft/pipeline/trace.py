@@ -13,7 +13,7 @@ from weft.pipeline.simulator import Span
 from weft.pipeline.tracer import Tracer
 from weft.plan.cut import Cut
 
-__all__ = ["Message", "StageTrace", "Trace", "Tracer", "Update", "Versions", "read_traces"]
+__all__ = ["Memory", "Message", "StageTrace", "Trace", "Tracer", "Update", "Versions", "read_traces"]
 
 
 class Message(NamedTuple):
@@ -32,6 +32,19 @@ class Update(NamedTuple):
     version: int
     start: float
     end: float
+
+
+class Memory(NamedTuple):
+    """From this time on a layer is ``arriving``, ``resident`` or ``leaving``; and what all are on the device, in
+    bytes."""
+
+    layer: str
+    state: str
+    time: float
+    resident: int
+    arriving: int
+    leaving: int
+    pinned: int
 
 
 class Versions(NamedTuple):
@@ -60,6 +73,8 @@ class StageTrace:
     updates: tuple[Update, ...] = ()
     versions: tuple[Versions | None, ...] = ()
     """For every span; none at all where every backward sees what its forward saw."""
+    memory: tuple[Memory, ...] = ()
+    """Where layers live on the host: how they come and go."""
 
     def intervals(self) -> list[tuple[float, float]]:
         """The times of all operations and updates."""
@@ -165,6 +180,7 @@ def _stage(stage: int, rows: list[Any]) -> StageTrace:
     sent: list[Message] = []
     received: list[Message] = []
     updates: list[Update] = []
+    memory: list[Memory] = []
     for row in rows:
         match row:
             case ["op", "F" | "B" | "W" | "E" as kind, int(n), begin, end, int(in_flight), *seen] if _numbers(seen):
@@ -175,7 +191,9 @@ def _stage(stage: int, rows: list[Any]) -> StageTrace:
                 received.append(Message(kind, n, at))
             case ["update", int(layers), int(version), begin, end]:
                 updates.append(Update(layers, version, begin, end))
+            case ["memory", str(layer), str(state), at, *shares] if len(shares) == 4:
+                memory.append(Memory(layer, state, at, *shares))
     ops.sort(key=lambda row: (row[0].start, row[0].end))
     spans, in_flights = tuple(row[0] for row in ops), tuple(row[1] for row in ops)
     versions = tuple(row[2] for row in ops) if any(row[2] for row in ops) else ()
-    return StageTrace(stage, spans, in_flights, tuple(sent), tuple(received), tuple(updates), versions)
+    return StageTrace(stage, spans, in_flights, tuple(sent), tuple(received), tuple(updates), versions, tuple(memory))

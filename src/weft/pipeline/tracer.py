@@ -7,9 +7,11 @@ in seconds where that is known. Then follow
 
     ["op", kind, micro-batch, start, end, in flight]       ["sent", kind, micro-batch, time, bytes]
     ["update", layers, version, start, end]                ["received", kind, micro-batch, time]
+    ["memory", layer, state, time, resident, arriving, leaving, pinned]
 
 Where backwards see newer weights than their forwards, an op also has the version that its forward sees, and a backward
-behind it the one that it sees itself.
+behind it the one that it sees itself. Where layers live on the host, one is ``arriving``, ``resident`` or ``leaving``
+from that time on, and the numbers are the bytes of all on the device; copies are told of when they are asked for.
 """
 
 from __future__ import annotations
@@ -82,6 +84,10 @@ class Tracer:
     def update(self, layers: int, version: int, start: float, end: float) -> None:
         """Layers got new weights, after an operation and not within it; ``version`` counts the updates of the stage."""
         self._rows.append(("update", layers, version, start, end))
+
+    def memory(self, layer: str, state: str, time: float, shares: Sequence[int]) -> None:
+        """A layer is on its way to the device, has come to be used there, or leaves it."""
+        self._rows.append(("memory", layer, state, time, *shares))
 
     def flush(self) -> None:
         """Write what was recorded."""

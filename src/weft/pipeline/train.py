@@ -18,12 +18,13 @@ from weft.pipeline.initial import load_initial
 from weft.pipeline.law import Distil, Loss, Metric
 from weft.pipeline.losses import cross_entropy
 from weft.pipeline.norms import GlobalNorm
-from weft.pipeline.opening import lay_out, open_run
+from weft.pipeline.opening import existing, lay_out, on_device, open_run
 from weft.pipeline.optimizer import Optimizer
 from weft.pipeline.parent import refuse_inside_a_stage
 from weft.pipeline.placement import place
 from weft.pipeline.ranks import ranks as started
 from weft.pipeline.rate import Schedule
+from weft.pipeline.residency import Residency
 from weft.pipeline.scheduler import DEFER, Rule
 from weft.pipeline.session import Session, Teacher
 from weft.pipeline.settings import Settings, Validate, make_settings, told
@@ -96,6 +97,7 @@ def train(
     prefer: str = "backward",
     trace: bool = False,
     restarts: int = 3,
+    residency: Residency | str | None = None,
 ) -> Trained:
     """Trains a supernet and returns the finished run.
 
@@ -154,6 +156,7 @@ def train(
         "bilevel": bilevel,
         "distil": distil,
         "rescale": rescale,
+        "residency": Residency(residency) if isinstance(residency, str) else residency,
     }
     every = checkpoint_every or max(1, steps // 10)
     numbers = (("stages", stages, 1), ("ranks", ranks, 1), ("window", window, 1), ("restarts", restarts, 0))
@@ -185,7 +188,7 @@ def train(
     if count > 1:
         refuse_inside_a_stage()
     # Where stages train, the whole supernet is needed here for its shape, and at the end for its weights.
-    chain = initialise(net, seed, where if count == 1 else torch.device("cpu"))
+    chain = initialise(net, seed, where if count == 1 and residency is None else torch.device("cpu"))
     check_stages(count, len(chain.blocks))
     if cut is not None:
         check_cut(cut, count, len(chain.blocks))
@@ -212,7 +215,8 @@ def train(
 
         digest = run_stages(placed.ranks, job, open_it, callbacks, restarts)
         load_initial(chain, opened[0])
-        return Trained(opened[0], chain.to(where).eval(), loaded, settings, net, digest)
+        return Trained(opened[0], on_device(chain, settings).eval(), loaded, settings, net, digest)
+    session.reside(existing(Path(runs)))
     folder = open_run(runs, run, resume, law, config, where, keep)
     with folder.locked():
         session.open(folder, (TensorBoard(folder.tensorboard), *callbacks))
@@ -235,7 +239,8 @@ def load_run(path: Path | str, net: Chain | Factory, data: Any, *, built: bool =
         "seed": seed,
         "steps": options.get("steps") or int((run.manifest.get("law") or {}).get("steps", 1)),
     }
-    chain = initialise(net, seed, torch.device(options.get("device", "cpu")), None if built else ())
+    apart = options.get("residency") is not None
+    chain = initialise(net, seed, torch.device("cpu" if apart else options.get("device", "cpu")), None if built else ())
     if run.manifest.get("space") not in (None, chain.space.id):
         raise CheckpointError(
             f"run '{run.name}' is of the space {run.manifest['space']}, not of this supernet's {chain.space.id}"
@@ -243,7 +248,10 @@ def load_run(path: Path | str, net: Chain | Factory, data: Any, *, built: bool =
     if built:
         load_initial(chain, run)
     settings = make_settings(chain, **options)
-    return Trained(run, lay_out(chain, settings).eval(), as_data(data, seed), settings, net)
+    lay_out(chain, settings)
+    return Trained(
+        run, (on_device(chain, settings) if apart and built else chain).eval(), as_data(data, seed), settings, net
+    )
 
 
 def retrain(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from weft.pipeline.hidden import Hidden
 from weft.pipeline.inplace import InPlace
 from weft.pipeline.statistics import Record, Statistics
 from weft.supernet import Carry, Layer, run_layer
+
+if TYPE_CHECKING:
+    from weft.pipeline.residency.home import Home
 
 MARKS = "#@+~"
 """What sets names in a checkpoint apart from those of weights; see ``state``."""
@@ -75,6 +78,8 @@ class Weights:
         self._several = clock.span > 1
         self.hidden = Hidden(layer.name, module, clock)
         self._inplace: InPlace | None = None
+        self.home: Home | None = None
+        """Where the layer's memory is, if that changes in the course of the run."""
         if isinstance(clock.consistency, Bounded) and clock.window > 1:
             self._inplace = InPlace(module, self.parameters, compute)
 
@@ -99,13 +104,15 @@ class Weights:
         """The tensors with which the forward of micro-batch n computes: the version that it must see."""
         version = self.clock.forward_reads(n)
         if self.clock.drift:
-            begin = self._begin(version)
+            begin = self.begin(version)
             self._seen[n] = self._updates - (0 if begin is None else sum(other >= begin for other in self.kept))
         return self.at(version)
 
     def at(self, version: int) -> list[Tensor]:
         """The tensors of a version, which must still be there."""
-        begin = self._begin(version)
+        begin = self.begin(version)
+        if self.home is not None:
+            self.home.wait(begin)
         if self._inplace is None:
             return self._newest() if begin is None else self.kept[begin]
         if begin is None:
@@ -123,6 +130,8 @@ class Weights:
 
     def current(self) -> list[Tensor]:
         """The tensors of the newest version."""
+        if self.home is not None:
+            self.home.wait(None)
         return self._newest()
 
     def run(self, leaves: list[Tensor], carry: Carry, side: Mapping[str, Any]) -> Carry:
@@ -228,7 +237,9 @@ class Weights:
         # it.
         begun = oldest < self.clock.total and self.clock.forward_reads(oldest) <= slot
         if not self._single and begun and self.newest <= self.clock.forward_reads(self.clock.total - 1):
-            if self._inplace is not None:
+            if self.home is not None:
+                self.kept[self.newest] = self.home.keep(self.newest)
+            elif self._inplace is not None:
                 self.kept[self.newest] = [parameter.data.clone() for parameter in self.parameters]
             else:
                 self.kept[self.newest] = self._newest()
@@ -251,6 +262,25 @@ class Weights:
             self._inplace.updated()
         self.prune(oldest)
 
+    def readable(self) -> None:
+        """The host comes to read the layer: its memory holds what the device has made of it."""
+        if self.home is not None:
+            self.home.readable()
+
+    def moved(self) -> None:
+        """The parameters have other memory, with the same values."""
+        self._aliases = None
+
+    @property
+    def inplace(self) -> InPlace | None:
+        """The leaves that updates write into, under ``bounded``."""
+        return self._inplace
+
+    @property
+    def single(self) -> bool:
+        """Whether one set of tensors is enough: every reader of a version is through before the update that ends it."""
+        return self._single
+
     def restored(self) -> None:
         """Other values were put into the parameters."""
         if self._inplace is not None:
@@ -262,6 +292,8 @@ class Weights:
             return
         for begin in set(self.kept) - set(self.needed(oldest)):
             del self.kept[begin]
+            if self.home is not None:
+                self.home.drop(begin)
         if self._inplace is not None and not self.kept:
             self._inplace.settled()
 
@@ -280,7 +312,7 @@ class Weights:
         first, last = slot * self.clock.span // self.clock.m, self.clock.last(slot) // self.clock.m
         return sum(map(self.trains, range(first, last + 1)))
 
-    def _begin(self, version: int) -> int | None:
+    def begin(self, version: int) -> int | None:
         """Where the kept tensors of a version begin; None where it is the newest."""
         return None if version >= self.newest else max(begin for begin in self.kept if begin <= version)
 

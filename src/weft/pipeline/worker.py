@@ -70,11 +70,15 @@ class Worker:
     ) -> None:
         self.stage = stage
         self.evaluation = evaluation
-        stage.one_copy = stage.one_copy and rule.window >= stage.stages - stage.index
+        # Updates that wait for later forwards would keep layers at hand that those need the room of.
+        stage.one_copy = stage.one_copy and rule.window >= stage.stages - stage.index and stage.memory is None
         waits = stage.one_copy or stage.norms is not None or stage.ties is not None or evaluation is not None
         gates = self._gates if waits else None
         checks = None if evaluation is None else (self._due(first), self._check)
-        self.scheduler = Scheduler(stage.index, stage.stages, stage.uses, until, rule, first, gates, checks)
+        fits = None if stage.memory is None else stage.memory.may
+        if stage.memory is not None:
+            stage.memory.begin(first, until, None if checks is None else checks[0], self._layers_of)
+        self.scheduler = Scheduler(stage.index, stage.stages, stage.uses, until, rule, first, gates, checks, fits)
         stage.forwarded = first
         if stage.norms is not None:
             self.scheduler.reached(NORMS, stage.norms.count)
@@ -144,6 +148,9 @@ class Worker:
         needs = self.scheduler.needs(op)
         if self.on_start is not None:
             self.on_start(op)
+        memory = self.stage.memory
+        if memory is not None and op.kind in ("E", "F"):
+            memory.start(op.kind, op.microbatch)
         start = time.perf_counter()
         self._register_snapshots()
         updates = self.stage.updates
@@ -180,6 +187,8 @@ class Worker:
             done = Done(op, start, end, (decided, end) if updated else None, updated)
             self._pass_on()
             done.snapshots = self.stage.taken(self.scheduler.oldest) if self.stage.snapshots else []
+        if memory is not None and (op.kind == "E" or op.microbatch not in self.scheduler.in_flight):
+            memory.finish("E" if op.kind == "E" else "F", op.microbatch)
         done.late, done.prepared = late, prepared
         self.figures.deciding += start - before + (now - end)
         return done
@@ -246,6 +255,11 @@ class Worker:
         assert self.evaluation is not None
         at = self.evaluation.flow.at(number)
         return at, self.stage.checks(at, self.evaluation.subnet(number))
+
+    def _layers_of(self, number: int) -> tuple[int, list[str]]:
+        assert self.evaluation is not None
+        layers = self.stage.route(self.evaluation.subnet(number))
+        return self.evaluation.flow.at(number), [layer.name for layer in layers]
 
     def _evaluate(self, number: int) -> None:
         told = self.evaluation

@@ -12,6 +12,7 @@ from weft.data import Batch, Data, IterableLoader, Loader, Source
 from weft.errors import SearchError
 from weft.pipeline import evaluate, recalibrated
 from weft.pipeline.fingerprint import tensors_digest
+from weft.pipeline.residency.entry import at_hand
 from weft.pipeline.settings import Settings
 from weft.search import cost
 from weft.space import Subnet
@@ -52,11 +53,12 @@ class Scorer:
     def cheap(self, subnet: Subnet) -> dict[str, float]:
         """Parameters, and FLOPs of one sample (a multiply-add counts as two)."""
         if subnet not in self._costs:
-            plain = extract(self.chain, subnet, self._example)
-            self._costs[subnet] = {
-                "parameters": cost.parameters(plain),
-                "flops": cost.flops(plain, self.inputs(subnet)),
-            }
+            with at_hand(self.chain, subnet):
+                plain = extract(self.chain, subnet, self._example)
+                self._costs[subnet] = {
+                    "parameters": cost.parameters(plain),
+                    "flops": cost.flops(plain, self.inputs(subnet)),
+                }
         return dict(self._costs[subnet])
 
     def measured(self, subnet: Subnet, names: tuple[str, ...]) -> dict[str, float]:
@@ -64,11 +66,12 @@ class Scorer:
         if not names:
             return {}
         found: dict[str, float] = {}
-        plain = extract(self.chain, subnet, self._example)
-        if "latency" in names:
-            found["latency"] = cost.latency(plain, self.inputs(subnet))
-        if "memory" in names:
-            found["memory"] = cost.peak_memory(plain, self.inputs(subnet))
+        with at_hand(self.chain, subnet):
+            plain = extract(self.chain, subnet, self._example)
+            if "latency" in names:
+                found["latency"] = cost.latency(plain, self.inputs(subnet))
+            if "memory" in names:
+                found["memory"] = cost.peak_memory(plain, self.inputs(subnet))
         return found
 
     def extract(self, subnet: Subnet) -> nn.Module:

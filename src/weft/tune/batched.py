@@ -46,7 +46,8 @@ class Batched:
                 raise TuneError("the loss must return a tensor with one number")
             return found
 
-        return self._map(loss, (0, 0, where, 0))(trained, fixed, batch, masks)
+        found: Tensor = self._map(loss, (0, 0, where, 0))(trained, fixed, batch, masks)
+        return found
 
     def outputs(self, trained: Tensors, fixed: Tensors, batch: Batch) -> Any:
         """Of each lane on the same batch, in evaluation mode."""
@@ -63,8 +64,8 @@ class Batched:
 
     def _recorded(self, trained: Tensors, fixed: Tensors, batch: Batch, where: Mapping[str, Any]) -> list[Draw]:
         """The dropouts of a forward of such a batch, in order: found once, by a forward that changes nothing."""
-        kind = tuple((name, tuple(value.shape), where[name]) for name, value in batch.items())
-        kind = tuple((name, shape if way is None else shape[1:]) for name, shape, way in kind)
+        shapes = {name: tuple(value.shape) for name, value in batch.items()}
+        kind = tuple((name, shape if where[name] is None else shape[1:]) for name, shape in shapes.items())
         if kind not in self._draws:
             spare = {name: value.clone() for name, value in fixed.items()}
             one = {name: value if where[name] is None else value[0] for name, value in batch.items()}
@@ -92,7 +93,7 @@ class Batched:
 @contextmanager
 def _plain_attention() -> Iterator[None]:
     """torch's short cut through whole attention layers in evaluation has no form for lanes."""
-    before = torch.backends.mha.get_fastpath_enabled()  # type: ignore[no-untyped-call]
+    before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield

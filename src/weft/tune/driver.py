@@ -20,7 +20,7 @@ from weft.tune.correction import Correction
 from weft.tune.devices import kind, most_together, nominal
 from weft.tune.executor import Executor
 from weft.tune.job import Ended, Event, Job, Lost, Reported
-from weft.tune.needs import Need, groups, need
+from weft.tune.needs import Need, fused_memory, groups, need
 from weft.tune.places import Places
 from weft.tune.recipe import Recipe
 from weft.tune.task import Task, Way, alike, job_of_task, shown
@@ -103,11 +103,14 @@ class Driver:
     def _release(self, final: bool) -> None:
         """Let whole blocks of consecutive trials wait for devices, those of one shape as one.
 
-        Only trials of one block are fused, never those that happen to wait together. The last block may be shorter.
+        Only trials of one block are fused, never those that happen to wait together. The last block may be shorter. A
+        trial that is fused with none need not wait for the others of its block.
         """
         size, blocks = self.way.fuse, dict[int, dict[int, Need]]()
         for number, (_, found) in self._block.items():
-            if final or self._newest + 1 >= min((number // size + 1) * size, self._count):
+            if found.shape is None:
+                blocks[-1 - number] = {number: found}
+            elif final or self._newest + 1 >= min((number // size + 1) * size, self._count):
                 blocks.setdefault(number // size, {})[number] = found
         for needs in blocks.values():
             for numbers in groups(needs, self._nominal):
@@ -119,8 +122,9 @@ class Driver:
         task.id = f"{first}-{task.attempts}-{self._token}"
         task.job, task.pace = None, None
         if not task.alone and task.need.memory is not None:
-            estimate = task.need.memory * len(task.trials)
-            task.memory = max(task.floor, self._correction.corrected(estimate, **alike(task)))
+            estimate = fused_memory(task.need.memory, len(task.trials))
+            # Never below the estimate: what a trial took by chance of its worker is no promise for the next.
+            task.memory = max(task.floor, estimate, self._correction.corrected(estimate, **alike(task)))
             if self._recipe and not self._places.shares(task.memory):
                 task.memory = None  # a device by itself has room for what was fitted to it
         for number in task.trials:
@@ -194,7 +198,8 @@ class Driver:
         row = self.board.rows[event.trial]
         row.peak = event.peak
         if task.need.memory is not None and event.peak and event.state in ("complete", "pruned"):
-            self._correction.observed(task.need.memory * len(job_of_task(task).trials), event.peak, **alike(task))
+            estimate = fused_memory(task.need.memory, len(job_of_task(task).trials))
+            self._correction.observed(estimate, event.peak, **alike(task))
         state = event.state if event.state in ("complete", "pruned") else "failed"
         self._account(row, event.seconds)
         task.trials.pop(event.trial, None)
@@ -237,7 +242,7 @@ class Driver:
             return
         task.exceeded += 1
         if task.memory is not None and task.need.memory is not None:
-            estimate = task.need.memory * len(job.trials)
+            estimate = fused_memory(task.need.memory, len(job.trials))
             task.floor = self._correction.exceeded(estimate, task.memory, needed=event.peak, **alike(task))
         if task.exceeded > 1 or task.memory is None or not self._recipe:
             # One by one: a fused training that takes too much is not tried as one again.

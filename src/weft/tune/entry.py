@@ -89,10 +89,10 @@ def tune(
 
     with ExitStack() as stack:
         made = _executor(executor, terms, parse_devices(devices), threads)
-        if made is not executor:
-            stack.callback(made.close)
         if executor == "local" and any(device.name.startswith("cuda") for device in made.devices):
             stack.enter_context(shared(mps))
+        if made is not executor:
+            stack.callback(made.close)  # before MPS ends, which waits for the processes that it serves
         law = _law(terms, way, made.devices)
         run, new = _directory(Path(runs), name)
         try:

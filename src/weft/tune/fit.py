@@ -6,6 +6,7 @@ A function of the candidate and of the device's kind and nominal memory: never o
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,13 @@ from weft.errors import PlanError, TuneError
 from weft.tune.complete import Complete, example, shaped
 from weft.tune.job import Fit, Way
 from weft.tune.peaks import Peaks, peaks
+from weft.tune.recipe import CONTINUOUS
 from weft.tune.setting import Setting
 from weft.units import size
+
+KNOWN = 512
+"""Fits that are remembered: trials of one shape are common, and a trace takes seconds."""
+_known: dict[Hashable, Fit] = {}
 
 MARGIN = 0.05
 """The share of a device that is left free: estimates may be too low by that much."""
@@ -34,7 +40,27 @@ def fit(setting: Setting, devices: int, memory: int, device: str = "h200") -> Fi
 
     ``device`` is the kind: ``cpu``, or a GPU's name. TuneError with all the figures where none fits.
     """
-    return _Fitting(setting, devices, memory, device).first()
+    key = (_shape(setting), devices, memory, device)
+    if key not in _known:
+        while len(_known) >= KNOWN:
+            del _known[next(iter(_known))]
+        _known[key] = _Fitting(setting, devices, memory, device).first()
+    return _known[key]
+
+
+def _shape(setting: Setting) -> Hashable:
+    """All that a fit depends on: of what only scales numbers, whether it is there at all."""
+    params = {name: bool(value) if name in CONTINUOUS else value for name, value in setting.params.items()}
+    made = setting.optimizer
+    options = {name: bool(value) if name in CONTINUOUS else repr(value) for name, value in made.options.items()}
+    return (
+        setting.model,
+        id(setting.source),
+        setting.loss,
+        tuple(sorted(params.items())),
+        (setting.batch_size, setting.precision, bool(setting.dropout), setting.accumulate_norms, setting.inputs),
+        (made.cls, tuple(sorted(options.items()))),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +129,34 @@ class _Fitting:
         cast = self.setting.precision != "fp32"
         batch = example(self.setting, self.setting.batch_size, "cpu" if cast else "meta")
         whole = Complete(self.setting, self.setting.bare() if cast else shaped(self.setting), tuple(batch))
-        degree = 2
+        degree, tensors = 2, whole.tensors(batch)
+        try:
+            scale = self._scale(whole, tensors)
+        except PlanError as problem:
+            tried.append(f"it cannot be split: {problem}")
+            return None
         while degree <= self.devices:
             try:
-                made = self._plan(whole, whole.tensors(batch), degree)
+                made = self._plan(whole, tensors, degree, int(self.memory * (1 - MARGIN) / scale))
             except PlanError as problem:
                 tried.append(f"over {degree} devices: {problem}")
             else:
-                told = f"split over {degree} devices it takes {size(made.cost.memory)} of each"
+                needed = int(made.cost.memory * scale)
+                told = f"split over {degree} devices it takes {size(needed)} of each"
                 parts = made.microbatches
-                return Fit(
-                    "split",
-                    self.setting.batch_size // parts,
-                    parts,
-                    degree,
-                    int(made.cost.memory),
-                    made.cost.step,
-                    "; ".join([*tried, told]),
-                    made.to_json(),
-                )
+                micro = self.setting.batch_size // parts
+                why = "; ".join([*tried, told])
+                return Fit("split", micro, parts, degree, needed, made.cost.step, why, made.to_json())
             degree *= 2
         return None
 
-    def _plan(self, whole: nn.Module, tensors: Any, degree: int) -> Any:
+    def _scale(self, whole: nn.Module, tensors: Any) -> float:
+        """By how much the planner's figures, which know no workspaces, are below the estimate of one device."""
+        alone = self._plan(whole, tensors, 1, 2**62, stages=1, microbatches=1, recompute=False)
+        found = peaks(self.setting, "whole", self.device, accumulate=False)
+        return max(1.0, (found.at(self.setting.batch_size) + found.context) / float(alone.cost.memory))
+
+    def _plan(self, whole: nn.Module, tensors: Any, degree: int, memory: int, **choices: Any) -> Any:
         from weft.plan.planner import plan
 
         made = plan(
@@ -133,11 +164,12 @@ class _Fitting:
             tensors,
             "cpu" if self.device == "cpu" else "h200",
             devices=degree,
-            memory=int(self.memory * (1 - MARGIN)),
+            memory=memory,
             optimizer=self.setting.optimizer.cls.__name__.lower(),
             dtype={"fp32": "float32", "bf16": "bfloat16"}[self.setting.precision],
             compare=False,
             seconds=SECONDS,
+            **choices,
         )
         if reasons := made.reasons():
             raise PlanError(f"the plan cannot be run: {reasons[0]}")

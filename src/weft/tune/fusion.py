@@ -36,7 +36,7 @@ from weft.tune.training import Pruned, Result, parts, refuse_norms, train
 
 log = logging.getLogger("weft.tune")
 
-__all__ = ["fused_memory", "shape_key", "train_fused"]
+__all__ = ["shape_key", "train_fused"]
 
 WRITERS = 8
 """Checkpoints that are written at once."""
@@ -44,11 +44,6 @@ WRITERS = 8
 Report = Callable[[int, int, tuple[float, ...]], bool]
 """Takes a lane, the number of steps done and the value of each objective; says whether the lane is to end here."""
 End = Callable[[int, Result | Literal["pruned"]], None]
-
-
-def fused_memory(each: int, lanes: int) -> int:
-    """Bytes of a device that so many lanes take, of which one alone takes ``each``."""
-    return each * lanes
 
 
 def train_fused(

@@ -40,7 +40,7 @@ class Lanewise:
         self.kind = KINDS[optimizers[0].cls]
         self._options = [{**_defaults(one), **one.options} for one in optimizers]
         self._device = weights.device
-        self.names = ("momentum_buffer",) if self.kind == "sgd" else ("exp_avg", "exp_avg_sq")
+        self.names: tuple[str, ...] = ("momentum_buffer",) if self.kind == "sgd" else ("exp_avg", "exp_avg_sq")
         if self.kind == "sgd" and not any(options["momentum"] for options in self._options):
             self.names = ()
         self.state = {name: torch.zeros_like(weights) for name in self.names}
@@ -107,4 +107,6 @@ class Lanewise:
 
 
 def _defaults(optimizer: Optimizer) -> Mapping[str, Any]:
-    return optimizer.cls([torch.zeros(1)]).defaults  # type: ignore[arg-type]
+    make: Any = optimizer.cls
+    made: torch.optim.Optimizer = make([torch.zeros(1)])
+    return made.defaults

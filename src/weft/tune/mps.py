@@ -51,7 +51,7 @@ def shared(wanted: str = "auto", control: str = CONTROL) -> Iterator[bool]:
                 yield started is None
         finally:
             if wanted != "off" and os.environ.get(PIPE) == folder:
-                subprocess.run([control], input=b"quit\n", capture_output=True, timeout=30, check=False)
+                _stop(control)
             for name, value in before.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
@@ -71,3 +71,11 @@ def _start(folder: str, control: str) -> str | None:
         return (done.stderr or done.stdout).decode(errors="replace").strip() or f"it exits with {done.returncode}"
     os.environ.update(environment)
     return None
+
+
+def _stop(control: str) -> None:
+    """Ends the service of our own, and what still uses it."""
+    try:
+        subprocess.run([control], input=b"quit -t 5\n", capture_output=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        _log.warning("the MPS service that was started here does not end")

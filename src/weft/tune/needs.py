@@ -12,6 +12,21 @@ from weft.tune.attempt import Terms
 from weft.tune.job import Fit
 from weft.tune.recipe import CONTINUOUS, Recipe
 
+SLACK = 128 * 2**20
+"""Bytes that a trial may take of a GPU beyond its estimate: what workers that live on leave lying between blocks."""
+LANE = 1 / 32
+"""The part of a device above which a trial is not fused: it keeps the device busy by itself."""
+
+
+BESIDE = 2
+"""What a lane of a fused training takes, by what the trial takes alone (1.3 to 1.8 times where it was measured): all
+gradients of all lanes are there at once."""
+
+
+def fused_memory(each: int, lanes: int) -> int:
+    """Bytes of a device that so many lanes take, of which one alone takes ``each``."""
+    return each * lanes * (BESIDE if lanes > 1 else 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -56,8 +71,9 @@ def need(terms: Terms, params: Mapping[str, Value], memory: int | None, devices:
 
     chosen.data()  # made once, here, where tensors are real
     found = fit(chosen, devices, memory, kind)
-    needed = min(int(found.memory * (1 + MARGIN)), memory)
-    return Need(needed, found, shape if found.degree == 1 else None, kind_of(params), chosen.steps)
+    needed = min(int(found.memory * (1 + MARGIN)) + (0 if kind == "cpu" else SLACK), memory)
+    lane = found.degree == 1 and found.memory <= memory * LANE
+    return Need(needed, found, shape if lane else None, kind_of(params), chosen.steps)
 
 
 def kind_of(params: Mapping[str, Value]) -> str:
@@ -72,9 +88,9 @@ def kind_of(params: Mapping[str, Value]) -> str:
 def groups(needs: Mapping[int, Need], memory: int | None) -> list[tuple[int, ...]]:
     """Trials of one block that train as one, in order of number; as many at once as a device has room for.
 
-    >>> groups({0: Need(4, shape="a"), 1: Need(4, shape="b"), 2: Need(4, shape="a"), 3: Need(4)}, 10)
+    >>> groups({0: Need(4, shape="a"), 1: Need(4, shape="b"), 2: Need(4, shape="a"), 3: Need(4)}, 20)
     [(0, 2), (1,), (3,)]
-    >>> groups({0: Need(6, shape="a"), 1: Need(6, shape="a")}, 10)
+    >>> groups({0: Need(6, shape="a"), 1: Need(6, shape="a")}, 20)
     [(0,), (1,)]
     """
     alike: dict[Any, list[int]] = {}
@@ -83,6 +99,6 @@ def groups(needs: Mapping[int, Need], memory: int | None) -> list[tuple[int, ...
     found = []
     for numbers in alike.values():
         each = max(needs[number].memory or 0 for number in numbers)
-        most = len(numbers) if memory is None or each == 0 else max(1, memory // each)
+        most = len(numbers) if memory is None or each == 0 else max(1, memory // (each * BESIDE))
         found += [tuple(numbers[at : at + most]) for at in range(0, len(numbers), most)]
     return sorted(found)

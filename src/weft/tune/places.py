@@ -17,8 +17,8 @@ from weft.tune.task import Task
 class Places:
     """Keeps a packer up to date: with devices that come and go, with what starts, ends, and how fast it is.
 
-    ``workers`` is the most jobs at once on a device; without it a CPU runs one a core, and a GPU, if trials do not say
-    what they take (``counted``), one.
+    ``workers`` is the most jobs at once on a device; without it there is one a core of the host, which has to feed
+    them, and one in all on a GPU if trials do not say what they take (not ``counted``).
     """
 
     def __init__(self, executor: Executor, workers: int | None, counted: bool) -> None:
@@ -68,10 +68,13 @@ class Places:
 
     def _capacity(self, device: Device) -> Capacity:
         most = 0 if device.gone else self._workers
-        if most is None and device.name == "cpu":
-            most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        elif most is None and not self._counted:
-            most = 1
+        if most is None:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            if device.name == "cpu":
+                most = cores
+            else:
+                beside = sum(other.node == device.node for other in self._executor.devices)
+                most = max(1, cores // beside) if self._counted else 1
         return Capacity(device.memory if self._counted else None, device.node, _reserve(device), most)
 
     def _company(self, places: Iterable[int]) -> None:

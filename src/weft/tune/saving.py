@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from weft.pipeline.statistics import running_norms
+from weft.plan.memory.recompute import parts
 
 
 @contextmanager
@@ -36,23 +37,6 @@ def recompute(module: nn.Module) -> None:
     """As ``recomputing``, for good: what ``weft.estimate`` takes, so that it estimates what is done."""
     for part in parts(module):
         part.forward = partial(_again, part, part.forward)
-
-
-def parts(module: nn.Module) -> list[nn.Module]:
-    """What is recomputed by itself: the members of rows of modules, of rows within a member where that is a large part
-    of the whole; the whole module where there is no row."""
-    large = _layers(module) / 4
-
-    def within(outer: nn.Module) -> list[nn.Module]:
-        found: list[nn.Module] = []
-        row = isinstance(outer, nn.Sequential | nn.ModuleList) and len(outer) > 1
-        for child in outer.children():
-            inner = within(child) if not row or _layers(child) > large else []
-            found += inner or ([child] if row else [])
-        return found
-
-    # By layers and not by weights: an embedding may have more of those than all the rest, and keeps next to nothing.
-    return within(module) or [module]
 
 
 def offloading(
@@ -99,8 +83,3 @@ def _unmoved(part: nn.Module) -> Iterator[None]:
     finally:
         for norm, buffers in zip(norms, before, strict=True):
             norm._buffers.update(buffers)
-
-
-def _layers(module: nn.Module) -> int:
-    """How many parts of it have no parts."""
-    return sum(1 for part in module.modules() if next(part.children(), None) is None)

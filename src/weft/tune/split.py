@@ -130,6 +130,10 @@ class _Split:
 
     def evaluate(self) -> tuple[float, ...]:
         """The objectives on the validation part, in host memory: the model is whole there, and on no device."""
+        with self._cap.uncounted():
+            return self._evaluated()
+
+    def _evaluated(self) -> tuple[float, ...]:
         self._whole.load_state_dict(self.staged.full_state_dict())
         values = torch.zeros(len(self.setting.objectives), dtype=torch.float64)
         if dist.get_rank() == 0:
@@ -170,6 +174,10 @@ class _Split:
 
     def _keep(self, step: int, values: tuple[float, ...] | None) -> None:
         """The trial's checkpoint is whole, like that of a single device."""
+        with self._cap.uncounted():
+            self._kept_at(step, values)
+
+    def _kept_at(self, step: int, values: tuple[float, ...] | None) -> None:
         prefix = "model."
         weights = {name.removeprefix(prefix): tensor for name, tensor in self.staged.full_state_dict().items()}
         states = {} if values is not None else self._states()

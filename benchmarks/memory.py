@@ -1,0 +1,155 @@
+"""What training steps take on the GPU, and what `weft.estimate` said before: errors, beside those of others' formulas.
+
+    python benchmarks/memory.py --part measure [--set tuned|fresh] [--quick] --json FILE     on a GPU
+    python benchmarks/memory.py --part estimate [--quick] --json FILE                        anywhere, on the same file
+
+`measure` runs three steps of each configuration with an empty allocator, one process a family, and adds its rows;
+`estimate` fills in what the estimator says for each row, and the summary. Sizes are in bytes: `allocated` and
+`reserved` are torch's own peaks, `phases` those allocated in the forward, backward and optimizer of the last step, and
+`left` what an earlier configuration of the process had left behind. Errors are estimate / measured - 1. The
+parameter-only formulas: `accelerate` is four times the model's size (Adam), `deepspeed` 18 bytes a parameter,
+`korthikanti` 16 bytes a parameter and s b h L (34 + 5 a s / h) bytes of activations for transformers in half precision
+(twice that in float32).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import about, write
+from memory_configurations import FRESH, OPTIMIZERS, TUNED, Configuration, configurations
+from memory_models import build
+
+import weft
+
+KEPT = ("phases", "allocated", "reserved", "seconds", "left")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--part", choices=("measure", "estimate"), default="estimate")
+    parser.add_argument("--set", choices=("tuned", "fresh"), default="tuned")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--share", default="0/1", help="k/n: only every n-th row from the k-th, for several processes")
+    parser.add_argument("--json", metavar="FILE", required=True)
+    options = parser.parse_args()
+    path = Path(options.json)
+    have = json.loads(path.read_text()) if path.exists() else {}
+    rows = have.get("rows", [])
+    if options.part == "measure":
+        found = measure(options.set, options.quick)
+        rows = [row for row in rows if row["name"] not in {new["name"] for new in found}] + found
+        measured = {"measured": about() | {"cudnn": torch.backends.cudnn.version()}}
+    else:
+        measured = {"measured": have["measured"]}
+        first, step = map(int, options.share.split("/"))
+        rows = rows[first::step]
+        rows = [estimate(row) for row in (rows[::12] if options.quick else rows)]
+    write(options.json, **measured, summary=summary(rows), rows=rows)
+    print(json.dumps(summary(rows), indent=1))
+
+
+def measure(which: str, quick: bool) -> list[dict[str, Any]]:
+    """Rows of a set, a family after the other in a process of its own: a crash loses the rest of one family."""
+    families = list(dict.fromkeys(family for family, _, _ in (TUNED if which == "tuned" else FRESH)))
+    script = Path(__file__).with_name("memory_measure.py")
+    with tempfile.TemporaryDirectory() as folder:
+        for family in families[:2] if quick else families:
+            subprocess.run([sys.executable, str(script), which, family, folder], check=False, timeout=900)
+        return rows_of(which, Path(folder))
+
+
+def rows_of(which: str, folder: Path) -> list[dict[str, Any]]:
+    """The rows that processes left in a folder."""
+    known = {config.name: config for config in configurations(which)}
+    rows = []
+    for file in sorted(folder.glob("*.jsonl")):
+        for line in file.read_text().splitlines():
+            found = json.loads(line)
+            kept = {key: found[key] for key in KEPT if key in found}
+            if "phases" in kept:
+                kept["phases"] = kept["phases"][-1]
+            error = {"error": found["error"]} if "error" in found else {}
+            rows.append({"name": found["name"]} | dataclasses.asdict(known[found["name"]]) | kept | error)
+    return rows
+
+
+def estimate(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with what the estimators say of it."""
+    if "error" in row:
+        return row
+    fields = {field.name: row[field.name] for field in dataclasses.fields(Configuration)}
+    fields["size"] = {key: tuple(value) if isinstance(value, list) else value for key, value in row["size"].items()}
+    config = Configuration(**fields)
+    with torch.device("meta"):
+        model, batch, loss = build(config.family, config.size, config.batch)
+    start = time.perf_counter()
+    found = weft.estimate(
+        model,
+        batch,
+        loss=loss,
+        optimizer=config.optimizer,
+        options=OPTIMIZERS[config.optimizer],
+        dtype=config.dtype,
+        recompute=config.recompute,
+    )
+    took = time.perf_counter() - start
+    said = {
+        "allocated": found.allocated, "reserved": found.reserved, "phases": list(found.phases.values()),
+        "seconds": found.seconds, "took_s": round(took, 2),
+    }  # fmt: skip
+    errors = {
+        "allocated": round(found.allocated / row["allocated"] - 1, 4),
+        "reserved": round(found.reserved / row["reserved"] - 1, 4),
+    }
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    formulas = {"accelerate": 16 * weights, "deepspeed": 18 * weights}
+    if config.family in ("gpt", "llama", "bert"):
+        formulas["korthikanti"] = 16 * weights + activations(config)
+    others = {name: round(size / row["allocated"] - 1, 4) for name, size in formulas.items()}
+    print(f"{config.name}: {errors['allocated']:+.1%} {errors['reserved']:+.1%}", flush=True)
+    return row | {"estimate": said, "error_of": errors, "others": others}
+
+
+def activations(config: Configuration) -> int:
+    """Bytes by Korthikanti et al. (2022), without recomputation and without parallelism."""
+    size = config.size
+    length, width = size.get("tokens", size.get("length")), size["width"]
+    whole = length * config.batch * width * size["layers"] * (34 + 5 * size["heads"] * length / width)
+    return round(whole * (1 if config.dtype == "bfloat16" else 2))
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """For each set, errors of the estimate against both peaks, and of the formulas against what was allocated."""
+    found: dict[str, Any] = {}
+    for which in ("tuned", "fresh"):
+        own = [row for row in rows if row["set"] == which and "error_of" in row]
+        if not own:
+            continue
+        found[which] = {kind: spread([row["error_of"][kind] for row in own]) for kind in ("allocated", "reserved")}
+        for name in ("accelerate", "deepspeed", "korthikanti"):
+            found[which][name] = spread([row["others"][name] for row in own if name in row["others"]])
+        found[which]["worst_took_s"] = max(row["estimate"]["took_s"] for row in own)
+    return found
+
+
+def spread(errors: list[float]) -> dict[str, float]:
+    sizes = sorted(map(abs, errors))
+    return {
+        "count": len(errors), "median": round(statistics.median(sizes), 4), "p95": sizes[int(0.95 * (len(sizes) - 1))],
+        "most_under": min(errors), "most_over": max(errors),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

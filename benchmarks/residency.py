@@ -1,0 +1,335 @@
+"""Supernets larger than a device: step times of layers that live on the host, against those that all stay there.
+
+    python benchmarks/residency.py [--quick] [--json FILE] [--spaces NLP.c3 ...] [--tokens 512 ...] [--precision bf16]
+
+The spaces are NASPipe's NLP ones with weights (``residency_space`` says which), trained with AdamW (12 bytes a
+parameter), one subnet a step, in sentences of 64 tokens; the stream is ``spaced``. Ways:
+
+resident    all layers and their state stay on the device
+on-demand   a layer is copied to the device before a step and back after it, and everything waits for that: what
+            NASPipe's published code does, but with pinned memory, and with optimizer state
+weft        a budget of an eighth of the state, but at least 4 GiB; copies run beside the work, both ways at once
+
+`bound_ms` is the larger of the resident step and of the bytes that weft moves over the bandwidth of the bus, measured
+with copies both ways at once. `hit_rate` is the share of uses for which the device did not wait. `peak_gib` is the most
+that layers took; `device_gib` the most that torch took in all, with activations, gradients and the rest. `crossing`
+says for every space from how many tokens a step on the work takes longer than the copies, by a line through the rows.
+
+The host memory is pinned once, for the largest space (about 0.6 s a GiB). With --quick everything is small and runs on
+the CPU, where memory stands in for a device and copies take the time of the step; its last row has more layers than the
+host may hold, the rest in a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from machine import write
+from residency_space import COPIES, build
+from torch import Tensor
+
+from weft.pipeline import Exact, Law, Optimizer, Residency, Sequential, make_schedule
+from weft.pipeline.determinism import deterministic
+from weft.pipeline.residency.entry import release
+from weft.pipeline.residency.host import taken
+from weft.pipeline.residency.mover import Cuda, Mover, Plain
+from weft.space import Stream, Subnet, make_stream
+
+GIB = 2**30
+LENGTH = 64
+STEPS = 5_000
+PERIOD, FIRST = 256, 150  # steps after which the stream begins anew, and the first of those that are timed
+
+
+class Blocking(Cuda):
+    """Copies that everything waits for."""
+
+    def bring(self, target: Tensor, source: Tensor, after: Sequence[Any]) -> None:
+        torch.cuda.synchronize()
+        target.copy_(source)
+        torch.cuda.synchronize()
+
+    send = bring
+
+    def mark(self) -> None:
+        return None
+
+
+def loss(outputs: Tensor, batch: Any) -> Tensor:
+    return outputs.float().square().mean()
+
+
+class Repeated(Stream):
+    """The first steps of a stream, over and over, so that every way can be given the same ones."""
+
+    name = "repeated"
+    summary = "steps of another stream, over and over"
+    bits = 0.0
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__(stream.space)
+        self._steps = [stream[index] for index in range(PERIOD)]
+
+    def _step(self, index: int) -> tuple[Subnet, ...]:
+        return self._steps[index % PERIOD]
+
+
+class Bench:
+    """One space on one device; a row for every way and number of tokens."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace, bus: float, given: Tensor | None) -> None:
+        self.name, self.arguments, self.bus, self.given = name, arguments, bus, given
+        self.device = torch.device("cuda" if torch.cuda.is_available() and not arguments.quick else "cpu")
+        self.d, self.blocks = (64, 12) if arguments.quick else (1024, 48)
+        self.chain = build(name, self.d, self.blocks)
+        self.stream = Repeated(make_stream(self.chain.space, "spaced", 0))
+        self.choices = 24 * COPIES[name]
+        self.parameters = sum(p.numel() for p in self.chain.parameters())
+        self.state = 12 * self.parameters
+        least = 4 * GIB if self.device.type == "cuda" else 0
+        self.budget = max(self.state // 8, least)
+        self.step = 0
+
+    def law(self) -> Law:
+        said = {name: Exact() for name in self.chain.layers}
+        optimizer = Optimizer("adamw", lr=1e-4)
+        precision = self.arguments.precision
+        return Law(STEPS, 1, loss, optimizer, make_schedule("constant"), 0, said, precision=precision)
+
+    def batch(self, tokens: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(max(tokens // LENGTH, 1), LENGTH, self.d, device=self.device)}
+
+    def timed(self, sequential: Sequential, tokens: int, count: int, empty: bool = False) -> float:
+        """Milliseconds a step; every way does the same steps."""
+        batch = self.batch(tokens)
+        began = 0.0
+        place = self.arguments.tokens.index(tokens) if tokens in self.arguments.tokens else 0
+        self.step = (self.step // PERIOD + 1) * PERIOD + FIRST + 32 * place
+        for number in range(-8, count):
+            if number == 0:
+                synchronize()
+                began = time.perf_counter()
+                self.before(sequential)
+            sequential.step(self.step, batch)
+            self.step += 1
+            if empty and sequential.memory is not None:
+                sequential.memory.device.empty()
+        synchronize()
+        return (time.perf_counter() - began) / count * 1e3
+
+    def before(self, sequential: Sequential) -> None:
+        memory = sequential.memory
+        if memory is not None:
+            told = memory.figures()
+            self.told = {key: told[key] for key in ("uses", "misses", "brought", "sent")}
+
+    def warm(self, sequential: Sequential) -> None:
+        """Every layer is used once, so that its optimizer state is there."""
+        batch = self.batch(LENGTH)
+        for _ in range(self.choices + self.choices // 2):
+            sequential.step(self.step, batch)
+            self.step += 1
+        synchronize()
+
+    def rows(self) -> list[dict[str, Any]]:
+        tokens, count = self.arguments.tokens, 5 if self.arguments.quick else 24
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        sequential = Sequential(self.chain, self.law(), self.stream, self.device)
+        sequential.reside(Residency(self.budget), given=self.given)
+        memory = sequential.memory
+        assert memory is not None
+        sequential.train_mode()
+        self.warm(sequential)
+        for n in tokens:
+            forget_peak()
+            found["weft", n] = self.row("weft", n, self.timed(sequential, n, count), memory, count)
+        memory.device.mover = Blocking(self.device) if self.device.type == "cuda" else Plain()
+        memory._said = replace(memory._said, ahead=0)
+        memory.settle()
+        for n in tokens:
+            forget_peak()
+            found["on-demand", n] = self.row("on-demand", n, self.timed(sequential, n, count, True), memory, count)
+        release(self.chain)
+        del sequential, memory
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.chain.to(self.device)
+        whole = Sequential(self.chain, self.law(), self.stream, self.device)
+        whole.train_mode()
+        self.step = 0
+        self.warm(whole)
+        for n in tokens:
+            forget_peak()
+            found["resident", n] = self.row("resident", n, self.timed(whole, n, count), None, count)
+        return [self.compared(row, found) for row in found.values()]
+
+    def row(self, way: str, tokens: int, step_ms: float, memory: Any, count: int) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "space": self.name,
+            "params_b": self.parameters / 1e9,
+            "state_gib": self.state / GIB,
+            "budget_gib": None if way == "resident" else self.budget / GIB,
+            "tokens": tokens,
+            "way": way,
+            "step_ms": step_ms,
+            "device_gib": peak() / GIB,
+        }
+        if memory is not None:
+            told = memory.figures()
+            uses, misses, brought, sent = (told[key] - self.told[key] for key in ("uses", "misses", "brought", "sent"))
+            assert told["peak"] <= self.budget
+            row |= {
+                "brought_mib": brought / count / 2**20,
+                "sent_mib": sent / count / 2**20,
+                "hit_rate": 1 - misses / uses if way == "weft" else 0.0,
+                "peak_gib": told["peak"] / GIB,
+            }
+        return row
+
+    def compared(self, row: dict[str, Any], found: dict[tuple[str, int], dict[str, Any]]) -> dict[str, Any]:
+        resident, weft = found["resident", row["tokens"]], found["weft", row["tokens"]]
+        copies = max(weft["brought_mib"], weft["sent_mib"]) * 2**20 / self.bus * 1e3
+        bound = max(resident["step_ms"], copies)
+        return {
+            **row,
+            "copies_ms": copies,
+            "ratio_to_resident": row["step_ms"] / resident["step_ms"],
+            "bound_ms": bound,
+            "ratio_to_bound": row["step_ms"] / bound,
+        }
+
+
+def bandwidth(device: torch.device, given: Tensor | None, size: int = 64 * 2**20) -> float:
+    """Bytes a second, each way, with copies both ways at once."""
+    mover: Mover = Cuda(device) if device.type == "cuda" else Plain()
+    host = given if given is not None else torch.empty(2 * size, dtype=torch.uint8)
+    one, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    best = 0.0
+    for _ in range(3):
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(16):
+            mover.bring(one, host[:size], ())
+            mover.send(host[size : 2 * size], other, ())
+        synchronize()
+        best = max(best, 16 * size / (time.perf_counter() - began))
+    return best
+
+
+def on_disk(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A supernet of which the host may hold a quarter, on the stand-in: the same bits, and how long a step takes."""
+    chain = build("NLP.c3", 64, 12)
+    parameters = sum(p.numel() for p in chain.parameters())
+    digests, times = [], []
+    for residency in (None, Residency(12 * parameters // 6, host=12 * parameters // 4, disk=tempfile.gettempdir())):
+        bench = Bench("NLP.c3", argparse.Namespace(**{**vars(arguments), "quick": True}), 1.0, None)
+        sequential = Sequential(bench.chain, bench.law(), bench.stream, torch.device("cpu"))
+        if residency is not None:
+            sequential.reside(residency)
+        sequential.train_mode()
+        torch.manual_seed(0)
+        bench.warm(sequential)
+        times.append(bench.timed(sequential, 256, 5))
+        digests.append(digest(sequential))
+    return {
+        "space": "NLP.c3, d = 64, 12 blocks",
+        "state_mib": 12 * parameters / 2**20,
+        "host_mib": 3 * parameters / 2**20,
+        "budget_mib": 2 * parameters / 2**20,
+        "step_ms": times[1],
+        "ratio_to_resident": times[1] / times[0],
+        "same_bits": digests[0] == digests[1],
+    }
+
+
+def digest(sequential: Sequential) -> list[str]:
+    from weft.pipeline.state import layer_digest
+
+    return [layer_digest(weights, sequential.updater) for weights in sequential.weights.values()]
+
+
+def crossing(rows: list[dict[str, Any]], space: str) -> float | None:
+    """Tokens a step at which the work of a resident step takes as long as the copies."""
+    points = sorted(
+        (row["tokens"], row["step_ms"] - row["copies_ms"])
+        for row in rows
+        if row["space"] == space and row["way"] == "resident"
+    )
+    for (a, low), (b, high) in pairwise(points):
+        if low <= 0 < high:
+            return a + (b - a) * -low / (high - low)
+    return None
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def forget_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak() -> float:
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0
+
+
+def host_bytes(space: str, d: int) -> int:
+    """What the host must hold of a space: 12 bytes a parameter, and the gaps between tensors."""
+    each = COPIES[space] * 24 * (28 + 32) * d * d
+    return int(12 * each * 1.03) + 256 * 2**20
+
+
+def measured(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    cuda = torch.cuda.is_available() and not arguments.quick
+    device = torch.device("cuda" if cuda else "cpu")
+    began = time.perf_counter()
+    given = taken(max(host_bytes(space, 1024) for space in arguments.spaces), pin=True) if cuda else None
+    more: dict[str, Any] = {"pinning_s": time.perf_counter() - began}
+    bus = bandwidth(device, given)
+    more["bus_gb_s"] = bus / 1e9
+    rows: list[dict[str, Any]] = []
+    for space in arguments.spaces:
+        bench = Bench(space, arguments, bus, given)
+        rows += bench.rows()
+        del bench
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+        for row in rows[-3 * len(arguments.tokens) :]:
+            shown = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in row.items()}
+            print("  ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
+        write(arguments.json, rows=rows, **more)
+    more["crossing"] = {space: crossing(rows, space) for space in arguments.spaces}
+    return rows, more
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json")
+    parser.add_argument("--spaces", nargs="+", default=list(COPIES), choices=list(COPIES))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[512, 2048, 8192])
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.spaces, arguments.tokens = ["NLP.c3"], [64, 512]
+    with deterministic(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+        rows, more = measured(arguments)
+        more["disk"] = on_disk(arguments)
+    print(more)
+    write(arguments.json, rows=rows, **more)
+
+
+if __name__ == "__main__":
+    main()

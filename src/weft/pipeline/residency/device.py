@@ -1,0 +1,248 @@
+"""The memory of a device that layers may take: one allocation, in which the policy says what lies where.
+
+Everything that leaves or comes is a copy of the mover. Memory that was given up is not overwritten before the copy, or
+the computation, that read it last is done: tickets say so, and nothing waits for them but the next copy to that place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.errors import TrainError
+from weft.pipeline.residency.block import ALIGNED
+from weft.pipeline.residency.ground import Ground, Span
+from weft.pipeline.residency.home import Block
+from weft.pipeline.residency.host import Host
+from weft.pipeline.residency.mover import Mover, Ticket
+from weft.pipeline.residency.policy import Policy
+from weft.units import size
+
+MANY = 64
+"""Places that were given up; where there are more, those are forgotten that nothing has to wait for any more."""
+
+Heard = Callable[[str, Block], None]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that were moved so far, and the most that lay on the device at once."""
+
+    brought: int = 0
+    sent: int = 0
+    peak: int = 0
+
+
+class Device:
+    """A memory of ``room`` bytes for what micro-batches use, and ``reserve`` bytes for a layer that is updated late."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        room: int,
+        reserve: int,
+        host: Host,
+        mover: Mover,
+        next_use: Callable[[Block], float],
+    ) -> None:
+        self.memory = allocated(room + reserve, device)
+        self.typed = Typed(self.memory)
+        self.host, self.mover = host, mover
+        self.traffic = Traffic()
+        self.on_change: Heard | None = None
+        self._policy = Policy(room, _pinned, lambda key: next_use(key))  # type: ignore[arg-type]
+        self._room = room
+        self._reserve = Ground(reserve)
+        self._freed: list[tuple[Span, list[Ticket]]] = []
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All that is there."""
+        return [*self._policy.ground.spans, *self._reserve.spans]  # type: ignore[list-item]
+
+    @property
+    def taken(self) -> int:
+        """Bytes that something lies on."""
+        return self._policy.ground.taken + self._reserve.taken
+
+    def shares(self) -> tuple[int, int, int, int]:
+        """Bytes that lie there and have been waited for, that arrive, that leave, and that must stay."""
+        blocks = self.blocks
+        arriving = sum(block.size for block in blocks if not self.mover.done(block.arrival))
+        leaving = sum(span.size for span, open in self._freed if not all(map(self.mover.done, open)))
+        return self.taken - arriving, arriving, leaving, sum(block.size for block in blocks if block.pinned)
+
+    def holds(self, block: Block) -> bool:
+        return block in self._policy.ground.spans or block in self._reserve.spans
+
+    def of(self, block: Block) -> Tensor:
+        """The memory of a block that is there."""
+        return self._at(self._span(block))
+
+    def want(self, blocks: Sequence[Block]) -> bool:
+        """All of these are there afterwards, or on their way; False, with nothing changed, where that cannot be."""
+        change = self._policy.want({block: block.size for block in blocks})
+        if change is None:
+            return False
+        for key, span in change.gone:
+            self._send(key, span)  # type: ignore[arg-type]
+        for key, span in change.come:
+            self._bring(key, span)  # type: ignore[arg-type]
+        self.traffic.peak = max(self.traffic.peak, self.taken)
+        return True
+
+    def squeeze(self, block: Block) -> bool:
+        """It comes into the reserve, until ``release`` sends it away; False where that is taken or too small."""
+        span = self._reserve.put(block, block.size)
+        if span is None:
+            return False
+        self._bring(block, Span(self._room + span.start, span.size))
+        self.traffic.peak = max(self.traffic.peak, self.taken)
+        return True
+
+    def release(self, block: Block) -> None:
+        """It leaves the reserve, if it is there."""
+        if block in self._reserve.spans:
+            span = self._reserve.free(block)
+            self._send(block, Span(self._room + span.start, span.size))
+
+    def empty(self) -> None:
+        """All that may leave does, and the host has all of it."""
+        for key in [key for key in self._policy.ground.spans if not _pinned(key)]:
+            self._send(key, self._policy.ground.free(key))  # type: ignore[arg-type]
+        for _, tickets in self._freed:
+            for ticket in tickets:
+                self.mover.settle(ticket)
+        self._freed.clear()
+
+    def forget(self, block: Block) -> None:
+        """Nobody wants the block any more, or its place."""
+        if self.holds(block):
+            span = self._policy.ground.free(block)
+            self._freed.append((span, block.after if block.version is None else [self.mover.mark(), block.arrival]))
+        if block.host is not None and block.version is not None:
+            self.mover.settle(block.departure)
+            self.mover.settle(block.arrival)
+            self.host.give(block.host)
+
+    def rename(self, spare: Block, block: Block) -> None:
+        """A block takes a place that was kept free."""
+        self._usable(spare)
+        self._policy.ground.put_at(block, self._policy.ground.free(spare))
+
+    def fork(self, main: Block, spare: Block, version: Block) -> None:
+        """A layer's block goes on, with its values, in a place that was kept free; its weights stay where they were, as
+        an older version."""
+        ground = self._policy.ground
+        self._usable(spare)
+        old, new = ground.free(main), ground.free(spare)
+        ground.put_at(version, Span(old.start, version.size))
+        ground.put_at(main, new)
+        length = main.home.moved
+        self._at(new)[:length].copy_(self._at(old)[:length])
+        if version.size < old.size:
+            self._freed.append((Span(old.start + version.size, old.size - version.size), [self.mover.mark()]))
+        main.changed = True
+
+    def put_aside(self, block: Block, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """A version goes to the host: these parameters of a layer that is here, or restored ones that are not."""
+        block.host = self.host.take(block.size)
+        main = block.home.main
+        if not self.holds(main) or tensors[0].data_ptr() != block.home.weights.parameters[0].data_ptr():
+            return block.home.aside(tensors, block.host)
+        block.departure = self.mover.send(block.host, self.of(main)[: block.size], [self.mover.mark()])
+        self.mover.wait(block.departure)  # the update comes after
+        self.traffic.sent += block.size
+        return block.home.laid(block.host)
+
+    def _usable(self, spare: Block) -> None:
+        for ticket in spare.after:
+            self.mover.wait(ticket)
+
+    def _span(self, block: Block) -> Span:
+        span = self._policy.ground.spans.get(block)
+        if span is None:
+            span = self._reserve.spans[block]
+            return Span(self._room + span.start, span.size)
+        return span
+
+    def _at(self, span: Span) -> Tensor:
+        return self.memory[span.start : span.end]
+
+    def _send(self, block: Block, span: Span) -> None:
+        tickets = [block.used, block.arrival]
+        if block.host is None:  # an older version, made on the device
+            block.host = self.host.take(block.size)
+            block.changed = True
+        if block.changed:
+            length = block.home.moved if block is block.home.main else block.size
+            block.departure = self.mover.send(block.host[:length], self._at(span)[:length], tickets)
+            self.traffic.sent += length
+            tickets = [block.departure]
+        block.changed, block.arrival, block.used = False, None, None
+        if any(ticket is not None for ticket in tickets):
+            self._freed.append((span, tickets))
+        block.home.leave(block)
+        if self.on_change is not None:
+            self.on_change("leaving", block)
+
+    def _bring(self, block: Block, span: Span) -> None:
+        after = self._claim(span)
+        if block.host is None:  # room that is kept free: whoever takes it waits
+            block.after = after
+            return
+        length = block.home.moved if block is block.home.main else block.size
+        block.arrival = self.mover.bring(self._at(span)[:length], block.host[:length], [*after, block.departure])
+        self.traffic.brought += length
+        block.home.come(block)
+        if self.on_change is not None:
+            self.on_change("arriving", block)
+
+    def _claim(self, span: Span) -> list[Ticket]:
+        """What must be over before anything is written there."""
+        found: list[Ticket] = []
+        left = []
+        if len(self._freed) > MANY:
+            self._freed = [(old, open) for old, open in self._freed if not all(map(self.mover.done, open))]
+        for old, tickets in self._freed:
+            if old[0] < span[0] + span[1] and span[0] < old[0] + old[1]:
+                found += [ticket for ticket in tickets if ticket is not None]
+                if old.start < span.start:
+                    left.append((Span(old.start, span.start - old.start), tickets))
+                if span.end < old.end:
+                    left.append((Span(span.end, old.end - span.end), tickets))
+            else:
+                left.append((old, tickets))
+        self._freed = left
+        return found
+
+
+class Typed(dict[torch.dtype, Tensor]):
+    """A memory of bytes seen as one of any type; offsets count from where its storage begins."""
+
+    def __init__(self, memory: Tensor) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __missing__(self, dtype: torch.dtype) -> Tensor:
+        self[dtype] = self._memory.view(dtype)
+        return self[dtype]
+
+
+def allocated(need: int, device: torch.device) -> Tensor:
+    """The one allocation, at an address as torch's own have."""
+    try:
+        raw = torch.empty(need + (ALIGNED if device.type == "cpu" else 0), dtype=torch.uint8, device=device)
+    except RuntimeError as problem:
+        raise TrainError(
+            f"the device has no {size(need)} for layers ({str(problem).splitlines()[0]}): lower residency.budget"
+        ) from None
+    begin = -raw.data_ptr() % ALIGNED
+    return raw[begin : begin + need]
+
+
+def _pinned(key: Hashable) -> bool:
+    return key.pinned  # type: ignore[attr-defined,no-any-return]

@@ -1,0 +1,108 @@
+"""Which layers go when others are needed: those whose next use is farthest away, as Belady showed. All of it is known,
+since a stream is a pure function; nothing here touches memory."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from weft.pipeline.residency.ground import Ground, Span
+
+HORIZON = 1024
+"""Micro-batches that are looked ahead to find the next use of a layer; beyond that all are equally far."""
+
+
+class Uses:
+    """When layers are used next, in a run of micro-batches ``first`` to ``total - 1``."""
+
+    def __init__(self, route: Callable[[int], Sequence[str]], first: int, total: int, horizon: int = HORIZON) -> None:
+        self._route, self._total, self._horizon = route, total, horizon
+        self._known = first
+        self._uses: dict[str, deque[int]] = {}
+
+    def next(self, name: str, n: int) -> float:
+        """The first micro-batch from n on that uses the layer; infinite where none is in sight."""
+        reach = min(n + self._horizon, self._total)
+        while self._known < reach:
+            for used in self._route(self._known):
+                self._uses.setdefault(used, deque()).append(self._known)
+            self._known += 1
+        uses = self._uses.get(name)
+        while uses and uses[0] < n:
+            uses.popleft()
+        return uses[0] if uses else math.inf
+
+
+@dataclass(slots=True)
+class Change:
+    """What has to be done so that all that is wanted is there: first some go, then others come, in this order."""
+
+    gone: list[tuple[Hashable, Span]] = field(default_factory=list)
+    come: list[tuple[Hashable, Span]] = field(default_factory=list)
+
+
+class Policy:
+    """What lies on a device of ``size`` bytes. ``pinned`` must stay; ``next_use`` says how soon a thing is needed."""
+
+    def __init__(self, size: int, pinned: Callable[[Hashable], bool], next_use: Callable[[Hashable], float]) -> None:
+        self.ground = Ground(size)
+        self._pinned, self._next_use = pinned, next_use
+
+    def want(self, sizes: Mapping[Hashable, int]) -> Change | None:
+        """All of these, at once, are on the device afterwards; None, with nothing changed, where that cannot be.
+
+        It always can be where they fit together and nothing else is pinned.
+        """
+        ground = self.ground
+        if sizes.keys() <= ground.spans.keys():
+            return Change()
+        pinned = {key for key in ground.spans if self._pinned(key)}
+        stays = pinned | (ground.spans.keys() & sizes.keys())
+        coming = sum(size for key, size in sizes.items() if key not in ground.spans)
+        if coming <= ground.size - sum(ground.spans[key].size for key in stays):
+            change = self._try(sizes, stays)
+            if change is not None:
+                return change
+        if pinned or sum(sizes.values()) > ground.size:
+            return None
+        # Holes between those of them that are there may all be too small. Nothing has to stay where it is: begin anew.
+        change = Change([(key, ground.free(key)) for key in list(ground.spans)])
+        for key, size in sizes.items():
+            span = ground.put(key, size)
+            assert span is not None
+            change.come.append((key, span))
+        return change
+
+    def _try(self, sizes: Mapping[Hashable, int], stays: Set[Hashable]) -> Change | None:
+        ground, change = self.ground, Change()
+        order: list[Hashable] | None = None
+        new: set[Hashable] = set()
+
+        def movable(key: Hashable) -> bool:
+            return key not in stays and key not in new
+
+        for key in sorted((key for key in sizes if key not in ground.spans), key=lambda key: -sizes[key]):
+            span = ground.put(key, sizes[key])
+            if span is None:
+                if order is None:
+                    order = sorted(filter(movable, ground.spans), key=self._next_use, reverse=True)
+                gone = ground.make_room(sizes[key], order, movable)
+                if gone is None:
+                    self._undo(change)
+                    return None
+                change.gone += [(other, ground.free(other)) for other in gone]
+                span = ground.put(key, sizes[key])
+                assert span is not None
+            new.add(key)
+            change.come.append((key, span))
+        rank = {key: index for index, key in enumerate(sizes)}
+        change.come.sort(key=lambda pair: rank[pair[0]])
+        return change
+
+    def _undo(self, change: Change) -> None:
+        for key, _ in change.come:
+            self.ground.free(key)
+        for key, span in change.gone:
+            self.ground.put_at(key, span)

@@ -1,0 +1,330 @@
+"""The layers of one stage in the course of a run: which micro-batches have theirs at hand, and what comes next.
+
+Micro-batches get their layers in stream order, as far ahead as the budget allows, and keep them until their last update
+is done. So the oldest that is not through always has its layers or is the next to get them, and nothing deadlocks:
+
+    through | 4 in flight, 5 arriving, 6 in flight, 7 arriving | 8 waits for room, and all behind it
+
+Which operation runs when is up to the scheduler alone; here is only said whether its layers are there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import TrainError
+from weft.pipeline.optimizer import Updater
+from weft.pipeline.residency.block import layout_of
+from weft.pipeline.residency.device import Device
+from weft.pipeline.residency.home import Block, Home
+from weft.pipeline.residency.host import Host
+from weft.pipeline.residency.mover import Cuda, Mover, Plain
+from weft.pipeline.residency.needs import largest, least, need
+from weft.pipeline.residency.policy import Uses
+from weft.pipeline.residency.staging import Staged
+from weft.pipeline.residency.value import Residency
+from weft.pipeline.weights import Weights
+from weft.units import size
+
+Item = tuple[str, int]
+"""``("F", n)``: micro-batch n from its forward to its last update; ``("E", k)``: a batch that is only scored."""
+
+Route = Callable[[int], Sequence[str]]
+"""The layers that a micro-batch uses here."""
+
+Checks = Callable[[int], tuple[int, Sequence[str]]]
+"""Of a batch that is only scored: the micro-batch that it goes before, and the layers that it uses here."""
+
+
+class Resident:
+    """Layers with a home on the host. ``late`` says whether updates may come when their micro-batch is through."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Weights],
+        updater: Updater | None,
+        device: torch.device,
+        said: Residency,
+        route: Route,
+        routes: Iterable[Sequence[str]] | None,
+        late: bool = True,
+        mover: Mover | None = None,
+        folder: Path | None = None,
+        given: Tensor | None = None,
+    ) -> None:
+        """``routes`` are those that must fit, each by itself; None: those of every subnet."""
+        self._said, self._route = said, route
+        known: dict[Any, Any] = {}
+        owners = {name: w for name, w in weights.items() if any(True for _ in w.module.parameters())}
+        layouts = {name: layout_of(w, updater, known) for name, w in owners.items()}
+        sizes = {name: need(layouts[name], owners[name]) for name in owners}
+        late = late or any(w.clock.span > 1 or not w.single for w in owners.values())
+        reserve = max((layout.bytes for layout in layouts.values()), default=0) if late else 0
+        self.least = least(sizes, [largest(owners, sizes)] if routes is None else routes, reserve, said)
+        whole = sum(layout.bytes for layout in layouts.values()) + (said.ahead + 2) * sum(
+            sizes[name] - layouts[name].bytes for name in owners
+        )
+        room = min(said.bytes // 512 * 512 - reserve, max(whole, self.least - reserve))
+        sizes_there = [layout.moved_bytes for layout in layouts.values()]
+        host = Host(sizes_there, said.host_bytes, said.disk or folder, _cuda(device), given)
+        mover = mover or (Cuda(device) if _cuda(device) else Plain())
+        if host.on_disk:
+            mover = Staged(mover, host.disk, max(sizes_there), host.pinned)
+        self.device = Device(device, room, reserve, host, mover, self._next_use)
+        self.homes = {
+            name: Home(w, updater, layouts[name], block, self.device)
+            for (name, w), block in zip(owners.items(), host.blocks, strict=True)
+        }
+        self.uses = 0
+        """How often a micro-batch has used a layer."""
+        self._misses = 0
+        self._timed = _cuda(device)
+        self._coming: deque[Item] = deque()
+        self._ready: deque[Item] = deque()
+        self._started: set[Item] = set()
+        self._of: dict[Item, list[Home]] = {}
+        self._full = False
+        """Whether the next one found no room when it was last tried, and none has been given back since."""
+        self.begin(0, 0)
+
+    @property
+    def misses(self) -> int:
+        """How often the device, or the program where there is none, had to wait for a layer."""
+        if self._timed:
+            self._misses += self.device.mover.late()
+        return self._misses
+
+    def begin(
+        self, first: int, total: int, due: Callable[[int], Iterable[int]] | None = None, checks: Checks | None = None
+    ) -> None:
+        """A run of the micro-batches ``first`` to ``total - 1`` begins; nothing of another one may be in flight."""
+        while self._ready:
+            self._back_off()
+        self._coming.clear()
+        self._of.clear()
+        self._source = _items(first, total, due)
+        self._checks = checks
+        self._uses_of = Uses(self._route, first, total)
+        self._position = first
+        self._full = False
+        if self._said.ahead and total:
+            self.advance()
+
+    def may(self, kind: str, n: int) -> bool:
+        """Whether the layers of an operation are at hand, or can be."""
+        item = (kind, n)
+        if item in self._started or item in self._ready:
+            return True
+        while True:
+            coming = self._peek()
+            if coming is None or not self._admit(coming, ahead=False):
+                return False
+            if coming == item:
+                return True
+
+    def start(self, kind: str, n: int) -> None:
+        """An operation begins; its layers are at hand."""
+        found = self.may(kind, n)
+        assert found, f"{kind}{n} began without its layers"
+        self._ready.remove((kind, n))
+        self._started.add((kind, n))
+        if kind == "F":
+            self._position = max(self._position, n)
+        self.uses += len(self._layers((kind, n)))
+        if not self._full:
+            self.advance()
+
+    def finish(self, kind: str, n: int) -> None:
+        """All is done with the layers of an operation."""
+        self._started.remove((kind, n))
+        self._used(self._layers((kind, n)))
+        for home in self._layers((kind, n)):
+            del home.users[kind, n]
+            self._free(home)
+        del self._of[kind, n]
+        self.advance()
+
+    def advance(self) -> None:
+        """The next micro-batches get their layers, as far as there is room."""
+        while len(self._ready) < self._said.ahead:
+            item = self._peek()
+            if item is None:
+                return
+            self._full = not self._admit(item, ahead=True)
+            if self._full:
+                return
+
+    def update(self, group: Sequence[Weights], apply: Callable[[Sequence[Weights]], None]) -> None:
+        """Applies the updates of some layers: of those that are at hand at once, of the others one by one.
+
+        An optimizer makes the first state of a layer elsewhere; so that comes one by one too.
+        """
+        at_hand: list[Weights] = []
+        apart: list[Weights] = []
+        for weights in group:
+            home = self.homes.get(weights.layer.name)
+            ready = home is None or (bool(home.users) and not home.is_new)
+            (at_hand if ready else apart).append(weights)
+            if home is not None and ready:
+                home.wait(None)  # its forward may have seen an older version
+        if at_hand:
+            apply(at_hand)
+        self._changed(at_hand)
+        for weights in apart:
+            with self.lending([weights.layer.name]):
+                apply([weights])
+                self._changed([weights])
+
+    @contextmanager
+    def lending(self, names: Iterable[str], n: int | None = None) -> Iterator[None]:
+        """A block in which some layers are on the device, for whoever is not a micro-batch: the newest version, and
+        that which the forward of micro-batch ``n`` sees."""
+        homes = [self.homes[name] for name in dict.fromkeys(names) if name in self.homes]
+        blocks = {home.main: None for home in homes}
+        blocks |= {home.reads(n): None for home in homes if n is not None}
+        while blocks and not self.device.want(list(blocks)):
+            if self._ready:
+                self._back_off()
+            elif len(blocks) == 1 and self.device.squeeze(homes[0].main):
+                break
+            else:
+                together = sum(block.size for block in blocks)
+                raise TrainError(
+                    f"residency.budget = {size(self._said.bytes)} cannot hold {len(homes)} layers that are needed at "
+                    f"once, {size(together)}: give it that much"
+                )
+        for home in homes:
+            home.lent += 1
+            home.wait(None)
+        try:
+            yield
+        finally:
+            self._used(homes)
+            for home in homes:
+                home.lent -= 1
+                self.device.release(home.main)
+
+    def adopt(self) -> None:
+        """After a checkpoint was put into the layers."""
+        for home in self.homes.values():
+            home.restored()
+
+    def settle(self) -> None:
+        """Nobody is at it any more: every layer is on the host, with all that was made of it."""
+        while self._ready:
+            self._back_off()
+        self._checks = None
+        self.device.empty()
+        for home in self.homes.values():
+            home.readable()
+
+    def figures(self) -> dict[str, Any]:
+        """For the log."""
+        misses = min(self.misses, self.uses)
+        blocks = self.device.blocks
+        return {
+            "uses": self.uses,
+            "misses": misses,
+            "hit_rate": 1.0 - misses / self.uses if self.uses else 1.0,
+            "brought": self.device.traffic.brought,
+            "sent": self.device.traffic.sent,
+            "resident": self.device.taken,
+            "pinned": sum(block.size for block in blocks if block.pinned),
+            "peak": self.device.traffic.peak,
+            "budget": self._said.bytes,
+            "device_peak": torch.cuda.max_memory_allocated(self.device.memory.device) if self._timed else 0,
+            "layers": sum(block is block.home.main for block in blocks),
+        }
+
+    def _layers(self, item: Item) -> list[Home]:
+        found = self._of.get(item)
+        if found is None:
+            names = self._route(item[1]) if item[0] == "F" else self._checked(item[1])[1]
+            found = self._of[item] = [self.homes[name] for name in dict.fromkeys(names) if name in self.homes]
+        return found
+
+    def _checked(self, number: int) -> tuple[int, Sequence[str]]:
+        assert self._checks is not None
+        return self._checks(number)
+
+    def _peek(self) -> Item | None:
+        if not self._coming:
+            item = next(self._source, None)
+            if item is None:
+                return None
+            self._coming.append(item)
+        return self._coming[0]
+
+    def _admit(self, item: Item, ahead: bool) -> bool:
+        kind, number = item
+        n = number if kind == "F" else self._checked(number)[0]
+        homes = self._layers(item)
+        blocks: dict[Block, None] = {}
+        spares = []
+        for home in homes:
+            blocks[home.main] = None
+            blocks[home.reads(n)] = None
+            if home.spare_size and home.weights.clock.forward_reads(n) not in home.seen():
+                spares.append(Block(home, home.spare_size))
+        there = sum(self.device.holds(block) for block in blocks)
+        if not self.device.want([*blocks, *spares]):
+            return False
+        for home in homes:
+            home.users[item] = n
+        for spare in spares:
+            spare.home.spares.append(spare)
+        if not ahead and not self._timed:
+            self._misses += len(blocks) - there
+        self._coming.popleft()
+        self._ready.append(item)
+        return True
+
+    def _back_off(self) -> None:
+        item = self._ready.pop()
+        self._coming.appendleft(item)
+        for home in self._layers(item):
+            del home.users[item]
+            self._free(home)
+
+    def _free(self, home: Home) -> None:
+        self._full = False
+        while home.spares and len(home.spares) > len(home.seen()):
+            self.device.forget(home.spares.pop())
+
+    def _used(self, homes: Sequence[Home]) -> None:
+        """The device has been given all that there is to do with these layers so far."""
+        for home in homes:
+            home.weights.to_newest()
+        ticket = self.device.mover.mark() if homes else None
+        for home in homes:
+            for block in (home.main, *home.versions.values()):
+                block.used = ticket
+
+    def _changed(self, group: Iterable[Weights]) -> None:
+        homes = [self.homes[weights.layer.name] for weights in group if weights.layer.name in self.homes]
+        for home in homes:
+            home.main.changed = True
+            if home.is_new:
+                home.adopt()
+        self._used(homes)  # those that have them at hand may give them up before they use them
+
+    def _next_use(self, block: Block) -> float:
+        return self._uses_of.next(block.home.name, self._position)
+
+
+def _items(first: int, total: int, due: Callable[[int], Iterable[int]] | None) -> Iterator[Item]:
+    for n in range(first, total):
+        for number in due(n) if due is not None and n > first else ():
+            yield ("E", number)
+        yield ("F", n)
+
+
+def _cuda(device: torch.device) -> bool:
+    return device.type == "cuda"

@@ -1,0 +1,158 @@
+"""A simulator of PyTorch's caching allocator: which bytes it reserves from the device for the bytes that are asked."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+from weft.errors import PlanError
+
+MIB = 2**20
+
+
+class OutOfMemory(PlanError):
+    """More bytes are reserved than the simulated device has, even after all that is cached was given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the allocator does with a request; the defaults are PyTorch's (c10/cuda/CUDACachingAllocator)."""
+
+    granule: int = 512
+    """Every request is rounded up to a multiple of it."""
+    small: int = MIB
+    """Requests up to it share segments of `small_segment`."""
+    small_segment: int = 2 * MIB
+    large: int = 10 * MIB
+    """Requests below it share segments of `large_segment`; others get one of their own, rounded up to `rounding`."""
+    large_segment: int = 20 * MIB
+    rounding: int = 2 * MIB
+    expandable: bool = False
+    """``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: one segment a pool, which grows by whole pages."""
+
+
+class _Block:
+    __slots__ = ("address", "after", "before", "free", "segment", "size", "small")
+
+    def __init__(self, address: int, size: int, segment: int, small: bool) -> None:
+        self.address, self.size, self.segment, self.small = address, size, segment, small
+        self.free = True
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+
+
+class CachingAllocator:
+    """Blocks are cut from segments, best fit first, and joined with free neighbours when they are freed.
+
+    ``allocated`` and ``reserved`` are bytes now, ``peak`` and ``reserved_peak`` the most so far. With a ``limit``,
+    segments that hold nothing are given back when it is met, and `OutOfMemory` is raised if that does not help.
+    Of free blocks of one size that at the lowest address is taken: ``descending`` says that later segments lie lower.
+    """
+
+    def __init__(self, rules: Rules | None = None, limit: int | None = None, descending: bool = False) -> None:
+        self.rules, self.limit = rules or Rules(), limit
+        self._sign = -1 if descending else 1
+        self.allocated = self.peak = self.reserved = self.reserved_peak = 0
+        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self._next = 0
+        self._ends: dict[bool, _Block] = {}
+
+    def rounded(self, size: int) -> int:
+        granule = self.rules.granule
+        return max(granule, -(-size // granule) * granule)
+
+    def alloc(self, size: int) -> _Block:
+        """A block of at least so many bytes."""
+        rules, size = self.rules, self.rounded(size)
+        small = size <= rules.small
+        free = self._free[small]
+        place = bisect_left(free, size, key=lambda entry: entry[0])
+        if place < len(free):
+            block = free.pop(place)[2]
+        else:
+            block = self._grow(size, small)
+        block.free = False
+        left = block.size - size
+        if left >= rules.granule if small or rules.expandable else left > rules.small:
+            rest = _Block(block.address + size, left, block.segment, small)
+            rest.before, rest.after, block.after, block.size = block, block.after, rest, size
+            if rest.after is not None:
+                rest.after.before = rest
+            if self._ends.get(small) is block:
+                self._ends[small] = rest
+            self._put(rest)
+        self.allocated += block.size
+        self.peak = max(self.peak, self.allocated)
+        return block
+
+    def free(self, block: _Block) -> None:
+        self.allocated -= block.size
+        block.free = True
+        for near in (block.before, block.after):
+            if near is not None and near.free:
+                self._take(near)
+                first, second = (near, block) if near is block.before else (block, near)
+                first.size += second.size
+                first.after = second.after
+                if second.after is not None:
+                    second.after.before = first
+                if self._ends.get(block.small) is second:
+                    self._ends[block.small] = first
+                block = first
+        self._put(block)
+
+    def _grow(self, size: int, small: bool) -> _Block:
+        rules = self.rules
+        if rules.expandable:
+            return self._extend(size, small)
+        if small:
+            segment = rules.small_segment
+        elif size < rules.large:
+            segment = rules.large_segment
+        else:
+            segment = -(-size // rules.rounding) * rules.rounding
+        self._reserve(segment)
+        self._next += 1
+        return _Block((self._next << 48) * self._sign, segment, self._next, small)
+
+    def _extend(self, size: int, small: bool) -> _Block:
+        page = self.rules.small_segment if small else self.rules.large_segment
+        end = self._ends.get(small)
+        have = end.size if end is not None and end.free else 0
+        grown = -(-(size - have) // page) * page
+        self._reserve(grown)
+        if end is not None and end.free:
+            self._take(end)
+            end.size += grown
+            return end
+        address = (1 << 60) * (1 + small) if end is None else end.address + end.size
+        block = _Block(address, grown, -1 - small, small)
+        block.before = end
+        if end is not None:
+            end.after = block
+        self._ends[small] = block
+        return block
+
+    def _reserve(self, size: int) -> None:
+        if self.limit is not None and self.reserved + size > self.limit:
+            self._release()
+            if self.reserved + size > self.limit:
+                raise OutOfMemory(
+                    f"{self.reserved} bytes are in use, {size} more are asked, and {self.limit} are there"
+                )
+        self.reserved += size
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
+
+    def _release(self) -> None:
+        """Segments of which nothing is in use go back to the device."""
+        for small, free in self._free.items():
+            kept = [e for e in free if e[2].before is not None or e[2].after is not None or self.rules.expandable]
+            self.reserved -= sum(e[0] for e in free) - sum(e[0] for e in kept)
+            self._free[small] = kept
+
+    def _put(self, block: _Block) -> None:
+        insort(self._free[block.small], (block.size, block.address, block), key=lambda entry: entry[:2])
+
+    def _take(self, block: _Block) -> None:
+        free = self._free[block.small]
+        free.pop(bisect_left(free, (block.size, block.address), key=lambda entry: entry[:2]))

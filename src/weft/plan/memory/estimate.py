@@ -1,0 +1,195 @@
+"""The estimate: peak memory and time of a training step before anything runs, at any batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.errors import PlanError
+from weft.plan.machine import Machine
+from weft.plan.machine import machine as machine_of
+from weft.plan.memory.allocator import Rules
+from weft.plan.memory.fakes import batch_size
+from weft.plan.memory.kernels import Kernels, kernels
+from weft.plan.memory.replay import Peaks, fits, replay
+from weft.plan.memory.seconds import Work, step_seconds
+from weft.plan.memory.step import Trace, trace
+from weft.plan.memory.tape import Line
+from weft.plan.memory.training import Loss, Step, Training
+from weft.units import size as shown
+from weft.units import size_of
+
+MOST = 2**22
+"""No batch above it is looked for."""
+
+
+def estimate(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    inputs: Sequence[str] | None = None,
+    optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "adamw",
+    options: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+    recompute: bool | Callable[[nn.Module], None] = False,
+    accumulate: int = 1,
+    step: Step | None = None,
+    device: str | Kernels = "h200",
+    machine: Machine | str | None = None,
+    expandable: bool = False,
+) -> Estimate:
+    """What a training step of the model takes on the device, from shapes alone: nothing is computed or allocated.
+
+    Model and batch may be on any device, ``meta`` too. The batch is a tensor, a tuple or a mapping, whose first
+    dimensions count the samples. A mapping's entries ``inputs`` are the model's arguments in order; without them, all
+    but the targets (``label``, ``targets``, ``y``) if there is a ``loss``, which is called with the outputs and the
+    batch, else all by name, and the loss is the output's own, or its mean. ``bfloat16`` is autocast. ``recompute``
+    keeps only the inputs of blocks (`recompute.parts`); a function does it its own way to the model it is given.
+    ``step(model, optimizer, batch)`` takes the place of the usual step, with ``torch.autocast("cpu", ...)`` where it
+    casts. The optimizer is one of torch by name, or a function of the parameters.
+
+    `PlanError` names what cannot be traced. While it works, operators of the whole process have other kernels: let no
+    other thread compute on the CPU meanwhile.
+    """
+    taken = Training(
+        model,
+        kernels(device) if isinstance(device, str) else device,
+        loss,
+        inputs,
+        optimizer,
+        options or {},
+        dtype,
+        recompute,
+        accumulate,
+        step,
+    )
+    size = batch_size(batch)
+    if machine is None and isinstance(device, str):
+        machine = device.upper()
+    source = _Source(taken, batch, size, Rules(expandable=expandable), machine)
+    return source.estimate(size, source.traced(size))
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Of one training step that is not the first; sizes are in bytes.
+
+    ``allocated`` and ``reserved`` are what ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved`` will say,
+    ``context`` what the process takes beside. ``phases`` are the peaks of forward, backward and optimizer, ``parts``
+    and ``modules`` what the highest consists of. ``assumed`` are values that the step asked for and tracing made up.
+    """
+
+    batch: int
+    allocated: int
+    reserved: int
+    context: int
+    phases: Mapping[str, int]
+    parts: Mapping[str, int]
+    modules: Mapping[str, Mapping[str, int]] = field(repr=False)
+    seconds: float | None
+    why: str
+    """Why there are no seconds."""
+    assumed: tuple[str, ...]
+    _source: _Source = field(repr=False, compare=False)
+
+    def at(self, batch: int) -> Estimate:
+        """The estimate at another batch size, without a trace: each block is a straight line in it, from two."""
+        if batch < 1:
+            raise PlanError(f"a batch has at least 1 sample, not {batch}")
+        return self if batch == self.batch else self._source.at(batch)
+
+    def fits(self, memory: float | str, *, context: bool = True) -> bool:
+        """Whether it runs on a device with so much memory (bytes, or text such as ``80GiB``), which the allocator
+        gives back what it caches for; the context counts unless the memory is the allocator's alone."""
+        return self._source.fits(self.batch, _bytes(memory) - context * self.context)
+
+    def largest_batch(self, memory: float | str, *, context: bool = True, margin: float = 0.02) -> int:
+        """The largest batch size that fits, with this share of the memory left over; 0 if none does."""
+        room = int(_bytes(memory) * (1 - margin)) - context * self.context
+        low, high = 0, 1
+        while high <= MOST and self._source.fits(high, room):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._source.fits(middle, room) else (low, middle)
+        return low
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {shown(size)}" for name, size in self.parts.items() if size)
+        return f"batch {self.batch}: {shown(self.allocated)} allocated, {shown(self.reserved)} reserved ({parts})"
+
+
+@dataclass(slots=True)
+class _Source:
+    """Where estimates at other batch sizes come from."""
+
+    training: Training
+    batch: Any
+    size: int
+    rules: Rules
+    machine: Machine | str | None
+    lines: tuple[Line, Trace, Trace, int] | None = None
+    traces: dict[int, Trace] = field(default_factory=dict)
+
+    def traced(self, size: int) -> Trace:
+        if size not in self.traces:
+            self.traces[size] = trace(self.training, self.batch, self.size, size)
+        return self.traces[size]
+
+    def estimate(self, size: int, found: Trace, peaks: Peaks | None = None, work: Work | None = None) -> Estimate:
+        peaks = peaks or replay(found.tape, self.rules)
+        seconds, why = self._seconds(work or found.work)
+        own = self.training.kernels.context
+        figures = (peaks.phases, peaks.parts, peaks.modules)
+        return Estimate(size, peaks.allocated, peaks.reserved, own, *figures, seconds, why, found.assumed, self)
+
+    def line(self) -> tuple[Line, Trace, Trace, int]:
+        base = max(self.size, 2)
+        while self.lines is None:
+            first, second = self.traced(base), self.traced(2 * base)
+            try:
+                self.lines = (Line(first.tape, base, second.tape, 2 * base, self.training.kernels), first, second, base)
+            except PlanError:
+                # Small batches may meet other kernels than large ones do.
+                base *= 2
+                if base > 8 * max(self.size, 2):
+                    raise
+        return self.lines
+
+    def at(self, size: int) -> Estimate:
+        line, first, second, base = self.line()
+        work = _between(first.work, second.work, (size - base) / base)
+        return self.estimate(size, first, replay(line.at(size), self.rules), work)
+
+    def fits(self, size: int, memory: int) -> bool:
+        return memory > 0 and fits(self.line()[0].at(size), memory, self.rules)
+
+    def _seconds(self, work: Work) -> tuple[float | None, str]:
+        if self.machine is None:
+            return None, "no machine was given"
+        try:
+            machine = self.machine if isinstance(self.machine, Machine) else machine_of(self.machine)
+            return step_seconds(work, machine), ""
+        except PlanError as error:
+            return None, str(error)
+
+
+def _between(first: Work, second: Work, share: float) -> Work:
+    if any(len(first[name]) != len(second.get(name, ())) for name in first):
+        return first
+    return {
+        name: [
+            (max(0.0, a + share * (c - a)), max(0.0, b + share * (d - b)))
+            for (a, b), (c, d) in zip(rows, second[name], strict=True)
+        ]
+        for name, rows in first.items()
+    }
+
+
+def _bytes(memory: float | str) -> int:
+    return int(size_of(memory, PlanError))

@@ -1,0 +1,96 @@
+"""Copies of a model and a batch in fake tensors: shapes without data, whatever device the originals are on."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import PlanError
+
+
+def fake_model(model: nn.Module) -> nn.Module:
+    """A copy within the fake mode that is on; weights of a recurrent module lie in one block, as cuDNN wants them."""
+    memo: dict[int, Any] = {}
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                _flat(module, memo)
+        for parameter in model.parameters():
+            if id(parameter) not in memo:
+                memo[id(parameter)] = nn.Parameter(_like(parameter), parameter.requires_grad)
+        for buffer in model.buffers():
+            memo.setdefault(id(buffer), _like(buffer))
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise PlanError(f"the model cannot be copied: {error}; build it anew on the 'meta' device") from error
+
+
+def in_order(model: nn.Module, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers with their modules' names, in the order in which ``model.to(device)`` moves them."""
+    for child, module in model.named_children():
+        yield from in_order(module, f"{name}.{child}" if name else child)
+    for own in (*model._parameters.values(), *model._buffers.values()):
+        if own is not None:
+            yield name, own
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """Within the block, models of transformers take the way that they take with data, not that of an export."""
+    module = sys.modules.get("transformers.utils.import_utils")
+    if module is None or not hasattr(module, "is_fake_tensor"):
+        yield
+        return
+    original = module.is_fake_tensor
+    module.is_fake_tensor = lambda _: False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = original  # type: ignore[attr-defined]
+
+
+def fake_batch(batch: Any, size: int | None = None, other: int | None = None) -> Any:
+    """The batch in fake tensors; with two sizes, first dimensions of the first become the other."""
+    if isinstance(batch, Tensor):
+        shape = list(batch.shape)
+        if size is not None and other is not None and shape and shape[0] == size:
+            shape[0] = other
+        return torch.empty(shape, dtype=batch.dtype)
+    if isinstance(batch, Mapping):
+        return {key: fake_batch(value, size, other) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(fake_batch(value, size, other) for value in batch)
+    return batch
+
+
+def batch_size(batch: Any) -> int:
+    """The first dimension of the batch's first tensor; `PlanError` if it has none."""
+    if isinstance(batch, Tensor):
+        if batch.dim():
+            return batch.shape[0]
+    elif isinstance(batch, (Mapping, tuple, list)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            if isinstance(value, (Tensor, Mapping, tuple, list)):
+                return batch_size(value)
+    raise PlanError("the batch holds no tensor with a first dimension to count samples by")
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def _flat(module: nn.RNNBase, memo: dict[int, Any]) -> None:
+    own = [weight for weight in module._flat_weights if weight is not None]
+    flat = torch.empty(sum(weight.numel() for weight in own), dtype=own[0].dtype)
+    start = 0
+    for weight in own:
+        part = flat[start : start + weight.numel()].view(weight.shape)
+        memo[id(weight)] = nn.Parameter(part, weight.requires_grad)
+        start += weight.numel()

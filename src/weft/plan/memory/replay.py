@@ -1,0 +1,96 @@
+"""Replaying a tape through the simulated allocator: peaks by phase, and what the highest one consists of."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.plan.memory.allocator import CachingAllocator, OutOfMemory, Rules
+from weft.plan.memory.tape import PARTS, PHASES, Tape
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Bytes; of phases those of the last step, of parts and modules those at the highest point."""
+
+    allocated: int
+    reserved: int
+    phases: Mapping[str, int]
+    parts: Mapping[str, int]
+    modules: Mapping[str, Mapping[str, int]]
+
+
+def replay(tape: Tape, rules: Rules | None = None) -> Peaks:
+    """The peaks of a tape on a device that has enough.
+
+    Nobody knows where the driver puts a segment, and which of two holes is filled first depends on that: the larger
+    figure of both directions is the one reserved."""
+    lower = CachingAllocator(rules, descending=True)
+    _run(tape, lower)
+    allocator = CachingAllocator(rules)
+    blocks = {}
+    phases: dict[str, int] = {}
+    phase = 0
+    best, moment = -1, 0
+    now = 0
+    for place, event in enumerate(tape.order):
+        if event == 0:
+            if tape.phases[phase] in ("setup", "optimizer"):
+                phases.clear()  # a new step
+            phase += 1
+            name = tape.phases[phase]
+            phases[name] = max(allocator.allocated, phases.get(name, 0))
+        elif tape.sizes[abs(event) - 1] == 0:
+            continue
+        elif event > 0:
+            blocks[event] = allocator.alloc(tape.sizes[event - 1])
+            now = allocator.allocated
+            name = tape.phases[phase]
+            if now > phases.get(name, -1):
+                phases[name] = now
+            if now > best:
+                best, moment = now, place
+        else:
+            allocator.free(blocks.pop(-event))
+    parts, modules = _held(tape, moment, allocator)
+    reserved = max(allocator.reserved_peak, lower.reserved_peak)
+    return Peaks(allocator.peak, reserved, {n: phases.get(n, 0) for n in PHASES[1:]}, parts, modules)
+
+
+def fits(tape: Tape, memory: int, rules: Rules | None = None) -> bool:
+    """Whether the steps of a tape run within so many bytes, cached ones being given back where that helps."""
+    try:
+        for descending in (False, True):
+            _run(tape, CachingAllocator(rules, memory, descending))
+    except OutOfMemory:
+        return False
+    return True
+
+
+def _run(tape: Tape, allocator: CachingAllocator) -> None:
+    blocks = {}
+    for event in tape.order:
+        if event == 0 or tape.sizes[abs(event) - 1] == 0:
+            continue
+        if event > 0:
+            blocks[event] = allocator.alloc(tape.sizes[event - 1])
+        else:
+            allocator.free(blocks.pop(-event))
+
+
+def _held(tape: Tape, moment: int, allocator: CachingAllocator) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    alive: set[int] = set()
+    for event in tape.order[: moment + 1]:
+        if event > 0:
+            alive.add(event - 1)
+        elif event < 0:
+            alive.discard(-event - 1)
+    parts = dict.fromkeys((*PARTS, "rounding"), 0)
+    modules: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for block in alive:
+        size, part = tape.sizes[block], tape.parts[block]
+        parts[part] += size
+        parts["rounding"] += allocator.rounded(size) - size if size else 0
+        modules[tape.modules[block]][part] += size
+    return parts, {name: dict(held) for name, held in sorted(modules.items())}

@@ -1,0 +1,110 @@
+"""What a step allocates and frees, in order, as a value that can be replayed at any batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft.errors import PlanError
+from weft.plan.memory.kernels import Kernels
+from weft.plan.memory.sketch import between
+from weft.plan.memory.workspaces import SLOTS, workspaces
+
+PHASES = ("setup", "forward", "backward", "optimizer")
+PARTS = ("weights", "gradients", "optimizer", "batch", "activations", "workspaces")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator with workspaces, which begin with this block, and sketches of its arguments and results."""
+
+    block: int
+    name: str
+    args: tuple[Any, ...]
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """``order`` holds n + 1 where block n is allocated, -(n + 1) where it is freed, and 0 where a phase begins.
+
+    The phases are the set-up, and then forward, backward and optimizer of each step. ``sizes`` are the bytes of each
+    block, ``parts`` and ``modules`` what it is of; a block of 0 bytes is none. ``calls`` are the operators whose
+    workspaces are among the blocks.
+    """
+
+    order: tuple[int, ...]
+    sizes: tuple[int, ...]
+    parts: tuple[str, ...]
+    modules: tuple[str, ...]
+    phases: tuple[str, ...]
+    calls: tuple[Call, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Sizes that are straight lines in the batch size, from tapes of two batches with the same blocks in the same
+    order; workspaces follow their rules from shapes that are such lines."""
+
+    first: Tape
+    batch: int
+    second: Tape
+    other: int
+    kernels: Kernels
+
+    def __post_init__(self) -> None:
+        alike = [call.name for call in self.first.calls] == [call.name for call in self.second.calls]
+        if self.first.order != self.second.order or not alike:
+            raise PlanError(
+                f"steps with batches of {self.batch} and {self.other} allocate in a different order "
+                f"({len(self.first)} and {len(self.second)} blocks): estimate each batch by itself"
+            )
+
+    def at(self, batch: int) -> Tape:
+        share = (batch - self.batch) / (self.other - self.batch)
+        pairs = zip(self.first.sizes, self.second.sizes, strict=True)
+        sizes = [max(0, round(a + share * (b - a))) for a, b in pairs]
+        for one, two in zip(self.first.calls, self.second.calls, strict=True):
+            args, result = between((one.args, one.result), (two.args, two.result), share)
+            sizes[one.block : one.block + SLOTS] = workspaces(one.name, args, result, self.kernels)
+        return replace(self.first, sizes=tuple(sizes))
+
+
+def in_place(order: Sequence[int], sums: dict[int, tuple[int, ...]]) -> tuple[list[int], dict[int, int]]:
+    """The order without the sums that a GPU forms in place, and for each of these blocks the one whose place it takes.
+
+    The autograd engine adds a gradient to an earlier one in place where nobody else holds it, but never with fake
+    tensors: there the sum is a new block, and a summand is freed right after. ``sums`` gives the summands of each.
+    """
+    taken: dict[int, int] = {}
+    kept: list[int] = []
+    place = 0
+    while place < len(order):
+        event = order[place]
+        if event > 0 and event - 1 in sums:
+            summands = sums[event - 1]
+            ahead = place + 1
+            while ahead < len(order) and order[ahead] < 0:
+                ahead += 1
+            freed = [-e - 1 for e in order[place + 1 : ahead]]
+            old = next((one for one in summands if one in freed), None)
+            if old is not None:
+                taken[event - 1] = old
+                kept += [-1 - one for one in freed if one != old]
+                place = ahead
+                continue
+        kept.append(event)
+        place += 1
+
+    # A block that took another's place is known by that one's number from then on, through chains of sums.
+    def first(block: int) -> int:
+        while block in taken:
+            block = taken[block]
+        return block
+
+    named = [0 if e == 0 else (first(e - 1) + 1 if e > 0 else -first(-e - 1) - 1) for e in kept]
+    return named, {block: first(block) for block in taken}

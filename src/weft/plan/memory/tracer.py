@@ -1,0 +1,165 @@
+"""A dispatch mode that writes down what every operator of a step allocates, and when it is freed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.plan.memory.kernels import Kernels
+from weft.plan.memory.seconds import Counter
+from weft.plan.memory.sketch import sketched
+from weft.plan.memory.tape import Call, Tape, in_place
+from weft.plan.memory.workspaces import has_rule, workspaces
+
+_PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.addmv.", "aten.mv.", "aten._cudnn_rnn")
+
+
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes a tape. It lies over a fake mode; ``phase`` and ``module`` say what is going on, and are set from outside.
+
+    Optimizers' kernels over lists of tensors are not run at all: only what they return is made.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels = kernels
+        self.phase = "setup"
+        self.module = ""
+        self.assumed: list[str] = []
+        self.counter: Counter | None = None
+        """Where the work of operators is added up, if it is."""
+        self._order: list[int] = []
+        self._sizes: list[int] = []
+        self._parts: list[str] = []
+        self._modules: list[str] = []
+        self._phases: list[str] = ["setup"]
+        self._calls: list[Call] = []
+        self._blocks: dict[int, int] = {}  # by storage
+        self._sums: dict[int, tuple[int, ...]] = {}
+        self._seen: set[tuple[str, bool]] = set()  # lasting workspaces: by kind and whether of the backward's thread
+
+    def begin(self, phase: str) -> None:
+        self.phase = phase
+        self._order.append(0)
+        self._phases.append(phase)
+
+    def own(self, tensor: Tensor, part: str, module: str = "") -> None:
+        """A tensor that is there from now on as this part."""
+        place = self._blocks.get(tensor.untyped_storage()._cdata)
+        if place is None:
+            self._see(tensor, part, module)
+        else:
+            self._parts[place], self._modules[place] = part, module
+
+    def tape(self) -> Tape:
+        order, taken = in_place(self._order, self._sums)
+        for block, old in taken.items():
+            if self._parts[block] != "activations":
+                self._parts[old], self._modules[old] = self._parts[block], self._modules[block]
+        kinds = (tuple(self._parts), tuple(self._modules), tuple(self._phases))
+        return Tape(tuple(order), tuple(self._sizes), *kinds, tuple(self._calls))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = str(func), kwargs or {}
+        if name.startswith(("aten._foreach_", "aten._fused_")):
+            result = _over_lists(name, args)
+            if self.counter is not None:
+                self.counter.over_lists(args)
+        elif name == "aten._local_scalar_dense.default":
+            return self._scalar(func, args)
+        else:
+            result = func(*args, **kwargs)
+        if self.phase == "optimizer":
+            for tensor in _tensors(result):
+                if tensor.dim():  # the counts of steps lie in host memory
+                    self._see(tensor, "workspaces")
+            return result
+        made = _tensors(result)
+        if name == "aten.native_dropout.default":  # the kernel makes its mask first
+            made.reverse()
+        start = len(self._order)
+        fresh = [place for tensor in made if (place := self._see(tensor, "activations")) is not None]
+        if name.startswith(_PRODUCTS):
+            self._lasting("product", self.kernels.blas)
+            if name.startswith("aten.addmm."):
+                self._lasting("biased", self.kernels.blas_biased)
+        if name == "aten.add.Tensor" and self.phase == "backward" and fresh:
+            self._sum(fresh[0], args)
+        if has_rule(name):
+            call = Call(len(self._sizes), name, sketched(args), sketched(result))
+            self._calls.append(call)
+            for size in workspaces(name, call.args, call.result, self.kernels):
+                self._order += [len(self._sizes) + 1, -len(self._sizes) - 1]
+                self._add(size, "workspaces", self.module)
+            if name == "aten.convolution_backward.default" and args[10][0]:
+                # The images' gradient is done before the weights' is begun.
+                done, count = self._order[start:], len(fresh)
+                self._order[start:] = [done[0], *done[count : count + 2], *done[1:count], *done[count + 2 :]]
+        if self.counter is not None:
+            self.counter(func, args, kwargs, result)
+        return result
+
+    def _see(self, tensor: Tensor, part: str, module: str | None = None) -> int | None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._blocks or not storage.nbytes():
+            return None
+        place = self._blocks[key] = len(self._sizes)
+        self._order.append(place + 1)
+        self._add(storage.nbytes(), part, self.module if module is None else module)
+        # PyTorch keeps the Python object of a storage for as long as the storage itself: they end together.
+        weakref.finalize(storage, self._forget, key).atexit = False
+        return place
+
+    def _add(self, size: int, part: str, module: str) -> None:
+        self._sizes.append(size)
+        self._parts.append(part)
+        self._modules.append(module)
+
+    def _forget(self, key: int) -> None:
+        self._order.append(-self._blocks.pop(key) - 1)
+
+    def _lasting(self, kind: str, size: int) -> None:
+        """A library's workspace: made with the first call of each thread, and kept."""
+        if (kind, self.phase == "backward") not in self._seen:
+            self._seen.add((kind, self.phase == "backward"))
+            self._order.append(len(self._sizes) + 1)
+            self._add(size, "workspaces", "")
+
+    def _sum(self, result: int, args: tuple[Any, ...]) -> None:
+        pair = [a for a in args[:2] if isinstance(a, Tensor)]
+        if len(pair) == 2 and pair[0].shape == pair[1].shape and pair[0].dtype == pair[1].dtype:
+            blocks = [self._blocks.get(one.untyped_storage()._cdata) for one in pair]
+            self._sums[result] = tuple(b for b in blocks if b is not None and self._sizes[b] == self._sizes[result])
+
+    def _scalar(self, func: Any, args: tuple[Any, ...]) -> Any:
+        if self.phase == "optimizer":
+            return 1.0  # the count of steps, which nothing has counted up
+        try:
+            return func(*args)
+        except Exception:
+            kind = args[0].dtype
+            self.assumed.append(f"a value that module '{self.module}' asks for is taken as 1")
+            return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _over_lists(name: str, args: tuple[Any, ...]) -> Any:
+    if name.split(".")[1].endswith("_"):
+        return None
+    if name.startswith("aten._foreach_norm"):
+        return [one.new_empty(()) for one in args[0]]
+    return [torch.empty_like(one) for one in args[0]]

@@ -1,0 +1,401 @@
+"""Layers that live on the host: with any budget, under any timing of copies, every bit is that of a run without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import stages
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stages import CPU, Outcome, Task, in_stages, make_task, sequentially
+from torch import Tensor
+
+from weft.errors import ConfigError, TrainError
+from weft.pipeline import Optimizer, Sequential
+from weft.pipeline.norms import GlobalNorm
+from weft.pipeline.residency import Residency, Resident
+from weft.pipeline.stage import Stage
+from weft.pipeline.state import layer_digest
+
+
+@dataclass(eq=False)
+class Job:
+    """A copy that has not been made yet."""
+
+    target: Tensor
+    source: Tensor
+    after: list[Job] = field(default_factory=list)
+    done: bool = False
+
+    def run(self) -> None:
+        if not self.done:
+            for job in self.after:
+                job.run()
+            self.target.copy_(self.source)
+            self.done = True
+
+
+class Late:
+    """Copies as late as it may, and in any order: whoever reads without waiting finds something else."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.jobs: list[Job] = []
+
+    def bring(self, target: Tensor, source: Tensor, after: Sequence[Job | None]) -> Job:
+        return self._add(target, source, after, poison=True)
+
+    def send(self, target: Tensor, source: Tensor, after: Sequence[Job | None]) -> Job:
+        return self._add(target, source, after, poison=True)
+
+    def _add(self, target: Tensor, source: Tensor, after: Sequence[Job | None], poison: bool) -> Job:
+        job = Job(target, source, [ticket for ticket in after if ticket is not None])
+        if all(other.done for other in job.after) and not any(_overlap(target, other.source) for other in self.jobs):
+            target.fill_(255)  # as floats, not a number
+        self.jobs.append(job)
+        self._some()
+        return job
+
+    def _some(self) -> None:
+        for job in self.rng.sample(self.jobs, len(self.jobs)):
+            if self.rng.random() < 0.2:
+                job.run()
+        self.jobs = [job for job in self.jobs if not job.done]
+
+    def mark(self) -> None:
+        return None
+
+    def wait(self, ticket: Job | None) -> None:
+        if ticket is not None:
+            ticket.run()
+        self._some()
+
+    settle = wait
+
+    def done(self, ticket: Job | None) -> bool:
+        return ticket is None or ticket.done
+
+    def late(self) -> int:
+        return 0
+
+
+class Early:
+    """Copies at the earliest time that its tickets allow: what the device does after a mark comes too late."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        """Of the device, once there is one."""
+        self.count = 0
+
+    def bring(self, target: Tensor, source: Tensor, after: Sequence[Moment | None]) -> Moment:
+        assert torch.equal(self._then(after, target), target), "written to after it was given up"
+        target.copy_(source)
+        return self.mark()
+
+    def send(self, target: Tensor, source: Tensor, after: Sequence[Moment | None]) -> Moment:
+        target.copy_(self._then(after, source))
+        return self.mark()
+
+    def mark(self) -> Moment:
+        self.count += 1
+        return Moment(self.count, self.memory.clone())
+
+    def wait(self, ticket: Moment | None) -> None:
+        return
+
+    settle = wait
+
+    def done(self, ticket: Moment | None) -> bool:
+        return ticket is None
+
+    def late(self) -> int:
+        return 0
+
+    def _then(self, after: Sequence[Moment | None], part: Tensor) -> Tensor:
+        """What was there when the last of the tickets was done."""
+        moments = sorted((moment for moment in after if moment is not None), key=lambda moment: moment.count)
+        at = part.data_ptr() - self.memory.data_ptr()
+        return moments[-1].memory[at : at + part.numel()] if moments else part
+
+
+@dataclass(eq=False)
+class Moment:
+    """The memory of the device at some time."""
+
+    count: int
+    memory: Tensor
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() < b.data_ptr() + b.numel() and b.data_ptr() < a.data_ptr() + a.numel()
+
+
+def least_of(task: Task) -> int:
+    sequential = Sequential(task.chain(), task.law, task.stream, CPU)
+    sequential.reside(Residency("1TiB", ahead=0))
+    assert sequential.memory is not None
+    return sequential.memory.least
+
+
+def resided(task: Task, said: Residency, seed: int | None = None) -> tuple[Outcome, Resident]:
+    sequential = Sequential(task.chain(), task.law, task.stream, CPU)
+    sequential.reside(said, mover=None if seed is None else Late(seed))
+    memory = sequential.memory
+    assert memory is not None
+    sequential.train_mode()
+    losses = []
+    for step in range(task.law.steps):
+        losses += [loss.item() for loss in sequential.step(step, task.batch(step)).losses]
+    sequential.eval_mode()
+    return Outcome(
+        {name: layer_digest(w, sequential.updater) for name, w in sequential.weights.items()}, losses
+    ), memory
+
+
+@contextmanager
+def stages_reside(said: dict[int, Residency], mover: Callable[[], Any]) -> Any:
+    """Within the block every stage that is made has its layers on the host."""
+    made: list[Resident] = []
+
+    def make(*arguments: Any, **options: Any) -> Stage:
+        stage = Stage(*arguments, **options)
+        stage.reside(said[stage.index], mover=(own := mover()))
+        assert stage.memory is not None
+        if isinstance(own, Early):
+            own.memory = stage.memory.device.memory
+        made.append(stage.memory)
+        return stage
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "Stage", make)
+        yield made
+
+
+ADAM = Optimizer("adamw", lr=1e-3, weight_decay=0.01)
+KINDS = ("text", "convolutional", "encoder-decoder", "plain")
+PROMISES = ("exact", "delayed(2)", "lagged(2)", "bounded(2, 3)", "bounded(4, 2)", "stashed(2, 3)")
+
+
+def same(one: Outcome, other: Outcome) -> None:
+    assert one.losses == other.losses
+    assert one.layers == other.layers
+
+
+@pytest.mark.parametrize("consistency", [*PROMISES, "recomputed(2, 3)"])
+@pytest.mark.parametrize("m", [1, 2])
+def test_the_least_budget_gives_the_same_bits_however_late_copies_come(consistency: str, m: int) -> None:
+    task = make_task("text", m=m, consistency=consistency, optimizer=ADAM)
+    budget = least_of(task)
+    found, memory = resided(task, Residency(budget), seed=1)
+    same(found, sequentially(task))
+    assert memory.figures()["peak"] <= budget
+    if consistency == "exact":  # else nothing would have been tried
+        assert memory.figures()["sent"] > 0
+
+
+@pytest.mark.parametrize("consistency", [*PROMISES, "recomputed(2, 3)"])
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_nothing_is_copied_before_the_device_has_done_what_it_was_given_to_do(consistency: str, factor: float) -> None:
+    task = make_task("text", m=2, steps=7, consistency=consistency, optimizer=ADAM)
+    sequential, mover = Sequential(task.chain(), task.law, task.stream, CPU), Early()
+    sequential.reside(Residency(int(least_of(task) * factor)), mover=mover)
+    assert sequential.memory is not None
+    mover.memory = sequential.memory.device.memory
+    sequential.train_mode()
+    losses = []
+    for step in range(task.law.steps):
+        losses += [loss.item() for loss in sequential.step(step, task.batch(step)).losses]
+    sequential.eval_mode()
+    layers = {name: layer_digest(w, sequential.updater) for name, w in sequential.weights.items()}
+    same(Outcome(layers, losses), sequentially(task))
+
+
+@pytest.mark.parametrize("kind", ["nadam", "adagrad", "adafactor", "rmsprop", "muon", "asgd"])
+def test_whatever_an_optimizer_keeps_goes_with_its_layer(kind: str) -> None:
+    task = make_task("text", optimizer=Optimizer(kind, lr=1e-3))
+    found, memory = resided(task, Residency(least_of(task)), seed=2)
+    same(found, sequentially(task))
+    assert memory.figures()["sent"] > 0
+
+
+def test_a_byte_less_than_the_least_is_refused_with_the_least() -> None:
+    task = make_task("text", optimizer=ADAM)
+    least = least_of(task)
+    with pytest.raises(TrainError, match=f"The least that would do is {least} bytes"):
+        resided(task, Residency(least - 1))
+
+
+def test_a_layer_larger_than_the_budget_is_named() -> None:
+    with pytest.raises(TrainError, match=r"layer 'b\d\.\w+' alone needs"):
+        resided(make_task("text", optimizer=ADAM), Residency("2KiB"))
+
+
+@pytest.mark.parametrize("wrong", ["8 gigs", "eight", "-1GiB", "0"])
+def test_a_budget_in_wrong_units_is_a_mistake_of_the_config(wrong: str) -> None:
+    with pytest.raises(ConfigError):
+        Residency(wrong)
+
+
+def test_with_room_for_all_layers_nothing_is_copied_twice() -> None:
+    task = make_task("text", steps=12, optimizer=ADAM)
+    _, memory = resided(task, Residency("1MiB"))
+    told = memory.figures()
+    used = {name for n in range(12) for name in (layer.name for layer in task.chain().route(task.stream[n][0]))}
+    assert told["brought"] == sum(memory.homes[name].layout.weight_bytes for name in used if name in memory.homes)
+    assert told["sent"] == 0
+
+
+def test_what_did_not_change_is_not_written_back() -> None:
+    from weft.pipeline.residency.entry import make_readable
+    from weft.supernet import initialise
+
+    chain = initialise(stages.text, 0)
+    memory = make_readable(chain, CPU, Residency("12KiB"))
+    for name in [*memory.homes, *memory.homes]:
+        with memory.lending([name]):
+            pass
+    assert memory.device.traffic.sent == 0
+    assert memory.device.traffic.brought > memory.device.traffic.peak
+
+
+def test_a_layer_that_was_not_used_has_no_optimizer_state_to_move() -> None:
+    task = make_task("text", steps=1, optimizer=ADAM)
+    _, memory = resided(task, Residency("1MiB"))
+    used = {layer.name for layer in task.chain().route(task.stream[0][0])}
+    for name, home in memory.homes.items():
+        assert home.moved == (home.layout.moved_bytes if name in used else home.layout.weight_bytes)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run on stages, each with so many times its least budget."""
+
+    task: Task
+    cut: tuple[int, ...]
+    window: int
+    factor: float
+    seed: int
+    how: dict[str, Any] = field(default_factory=dict)
+    early: bool = False
+
+    def budgets(self, cut: tuple[int, ...] | None = None) -> dict[int, int]:
+        return {
+            index: int(least * self.factor) for index, least in self.least(self.cut if cut is None else cut).items()
+        }
+
+    def least(self, cut: tuple[int, ...]) -> dict[int, int]:
+        found = {}
+        for index in range(len(cut) + 1):
+            stage = Stage(self.task.chain(), self.task.law, self.task.stream, CPU, cut, index)
+            stage.reside(Residency("1TiB", ahead=0), also=self.also())
+            assert stage.memory is not None
+            found[index] = max(stage.memory.least, 1)
+        return found
+
+    def also(self) -> list[Any]:
+        return list(self.how["evaluated"][1].values()) if self.how.get("evaluated") else []
+
+
+def cuts(blocks: int, most: int = 2) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.sets(st.integers(1, blocks - 1), max_size=most).map(lambda cut: tuple(sorted(cut)))
+
+
+@st.composite
+def cases(draw: st.DrawFn, scored: bool = False) -> Case:
+    kind = draw(st.sampled_from(("text", "plain") if scored else (*KINDS, "tied")))
+    m = draw(st.sampled_from([1, 2]))
+    chain = (stages.KINDS | stages.ALIKE)[kind][0]()
+    mixed = kind != "tied" and draw(st.booleans())
+    one = draw(st.sampled_from(["exact", "bounded(2, 3)"] if kind == "tied" else PROMISES))
+    said: Any = {name: draw(st.sampled_from(PROMISES)) for name in chain.layers} if mixed else one
+    together = not mixed and one in ("exact", "bounded(2, 3)", "stashed(2, 3)")
+    task = make_task(
+        kind,
+        steps=6,
+        m=m,
+        consistency=said,
+        optimizer=draw(st.sampled_from([None, ADAM, Optimizer("sgd", lr=0.05, momentum=0.9, foreach=True)])),
+        seed=draw(st.integers(0, 9)),
+        clip=draw(st.sampled_from([None, 0.5, GlobalNorm(0.2)] if together else [None, 0.5])),
+        precision=draw(st.sampled_from(["fp32", "bf16"])),
+    )
+    how: dict[str, Any] = {}
+    how |= draw(st.sampled_from([{}, {"split": True}, {"defer": True}]))
+    if scored:
+        built = task.chain()
+        picks = {"largest": built.largest(), "smallest": built.smallest()}
+        how["evaluated"] = (draw(st.sampled_from([1, 2, 4])), picks, lambda number: stages.words(100 + number), 2)
+    return Case(
+        task,
+        draw(cuts(len(chain.blocks))),
+        draw(st.integers(1, 5)),
+        draw(st.sampled_from([1.0, 1.3, 2.0, 5.0])),
+        draw(st.integers(0, 10**6)),
+        how,
+        draw(st.booleans()),
+    )
+
+
+def run_case(case: Case, **options: Any) -> tuple[Outcome, list[Any]]:
+    cut = options.pop("cut", case.cut)
+    budgets = case.budgets(cut)
+    said = {index: Residency(budget) for index, budget in budgets.items()}
+    with stages_reside(said, Early if case.early else partial(Late, case.seed)) as made:
+        found = in_stages(case.task, cut, case.window, case.seed, **case.how, **options)
+    for index, memory in enumerate(made):
+        assert memory.figures()["peak"] <= budgets[index]
+        assert not any(home.users or home.spares or home.lent for home in memory.homes.values())
+    return found
+
+
+@settings(max_examples=10, deadline=None)
+@given(case=cases())
+def test_any_budget_gives_the_same_bits_on_any_stages_under_any_timing(case: Case) -> None:
+    found, _ = run_case(case)
+    same(found, sequentially(case.task))
+
+
+@settings(max_examples=5, deadline=None)
+@given(case=cases(scored=True))
+def test_batches_that_are_only_scored_give_the_same_scores(case: Case) -> None:
+    found, _ = run_case(case)
+    plain, _ = in_stages(case.task, case.cut, case.window, case.seed, **case.how)
+    same(found, plain)
+    assert found.scores == plain.scores
+
+
+@settings(max_examples=6, deadline=None)
+@given(case=cases(), other=st.integers(0, 1), at=st.sampled_from([2, 4]), factor=st.sampled_from([1.0, 3.0]))
+def test_a_run_goes_on_with_another_budget_on_other_stages(case: Case, other: int, at: int, factor: float) -> None:
+    goes_on(case, other, at, factor)
+
+
+def goes_on(case: Case, other: int, at: int, factor: float) -> None:
+    whole, snapshots = run_case(case, every=2)
+    same(whole, sequentially(case.task))
+    own = [snapshot for snapshot in snapshots if snapshot.at == at * case.task.law.microbatches]
+    tensors = {name: tensor for snapshot in own for name, tensor in snapshot.tensors.items()}
+    layers = {name: told for snapshot in own for name, told in snapshot.layers.items()}
+    norms = {key: value for snapshot in own for key, value in snapshot.norms.items()}
+    cut = (2,) if other else ()
+    rest, _ = run_case(replace(case, factor=factor), saved=(tensors, layers, norms), first_step=at, cut=cut)
+    assert rest.layers == whole.layers
+    assert rest.losses == whole.losses[at * case.task.law.microbatches :]
+
+
+@pytest.mark.long
+@settings(max_examples=600, deadline=None)
+@given(case=cases(), scored=cases(scored=True), other=st.integers(0, 1), at=st.sampled_from([2, 4]))
+def test_so_do_many_more_of_them(case: Case, scored: Case, other: int, at: int) -> None:
+    found, _ = run_case(scored)
+    plain, _ = in_stages(scored.task, scored.cut, scored.window, scored.seed, **scored.how)
+    same(found, plain)
+    assert found.scores == plain.scores
+    goes_on(case, other, at, 3.0)

@@ -1,0 +1,80 @@
+"""Layers that live in pinned memory and come to a GPU: the same bits as without, and never more than the budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stages
+import torch
+from disturbed import samples
+from stages import Outcome, Task, make_task
+
+import weft
+from weft.pipeline import Optimizer, Sequential
+from weft.pipeline.determinism import deterministic
+from weft.pipeline.residency import Residency
+from weft.pipeline.residency.entry import prepare
+from weft.pipeline.residency.host import taken
+from weft.pipeline.state import layer_digest
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+CUDA = torch.device("cuda")
+ADAM = Optimizer("adamw", lr=1e-3, weight_decay=0.01)
+PROMISES = ("exact", "delayed(2)", "lagged(2)", "bounded(2, 3)", "stashed(2, 3)", "recomputed(2, 3)")
+
+
+def trained(task: Task, said: Residency | None) -> tuple[Outcome, Any]:
+    chain = task.chain()
+    if said is None:
+        chain = chain.to(CUDA)
+    else:
+        prepare(chain, CUDA)
+    sequential = Sequential(chain, task.law, task.stream, CUDA)
+    if said is not None:
+        sequential.reside(said)
+    losses = []
+    with deterministic(CUDA):
+        sequential.train_mode()
+        for step in range(task.law.steps):
+            batch = {name: tensor.to(CUDA) for name, tensor in task.batch(step).items()}
+            losses += [loss.item() for loss in sequential.step(step, batch).losses]
+        sequential.eval_mode()
+    layers = {name: layer_digest(w, sequential.updater) for name, w in sequential.weights.items()}
+    return Outcome(layers, losses), sequential.memory
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("consistency", PROMISES)
+def test_any_budget_gives_the_same_bits_on_a_gpu(consistency: str, precision: str) -> None:
+    for optimizer in (ADAM, Optimizer("adamw", lr=1e-3, foreach=True), Optimizer("sgd", lr=0.05, momentum=0.9)):
+        task = make_task("text", steps=12, m=2, consistency=consistency, optimizer=optimizer, precision=precision)
+        wanted, _ = trained(task, None)
+        _, memory = trained(task, Residency("1GiB"))
+        for factor in (1.0, 1.5, 4.0):
+            budget = int(memory.least * factor)
+            found, small = trained(task, Residency(budget))
+            assert found.losses == wanted.losses
+            assert found.layers == wanted.layers
+            assert small.figures()["peak"] <= budget
+            assert small.device.memory.numel() <= budget
+
+
+def test_memory_of_the_host_is_pinned_and_let_go_of() -> None:
+    for _ in range(3):
+        memory = taken(1 << 20, pin=True)
+        assert memory.is_pinned()
+        del memory
+
+
+def test_a_run_on_a_gpu_ends_and_is_searched_as_one_without(tmp_path: Path) -> None:
+    told: dict[str, Any] = {"steps": 12, "batch_size": 4, "optimizer": ADAM, "device": "cuda", "validate": 4}
+    wanted = weft.train(stages.text, samples("text"), **told, runs=tmp_path, run="all")
+    disk = Residency("56KiB", host="20KiB", disk=tmp_path)
+    for name, said in (("small", Residency("56KiB")), ("disk", disk)):
+        found = weft.train(stages.text, samples("text"), **told, runs=tmp_path, run=name, residency=said)
+        assert found.fingerprint == wanted.fingerprint
+        best = [(pick.subnet.id, pick.scores) for pick in weft.search(wanted, minimize=["loss", "flops"], budget=6)]
+        assert [(p.subnet.id, p.scores) for p in weft.search(found, minimize=["loss", "flops"], budget=6)] == best

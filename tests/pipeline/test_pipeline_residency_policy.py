@@ -1,0 +1,164 @@
+"""What lies where on a device, and what goes when something else is needed: by hand, by law, and by brute force."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.pipeline.residency.ground import Ground, Span
+from weft.pipeline.residency.policy import Policy, Uses
+
+
+def test_the_smallest_hole_that_is_large_enough_is_taken_and_holes_are_merged() -> None:
+    ground = Ground(100)
+    assert [ground.put(key, size) for key, size in (("a", 30), ("b", 10), ("c", 40))] == [
+        Span(0, 30),
+        Span(30, 10),
+        Span(40, 40),
+    ]
+    ground.free("b")
+    assert ground.put("d", 10) == Span(30, 10)  # not the hole of 20 at the end
+    ground.free("a")
+    ground.free("d")
+    assert ground.put("e", 40) == Span(0, 40)
+    assert ground.put("f", 21) is None
+    assert ground.taken == 80
+
+
+def test_the_layer_whose_next_use_is_farthest_goes() -> None:
+    routes = [["a"], ["b"], ["c"], ["b"], ["a"], ["c"]]
+    uses = Uses(lambda n: routes[n], 0, len(routes))
+    at = 0
+    policy = Policy(2, lambda key: False, lambda key: uses.next(str(key), at))
+    gone = []
+    for at, route in enumerate(routes):  # noqa: B007
+        change = policy.want(dict.fromkeys(route, 1))
+        assert change is not None
+        gone.append([key for key, _ in change.gone])
+    assert gone == [[], [], ["a"], [], ["b"], []]  # before c, a is used later than b; before a, b never again
+
+
+def test_a_layer_that_is_not_used_again_counts_as_farthest() -> None:
+    uses = Uses(lambda n: ["a"] if n < 3 else ["b"], 0, 6)
+    assert [uses.next("a", n) for n in range(5)] == [0, 1, 2, math.inf, math.inf]
+    assert uses.next("b", 4) == 4
+    assert uses.next("c", 4) == math.inf
+
+
+class Bytes:
+    """The oracle of a ground: one entry a byte."""
+
+    def __init__(self, size: int) -> None:
+        self.owner: list[int | None] = [None] * size
+
+    def set(self, span: Span, key: int) -> None:
+        assert all(owner is None for owner in self.owner[span.start : span.end])
+        assert span.start >= 0
+        assert span.end <= len(self.owner)
+        self.owner[span.start : span.end] = [key] * span.size
+
+    def clear(self, key: int) -> None:
+        self.owner = [None if owner == key else owner for owner in self.owner]
+
+    def largest_hole(self) -> int:
+        best = run = 0
+        for owner in self.owner:
+            run = run + 1 if owner is None else 0
+            best = max(best, run)
+        return best
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_ground_is_a_map_of_bytes(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 40))
+    ground, oracle = Ground(size), Bytes(size)
+    for key in range(data.draw(st.integers(1, 25))):
+        there = sorted(map(int, ground.spans))  # type: ignore[call-overload]
+        what = data.draw(st.sampled_from(["put", "put", "free", "shrink"] if there else ["put"]))
+        if what == "put":
+            wanted = data.draw(st.integers(1, size))
+            hole = oracle.largest_hole()
+            span = ground.put(key, wanted)
+            assert (span is None) == (wanted > hole)
+            if span is not None:
+                oracle.set(span, key)
+            continue
+        old = data.draw(st.sampled_from(there))
+        if what == "free":
+            ground.free(old)
+            oracle.clear(old)
+        else:
+            smaller = data.draw(st.integers(1, ground.spans[old].size))
+            start = ground.spans[old].start
+            ground.shrink(old, smaller)
+            oracle.clear(old)
+            oracle.set(Span(start, smaller), old)
+        assert ground.taken == sum(owner is not None for owner in oracle.owner)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_what_is_wanted_comes_and_what_is_pinned_stays_where_it_is(data: st.DataObject) -> None:
+    size = data.draw(st.integers(4, 60))
+    sizes = {key: data.draw(st.integers(1, max(size // 2, 1))) for key in range(8)}
+    soon = {key: data.draw(st.integers(0, 20)) for key in sizes}
+    pinned: set[int] = set()
+    policy = Policy(size, lambda key: key in pinned, lambda key: soon[key])  # type: ignore[index]
+    for _ in range(data.draw(st.integers(1, 12))):
+        wanted = data.draw(st.lists(st.sampled_from(range(8)), min_size=1, max_size=4, unique=True))
+        before = dict(policy.ground.spans)
+        kept = {key: before[key] for key in pinned & set(before)}
+        change = policy.want({key: sizes[key] for key in wanted})
+        after = policy.ground.spans
+        if change is None:
+            assert after == before
+            need = sum(sizes[key] for key in wanted)
+            assert need > size or any(key in pinned for key in before)  # the law of progress
+        else:
+            assert set(wanted) <= set(after)
+            assert all(after[key] == span for key, span in kept.items())
+            assert {key for key, _ in change.gone} <= set(before) - set(kept)
+            moved = {key: span for key, span in after.items() if before.get(key) != span}
+            assert moved.items() <= dict(change.come).items() <= after.items()
+        spans = sorted(after.values())
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+        assert all(span.start >= 0 and span.end <= size for span in spans)
+        pinned = set(data.draw(st.lists(st.sampled_from(sorted(after)), max_size=2, unique=True))) if after else set()  # type: ignore[type-var]
+
+
+def fewest(routes: Sequence[frozenset[int]], room: int) -> int:
+    """The fewest copies with which every route is there in its turn: all ways to evict are tried."""
+    ways: dict[frozenset[int], int] = {frozenset(): 0}
+    for route in routes:
+        found: dict[frozenset[int], int] = {}
+        for there, copies in ways.items():
+            cost = copies + len(route - there)
+            others = there - route
+            for count in range(min(len(others), room - len(route)) + 1):
+                for some in combinations(sorted(others), count):
+                    state = route | frozenset(some)
+                    found[state] = min(found.get(state, cost), cost)
+        ways = found
+    return min(ways.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    routes=st.lists(st.frozensets(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=9),
+    room=st.integers(3, 5),
+)
+def test_no_other_way_to_evict_needs_fewer_copies(routes: list[frozenset[int]], room: int) -> None:
+    at = 0
+    uses = Uses(lambda n: [str(layer) for layer in routes[n]], 0, len(routes))
+    policy = Policy(room, lambda key: False, lambda key: uses.next(str(key), at))
+    copies = 0
+    for at, route in enumerate(routes):  # noqa: B007
+        change = policy.want({str(layer): 1 for layer in sorted(route)})
+        assert change is not None
+        copies += len(change.come)
+    assert copies == fewest(routes, room)

@@ -1,0 +1,144 @@
+"""The simulated caching allocator against sums by hand and a simpler one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.plan.memory.allocator import MIB, CachingAllocator, OutOfMemory, Rules
+
+SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 3 * MIB), st.integers(MIB, 40 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken", "reserved"),
+    [
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (21 * MIB, 21 * MIB, 22 * MIB),
+    ],
+)
+def test_a_request_takes_its_rounded_size_from_a_segment_of_its_class(asked: int, taken: int, reserved: int) -> None:
+    allocator = CachingAllocator()
+    allocator.alloc(asked)
+    # What is left of a large segment is cut off only if it is above 1 MiB.
+    assert (allocator.allocated, allocator.reserved) == (taken if asked != 21 * MIB else 22 * MIB, reserved)
+
+
+def test_freed_neighbours_join_so_that_a_larger_request_fits_in_their_place() -> None:
+    allocator = CachingAllocator()
+    first, second, third = (allocator.alloc(6 * MIB) for _ in range(3))
+    assert allocator.reserved == 20 * MIB
+    allocator.free(first)
+    allocator.free(second)
+    allocator.alloc(12 * MIB)
+    assert allocator.reserved == 20 * MIB
+    allocator.free(third)
+    allocator.alloc(9 * MIB)
+    assert allocator.reserved == 40 * MIB
+
+
+def test_small_requests_never_use_the_segments_of_large_ones() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.alloc(8 * MIB))
+    allocator.alloc(100)
+    assert allocator.reserved == 22 * MIB
+
+
+def test_at_the_limit_cached_segments_are_given_back_before_memory_is_out() -> None:
+    allocator = CachingAllocator(limit=50 * MIB)
+    allocator.free(allocator.alloc(30 * MIB))
+    allocator.alloc(40 * MIB)
+    assert allocator.reserved == 40 * MIB
+    assert allocator.reserved_peak == 40 * MIB
+    with pytest.raises(OutOfMemory, match="52428800 are there"):
+        allocator.alloc(30 * MIB)
+
+
+def test_an_expandable_segment_grows_where_separate_ones_would_leave_holes() -> None:
+    whole, apart = CachingAllocator(Rules(expandable=True)), CachingAllocator()
+    for allocator in (whole, apart):
+        allocator.free(allocator.alloc(20 * MIB))
+        allocator.alloc(40 * MIB)
+    assert (whole.reserved, apart.reserved) == (40 * MIB, 60 * MIB)
+
+
+class Simple:
+    """The same rules over plain lists: every segment a list of [size, number of its owner or None]."""
+
+    def __init__(self) -> None:
+        self.segments: list[tuple[bool, list[list[int | None]]]] = []
+        self.reserved = 0
+
+    def alloc(self, size: int, owner: int) -> None:
+        size = max(512, -(-size // 512) * 512)
+        small = size <= MIB
+        free = [
+            (block[0], number, place)
+            for number, (kind, blocks) in enumerate(self.segments)
+            for place, block in enumerate(blocks)
+            if kind == small and block[1] is None and (block[0] or 0) >= size
+        ]
+        if free:
+            _, number, place = min(free)
+        else:
+            whole = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            self.reserved += whole
+            self.segments.append((small, [[whole, None]]))
+            number, place = len(self.segments) - 1, 0
+        blocks = self.segments[number][1]
+        left = (blocks[place][0] or 0) - size
+        if left >= 512 if small else left > MIB:
+            blocks[place : place + 1] = [[size, owner], [left, None]]
+        else:
+            blocks[place][1] = owner
+
+    def free(self, owner: int) -> None:
+        for number, (kind, blocks) in enumerate(self.segments):
+            for block in blocks:
+                if block[1] == owner:
+                    block[1] = None
+            joined: list[list[int | None]] = []
+            for block in blocks:
+                if joined and joined[-1][1] is None and block[1] is None:
+                    joined[-1][0] = (joined[-1][0] or 0) + (block[0] or 0)
+                else:
+                    joined.append(block)
+            self.segments[number] = (kind, joined)
+
+    @property
+    def allocated(self) -> int:
+        return sum(block[0] or 0 for _, blocks in self.segments for block in blocks if block[1] is not None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(SIZES, st.integers(0, 5)), max_size=40))
+def test_it_reserves_and_allocates_exactly_as_the_simpler_one(script: list[tuple[int, int]]) -> None:
+    allocator, simple = CachingAllocator(), Simple()
+    held = {}
+    for number, (size, drop) in enumerate(script):
+        held[number] = allocator.alloc(size)
+        simple.alloc(size, number)
+        if drop < len(held) and drop % 2:
+            gone = sorted(held)[drop]
+            allocator.free(held.pop(gone))
+            simple.free(gone)
+        assert (allocator.reserved, allocator.allocated) == (simple.reserved, simple.allocated)
+    for block in held.values():
+        allocator.free(block)
+    assert allocator.allocated == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(SIZES, min_size=1, max_size=30))
+def test_after_all_is_freed_the_whole_device_can_be_had_in_one_piece(sizes: list[int]) -> None:
+    allocator = CachingAllocator(limit=2000 * MIB)
+    for block in [allocator.alloc(size) for size in sizes]:
+        allocator.free(block)
+    allocator.alloc(2000 * MIB)
+    assert (allocator.allocated, allocator.reserved) == (2000 * MIB, 2000 * MIB)

@@ -1,0 +1,308 @@
+"""Estimates of a step's memory: by hand, at other batches, and without a trace left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from weft.errors import PlanError
+from weft.plan.memory import KERNELS, recompute
+from weft.plan.memory.estimate import Estimate, estimate
+from weft.plan.memory.tape import Line, Tape, in_place
+from weft.plan.memory.workspaces import partial_sums
+
+MIB = 2**20
+BLAS = KERNELS["h200"].blas
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(n, length, 3, width // 64, 64).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.dropout(self.out(y.transpose(1, 2).reshape(n, length, width)))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 128, blocks: int = 3, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
+        self.head = nn.Linear(width, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x)
+        for block in self.blocks:
+            y = block(y)
+        return self.head(y)
+
+
+def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, -2), batch["targets"].flatten())
+
+
+def words(size: int, length: int = 256) -> dict[str, Tensor]:
+    return {"x": torch.zeros(size, length, dtype=torch.long), "targets": torch.zeros(size, length, dtype=torch.long)}
+
+
+def of_net(size: int = 8, **options: Any) -> Estimate:
+    with torch.device("meta"):
+        model = Net()
+    return estimate(model, words(size), loss=loss, **options)
+
+
+def test_one_product_takes_what_a_sheet_of_paper_says() -> None:
+    model = nn.Linear(1024, 1024, bias=False)
+    found = estimate(model, torch.zeros(512, 1024), optimizer="sgd", options={"momentum": 0.9})
+    weight, image = 4 * MIB, 2 * MIB
+    assert found.parts["weights"] == weight
+    assert found.parts["batch"] == image
+    # Backward: the momentum of the step before, the outputs' gradient (as it comes from the mean, and expanded), the
+    # weight's gradient; the input needs none. Both threads have multiplied by then.
+    assert found.parts["optimizer"] == weight
+    assert found.parts["workspaces"] == 2 * BLAS
+    # Optimizer: weight, momentum and gradient, and the batch.
+    assert found.phases["optimizer"] == 3 * weight + image + 2 * BLAS
+    assert found.allocated == max(found.phases.values())
+
+
+def test_adamw_keeps_two_states_and_takes_a_root_of_one_while_it_updates() -> None:
+    model = nn.Linear(1024, 1024, bias=False)
+    found = estimate(model, torch.zeros(2, 1024))
+    bare = estimate(model, torch.zeros(2, 1024), optimizer="sgd")
+    assert found.phases["optimizer"] - bare.phases["optimizer"] == 3 * 4 * MIB
+    made = estimate(model, torch.zeros(2, 1024), optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1))
+    assert made.phases == found.phases
+    fused = estimate(model, torch.zeros(2, 1024), options={"fused": True})
+    assert found.phases["optimizer"] - fused.phases["optimizer"] == 4 * MIB
+
+
+def test_attention_keeps_no_square_of_the_length_and_dropout_one_byte_an_element() -> None:
+    short, long = (estimate(Net(64, 1, 0.0), words(4, length), loss=loss) for length in (512, 1024))
+    assert long.phases["forward"] - BLAS - MIB < 2.1 * (short.phases["forward"] - BLAS - MIB)
+    size = 8 * 256 * 128
+    without = estimate(Net(dropout=0.0), words(8), loss=loss).phases["forward"]
+    # For each of three blocks the mask stays; what is dropped out takes the place of what was, which nobody keeps.
+    assert estimate(Net(dropout=0.1), words(8), loss=loss).phases["forward"] - without == 3 * size
+
+
+def test_estimates_at_other_batches_are_those_of_a_trace_there() -> None:
+    for options in ({}, {"dtype": "bfloat16"}, {"recompute": True}, {"optimizer": "sgd"}):
+        found, there = of_net(8, **options).at(37), of_net(37, **options)
+        assert (found.allocated, found.reserved) == (there.allocated, there.reserved)
+        assert found.phases == there.phases
+        assert found.parts == there.parts
+        assert found.modules == there.modules
+        assert found.seconds == pytest.approx(there.seconds)
+
+
+def test_the_largest_batch_fits_and_one_more_sample_does_not() -> None:
+    found = of_net(4)
+    best = found.largest_batch("2GiB", context=False, margin=0.0)
+    assert best > 20
+    assert found.at(best).fits("2GiB", context=False)
+    assert not found.at(best + 1).fits("2GiB", context=False)
+    assert of_net(best).fits("2GiB", context=False)
+    assert found.largest_batch("1MiB", context=False) == 0
+    assert found.largest_batch("2GiB") < best
+
+
+def test_the_parts_and_the_modules_add_up_to_the_peak() -> None:
+    found = of_net()
+    assert sum(found.parts.values()) == found.allocated
+    held = sum(size for one in found.modules.values() for size in one.values())
+    assert held + found.parts["rounding"] == found.allocated
+    assert found.modules["blocks.1.qkv"]["weights"] == 4 * (128 * 384 + 384)
+    assert found.modules["blocks.1.qkv"]["optimizer"] == 2 * found.modules["blocks.1.qkv"]["weights"]
+
+
+def test_recomputing_and_half_precision_take_less() -> None:
+    whole = of_net(32)
+    assert of_net(32, recompute=True).allocated < 0.8 * whole.allocated
+    assert of_net(32, dtype="bfloat16").allocated < 0.9 * whole.allocated
+
+
+def test_a_function_says_what_is_recomputed() -> None:
+    seen = []
+
+    def own(model: nn.Module) -> None:
+        seen.append(type(model))
+        recompute(model)
+
+    assert of_net(recompute=own).allocated == of_net(recompute=True).allocated
+    assert seen == [Net]
+
+
+def test_it_does_not_matter_where_the_model_is_and_it_stays_as_it_was() -> None:
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = estimate(model, words(8), loss=loss, recompute=True)
+    assert found == of_net(8, recompute=True)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_pytorch_computes_on_the_cpu_afterwards_as_before() -> None:
+    torch.manual_seed(0)
+    model = Net(dropout=0.0)
+    batch = {"x": torch.arange(64).view(2, 32) % 50, "targets": torch.arange(64).view(2, 32) % 50}
+
+    def results() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(model(batch["x"]), batch)
+            kinds = torch.softmax(torch.ones(2, dtype=torch.bfloat16), 0)
+        model.zero_grad()
+        value.backward()
+        return [value.detach(), kinds, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    before = results()
+    of_net(dtype="bfloat16")
+    after = results()
+    assert [one.dtype for one in before] == [one.dtype for one in after]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_tied_weights_count_once() -> None:
+    model = Net()
+    loose = estimate(model, words(8), loss=loss).parts
+    model.head.weight = model.embed.weight
+    tied = estimate(model, words(8), loss=loss).parts
+    assert loose["weights"] - tied["weights"] == 4 * 50 * 128
+
+
+def test_accumulated_gradients_are_added_in_place() -> None:
+    one, many = of_net(), of_net(accumulate=3)
+    assert many.phases["optimizer"] == one.phases["optimizer"]
+    gradients = 4 * sum(parameter.numel() for parameter in Net().parameters())
+    assert many.phases["forward"] - one.phases["forward"] == pytest.approx(gradients, rel=0.1)
+
+
+def test_a_step_of_ones_own_that_keeps_its_outputs_takes_more() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> None:
+        optimizer.zero_grad()
+        outputs = model(batch["x"])
+        value = loss(outputs.log_softmax(-1), batch)
+        value.backward()
+        optimizer.step()
+        del outputs
+
+    assert of_net(step=step).phases["optimizer"] - of_net().phases["optimizer"] >= 4 * 8 * 256 * 50
+
+
+def test_recurrent_layers_are_cudnns_and_convolutions_take_workspaces() -> None:
+    with torch.device("meta"):
+        cell = nn.LSTM(64, 128, num_layers=3)
+        conv = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Conv2d(32, 32, 3))
+    found = estimate(cell, torch.zeros(10, 4, 64), optimizer="sgd")
+    assert found.phases["forward"] > 348416  # what is kept of all steps
+    found = estimate(conv, torch.zeros(8, 16, 64, 64), optimizer="sgd")
+    assert found.parts["workspaces"] > 8 * 32 * 60 * 60 * 4
+
+
+def test_values_that_the_model_asks_for_are_said_to_be_assumed() -> None:
+    class Asking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2 if x.sum() > 0 else super().forward(x)
+
+    found = estimate(Asking(4, 4), torch.zeros(2, 4))
+    assert found.assumed == ("a value that module '' asks for is taken as 1",)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": "adamm"}, "unknown optimizer 'adamm'; did you mean 'adam'?"),
+        ({"dtype": "float8"}, "unknown dtype 'float8'"),
+        ({"device": "h2000"}, "no memory constants for device 'h2000'; did you mean 'h200'?"),
+        ({"options": {"lrr": 1}}, "cannot be had with these options"),
+        ({"accumulate": 0}, "at least 1 micro-batch, not 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_remedy(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said.replace("?", r"\?")):
+        of_net(**options)
+
+
+def test_a_model_whose_shapes_depend_on_data_is_refused_by_name() -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pick = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.pick(x[x.sum(1) > 0])
+
+    with pytest.raises(PlanError, match="cannot be traced without data"):
+        estimate(Picky(), torch.zeros(2, 4))
+    with pytest.raises(PlanError, match="no tensor with a first dimension"):
+        estimate(Picky(), {"x": 3})
+
+
+def test_a_sum_in_the_backward_takes_the_place_of_a_summand_that_ends_with_it() -> None:
+    # Blocks 0 and 1 are added to block 2, and 0 is freed right then: on a GPU 2 is 0.
+    assert in_place([1, 2, 3, -1, -2, -3], {2: (0, 1)}) == ([1, 2, -2, -1], {2: 0})
+    # Someone else holds both: the sum is a block of its own.
+    assert in_place([1, 2, 3, 4, -1, -2, -3, -4], {2: (0, 1)})[1] == {}
+    # A chain of sums stays in the first place.
+    assert in_place([1, 2, 3, -1, -2, 4, 5, -3, -4, -5], {2: (0, 1), 4: (2, 3)}) == (
+        [1, 2, -2, 4, -4, -1],
+        {2: 0, 4: 0},
+    )
+
+
+def test_a_line_goes_through_both_tapes_and_refuses_two_of_a_different_order() -> None:
+    first, second = (Tape((1, 2, -1, -2), sizes, ("batch",) * 2, ("",) * 2, ("setup",)) for sizes in ((10, 7), (30, 7)))
+    line = Line(first, 2, second, 4, KERNELS["h200"])
+    assert (line.at(2), line.at(4)) == (first, second)
+    assert line.at(7).sizes == (60, 7)
+    other = Tape((1, -1, 2, -2), (10, 7), ("batch",) * 2, ("",) * 2, ("setup",))
+    with pytest.raises(PlanError, match="in a different order"):
+        Line(first, 2, other, 4, KERNELS["h200"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "measured"),
+    [(8192, 768, 50332160), (24576, 1024, 138412544), (65536, 64, 8389120), (6144, 30522, 23442944), (8, 4096, 0)],
+)
+def test_partial_sums_are_as_measured_up_to_their_semaphores(rows: int, columns: int, measured: int) -> None:
+    assert measured - 4096 <= partial_sums(rows, columns, 4, KERNELS["h200"]) <= measured
+
+
+def test_estimate_is_public() -> None:
+    assert weft.estimate is estimate
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "memory.json"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_estimate_is_close_to_what_was_measured_on_the_device(dtype: str) -> None:
+    rows = json.loads(RESULTS.read_text())["rows"]
+    row = next(
+        r for r in rows if r["family"] == "mlp" and r["batch"] == 8192 and r["dtype"] == dtype and not r["recompute"]
+    )
+    parts: list[nn.Module] = []
+    for place in range(row["size"]["layers"]):
+        width = row["size"]["width"]
+        parts += [nn.Linear(width if place else row["size"]["inputs"], width), nn.BatchNorm1d(width), nn.ReLU()]
+        parts.append(nn.Dropout(row["size"]["dropout"]))
+    with torch.device("meta"):
+        model = nn.Sequential(*parts, nn.Linear(width, 1000))
+        batch = {"x": torch.zeros(8192, row["size"]["inputs"]), "targets": torch.zeros(8192, dtype=torch.long)}
+    options = {"momentum": 0.9} if row["optimizer"] == "sgd" else {}
+    found = estimate(model, batch, loss=loss, optimizer=row["optimizer"], options=options, dtype=dtype)
+    assert found.allocated == pytest.approx(row["allocated"], rel=0.03)
+    assert found.reserved == pytest.approx(row["reserved"], rel=0.05)
