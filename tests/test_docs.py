@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -289,3 +290,25 @@ PAGES += ["how-to/asynchronous.md", "how-to/several-devices.md", "explanation/as
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", (DOCS / page).read_text())
     assert all(link.startswith("http") or (DOCS / page).parent.joinpath(link).exists() for link in links)
+
+
+NET = """
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, width, depth):
+        hidden = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
+        super().__init__(nn.Flatten(), nn.Linear(64, width), *hidden, nn.Linear(width, 10))
+"""
+
+
+def test_the_study_of_the_guide_to_tuning_runs_as_a_script(tmp_path: Path) -> None:
+    code = next(text for language, text in blocks("how-to/tune.md") if language == "python")
+    few = code.replace("trials=40", "trials=2").replace("steps=300", "steps=4").replace("report=50", "report=2")
+    assert few.count("trials=2") == few.count("steps=4") == few.count("report=2") == 1
+    (tmp_path / "script.py").write_text(NET + few)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "'width'" in done.stdout
+    assert (tmp_path / "runs" / "digits" / "study.db").is_file()

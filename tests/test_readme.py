@@ -248,3 +248,34 @@ def test_every_figure_of_the_table_of_asynchronous_pipelines_is_in_a_result_file
     flying = " and ".join(str(row["in_flight"]) for row in own)
     assert f"Memory with one copy: {flying} micro-batches in flight, {own[0]['weight_copies']:.0f} copy" in README
     assert f"{max(row['ratio_to_flush'] for row in own):.2f} of the flush's at most" in README
+
+
+def test_every_figure_of_the_table_of_studies_is_in_a_result_file() -> None:
+    words = {"a fourth of the device each": "fixed=4", "an eighth of the device each": "fixed=8", "packed": "packed"}
+    words |= {"one at a time": "one", "packed, equal shapes fused": "fused"}
+    table = re.findall(
+        r"^\| (all 64|the 40[\w ]*) \| ([\w ,]+) \| (yes|no) \| (\S+) \| (\S+) \| (\d+) \|", README, re.M
+    )
+    told = [
+        ("ways" if which == "all 64" else "fusable", words[way], mps == "yes", float(seconds), float(ratio), int(oom))
+        for which, way, mps, seconds, ratio, oom in table
+    ]
+    measured = {(row["part"], row["way"], row["asked"]): row for row in rows("tune")}
+    for part, way, mps, seconds, ratio, oom in told:
+        row = measured[part, way, "auto" if mps else "off"]
+        assert row["mps"] is mps
+        assert (round(row["makespan_s"], 1), round(row["ratio"], 2), row["oom"]) == (seconds, ratio, oom)  # type: ignore[call-overload]
+    assert len(told) == len(measured) == 7
+
+
+def test_what_the_readme_says_of_estimates_is_in_a_result_file() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "memory.json").read_text())["summary"]["fresh"]
+    told = []
+    for what in ("allocated", "reserved"):
+        one = found[what]
+        told.append(f"{one['median']:.2%}, {one['p95']:.1%}, {-one['most_under']:.1%}".replace("%", " %"))
+    assert found["allocated"]["count"] == found["reserved"]["count"] == 84
+    assert told == ["0.05 %, 0.8 %, 4.8 %", "0.15 %, 14.7 %, 15.4 %"]
+    sentence = re.search(r"`memory.json`, (\d+) of them.*?median error (\S+ %), 95th percentile (\S+ %), never under by more than (\S+ %); reserved, (\S+ %), (\S+ %) and (\S+ %)", README, re.S)  # fmt: skip # noqa: E501
+    assert sentence is not None
+    assert sentence.groups() == ("84", *", ".join(told).split(", "))
