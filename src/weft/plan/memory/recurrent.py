@@ -25,7 +25,8 @@ def reserve(kind: str, cells: int, layers: int, ways: int, element: int, dropout
 
 
 def workspace(kind: str, cells: int, inputs: int, layers: int, ways: int, element: int, weights: int) -> int:
-    """Bytes taken meanwhile; ``inputs`` are steps x batch x features. Fitted to what was seen, wrong by up to 70 % for single shapes."""
+    """Bytes taken meanwhile; ``inputs`` are steps x batch x features. Fitted to what was seen, and for single shapes
+    wrong by up to 70 %."""
     fixed = 8 * MIB if layers * ways == 1 else 24 * MIB
     if kind == "lstm":
         return fixed + weights + element * (cells * (5 * ways + (ways if ways > 1 else 0)) + inputs)
