@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
@@ -40,7 +41,8 @@ def main() -> None:
     parser.add_argument("--part", choices=("measure", "estimate"), default="estimate")
     parser.add_argument("--set", choices=("tuned", "fresh"), default="tuned")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--share", default="0/1", help="k/n: only every n-th row from the k-th, for several processes")
+    parser.add_argument("--workers", type=int, default=1, help="processes that estimate")
+    parser.add_argument("--again", action="store_true", help="estimate also what has an estimate")
     parser.add_argument("--json", metavar="FILE", required=True)
     options = parser.parse_args()
     path = Path(options.json)
@@ -52,9 +54,11 @@ def main() -> None:
         measured = {"measured": about() | {"cudnn": torch.backends.cudnn.version()}}
     else:
         measured = {"measured": have["measured"]}
-        first, step = map(int, options.share.split("/"))
-        rows = rows[first::step]
-        rows = [estimate(row) for row in (rows[::12] if options.quick else rows)]
+        due = [place for place, row in enumerate(rows) if options.again or "estimate" not in row]
+        due = due[::12] if options.quick else due
+        with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+            for place, row in zip(due, pool.imap(estimate, [rows[place] for place in due]), strict=True):
+                rows[place] = row
     write(options.json, **measured, summary=summary(rows), rows=rows)
     print(json.dumps(summary(rows), indent=1))
 

@@ -107,6 +107,7 @@ def test_two_stages_and_one_have_the_same_fingerprint(demo: tuple[Path, dict[str
     assert all(0 < share <= 1 for share in said["utilisation"])
 
 
+@pytest.mark.long
 def test_for_a_person_it_tells_every_part_in_order(tmp_path: Path) -> None:
     console = Console(record=True, file=io.StringIO(), width=160)
     torch.set_num_threads(2)

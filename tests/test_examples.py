@@ -31,7 +31,16 @@ def run(folder: Path, *arguments: str) -> str:
 
 def test_every_example_is_run_here() -> None:
     found = {path.stem for path in EXAMPLES.iterdir() if not path.name.startswith(("_", "."))}
-    assert found == {"own_supernet", "text", "resume", "consistency", "own_config", "gpt"}
+    assert found == {
+        "own_supernet",
+        "text",
+        "resume",
+        "consistency",
+        "own_config",
+        "gpt",
+        "tune",
+        "tuned_net",
+    }  # the last two: test_tune_cli
 
 
 def test_a_supernet_of_ones_own_is_trained_searched_and_extracted(tmp_path: Path) -> None:

@@ -274,8 +274,7 @@ def test_what_the_readme_says_of_estimates_is_in_a_result_file() -> None:
     for what in ("allocated", "reserved"):
         one = found[what]
         told.append(f"{one['median']:.2%}, {one['p95']:.1%}, {-one['most_under']:.1%}".replace("%", " %"))
-    assert found["allocated"]["count"] == found["reserved"]["count"] == 84
-    assert told == ["0.05 %, 0.8 %, 4.8 %", "0.15 %, 14.7 %, 15.4 %"]
+    assert found["allocated"]["count"] == found["reserved"]["count"]
     sentence = re.search(r"`memory.json`, (\d+) of them.*?median error (\S+ %), 95th percentile (\S+ %), never under by more than (\S+ %); reserved, (\S+ %), (\S+ %) and (\S+ %)", README, re.S)  # fmt: skip # noqa: E501
     assert sentence is not None
-    assert sentence.groups() == ("84", *", ".join(told).split(", "))
+    assert sentence.groups() == (str(found["allocated"]["count"]), *", ".join(told).split(", "))

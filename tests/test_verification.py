@@ -328,6 +328,7 @@ def test_an_operator_without_a_deterministic_kernel_is_named(folder: Path) -> No
     assert "max_unpool" in found["cause"]["why"]
 
 
+@pytest.mark.long
 def test_a_layer_that_depends_on_its_process_differs_on_two_stages_only(folder: Path) -> None:
     code, out, err = weft(folder, "--stages=2", "--steps=6", "--supernet.options.kind=Stage", "--train.cut=[2]")
     assert code == 1, out + err

@@ -41,6 +41,7 @@ def test_all_but_the_largest_learn_from_what_the_largest_gave(tmp_path: Path) ->
             assert not taught.requires_grad
 
 
+@pytest.mark.long
 def test_a_sandwich_with_its_teacher_is_the_same_on_any_number_of_stages(tmp_path: Path) -> None:
     found = {
         weft.train(layered, open_data("digits"), steps=10, stages=n, runs=tmp_path, **OPTIONS).fingerprint

@@ -93,6 +93,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return supernet(tmp_path_factory.mktemp("one"), "run")
 
 
+@pytest.mark.long
 def test_a_loop_of_two_ranks_gives_the_bits_of_one_and_its_checkpoint_goes_on_in_a_v_and_in_a_line(
     tmp_path: Path, one: Trained
 ) -> None:

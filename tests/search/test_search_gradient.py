@@ -133,7 +133,11 @@ def test_a_learner_that_is_told_nothing_says_what_comes_first() -> None:
         Learner(space, make_gradient_method("darts")).tell()
 
 
-@pytest.mark.parametrize("space", SPACES)
+LONG = ("darts-partial", "conv-macro")
+"""Which take longest, and have the layers of others."""
+
+
+@pytest.mark.parametrize("space", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in SPACES])
 def test_every_method_searches_every_space(tmp_path: Path, space: str) -> None:
     build, data = SPACES[space]
     for method in GRADIENT_METHODS:

@@ -149,7 +149,7 @@ def test_an_out_of_memory_trial_is_tried_again_with_the_whole_device_and_then_fa
 def test_trials_are_fused_by_shape_within_a_block_and_never_beyond_what_a_device_holds() -> None:
     alike = {number: Need(10, shape="a") for number in range(5)}
     assert groups(alike, 100) == [(0, 1, 2, 3, 4)]
-    assert groups(alike, 25) == [(0, 1), (2, 3), (4,)]
+    assert groups(alike, 50) == [(0, 1), (2, 3), (4,)]
     assert groups(alike, None) == [(0, 1, 2, 3, 4)]
     assert groups({**alike, 2: Need(10, shape="b")}, 100) == [(0, 1, 3, 4), (2,)]
     assert groups({0: Need(10), 1: Need(10)}, 100) == [(0,), (1,)]
