@@ -25,7 +25,9 @@ def run_example(name: str, folder: Path) -> str:
 def run(folder: Path, *arguments: str) -> str:
     one_core = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], cwd=folder, env=one_core, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    # How long stages will wait is foreseen from measured times: that it is warned of is no matter of the example.
+    told = re.sub(r"WARNING +every subnet uses .*?with another\s+result\s*\n", "", done.stderr, flags=re.DOTALL)
+    assert (done.returncode, told) == (0, "")
     return done.stdout
 
 

@@ -133,6 +133,7 @@ def assert_whole(trained: Trained, fingerprint: str) -> None:
     assert trained.run.state() == "finished"
 
 
+@pytest.mark.long
 def test_a_run_whose_stages_are_killed_one_after_the_other_ends_as_if_nothing_had_happened(
     undisturbed: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

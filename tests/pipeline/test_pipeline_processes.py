@@ -118,6 +118,7 @@ def test_a_tuple_travels_and_a_checkpoint_of_two_stages_goes_on_on_one_and_on_th
         assert told(alone, "started")[-1]["at"] == step
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_one_stage_goes_on_on_four(tmp_path: Path) -> None:
     one = train("text", tmp_path, "run")
     four = train("text", up_to(one, 3, tmp_path / "4"), "run", resume=True, stages=4)
