@@ -36,7 +36,7 @@ from weft.plan.execute import Staged
 from weft.plan.execute.exchange import Exchange
 from weft.plan.execute.wire import Wire
 from weft.plan.planner import plan
-from weft.tune.complete import Complete, example, shaped
+from weft.tune.complete import Complete, example
 from weft.tune.fit import fit
 from weft.tune.job import Fit
 from weft.tune.setting import Setting, setting
@@ -120,8 +120,8 @@ def process(rank: int, placed: Sequence[Placed], steps: int, ports: Sequence[int
 
 def split(made: Setting) -> Fit:
     """Over both devices, as the planner would, whatever the memory."""
-    batch = example(made, made.batch_size)
-    whole = Complete(made, shaped(made), tuple(batch))
+    batch = example(made, made.batch_size, "cpu")
+    whole = Complete(made, made.bare(), tuple(batch))
     found = plan(whole, whole.tensors(batch), "cpu", devices=2, compare=False, seconds=20.0)
     parts = found.microbatches
     return Fit("split", made.batch_size // parts, parts, 2, 0, found.cost.step, "", found.to_json())

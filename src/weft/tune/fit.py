@@ -125,10 +125,9 @@ class _Fitting:
         if self.devices < 2:
             tried.append("there is no second device to split it with")
             return None
-        # Casts depend on the kind of device, and there are none on the one that has no data.
-        cast = self.setting.precision != "fp32"
-        batch = example(self.setting, self.setting.batch_size, "cpu" if cast else "meta")
-        whole = Complete(self.setting, self.setting.bare() if cast else shaped(self.setting), tuple(batch))
+        # With data, as the processes that will run it capture it: without, casts and some operators are others.
+        batch = example(self.setting, self.setting.batch_size, "cpu")
+        whole = Complete(self.setting, self.setting.bare(), tuple(batch))
         degree, tensors = 2, whole.tensors(batch)
         try:
             scale = self._scale(whole, tensors)
