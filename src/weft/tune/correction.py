@@ -6,15 +6,15 @@ from collections import defaultdict, deque
 from math import ceil
 
 RECENT = 32
-ENOUGH = 3
 
 
 class Correction:
     """Remembers what was observed, by shape (trials that are alike to the byte) and by family (alike in kind).
 
-    A shape that ran before needs what it needed, with ``repeat`` as margin. A new one of a known family needs its
-    estimate times the largest of the family's recent ratios, with ``margin``; fewer than three observations never lower
-    it. One that went beyond its figure is never given less than ``growth`` times that again.
+    Upward only: what a trial takes depends a little on what its worker did before, so that one that took less is no
+    promise for the next. A shape that ran before needs at least what it needed, with ``repeat`` as margin; a new one of
+    a known family its estimate times the largest of the family's recent ratios, with ``margin``. One that went beyond
+    its figure is never given less than ``growth`` times that again.
     """
 
     def __init__(self, repeat: float = 0.02, margin: float = 0.05, growth: float = 1.25) -> None:
@@ -31,7 +31,7 @@ class Correction:
         >>> correction.corrected(2000, family="gpt"), correction.corrected(2000, family="mlp")
         (2520, 2000)
         """
-        floor = 0 if shape is None else self._floors.get(shape, 0)
+        floor = estimate if shape is None else max(estimate, self._floors.get(shape, 0))
         if shape is not None and shape in self._peaks:
             return max(ceil(self._peaks[shape] * (1.0 + self.repeat)), floor)
         return max(ceil(estimate * self.factor(family)), floor)
@@ -39,10 +39,7 @@ class Correction:
     def factor(self, family: str | None) -> float:
         """What estimates of a family are multiplied by."""
         ratios = self._ratios.get(family) if family is not None else None
-        if not ratios:
-            return 1.0
-        factor = max(ratios) * (1.0 + self.margin)
-        return factor if len(ratios) >= ENOUGH else max(factor, 1.0)
+        return max(max(ratios) * (1.0 + self.margin), 1.0) if ratios else 1.0
 
     def observed(self, estimate: int, peak: int, *, shape: str | None = None, family: str | None = None) -> None:
         """A trial of that estimate, uncorrected, took so many bytes at its peak."""

@@ -123,8 +123,7 @@ class Driver:
         task.job, task.pace = None, None
         if not task.alone and task.need.memory is not None:
             estimate = fused_memory(task.need.memory, len(task.trials))
-            # Never below the estimate: what a trial took by chance of its worker is no promise for the next.
-            task.memory = max(task.floor, estimate, self._correction.corrected(estimate, **alike(task)))
+            task.memory = max(task.floor, self._correction.corrected(estimate, **alike(task)))
             if self._recipe and not self._places.shares(task.memory):
                 task.memory = None  # a device by itself has room for what was fitted to it
         for number in task.trials:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the common base of batch norms
 
 from weft.errors import PlanError, TuneError
 from weft.tune.complete import Complete, example, shaped
@@ -19,6 +18,7 @@ from weft.tune.job import Fit, Way
 from weft.tune.peaks import Peaks, peaks
 from weft.tune.recipe import CONTINUOUS
 from weft.tune.setting import Setting
+from weft.tune.training import batch_norm
 from weft.units import size
 
 KNOWN = 512
@@ -173,8 +173,3 @@ class _Fitting:
         if reasons := made.reasons():
             raise PlanError(f"the plan cannot be run: {reasons[0]}")
         return made
-
-
-def batch_norm(model: nn.Module) -> str | None:
-    """The name of a batch norm in the model, if there is one."""
-    return next((name for name, part in model.named_modules() if isinstance(part, BatchNorm)), None)

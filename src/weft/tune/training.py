@@ -204,9 +204,13 @@ def parts(data: Data, device: torch.device) -> tuple[Source, Source]:
 
 def refuse_norms(model: nn.Module, batch_size: int, micro: int) -> None:
     """TuneError if the model has a batch norm, which would see other statistics in a part of a batch."""
-    for name, part in model.named_modules():
-        if isinstance(part, BatchNorm):
-            raise TuneError(
-                f"batch norm '{name}' would see {micro} samples at a time of a batch of {batch_size}, which changes "
-                "what is trained: use a smaller batch_size, a model without batch norms, or accumulate_norms=True"
-            )
+    if (name := batch_norm(model)) is not None:
+        raise TuneError(
+            f"batch norm '{name}' would see {micro} samples at a time of a batch of {batch_size}, which changes what "
+            "is trained: use a smaller batch_size, a model without batch norms, or accumulate_norms=True"
+        )
+
+
+def batch_norm(model: nn.Module) -> str | None:
+    """The name of a batch norm in the model, if there is one."""
+    return next((name for name, part in model.named_modules() if isinstance(part, BatchNorm)), None)
