@@ -2,18 +2,19 @@
 
     python benchmarks/residency.py [--quick] [--json FILE] [--spaces NLP.c3 ...] [--tokens 512 ...] [--precision bf16]
 
-The spaces are NASPipe's NLP ones with weights (``residency_space`` says which), trained with AdamW (12 bytes a
-parameter), one subnet a step, in sentences of 64 tokens; the stream is ``spaced``. Ways:
+The spaces are NASPipe's NLP ones with weights, and a wide one (``residency_space`` says which), trained with AdamW (12
+bytes a parameter), one subnet a step, in sentences of 64 tokens; the stream is ``spaced``. Times are medians of three
+rounds, in which ways take turns. Ways:
 
 resident    all layers and their state stay on the device
 on-demand   a layer is copied to the device before a step and back after it, and everything waits for that: what
             NASPipe's published code does, but with pinned memory, and with optimizer state
-weft        a budget of an eighth of the state, but at least 4 GiB; copies run beside the work, both ways at once
+weft        a budget of a quarter of the state; copies run beside the work, both ways at once
 
 `bound_ms` is the larger of the resident step and of the bytes that weft moves over the bandwidth of the bus, measured
 with copies both ways at once. `hit_rate` is the share of uses for which the device did not wait. `peak_gib` is the most
-that layers took; `device_gib` the most that torch took in all, with activations, gradients and the rest. `crossing`
-says for every space from how many tokens a step on the work takes longer than the copies, by a line through the rows.
+that layers took, beside which activations and gradients have theirs. `crossing` says for every space from how many
+tokens a step on the work takes longer than the copies, by a line through the rows.
 
 The host memory is pinned once, for the largest space (about 0.6 s a GiB). With --quick everything is small and runs on
 the CPU, where memory stands in for a device and copies take the time of the step; its last row has more layers than the
@@ -26,14 +27,16 @@ import argparse
 import gc
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
 from machine import write
-from residency_space import COPIES, build
+from residency_space import SPACES, Size, build
 from torch import Tensor
 
 from weft.pipeline import Exact, Law, Optimizer, Residency, Sequential, make_schedule
@@ -45,7 +48,9 @@ from weft.space import Stream, Subnet, make_stream
 
 GIB = 2**30
 LENGTH = 64
-STEPS = 5_000
+STEPS = 100_000
+ROUNDS = 3
+SMALL = Size(1, 64, 12)
 PERIOD, FIRST = 256, 150  # steps after which the stream begins anew, and the first of those that are timed
 
 
@@ -88,15 +93,16 @@ class Bench:
     def __init__(self, name: str, arguments: argparse.Namespace, bus: float, given: Tensor | None) -> None:
         self.name, self.arguments, self.bus, self.given = name, arguments, bus, given
         self.device = torch.device("cuda" if torch.cuda.is_available() and not arguments.quick else "cpu")
-        self.d, self.blocks = (64, 12) if arguments.quick else (1024, 48)
-        self.chain = build(name, self.d, self.blocks)
+        size = SMALL if arguments.quick else SPACES[name]
+        self.d = size.d
+        self.whole = build(size).to(self.device)  # first: the host has no room for both
+        self.chain = build(size)
         self.stream = Repeated(make_stream(self.chain.space, "spaced", 0))
-        self.choices = 24 * COPIES[name]
+        self.choices = 24 * size.copies
         self.parameters = sum(p.numel() for p in self.chain.parameters())
         self.state = 12 * self.parameters
-        least = 4 * GIB if self.device.type == "cuda" else 0
-        self.budget = max(self.state // 8, least)
-        self.step = 0
+        self.budget = self.state // 4
+        self.told: Counter[str] = Counter()
 
     def law(self) -> Law:
         said = {name: Exact() for name in self.chain.layers}
@@ -107,69 +113,66 @@ class Bench:
     def batch(self, tokens: int) -> dict[str, Tensor]:
         return {"x": torch.randn(max(tokens // LENGTH, 1), LENGTH, self.d, device=self.device)}
 
-    def timed(self, sequential: Sequential, tokens: int, count: int, empty: bool = False) -> float:
-        """Milliseconds a step; every way does the same steps."""
+    def round(self, sequential: Sequential, tokens: int, number: int, count: int, empty: bool = False) -> float:
+        """Milliseconds a step; every way does the same steps, after eight to get into them."""
         batch = self.batch(tokens)
-        began = 0.0
-        place = self.arguments.tokens.index(tokens) if tokens in self.arguments.tokens else 0
-        self.step = (self.step // PERIOD + 1) * PERIOD + FIRST + 32 * place
-        for number in range(-8, count):
-            if number == 0:
-                synchronize()
-                began = time.perf_counter()
-                self.before(sequential)
-            sequential.step(self.step, batch)
-            self.step += 1
-            if empty and sequential.memory is not None:
-                sequential.memory.device.empty()
-        synchronize()
-        return (time.perf_counter() - began) / count * 1e3
-
-    def before(self, sequential: Sequential) -> None:
         memory = sequential.memory
+        first = (number + 2) * PERIOD + FIRST
+        began = 0.0
+        for step in range(first - 8, first + count):
+            if step == first:
+                synchronize()
+                self.count(memory, -1)
+                began = time.perf_counter()
+            sequential.step(step, batch)
+            if empty and memory is not None:
+                memory.device.empty()
+        synchronize()
+        took = time.perf_counter() - began
+        self.count(memory, 1)
+        return took / count * 1e3
+
+    def count(self, memory: Any, sign: int) -> None:
         if memory is not None:
             told = memory.figures()
-            self.told = {key: told[key] for key in ("uses", "misses", "brought", "sent")}
+            self.told.update({key: sign * told[key] for key in ("uses", "misses", "brought", "sent")})
 
     def warm(self, sequential: Sequential) -> None:
         """Every layer is used once, so that its optimizer state is there."""
         batch = self.batch(LENGTH)
-        for _ in range(self.choices + self.choices // 2):
-            sequential.step(self.step, batch)
-            self.step += 1
+        for step in range(self.choices + self.choices // 2):
+            sequential.step(step, batch)
         synchronize()
 
     def rows(self) -> list[dict[str, Any]]:
-        tokens, count = self.arguments.tokens, 5 if self.arguments.quick else 24
+        tokens, count = self.arguments.tokens, 2 if self.arguments.quick else 8
         found: dict[tuple[str, int], dict[str, Any]] = {}
-        sequential = Sequential(self.chain, self.law(), self.stream, self.device)
-        sequential.reside(Residency(self.budget), given=self.given)
-        memory = sequential.memory
+        weft = Sequential(self.chain, self.law(), self.stream, self.device)
+        weft.reside(Residency(self.budget), given=self.given)
+        whole = Sequential(self.whole, self.law(), self.stream, self.device)
+        memory = weft.memory
         assert memory is not None
-        sequential.train_mode()
-        self.warm(sequential)
+        ways = {"weft": weft, "resident": whole}
+        for sequential in ways.values():
+            sequential.train_mode()
+            self.warm(sequential)
+        rounds = iter(range(10**6))
         for n in tokens:
-            forget_peak()
-            found["weft", n] = self.row("weft", n, self.timed(sequential, n, count), memory, count)
+            self.told.clear()
+            times: dict[str, list[float]] = {way: [] for way in ways}
+            for number in (next(rounds) for _ in range(ROUNDS)):  # in turn, since a host is not always equally fast
+                for way, sequential in ways.items():
+                    times[way].append(self.round(sequential, n, number, count))
+            for way, sequential in ways.items():
+                found[way, n] = self.row(way, n, median(times[way]), sequential.memory, ROUNDS * count)
         memory.device.mover = Blocking(self.device) if self.device.type == "cuda" else Plain()
         memory._said = replace(memory._said, ahead=0)
         memory.settle()
         for n in tokens:
-            forget_peak()
-            found["on-demand", n] = self.row("on-demand", n, self.timed(sequential, n, count, True), memory, count)
+            self.told.clear()
+            took = self.round(weft, n, next(rounds), count, True)
+            found["on-demand", n] = self.row("on-demand", n, took, memory, count)
         release(self.chain)
-        del sequential, memory
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.chain.to(self.device)
-        whole = Sequential(self.chain, self.law(), self.stream, self.device)
-        whole.train_mode()
-        self.step = 0
-        self.warm(whole)
-        for n in tokens:
-            forget_peak()
-            found["resident", n] = self.row("resident", n, self.timed(whole, n, count), None, count)
         return [self.compared(row, found) for row in found.values()]
 
     def row(self, way: str, tokens: int, step_ms: float, memory: Any, count: int) -> dict[str, Any]:
@@ -181,16 +184,14 @@ class Bench:
             "tokens": tokens,
             "way": way,
             "step_ms": step_ms,
-            "device_gib": peak() / GIB,
         }
         if memory is not None:
             told = memory.figures()
-            uses, misses, brought, sent = (told[key] - self.told[key] for key in ("uses", "misses", "brought", "sent"))
             assert told["peak"] <= self.budget
             row |= {
-                "brought_mib": brought / count / 2**20,
-                "sent_mib": sent / count / 2**20,
-                "hit_rate": 1 - misses / uses if way == "weft" else 0.0,
+                "brought_mib": self.told["brought"] / count / 2**20,
+                "sent_mib": self.told["sent"] / count / 2**20,
+                "hit_rate": 1 - self.told["misses"] / self.told["uses"] if way == "weft" else 0.0,
                 "peak_gib": told["peak"] / GIB,
             }
         return row
@@ -227,7 +228,7 @@ def bandwidth(device: torch.device, given: Tensor | None, size: int = 64 * 2**20
 
 def on_disk(arguments: argparse.Namespace) -> dict[str, Any]:
     """A supernet of which the host may hold a quarter, on the stand-in: the same bits, and how long a step takes."""
-    chain = build("NLP.c3", 64, 12)
+    chain = build(SMALL)
     parameters = sum(p.numel() for p in chain.parameters())
     digests, times = [], []
     for residency in (None, Residency(12 * parameters // 6, host=12 * parameters // 4, disk=tempfile.gettempdir())):
@@ -238,7 +239,7 @@ def on_disk(arguments: argparse.Namespace) -> dict[str, Any]:
         sequential.train_mode()
         torch.manual_seed(0)
         bench.warm(sequential)
-        times.append(bench.timed(sequential, 256, 5))
+        times.append(bench.round(sequential, 256, 0, 6))
         digests.append(digest(sequential))
     return {
         "space": "NLP.c3, d = 64, 12 blocks",
@@ -275,26 +276,16 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def forget_peak() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak() -> float:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0
-
-
-def host_bytes(space: str, d: int) -> int:
+def host_bytes(space: str) -> int:
     """What the host must hold of a space: 12 bytes a parameter, and the gaps between tensors."""
-    each = COPIES[space] * 24 * (28 + 32) * d * d
-    return int(12 * each * 1.03) + 256 * 2**20
+    return int(12 * SPACES[space].parameters * 1.03) + 256 * 2**20
 
 
 def measured(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     cuda = torch.cuda.is_available() and not arguments.quick
     device = torch.device("cuda" if cuda else "cpu")
     began = time.perf_counter()
-    given = taken(max(host_bytes(space, 1024) for space in arguments.spaces), pin=True) if cuda else None
+    given = taken(max(host_bytes(space) for space in arguments.spaces), pin=True) if cuda else None
     more: dict[str, Any] = {"pinning_s": time.perf_counter() - began}
     bus = bandwidth(device, given)
     more["bus_gb_s"] = bus / 1e9
@@ -318,7 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json")
-    parser.add_argument("--spaces", nargs="+", default=list(COPIES), choices=list(COPIES))
+    parser.add_argument("--spaces", nargs="+", default=list(SPACES), choices=list(SPACES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[512, 2048, 8192])
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     arguments = parser.parse_args()

@@ -1,4 +1,5 @@
-"""NASPipe's NLP spaces as supernets with weights: 48 blocks, each with 23 to 96 candidates of width d.
+"""NASPipe's NLP spaces as supernets with weights: 48 blocks, each with 23 to 96 candidates of width d = 1024; and a
+wide one of 12 blocks, d = 4096, whose layers take long to copy and little to launch.
 
 Candidates, with their parameters in units of d * d: convolutions over 1, 3, 5 tokens (1, 3, 5), separable ones over 3
 to 11 (1 each, and a little), lightweight ones over 3, 5, 7, 15 with 1, 4, 16 heads (next to none), attention with 4, 8,
@@ -10,7 +11,8 @@ every candidate two to four times. Each adds to what came in, after a norm witho
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +21,29 @@ from torch import Tensor, nn
 from weft.space import Space
 from weft.supernet import Chain, Choice, initialise
 
-COPIES = {"NLP.c3": 1, "NLP.c2": 2, "NLP.c1": 3, "NLP.c0": 4}
-_PATTERN = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+
+class Size(NamedTuple):
+    copies: int
+    d: int = 1024
+    blocks: int = 48
+
+    @property
+    def parameters(self) -> int:
+        """But for those that are next to none."""
+        return self.copies * self.blocks // 2 * (28 + 32) * self.d**2
+
+
+SPACES = {"NLP.c3": Size(1), "NLP.c2": Size(2), "NLP.c1": Size(3), "NLP.c0": Size(4), "wide": Size(1, 4096, 12)}
 
 
 def _filled(*shape: int, scale: float) -> nn.Parameter:
     """Weights that cost a copy: to draw billions of numbers would take longer than the rest."""
-    count = torch.Size(shape).numel()
-    times = -(-count // _PATTERN.numel())
-    drawn = _PATTERN[:count] if times == 1 else _PATTERN.repeat(times)[:count]
-    return nn.Parameter((drawn * scale).reshape(shape))
+    return nn.Parameter(_drawn(torch.Size(shape).numel(), scale).view(shape).clone())
+
+
+@cache
+def _drawn(count: int, scale: float) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(0)) * scale
 
 
 class Candidate(nn.Module):
@@ -115,13 +130,14 @@ def candidates(d: int, decoder: bool, copies: int) -> dict[str, Callable[[], nn.
     return {f"{name}_{copy}": make for copy in range(copies) for name, make in one.items()}
 
 
-def build(name: str, d: int = 1024, blocks: int = 48) -> Chain:
+def build(size: Size) -> Chain:
     """The supernet of a space, on the host."""
     space = Space()
+    copies, d, blocks = size
     return initialise(
         Chain(
             *[
-                Choice(space, f"block{k}", candidates(d, 2 * k >= blocks, COPIES[name]), consistency="exact")
+                Choice(space, f"block{k}", candidates(d, 2 * k >= blocks, copies), consistency="exact")
                 for k in range(blocks)
             ]
         )

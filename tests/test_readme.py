@@ -268,6 +268,23 @@ def test_every_figure_of_the_table_of_studies_is_in_a_result_file() -> None:
     assert len(told) == len(measured) == 7
 
 
+def test_every_figure_of_the_table_of_residency_is_in_a_result_file() -> None:
+    table = re.findall(
+        r"^\| (NLP\.c\d|wide) \| (\S+) \| (\S+) \| ([\d,]+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) % \|",
+        README,
+        re.M,
+    )
+    measured = {(row["space"], row["tokens"], row["way"]): row for row in rows("residency")}
+    for space, state, budget, tokens, *told in table:
+        weft, resident, demand = (
+            measured[space, int(tokens.replace(",", "")), way] for way in ("weft", "resident", "on-demand")
+        )
+        assert (state, budget) == (f"{weft['state_gib']:.1f}", f"{weft['budget_gib']:.1f}")
+        times = [f"{row['step_ms']:.1f}" for row in (resident, weft, demand)]
+        assert told == [*times, f"{weft['ratio_to_bound']:.2f}", f"{100 * weft['hit_rate']:.1f}"]  # type: ignore[operator]
+    assert len(table) == 8
+
+
 def test_what_the_readme_says_of_estimates_is_in_a_result_file() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "memory.json").read_text())["summary"]["fresh"]
     told = []

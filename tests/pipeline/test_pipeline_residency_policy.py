@@ -32,10 +32,10 @@ def test_the_smallest_hole_that_is_large_enough_is_taken_and_holes_are_merged() 
 def test_the_layer_whose_next_use_is_farthest_goes() -> None:
     routes = [["a"], ["b"], ["c"], ["b"], ["a"], ["c"]]
     uses = Uses(lambda n: routes[n], 0, len(routes))
-    at = 0
-    policy = Policy(2, lambda key: False, lambda key: uses.next(str(key), at))
+    policy = Policy(2, lambda key: False, lambda key: uses.next(str(key)))
     gone = []
-    for at, route in enumerate(routes):  # noqa: B007
+    for at, route in enumerate(routes):
+        uses.move(at)
         change = policy.want(dict.fromkeys(route, 1))
         assert change is not None
         gone.append([key for key, _ in change.gone])
@@ -44,9 +44,44 @@ def test_the_layer_whose_next_use_is_farthest_goes() -> None:
 
 def test_a_layer_that_is_not_used_again_counts_as_farthest() -> None:
     uses = Uses(lambda n: ["a"] if n < 3 else ["b"], 0, 6)
-    assert [uses.next("a", n) for n in range(5)] == [0, 1, 2, math.inf, math.inf]
-    assert uses.next("b", 4) == 4
-    assert uses.next("c", 4) == math.inf
+    found = []
+    for n in range(5):
+        uses.move(n)
+        found.append([uses.next(name) for name in "abc"])
+    assert found == [
+        [0, 3, math.inf],
+        [1, 3, math.inf],
+        [2, 3, math.inf],
+        [math.inf, 3, math.inf],
+        [math.inf, 4, math.inf],
+    ]
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("abcd"), max_size=3), min_size=1, max_size=20),
+    st.integers(1, 6),
+    st.lists(st.integers(0, 4), max_size=12),
+)
+def test_the_next_use_is_the_first_one_within_the_horizon(
+    routes: list[list[str]], horizon: int, moves: list[int]
+) -> None:
+    uses, n = Uses(lambda n: routes[n], 0, len(routes), horizon), 0
+    for by in [0, *moves]:
+        n = min(n + by, len(routes))
+        uses.move(n)
+        for name in "abcd":
+            first = next((k for k in range(n, min(n + horizon, len(routes))) if name in routes[k]), math.inf)
+            assert uses.next(name) == first
+
+
+def test_what_is_small_lies_at_the_end_and_goes_last() -> None:
+    uses = {"large": 9.0, "tiny": 99.0, "other": 10.0}
+    policy = Policy(2 * 2**20, lambda key: False, uses.__getitem__)
+    policy.want({"large": 2**20, "tiny": 16})
+    assert policy.ground.spans == {"large": Span(0, 2**20), "tiny": Span(2 * 2**20 - 16, 16)}
+    change = policy.want({"other": 2**20})
+    assert change is not None
+    assert change.gone == [("large", Span(0, 2**20))]  # although the other is used later
 
 
 class Bytes:
@@ -153,11 +188,11 @@ def fewest(routes: Sequence[frozenset[int]], room: int) -> int:
     room=st.integers(3, 5),
 )
 def test_no_other_way_to_evict_needs_fewer_copies(routes: list[frozenset[int]], room: int) -> None:
-    at = 0
     uses = Uses(lambda n: [str(layer) for layer in routes[n]], 0, len(routes))
-    policy = Policy(room, lambda key: False, lambda key: uses.next(str(key), at))
+    policy = Policy(room, lambda key: False, lambda key: uses.next(str(key)))
     copies = 0
-    for at, route in enumerate(routes):  # noqa: B007
+    for at, route in enumerate(routes):
+        uses.move(at)
         change = policy.want({str(layer): 1 for layer in sorted(route)})
         assert change is not None
         copies += len(change.come)

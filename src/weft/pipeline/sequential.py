@@ -137,7 +137,7 @@ class Sequential:
         if ahead:
             outputs, loss, found = look_ahead(self, i, subnet, batch)
             return self._settle(i, j, subnet, batch, outputs, loss, lambda: found, list(self.weights.values()))
-        tape = Tape(n, self.chain.enter(batch), self.graphs)
+        tape = Tape(n, self.chain.enter(batch), self.graphs, beside=None if self.memory is None else self.memory.beside)
         with self.precision():
             for layer in self.chain.route(subnet):
                 self.seeder.set(i, j, layer.name)

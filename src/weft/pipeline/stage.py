@@ -159,7 +159,8 @@ class Stage(Layers):
         i, j = divmod(n, self.law.microbatches)
         if self.is_first:
             carry = self.chain.enter(batch)
-        tape = Tape(n, carry, self._graphs, received=not self.is_first, split=self._split)
+        beside = None if self.memory is None else self.memory.beside
+        tape = Tape(n, carry, self._graphs, not self.is_first, self._split, beside)
         records: dict[str, Record] = {}
         report = None
         subnet = self.subnet(n)

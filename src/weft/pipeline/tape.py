@@ -7,7 +7,7 @@ and end never changes a bit (see ``boundary``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,10 @@ from weft.pipeline.graphs import Captured, Gradients, Graphs
 from weft.pipeline.recall import Again, Recalled
 from weft.pipeline.weights import Weights
 from weft.supernet import Carry
+
+Grad = Callable[[], tuple[Tensor | None, ...]]
+Beside = Callable[[Grad], tuple[Tensor | None, ...]]
+"""Calls what it is given, which leaves Python to others meanwhile."""
 
 
 @dataclass(slots=True)
@@ -34,13 +38,20 @@ class Tape:
 
     A carry that was ``received`` comes from another stage: what of it requires a gradient gets one of its own. A tape
     that is ``split`` has an island for every layer, so that ``back`` can be had first and the gradients of weights
-    after it.
+    after it. ``beside`` has something to do while autograd is at work.
     """
 
     def __init__(
-        self, n: int, carry: Carry, graphs: Graphs | None = None, received: bool = False, split: bool = False
+        self,
+        n: int,
+        carry: Carry,
+        graphs: Graphs | None = None,
+        received: bool = False,
+        split: bool = False,
+        beside: Beside | None = None,
     ) -> None:
         self.n = n
+        self._beside = beside
         self.carry = carry
         self.used: list[Weights] = []
         self._trained: list[bool] = []
@@ -98,9 +109,9 @@ class Tape:
             if not isinstance(island, _Island):
                 own, gradients = island.backward(gradients)
             elif self._split:
-                _, gradients = _backward(island, gradients, weights=False)
+                _, gradients = self._go_back(island, gradients, weights=False)
             else:
-                own, gradients = _backward(island, gradients)
+                own, gradients = self._go_back(island, gradients)
             self._later.append((island, given, own))
         self.back = gradients
         self._islands.clear()
@@ -113,7 +124,7 @@ class Tape:
                 weights.to_newest()
         for island, given, own in self._later:
             if self._split and isinstance(island, _Island):
-                own, _ = _backward(island, given, inputs=False)
+                own, _ = self._go_back(island, given, inputs=False)
             leaves[:0] = own
         self._later.clear()
         found: dict[str, list[Tensor | None]] = {}
@@ -150,25 +161,28 @@ class Tape:
             if isinstance(before, _Island) and not isinstance(after, _Island):
                 before.outputs = after.taken
 
-
-def _backward(
-    island: _Island, gradients: Gradients, weights: bool = True, inputs: bool = True
-) -> tuple[list[Tensor | None], Gradients]:
-    """Gradients of the island's weights and of its inputs, or of one of them, with the graph kept for the other."""
-    pairs = [(o, g) for o, g in zip(island.outputs, gradients, strict=True) if o.requires_grad and g is not None]
-    wanted = [x for x in island.inputs if x.requires_grad] if inputs else []
-    leaves = [leaf for _, own, trained in island.layers if trained for leaf in own] if weights else []
-    if not pairs or not (leaves or wanted):
-        return [None] * len(leaves), [None] * len(island.inputs)
-    with ExitStack() as stack:
-        for layer, own, _ in island.layers:
-            block = layer.bound(own)
-            if block is not None:
-                stack.enter_context(block)
-            stack.enter_context(layer.hidden.backward())
+    def _go_back(
+        self, island: _Island, gradients: Gradients, weights: bool = True, inputs: bool = True
+    ) -> tuple[list[Tensor | None], Gradients]:
+        """Gradients of the island's weights and of its inputs, or of one of them, with the graph kept for the other."""
+        pairs = [(o, g) for o, g in zip(island.outputs, gradients, strict=True) if o.requires_grad and g is not None]
+        wanted = [x for x in island.inputs if x.requires_grad] if inputs else []
+        leaves = [leaf for _, own, trained in island.layers if trained for leaf in own] if weights else []
+        if not pairs or not (leaves or wanted):
+            return [None] * len(leaves), [None] * len(island.inputs)
         outputs, seeds = [out for out, _ in pairs], [g for _, g in pairs]
-        found = torch.autograd.grad(outputs, [*leaves, *wanted], seeds, retain_graph=not weights, allow_unused=True)
-    if not inputs:
-        return list(found), ()
-    back = iter(found[len(leaves) :])
-    return list(found[: len(leaves)]), [next(back) if x.requires_grad else None for x in island.inputs]
+
+        def grad() -> tuple[Tensor | None, ...]:
+            return torch.autograd.grad(outputs, [*leaves, *wanted], seeds, retain_graph=not weights, allow_unused=True)
+
+        with ExitStack() as stack:
+            for layer, own, _ in island.layers:
+                block = layer.bound(own)
+                if block is not None:
+                    stack.enter_context(block)
+                stack.enter_context(layer.hidden.backward())
+            found = grad() if self._beside is None else self._beside(grad)
+        if not inputs:
+            return list(found), ()
+        back = iter(found[len(leaves) :])
+        return list(found[: len(leaves)]), [next(back) if x.requires_grad else None for x in island.inputs]

@@ -54,7 +54,7 @@ class Device:
         self.traffic = Traffic()
         self.on_change: Heard | None = None
         self._policy = Policy(room, _pinned, lambda key: next_use(key))  # type: ignore[arg-type]
-        self._room = room
+        self.room = room
         self._reserve = Ground(reserve)
         self._freed: list[tuple[Span, list[Ticket]]] = []
 
@@ -99,7 +99,7 @@ class Device:
         span = self._reserve.put(block, block.size)
         if span is None:
             return False
-        self._bring(block, Span(self._room + span.start, span.size))
+        self._bring(block, Span(self.room + span.start, span.size))
         self.traffic.peak = max(self.traffic.peak, self.taken)
         return True
 
@@ -107,7 +107,7 @@ class Device:
         """It leaves the reserve, if it is there."""
         if block in self._reserve.spans:
             span = self._reserve.free(block)
-            self._send(block, Span(self._room + span.start, span.size))
+            self._send(block, Span(self.room + span.start, span.size))
 
     def empty(self) -> None:
         """All that may leave does, and the host has all of it."""
@@ -166,7 +166,7 @@ class Device:
         span = self._policy.ground.spans.get(block)
         if span is None:
             span = self._reserve.spans[block]
-            return Span(self._room + span.start, span.size)
+            return Span(self.room + span.start, span.size)
         return span
 
     def _at(self, span: Span) -> Tensor:
@@ -245,4 +245,4 @@ def allocated(need: int, device: torch.device) -> Tensor:
 
 
 def _pinned(key: Hashable) -> bool:
-    return key.pinned  # type: ignore[attr-defined,no-any-return]
+    return key.home.pinned(key)  # type: ignore[attr-defined,no-any-return]

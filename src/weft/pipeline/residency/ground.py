@@ -31,20 +31,20 @@ class Ground:
         self._holes: dict[int, int] = {}
         self._hole_ends: dict[int, int] = {}
         self._sizes: list[tuple[int, int]] = []
+        self.taken = size
+        """Bytes that something lies on."""
         if size:
             self._add_hole(0, size)
 
-    @property
-    def taken(self) -> int:
-        """Bytes that something lies on."""
-        return self.size - sum(size for size, _ in self._sizes)
-
-    def put(self, key: Key, size: int) -> Span | None:
-        """A place in a hole, if there is one."""
+    def put(self, key: Key, size: int, high: bool = False) -> Span | None:
+        """A place in a hole, if there is one: where the smallest begins, or where the last one ends."""
         index = bisect_left(self._sizes, (size, -1))
         if index == len(self._sizes):
             return None
-        span = Span(self._sizes[index][1], size)
+        start = self._sizes[index][1]
+        if high:
+            start = max(start + length for length, start in self._sizes[index:]) - size
+        span = Span(start, size)
         self.put_at(key, span)
         return span
 
@@ -82,8 +82,9 @@ class Ground:
         span = self.free(key)
         self.put_at(key, Span(span.start, size))
 
-    def around(self, key: Key, size: int, movable: Callable[[Key], bool]) -> list[Key] | None:
-        """What has to go, this one among it, so that so many bytes are free in one piece; None if that cannot be."""
+    def around(self, key: Key, size: int, movable: Callable[[Key], bool]) -> tuple[list[Key], bool]:
+        """What has to go, this one among it, so that so many bytes are free in one piece, and whether they then are: if
+        not, that is all that could go between two that stay."""
         span = self.spans[key]
         gone = [key]
         start = self._hole_ends.get(span.start, span.start)
@@ -99,16 +100,18 @@ class Ground:
                 before = self.spans[left].start
                 start = self._hole_ends.get(before, before)
             else:
-                return None
-        return gone
+                return gone, False
+        return gone, True
 
     def make_room(self, size: int, order: Iterable[Key], movable: Callable[[Key], bool]) -> list[Key] | None:
         """What goes so that so many bytes are free in one piece: the first in order for whom that can be."""
+        cramped: set[Key] = set()
         for key in order:
-            if key in self.spans and movable(key):
-                gone = self.around(key, size, movable)
-                if gone is not None:
+            if key in self.spans and key not in cramped and movable(key):
+                gone, found = self.around(key, size, movable)
+                if found:
                     return gone
+                cramped.update(gone)
         return None
 
     def _note(self, key: Key, span: Span) -> None:
@@ -118,8 +121,10 @@ class Ground:
     def _add_hole(self, start: int, end: int) -> None:
         self._holes[start], self._hole_ends[end] = end, start
         insort(self._sizes, (end - start, start))
+        self.taken -= end - start
 
     def _drop_hole(self, start: int) -> None:
         end = self._holes.pop(start)
         del self._hole_ends[end]
         del self._sizes[bisect_left(self._sizes, (end - start, start))]
+        self.taken += end - start

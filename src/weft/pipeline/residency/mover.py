@@ -73,24 +73,25 @@ class Cuda:
     def __init__(self, device: torch.device) -> None:
         self._inward: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._outward: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._device = device
+        # As a number: a torch.device is looked into at every use, which takes longer than all the rest.
+        self._device = torch.cuda.current_device() if device.index is None else device.index
         self._waits: list[tuple[Any, Any]] = []
 
     def bring(self, target: Tensor, source: Tensor, after: Sequence[Ticket]) -> Ticket:
-        return self._copy(self._inward, target, source, after)
+        return self._copy(self._inward, target, source, after, timed=True)
 
     def send(self, target: Tensor, source: Tensor, after: Sequence[Ticket]) -> Ticket:
-        return self._copy(self._outward, target, source, after)
+        return self._copy(self._outward, target, source, after, timed=False)
 
     def mark(self) -> Ticket:
-        return self._event(torch.cuda.current_stream(self._device))
+        return self._event(torch.cuda.current_stream(self._device), timed=False)
 
     def wait(self, ticket: Ticket) -> None:
-        if ticket is None:
+        if self.done(ticket):
             return
         stream = torch.cuda.current_stream(self._device)
         if len(self._waits) < 4096:
-            self._waits.append((ticket, self._event(stream)))
+            self._waits.append((ticket, self._event(stream, timed=True)))
         stream.wait_event(ticket)
 
     def settle(self, ticket: Ticket) -> None:
@@ -110,15 +111,19 @@ class Cuda:
         self._waits = left
         return found
 
-    def _event(self, stream: Any) -> Any:
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def _event(self, stream: Any, timed: bool) -> Any:
+        event: Any = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
-    def _copy(self, stream: Any, target: Tensor, source: Tensor, after: Sequence[Ticket]) -> Ticket:
+    def _copy(self, stream: Any, target: Tensor, source: Tensor, after: Sequence[Ticket], timed: bool) -> Ticket:
         for ticket in after:
-            if ticket is not None:
+            if not self.done(ticket):
                 stream.wait_event(ticket)
-        with torch.cuda.stream(stream):
+        before = torch.cuda.current_stream(self._device)
+        torch.cuda.set_stream(stream)
+        try:
             target.copy_(source, non_blocking=True)
-        return self._event(stream)
+        finally:
+            torch.cuda.set_stream(before)
+        return self._event(stream, timed)

@@ -13,26 +13,43 @@ from weft.pipeline.residency.ground import Ground, Span
 HORIZON = 1024
 """Micro-batches that are looked ahead to find the next use of a layer; beyond that all are equally far."""
 
+SMALL = 2**-14
+"""What takes less than this part of the device lies apart, at its end, and goes last: to send it away gains no room."""
+
 
 class Uses:
     """When layers are used next, in a run of micro-batches ``first`` to ``total - 1``."""
 
     def __init__(self, route: Callable[[int], Sequence[str]], first: int, total: int, horizon: int = HORIZON) -> None:
         self._route, self._total, self._horizon = route, total, horizon
-        self._known = first
+        self._at = self._known = first
+        self._routes: deque[Sequence[str]] = deque()
         self._uses: dict[str, deque[int]] = {}
+        self._next: dict[str, float] = {}
 
-    def next(self, name: str, n: int) -> float:
-        """The first micro-batch from n on that uses the layer; infinite where none is in sight."""
+    def move(self, n: int) -> None:
+        """From here on, uses before micro-batch n do not count; n never becomes less."""
         reach = min(n + self._horizon, self._total)
-        while self._known < reach:
-            for used in self._route(self._known):
-                self._uses.setdefault(used, deque()).append(self._known)
-            self._known += 1
-        uses = self._uses.get(name)
-        while uses and uses[0] < n:
-            uses.popleft()
-        return uses[0] if uses else math.inf
+        for known in range(self._known, reach):
+            self._routes.append(self._route(known))
+            for name in self._routes[-1]:
+                self._uses.setdefault(name, deque()).append(known)
+                self._next.setdefault(name, known)
+        self._known = max(self._known, reach)
+        for _ in range(self._at, min(n, self._known)):
+            for name in self._routes.popleft():
+                uses = self._uses[name]
+                while uses and uses[0] < n:
+                    uses.popleft()
+                if uses:
+                    self._next[name] = uses[0]
+                else:
+                    self._next.pop(name, None)
+        self._at = max(self._at, n)
+
+    def next(self, name: str) -> float:
+        """The first micro-batch that uses the layer; infinite where none is in sight."""
+        return self._next.get(name, math.inf)
 
 
 @dataclass(slots=True)
@@ -70,7 +87,7 @@ class Policy:
         # Holes between those of them that are there may all be too small. Nothing has to stay where it is: begin anew.
         change = Change([(key, ground.free(key)) for key in list(ground.spans)])
         for key, size in sizes.items():
-            span = ground.put(key, size)
+            span = self._put(key, size)
             assert span is not None
             change.come.append((key, span))
         return change
@@ -84,22 +101,29 @@ class Policy:
             return key not in stays and key not in new
 
         for key in sorted((key for key in sizes if key not in ground.spans), key=lambda key: -sizes[key]):
-            span = ground.put(key, sizes[key])
+            span = self._put(key, sizes[key])
             if span is None:
                 if order is None:
-                    order = sorted(filter(movable, ground.spans), key=self._next_use, reverse=True)
+                    order = sorted(filter(movable, ground.spans), key=self._worth, reverse=True)
                 gone = ground.make_room(sizes[key], order, movable)
                 if gone is None:
                     self._undo(change)
                     return None
                 change.gone += [(other, ground.free(other)) for other in gone]
-                span = ground.put(key, sizes[key])
+                span = self._put(key, sizes[key])
                 assert span is not None
             new.add(key)
             change.come.append((key, span))
         rank = {key: index for index, key in enumerate(sizes)}
         change.come.sort(key=lambda pair: rank[pair[0]])
         return change
+
+    def _put(self, key: Hashable, size: int) -> Span | None:
+        return self.ground.put(key, size, high=size < self.ground.size * SMALL)
+
+    def _worth(self, key: Hashable) -> tuple[bool, float]:
+        """Greater for what should go first."""
+        return self.ground.spans[key].size >= self.ground.size * SMALL, self._next_use(key)
 
     def _undo(self, change: Change) -> None:
         for key, _ in change.come:

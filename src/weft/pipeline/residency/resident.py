@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from weft.errors import TrainError
 from weft.pipeline.optimizer import Updater
+from weft.pipeline.residency.beside import Beside
 from weft.pipeline.residency.block import layout_of
 from weft.pipeline.residency.device import Device
 from weft.pipeline.residency.home import Block, Home
@@ -32,6 +33,15 @@ from weft.pipeline.residency.staging import Staged
 from weft.pipeline.residency.value import Residency
 from weft.pipeline.weights import Weights
 from weft.units import size
+
+T = TypeVar("T")
+
+CLOSE = 2
+"""Where fewer micro-batches than this have their layers, the next gets its own at once, and not beside a backward."""
+
+FILLED = 0.75
+"""The part of the device that layers of micro-batches beyond those may take: in the rest, the next ones find a place
+without a long search, and layers that were used may stay until they are used again."""
 
 Item = tuple[str, int]
 """``("F", n)``: micro-batch n from its forward to its last update; ``("E", k)``: a batch that is only scored."""
@@ -86,10 +96,13 @@ class Resident:
         """How often a micro-batch has used a layer."""
         self._misses = 0
         self._timed = _cuda(device)
+        self._beside = Beside(device)
         self._coming: deque[Item] = deque()
         self._ready: deque[Item] = deque()
         self._started: set[Item] = set()
         self._of: dict[Item, list[Home]] = {}
+        self._held = 0
+        """Bytes of all layers that some micro-batch has at hand."""
         self._full = False
         """Whether the next one found no room when it was last tried, and none has been given back since."""
         self.begin(0, 0)
@@ -112,7 +125,7 @@ class Resident:
         self._source = _items(first, total, due)
         self._checks = checks
         self._uses_of = Uses(self._route, first, total)
-        self._position = first
+        self._uses_of.move(first)
         self._full = False
         if self._said.ahead and total:
             self.advance()
@@ -136,20 +149,24 @@ class Resident:
         self._ready.remove((kind, n))
         self._started.add((kind, n))
         if kind == "F":
-            self._position = max(self._position, n)
+            self._uses_of.move(n)
         self.uses += len(self._layers((kind, n)))
-        if not self._full:
-            self.advance()
+        self._advance_soon(kind)
 
     def finish(self, kind: str, n: int) -> None:
         """All is done with the layers of an operation."""
         self._started.remove((kind, n))
         self._used(self._layers((kind, n)))
         for home in self._layers((kind, n)):
-            del home.users[kind, n]
-            self._free(home)
+            self._leave(home, (kind, n))
         del self._of[kind, n]
-        self.advance()
+        self._advance_soon(kind)
+
+    def beside(self, work: Callable[[], T]) -> T:
+        """Does the work, which is no business of Python's, while the next micro-batches get their layers."""
+        if self._full or len(self._ready) >= self._said.ahead or self._peek() is None:
+            return work()
+        return self._beside(self.advance, work)
 
     def advance(self) -> None:
         """The next micro-batches get their layers, as far as there is room."""
@@ -160,6 +177,10 @@ class Resident:
             self._full = not self._admit(item, ahead=True)
             if self._full:
                 return
+
+    def _advance_soon(self, kind: str) -> None:
+        if not self._full and (kind == "E" or len(self._ready) < CLOSE):
+            self.advance()
 
     def update(self, group: Sequence[Weights], apply: Callable[[Sequence[Weights]], None]) -> None:
         """Applies the updates of some layers: of those that are at hand at once, of the others one by one.
@@ -273,10 +294,16 @@ class Resident:
             blocks[home.reads(n)] = None
             if home.spare_size and home.weights.clock.forward_reads(n) not in home.seen():
                 spares.append(Block(home, home.spare_size))
+        if ahead and len(self._ready) >= CLOSE:
+            more = sum(home.main.size for home in homes if not home.users)
+            if self._held + more > FILLED * self.device.room:
+                return False
         there = sum(self.device.holds(block) for block in blocks)
         if not self.device.want([*blocks, *spares]):
             return False
         for home in homes:
+            if not home.users:
+                self._held += home.main.size
             home.users[item] = n
         for spare in spares:
             spare.home.spares.append(spare)
@@ -290,10 +317,12 @@ class Resident:
         item = self._ready.pop()
         self._coming.appendleft(item)
         for home in self._layers(item):
-            del home.users[item]
-            self._free(home)
+            self._leave(home, item)
 
-    def _free(self, home: Home) -> None:
+    def _leave(self, home: Home, item: Item) -> None:
+        del home.users[item]
+        if not home.users:
+            self._held -= home.main.size
         self._full = False
         while home.spares and len(home.spares) > len(home.seen()):
             self.device.forget(home.spares.pop())
@@ -316,7 +345,7 @@ class Resident:
         self._used(homes)  # those that have them at hand may give them up before they use them
 
     def _next_use(self, block: Block) -> float:
-        return self._uses_of.next(block.home.name, self._position)
+        return self._uses_of.next(block.home.name)
 
 
 def _items(first: int, total: int, due: Callable[[int], Iterable[int]] | None) -> Iterator[Item]:
