@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import weft
 from weft.runs import Events
 from weft.tune import Recipe, Tuned
+from weft.tune.foresight import Foresight
 
 
 def study(folder: Path, name: str, widths: list[int], recipe: Mapping[str, Any], **asked: Any) -> Tuned:
@@ -64,17 +66,12 @@ def test_trials_of_one_shape_train_as_one_with_the_results_that_they_have_alone(
 def test_an_estimate_that_is_too_low_kills_only_its_own_trial_which_is_tried_again_with_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import weft.tune.needs as needs
+    true = Foresight.told
 
-    true = needs.need
+    def low(foresight: Foresight) -> Any:
+        return [(number, replace(need, memory=need.memory // 2)) for number, need in true(foresight)]
 
-    def low(*args: Any) -> Any:
-        from dataclasses import replace
-
-        found = true(*args)
-        return replace(found, memory=found.memory // 2 if found.memory else None)
-
-    monkeypatch.setattr("weft.tune.driver.need", low)
+    monkeypatch.setattr(Foresight, "told", low)
     widths, recipe = [64, 16], {"steps": 4}
     found = study(tmp_path, "low", widths, recipe, devices=["cpu=1MiB"], fuse=1)
     assert [one.state for one in found.trials] == ["complete", "complete"]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import WeftError
 from weft.keys import key
 from weft.runs.events import Events
 from weft.tune.attempt import Terms
@@ -19,8 +17,9 @@ from weft.tune.board import Board, Row
 from weft.tune.correction import Correction
 from weft.tune.devices import kind, most_together, nominal
 from weft.tune.executor import Executor
+from weft.tune.foresight import Foresight, Place, Refused
 from weft.tune.job import Ended, Event, Job, Lost, Reported
-from weft.tune.needs import Need, fused_memory, groups, need
+from weft.tune.needs import Need, fused_memory, groups
 from weft.tune.places import Places
 from weft.tune.recipe import Recipe
 from weft.tune.task import Task, Way, alike, job_of_task, shown
@@ -32,6 +31,8 @@ log = logging.getLogger("weft.tune")
 
 PAUSE = 0.5
 """Seconds between two looks at devices that may have come or gone."""
+SOON = 0.02
+"""Seconds between two looks at estimates that are being made."""
 
 
 class Driver:
@@ -58,8 +59,8 @@ class Driver:
         devices = board.devices = self._places.devices
         # Fixed at the start: a machine that goes or comes must not change how candidates are fitted.
         self._nominal = nominal(way.memory, devices) if self._recipe else way.memory
-        self._degree = most_together(devices)
-        self._kind = kind(devices)
+        place = Place(self._nominal, most_together(devices), kind(devices), way.fuse > 1)
+        self._foresight = Foresight(terms, place)
         self._correction = Correction()
         self._newest = -1
         self._block: dict[int, tuple[dict[str, Any], Need]] = {}
@@ -69,6 +70,13 @@ class Driver:
 
     def run(self) -> None:
         """Until every trial has ended. What a trial does never ends it; only Ctrl-C and lost storage do."""
+        try:
+            self._run()
+        finally:
+            self._foresight.close()
+
+    def _run(self) -> None:
+        self._tell_devices()
         self._newest = sum(record.state != "waiting" for record in self.study.trials()) - 1
         for proposal in self.study.open_trials():
             self._take(proposal.number, dict(proposal.params))
@@ -78,38 +86,44 @@ class Driver:
                 proposal = self.study.ask()
                 self._newest = proposal.number
                 self._take(proposal.number, dict(proposal.params))
-            self._release(final=not asked and not self._waiting and not self._running)
+            for number, found in self._foresight.told():
+                self._foreseen(number, found)
+            open = self._foresight.open
+            self._release(open, final=not (asked or open or self._waiting or self._running))
             self._devices()
             self._admit()
-            for event in self.executor.poll(0.0 if asked else PAUSE):
+            for event in self.executor.poll(0.0 if asked else SOON if open else PAUSE):
                 self._happened(event)
             self._watch(self.board)
 
     # -- what is to run
 
     def _take(self, number: int, params: dict[str, Any]) -> None:
-        row = self.board.rows[number] = Row(number, params)
+        self.board.rows[number] = Row(number, params)
         self._note("proposed", number, params=params)
-        try:
-            found = need(self.terms, params, self._nominal, self._degree, self._kind, self.way.fuse > 1)
-        except Exception as problem:  # a model that cannot be made is its trial's failure, and no other's
-            mine = isinstance(problem, WeftError)
-            error = str(problem) if mine else "".join(traceback.format_exception(problem)).strip()
-            self._end(number, "failed", None, {"error": error, "refused": True})
-            return
-        row.memory = found.memory
-        self._block[number] = (params, found)
+        self._foresight.ask(number, params)
 
-    def _release(self, final: bool) -> None:
+    def _foreseen(self, number: int, found: Need | Refused) -> None:
+        if isinstance(found, Refused):
+            self._end(number, "failed", None, {"error": found.why, "refused": True})
+            return
+        row = self.board.rows[number]
+        row.memory = found.memory
+        self._block[number] = (dict(row.params), found)
+
+    def _release(self, open: set[int], final: bool) -> None:
         """Let whole blocks of consecutive trials wait for devices, those of one shape as one.
 
         Only trials of one block are fused, never those that happen to wait together. The last block may be shorter. A
-        trial that is fused with none need not wait for the others of its block.
+        trial that is fused with none need not wait for the others of its block. Of ``open`` ones nothing is known yet.
         """
         size, blocks = self.way.fuse, dict[int, dict[int, Need]]()
+        unknown = {number // size for number in open}
         for number, (_, found) in self._block.items():
             if found.shape is None:
                 blocks[-1 - number] = {number: found}
+            elif number // size in unknown:
+                continue
             elif final or self._newest + 1 >= min((number // size + 1) * size, self._count):
                 blocks.setdefault(number // size, {})[number] = found
         for needs in blocks.values():
@@ -163,7 +177,8 @@ class Driver:
             row = self.board.rows[number]
             row.state, row.places, row.device, row.started = "starting", places, names, now
             row.attempts, row.waited = task.attempts, row.waited + now - row.proposed
-        self._note("placed", *numbers, job=job.id, devices=names, node=devices[0].node, memory=task.memory)
+        where = {"devices": names, "node": devices[0].node, "places": places}
+        self._note("placed", *numbers, job=job.id, **where, memory=task.memory, estimated=_estimated(task))
         self.executor.start(job)
 
     # -- what happens to it
@@ -281,10 +296,15 @@ class Driver:
 
     def _devices(self) -> None:
         if self._places.changed():
-            names = [f"{device.node}/{device.name}" for device in self._places.devices]
-            gone = [name for name, device in zip(names, self._places.devices, strict=True) if device.gone]
-            self._note("devices", now=names, gone=gone)
+            self._tell_devices()
             self.board.devices = self._places.devices
+
+    def _tell_devices(self) -> None:
+        """By place, as jobs name them."""
+        devices = self._places.devices
+        names = [f"{device.node}/{device.name}" for device in devices]
+        gone = [name for name, device in zip(names, devices, strict=True) if device.gone]
+        self._note("devices", now=names, gone=gone, memory=[device.memory for device in devices])
 
     def _account(self, row: Row, seconds: float | None) -> None:
         taken = time.monotonic() - row.started
@@ -293,6 +313,13 @@ class Driver:
 
     def _note(self, event: str, *trials: int, **fields: Any) -> None:
         self.events.append(event, trials=list(trials), **fields)
+
+
+def _estimated(task: Task) -> int | None:
+    """Bytes of each device that the job should take, also of one that has its devices to itself."""
+    if task.memory is not None or task.need.memory is None:
+        return task.memory
+    return fused_memory(task.need.memory, len(task.trials))
 
 
 def _last_line(text: str) -> str:

@@ -20,11 +20,11 @@ from weft.tune.driver import Driver
 from weft.tune.executor import Executor
 from weft.tune.job import Device
 from weft.tune.mps import shared
+from weft.tune.process import INSIDE
 from weft.tune.recipe import Recipe
 from weft.tune.storage import default_url
 from weft.tune.task import Way
 from weft.tune.tuned import Tuned
-from weft.tune.worker import INSIDE
 from weft.units import size, size_of
 
 if TYPE_CHECKING:
@@ -149,7 +149,8 @@ def _run(
         seen = stack.enter_context(Live()).see
     began = time.perf_counter()
     run.events.drop_from(0)  # the end of an earlier run is not the end
-    run.events.append("started", trials=[], at=sum(record.ended for record in study.trials()), steps=board.trials)
+    ended, space = sum(record.ended for record in study.trials()), study.definition.space.to_json()
+    run.events.append("started", trials=[], at=ended, steps=board.trials, space=space)
     driver = Driver(
         study,
         executor,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import multiprocessing
-import os
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import wait
@@ -17,9 +15,10 @@ from weft.tune.crew import Running, Worker, cause
 from weft.tune.devices import local_devices
 from weft.tune.job import Device, Ended, Event, Job, Lost
 from weft.tune.meeting import open_meeting
+from weft.tune.process import started
 from weft.tune.trial import OUTPUT
-from weft.tune.wire import Message, event_of, job_message, pair
-from weft.tune.worker import INSIDE, packed, serve, surroundings
+from weft.tune.wire import Message, event_of, job_message
+from weft.tune.worker import packed, serve
 
 STILLBORN = 3
 """So many workers in a row that die before they are ready end the study: it is not the trials' fault."""
@@ -105,18 +104,9 @@ class LocalExecutor:
         return last is None or (last.job.id not in self._jobs and len(last.crew) == 1)
 
     def _spawn(self, place: int) -> Worker:
-        line, other = pair()
         name = self.devices[place].name
         threads = self._threads if name == "cpu" else None
-        variables = {INSIDE: "1"} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
-        with surroundings(variables):
-            process = _context().Process(
-                target=serve,
-                args=(other, self._payload, name, threads, os.getpid(), dict(os.environ)),
-                name=f"weft-worker-{name}",
-            )
-            process.start()
-        other.close()
+        process, line = started(f"weft-worker-{name}", threads, serve, self._payload, name, threads)
         worker = Worker(process, line, place)
         self._workers.append(worker)
         return worker
@@ -218,12 +208,3 @@ class LocalExecutor:
         for worker in running.crew:
             if worker in self._workers:
                 self._retire(worker)
-
-
-def _context() -> Any:
-    """Workers are forks of one clean process that has imported torch, so that the next one starts in an instant."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["weft.tune.attempt", "weft.tune.worker"])
-    return context

@@ -9,8 +9,9 @@ import threading
 from typing import Any
 
 from weft.tune.job import Ended, Job, Reported
+from weft.tune.process import surroundings
 from weft.tune.wire import event_message, job_of
-from weft.tune.worker import prepare, surroundings, unpacked, written
+from weft.tune.worker import prepare, unpacked, written
 
 
 class Seat:

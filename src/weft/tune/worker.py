@@ -5,22 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from weft.errors import TrainError, TuneError
 from weft.pipeline.call import Call, pickled
-from weft.pipeline.parent import PARENT, die_with_parent
 from weft.tune.job import Ended, Job, Reported
+from weft.tune.process import surroundings
 from weft.tune.wire import Line, event_message, job_of
-
-INSIDE = "WEFT_TRIAL"
-"""The variable that tells a process, and scripts that it imports, that it is a worker."""
 
 
 def packed(terms: Any) -> bytes:
@@ -36,15 +32,8 @@ def unpacked(payload: bytes) -> Any:
     return pickle.loads(payload).args[1]
 
 
-def serve(
-    end: socket.socket, payload: bytes, device: str, threads: int | None, driver: int, environment: Mapping[str, str]
-) -> None:
+def serve(end: socket.socket, payload: bytes, device: str, threads: int | None) -> None:
     """What the process does, until it is told to quit or the other end of its line is gone."""
-    os.environ.clear()  # it was forked from a process that knows that of an earlier time
-    os.environ.update(environment)
-    with surroundings({PARENT: str(driver)}):  # which need not be the process that this one was forked from
-        die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, but stopping is the driver's to say
     line = Line(end)
     try:
         terms = unpacked(payload)
@@ -88,18 +77,6 @@ def _take(job: Job, terms: Any, device: str, rank: int, line: Line) -> None:
         line.send({"say": "event", "event": event_message(ended)})
 
     attempt(job, terms, device, rank, ask, tell)
-
-
-@contextmanager
-def surroundings(variables: Mapping[str, str]) -> Iterator[None]:
-    """The environment of one job: what tells the processes of a split candidate of one another."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 @contextmanager

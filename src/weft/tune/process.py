@@ -1,0 +1,63 @@
+"""Processes of a study: forked from a clean one that has imported torch, and gone with the driver."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from weft.pipeline.parent import PARENT, die_with_parent
+from weft.tune.wire import Line, pair
+
+INSIDE = "WEFT_TRIAL"
+"""The variable that tells a process, and scripts that it imports, that it belongs to a study."""
+
+PRELOADED = ["weft.tune.attempt", "weft.tune.worker", "weft.tune.foresight"]
+
+
+def started(name: str, threads: int | None, target: Callable[..., None], *args: Any) -> tuple[Any, Line]:
+    """A process that calls ``target(line's other end, *args)`` with so many threads; and the line to it."""
+    line, other = pair()
+    variables = {INSIDE: "1"} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    with surroundings(variables):
+        given = (target, os.getpid(), dict(os.environ), other, *args)
+        process = _context().Process(target=_begin, args=given, name=name)
+        process.start()
+    other.close()
+    return process, line
+
+
+@contextmanager
+def surroundings(variables: Mapping[str, str]) -> Iterator[None]:
+    """An environment for a while, such as what tells the processes of a split candidate of one another."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def _begin(
+    target: Callable[..., None], driver: int, environment: Mapping[str, str], end: socket.socket, *args: Any
+) -> None:
+    os.environ.clear()  # it was forked from a process that knows that of an earlier time
+    os.environ.update(environment)
+    with surroundings({PARENT: str(driver)}):  # which need not be the process that this one was forked from
+        die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, but stopping is the driver's to say
+    target(end, *args)
+
+
+def _context() -> Any:
+    """So that the next one starts in an instant."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context

@@ -1,0 +1,84 @@
+"""Estimates that are made in other processes: the same as those that are made here, whatever becomes of the process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import objectives
+import pytest
+import torch
+
+import weft
+from weft.tune import Recipe
+from weft.tune.attempt import Terms
+from weft.tune.foresight import Foresight, Place, Refused, found
+from weft.tune.needs import Need
+
+PLACE = Place(2 * 2**20, 1, "cpu", False)
+ASKED = {0: {"width": 16}, 1: {"width": 192}, 2: {"width": 16, "lr": 0.1}, 3: {"width": 4096}}
+
+
+def terms(**changed: Any) -> Terms:
+    made: dict[str, Any] = {"model": objectives.perceptron, "data": weft.data.digits, "steps": 2, **changed}
+    return Terms(Recipe(**made), ("loss",), 0)
+
+
+def answers(foresight: Foresight, many: int) -> dict[int, Need | Refused]:
+    told: dict[int, Need | Refused] = {}
+    until = time.monotonic() + 60
+    while len(told) < many and time.monotonic() < until:
+        told |= dict(foresight.told())
+        time.sleep(0.01)
+    return told
+
+
+@pytest.fixture(scope="module")
+def here() -> dict[int, Need | Refused]:
+    return {number: found(terms(), params, PLACE) for number, params in ASKED.items()}
+
+
+def test_other_processes_give_the_needs_and_refusals_that_this_one_would(here: dict[int, Need | Refused]) -> None:
+    assert isinstance(here[3], Refused)
+    assert "fits nowhere" in here[3].why
+    foresight = Foresight(terms(), PLACE, processes=2)
+    try:
+        for number, params in ASKED.items():
+            foresight.ask(number, params)
+        assert foresight.open == ASKED.keys()
+        assert len(foresight._seers) == 2
+        assert answers(foresight, 4) == here
+        assert foresight.open == set()
+    finally:
+        foresight.close()
+
+
+def test_what_a_process_that_is_killed_was_asked_is_answered_all_the_same(here: dict[int, Need | Refused]) -> None:
+    foresight = Foresight(terms(), PLACE, processes=1)
+    try:
+        for number, params in ASKED.items():
+            foresight.ask(number, params)
+        foresight._seers[0].process.kill()
+        assert answers(foresight, 4) == here
+        foresight.ask(4, {"width": 16})
+        assert answers(foresight, 1) == {4: here[0]}
+    finally:
+        foresight.close()
+
+
+def test_what_another_process_cannot_import_is_estimated_here(here: dict[int, Need | Refused]) -> None:
+    def local(params: Mapping[str, Any]) -> torch.nn.Module:
+        return objectives.perceptron(params)
+
+    foresight = Foresight(terms(model=local), PLACE, processes=2)
+    foresight.ask(0, ASKED[0])
+    assert foresight.open == {0}
+    assert foresight.told() == [(0, here[0])]
+
+
+def test_where_memory_is_not_counted_no_process_starts() -> None:
+    foresight = Foresight(terms(), Place(None, 1, "cpu", False), processes=2)
+    foresight.ask(0, ASKED[0])
+    assert foresight._seers == []
+    assert [number for number, _ in foresight.told()] == [0]
