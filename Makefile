@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-all lint format docs docs-check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/weft demo
@@ -21,6 +21,16 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Writes the pages that are made by scripts, then the site, without the network; a warning is an error.
+docs: $(VENV)/.dev
+	$(BIN)/python -m docs.scripts
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+docs-check: $(VENV)/.dev
+	$(BIN)/python -m docs.scripts --check
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -39,4 +49,4 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	@touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

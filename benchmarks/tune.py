@@ -10,8 +10,9 @@ fraction of a device a trial would be; a candidate that does not fit is run agai
 estimated memory and by measured slowdown. `fused`: the same, and candidates of one shape train as one. Rows are `part,
 way, mps, makespan_s, ratio, oom, mean_memory_used, communication_share, trials, failed, same`: `ratio` is to `one`,
 `mean_memory_used` the device's mean over the makespan as its driver tells it (part of all of it), `oom` the trials that
-ran out of memory, `same` those whose result is that of `one` to the bit. On one device nothing is communicated. Rows
-that FILE holds already are not run again; after `--seconds` nothing is begun.
+ran out of memory (`exceeded`: which, with the bytes that each was given and needed), `same` those whose result is that
+of `one` to the bit. On one device nothing is communicated. Rows that FILE holds already are not run again; after
+`--seconds` nothing is begun.
 
 Part `fusable` runs the candidates that can be fused by themselves; `memory` packs candidates of all sizes with a few
 steps each, to see whether any estimate was too small.
@@ -99,6 +100,7 @@ def by_weft(wanted: Sequence[Params], device: str, folder: Path, fused: bool = F
     events = [event for event in Events(found.path / "events.jsonl").read() if event["event"] == "exceeded"]
     return {
         "oom": len({number for event in events for number in event["trials"]}),
+        "exceeded": [{key: event[key] for key in ("trials", "memory", "needed")} for event in events],
         "failed": sum(record.state == "failed" for record in found.trials),
         "values": [None if record.values is None else record.values[0] for record in found.trials],
     }

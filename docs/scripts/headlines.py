@@ -1,0 +1,203 @@
+"""Which tables of each result file are its headline, and where the words on its aims stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from docs.scripts import tables
+from docs.scripts.tables import Aims, Found, Table
+
+README = "README.md"
+ASYNCHRONOUS, PLANNER = "docs/explanation/asynchronous.md", "docs/explanation/planner.md"
+PACKING, RACE = "docs/explanation/packing.md", "docs/explanation/race.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """The part of a result file that is shown."""
+
+    title: str
+    tables: Callable[[Found, Aims], Iterable[Table]]
+    """From the file and its aims to tables."""
+    says: tuple[tuple[str, str, str], ...] = ()
+    """(file, first words, last words) of what is quoted."""
+    aims: tuple[str, ...] = ()
+    """Rows of the README's tables whose last cell is what was to be reached."""
+
+
+_CPU = tuple(f"{name} | 1 core" for name in ("digits-conv", "digits-mlp", "nas-bench-macro"))
+_GPU = (
+    "digits-conv",
+    "digits-mlp",
+    "nas-bench-macro",
+    "nas-bench-macro, both channels last",
+    "nas-bench-macro, both channels first",
+)
+_STAGES = (
+    "two stages over one, exact, spaced stream: speed-up",
+    "two processes that need nothing of each other over one: what the machine gives",
+    "one subnet with a flush after every step: time over torch's `Schedule1F1B`",
+    "the same with no more in flight than torch's",
+    "exact on a spaced stream over the same supernet with flushes: speed-up",
+    "i.i.d. stream, split backward over whole: speed-up",
+    "simulated time against measured: error",
+    "time that decisions take: share",
+)
+_TAU = ((README, "The aims were a tau of 0.80", "by some of the longer runs."),)
+
+HEADLINES: dict[str, Headline] = {
+    "overhead-cpu": Headline("A step against a plain loop, one core", tables.overhead, aims=_CPU),
+    "overhead-gpu": Headline(
+        "A step against a plain loop, one GPU",
+        tables.overhead,
+        ((README, "On the GPU each candidate is a CUDA graph", "fewer launches cannot help."),),
+        tuple(f"{name} | H200" for name in _GPU),
+    ),
+    "pipeline": Headline(
+        "Two stages", tables.pipeline, ((README, "All of them have the bits", "of one process."),), _STAGES
+    ),
+    "one-device-gpu": Headline(
+        "Stages that share a GPU",
+        lambda found, _: [
+            [["run", "one fingerprint on 1, 2 and 4 stages"], *([k, tables.shown(v)] for k, v in found["same"].items())]
+        ],
+        ((README, "One, two and four stages that share one H200", "has not been run."),),
+    ),
+    "race": Headline(
+        "Without care for versions", tables.race, ((RACE, "**What it does not show.**", "a race's cannot."),)
+    ),
+    "schedules": Headline(
+        "Bubbles of exact order, simulated",
+        tables.schedules,
+        ((README, "With one batch a subnet the rule", "the stream are."),),
+    ),
+    "shared-layers": Headline(
+        "Layers that every subnet uses",
+        tables.rows(
+            optimizer="optimizer",
+            consistency="consistency",
+            loss=("loss", ".3f"),
+            spread=("loss_sd", ".3f"),
+            accuracy=("accuracy", ".3f"),
+        ),
+        ((README, "What that costs depends on the optimizer", "unless a run says otherwise."),),
+    ),
+    "paci": Headline(
+        "Asynchronous pipelines",
+        tables.paci,
+        (
+            (README, "Gradients of weights that are put off do not pay", "within it twice."),
+            (README, "To a given loss the aim of 1.35", "asynchronous.md))."),
+            (README, "At K = 8 the rate of the flushes", "(to reach: 1.03)."),
+        ),
+    ),
+    "delays": Headline(
+        "What delay costs early in a training",
+        tables.delays,
+        ((ASYNCHRONOUS, "That is a miss: the aim", "better than as many."),),
+    ),
+    "shakespeare": Headline(
+        "What delay costs at the end of one",
+        tables.rows(
+            method="method",
+            consistency="consistency",
+            best_validation_loss=("best_val_loss", ".3f"),
+            at_step="best_step",
+            ms_a_step=("step_ms", ".1f"),
+        ),
+        ((ASYNCHRONOUS, "But the flush had its best", "steps."),),
+    ),
+    "search-quality": Headline("Ranking with inherited weights, 2,500 steps", tables.quality, _TAU),
+    "search-quality-5000": Headline("The same, 5,000 steps", tables.quality, _TAU),
+    "search-quality-long": Headline(
+        "The same, longer", tables.quality, ((README, "Scoring by loss instead of accuracy", "between seeds."),)
+    ),
+    "search-methods": Headline(
+        "Search methods, twenty seconds each",
+        tables.methods,
+        (
+            (README, "On NAS-Bench-201 the weights of the gradient methods", "was up."),
+            (README, "A pick at random lies in the better half", "does as well."),
+        ),
+    ),
+    "anytime": Headline(
+        "Search in entangled spaces",
+        tables.anytime,
+        ((README, "DARTS' mixture never becomes a network", "as it trains."),),
+    ),
+    "elastic-cpu": Headline(
+        "Mixtures, one core",
+        tables.elastic,
+        ((README, "To reach were 1.15 and 1.02", "do not shrink with the batch."),),
+    ),
+    "elastic-gpu": Headline(
+        "Mixtures, one GPU",
+        tables.elastic,
+        ((README, "On the GPU no step waits for the host", "norm for each width."),),
+    ),
+    "elastic-gpu-check": Headline(
+        "Mixtures by fused kernels, checked",
+        lambda found, _: [
+            tables.columns(
+                found["check"],
+                what="what",
+                shape="shape",
+                precision="precision",
+                bit_equal="bit_equal",
+                error=("error_fused", ".1e"),
+            )
+        ],
+    ),
+    "planner": Headline(
+        "The planner's solver", tables.planner, ((README, "A GPT-2 of 96 layers", "up to 13 times the optimum."),)
+    ),
+    "planner-capture": Headline("Models that are captured", tables.capture),
+    "planner-published": Headline(
+        "PaSE's published model",
+        tables.published,
+        ((PLANNER, "Its model ranks plans; it does not predict.", "both columns proven optimal)"),),
+    ),
+    "planner-predicted-gpu": Headline(
+        "Predicted steps, one GPU",
+        tables.predicted,
+        ((PLANNER, "steps under bfloat16 autocast", "the graph does not have."),),
+    ),
+    "planner-applied": Headline("Predicted plans, two processes", tables.applied),
+    "memory": Headline(
+        "Estimated memory",
+        tables.memory,
+        ((README, "Estimated memory of a training step", "(to reach: 3, 8 and 5 %)."),),
+    ),
+    "residency": Headline(
+        "Layers that live on the host",
+        tables.residency,
+        ((README, "To reach were 98 % of the resident speed", "at 512 tokens)."),),
+    ),
+    "tune": Headline(
+        "A study of 64 candidates",
+        tables.tune,
+        (
+            (README, "To reach were 2 times one at a time", "for three)."),
+            (README, "One at a time and a fourth each", "of the 64."),
+        ),
+    ),
+    "packing": Headline(
+        "Packing, simulated",
+        tables.packing,
+        ((PACKING, "The goal of 10 % is reached", "which has not been looked into."),),
+    ),
+    "fusion": Headline(
+        "Fusion, one core", tables.fusion, ((PACKING, "Fusion pays where a trial alone", "nothing with two."),)
+    ),
+    "swinir": Headline(
+        "SwinIR, alone and packed",
+        tables.rows(
+            network="network",
+            photograph="photograph",
+            bicubic=("bicubic", ".2f"),
+            swinir=("swinir", ".2f"),
+            gain=("gain", ".2f"),
+        ),
+    ),
+}
