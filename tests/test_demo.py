@@ -88,7 +88,11 @@ def test_the_run_is_finished_and_holds_what_was_said(demo: tuple[Path, dict[str,
     assert run.state() == "finished"
     finished = [event for event in run.events.read() if event["event"] == "finished"]
     assert [event["fingerprint"] for event in finished] == [said["fingerprint"]]
-    assert json.loads((run.path / "results" / "search" / "front.json").read_text()) == said["front"]
+    saved = json.loads((run.path / "results" / "search" / "front.json").read_text())
+    told = said["front"]
+    assert {key: saved[key] for key in told if key != "members"} == {k: v for k, v in told.items() if k != "members"}
+    for kept, member in zip(saved["members"], told["members"], strict=True):  # a file says more: the layers
+        assert {key: kept[key] for key in member} == member
     about = json.loads((folder / said["files"]["json"]).read_text())
     assert about["subnet"] == said["front"]["members"][0]["subnet"]
     assert about["test"] == said["test"]["chosen"]
@@ -107,6 +111,19 @@ def test_two_stages_and_one_have_the_same_fingerprint(demo: tuple[Path, dict[str
     assert all(0 < share <= 1 for share in said["utilisation"])
 
 
+def test_it_ends_with_a_report_that_shows_the_stages_and_the_front(demo: tuple[Path, dict[str, Any]]) -> None:
+    folder, said = demo
+    run = Path(said["run"])
+    assert said["report"] == str(run / "report.html")
+    text = (folder / said["report"]).read_text()
+    data = text.partition('id="weft-documents">')[2].partition("</script>")[0]
+    documents = json.loads(data, parse_constant=pytest.fail)
+    assert documents[f"/api/runs/{run.name}/pipeline"]["traced"] is True
+    assert documents[f"/api/runs/{run.name}"]["fingerprint"] == said["fingerprint"]
+    shown = [member["id"] for member in documents[f"/api/runs/{run.name}/search"]["front"]]
+    assert sorted(shown) == sorted(member["id"] for member in said["front"]["members"])
+
+
 @pytest.mark.long
 def test_for_a_person_it_tells_every_part_in_order(tmp_path: Path) -> None:
     console = Console(record=True, file=io.StringIO(), width=160)
@@ -116,7 +133,16 @@ def test_for_a_person_it_tells_every_part_in_order(tmp_path: Path) -> None:
     text = console.export_text()
     parts = ["1  train", "4,096 subnets", "busy: stage 0", "stage 1", said["fingerprint"], "2  prove", "same: yes"]
     parts += ["3  search", "4  test", "random search", "5  extract"]
-    parts += ["to the last bit: yes", "6  where", said["run"], "model.safetensors", "weft trace", "done in"]
+    parts += [
+        "to the last bit: yes",
+        "6  where",
+        said["run"],
+        "model.safetensors",
+        "weft trace",
+        "done in",
+        "7  look",
+        "report.html",
+    ]
     assert text.count(said["fingerprint"]) == 2
     places = [text.index(part) for part in parts]
     assert places == sorted(places)

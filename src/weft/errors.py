@@ -78,6 +78,10 @@ def place_in_own_code(problem: BaseException) -> str | None:
     return None
 
 
+SHOWN = 12
+"""Names that are listed of many more."""
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """A hint for a mistyped name, ready to append to a message.
 
@@ -85,9 +89,13 @@ def nearest(word: str, words: Iterable[str]) -> str:
     "; did you mean 'microbatches'?"
     >>> nearest("zzz", ["a", "b"])
     '; known: a, b'
+    >>> nearest("zzz", "abcdefghijklmnopqrstuvwxy")
+    '; known: a, b, c, d, e, f, g, h, i, j, k, l and 13 more'
     """
     known = sorted(words)
     close = difflib.get_close_matches(word, known, n=1)
     if close:
         return f"; did you mean '{close[0]}'?"
-    return f"; known: {', '.join(known)}" if known else ""
+    if len(known) <= 2 * SHOWN:
+        return f"; known: {', '.join(known)}" if known else ""
+    return f"; known: {', '.join(known[:SHOWN])} and {len(known) - SHOWN} more"

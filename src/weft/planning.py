@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from weft.config import Config
+    from weft.plan.machine import Machine
+    from weft.plan.plan import Plan
     from weft.plan.supernet import ChainPlan
     from weft.supernet import Chain
 
@@ -38,6 +41,26 @@ def subject(spec: str, batch: int, length: int, folder: Path) -> Subject:
     if path.suffix == ".json":
         return _transformer(_read(path), batch, length)
     return _transformer({"model_type": spec}, batch, length)
+
+
+def place_of(name: str, folder: Path) -> Path:
+    """Where a plan is saved: a path as it is, and a bare name among the plans of the runs in a folder, where
+    ``weft serve`` finds it."""
+    if Path(name).suffix or "/" in name or "\\" in name:
+        return Path(name)
+    if not re.fullmatch(r"\w[\w+=@-]*", name):
+        raise PlanError(f"a plan cannot be called '{name}'; use letters, digits and any of _ + = @ -, or give a path")
+    return folder / "runs" / "plans" / f"{name}.json"
+
+
+def save(plan: Plan, path: Path, machine: Machine | None = None) -> None:
+    """Writes a plan with the parts of its page, which ``weft serve`` shows; ``machine`` is what it was made for."""
+    from weft.plan.page import parts
+    from weft.runs.files import room, write_json
+
+    with room(path, 0):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {**plan.to_json(), "page": parts(plan, machine)})
 
 
 def is_supernet(spec: str) -> bool:

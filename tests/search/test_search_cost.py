@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from weft.errors import SearchError
-from weft.search.cost import flops, latencies, latency, parameters, peak_memory
+from weft.search.cost import flops, flops_by_child, latencies, latency, parameters, peak_memory
 
 
 class Attention(nn.Module):
@@ -67,6 +68,14 @@ def test_a_multiply_add_is_two_flops(module: nn.Module, shape: tuple[int, ...], 
 def test_flops_take_tuples_as_positional_arguments_and_meta_tensors_as_inputs() -> None:
     assert flops(Product(), (torch.ones(5, 2), torch.ones(2, 3))) == 2 * 5 * 2 * 3
     assert flops(nn.Linear(3, 5), torch.empty(7, 3, device="meta")) == 2 * 7 * 3 * 5
+
+
+def test_flops_are_told_apart_by_the_children_that_spend_them() -> None:
+    inner = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 5))
+    module = nn.Sequential(OrderedDict(first=inner, skip=nn.Identity(), last=nn.Linear(5, 2)))
+    found = flops_by_child(module, torch.ones(7, 3))
+    assert found == {"first": 2 * 7 * (3 * 5 + 5 * 5), "skip": 0, "last": 2 * 7 * 5 * 2}
+    assert sum(found.values()) == flops(module, torch.ones(7, 3))
 
 
 def test_flops_compute_nothing_where_shapes_are_enough() -> None:

@@ -179,6 +179,16 @@ def test_a_front_survives_being_saved_and_read(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out == ""
 
 
+def test_what_a_front_says_of_its_layers_is_kept_beside_what_is_read(tmp_path: Path) -> None:
+    front = Front(scored((0.5, 1), (0.9, 9)), GOALS)
+    front.save(tmp_path, lambda subnet: [{"block": "a", "choice": subnet["a"], "flops": 3}], context="c")
+    saved = json.loads((tmp_path / "front.json").read_text())
+    told = [[{"block": "a", "choice": one.subnet["a"], "flops": 3}] for one in front]
+    assert [member["layers"] for member in saved["members"]] == told
+    assert (saved["context"], saved["format"]) == ("c", 1)
+    assert list(Front.from_json(SPACE, saved)) == list(front)
+
+
 def test_an_empty_front_survives_too() -> None:
     assert len(Front.from_json(SPACE, Front([], GOALS).to_json())) == 0
 

@@ -147,6 +147,10 @@ def test_every_method_searches_every_space(tmp_path: Path, space: str) -> None:
         found = gradient_search(build, data(), method=method, **options)
         assert found.trained.chain.space.contains(found.subnet)
         assert found.scores["parameters"] == sum(p.numel() for p in found.extract().parameters())
+        saved = json.loads((found.trained.run.path / "results" / "search" / "front.json").read_text())
+        for member in saved["members"]:
+            for name in ("parameters", "flops"):
+                assert sum(layer[name] for layer in member["layers"]) == member["scores"][name]
 
 
 @pytest.mark.parametrize("method", ["darts", "drnas", "gdas"])
@@ -199,6 +203,17 @@ def test_what_was_found_lies_in_the_run(tmp_path: Path) -> None:
     assert set(told["probabilities"]) == set(found.trained.chain.space.choices)
     front = json.loads((folder / "front.json").read_text())
     assert found.subnet.id in json.dumps(front)
+    (member,) = front["members"]
+    for name in ("parameters", "flops"):
+        assert sum(layer[name] for layer in member["layers"]) == found.scores[name] > 0
+    values = found.subnet.values
+    blocks = [f"block{at}" for at in range(int(values["depth"]))]
+    assert [layer["block"] for layer in member["layers"]] == ["stem", *blocks, "head"]
+    width = f"width={values['width']}"
+    told = [width, *(f"{width} ratio{at}={values[f'ratio{at}']}" for at in range(len(blocks))), width]
+    assert [layer["choice"] for layer in member["layers"]] == told
+    assert not any(layer["shared"] for layer in member["layers"])
+    assert [one["name"] for one in front["choices"]] == list(found.trained.chain.space.choices)
     steps = [e for e in found.trained.run.events.read() if e["event"] == "step"]
     assert all(len(e["mixture"]) == 11 for e in steps)
     assert all(sum(e["mixture"][:2]) == pytest.approx(1.0, abs=1e-4) for e in steps)
@@ -220,8 +235,40 @@ def test_methods_that_train_by_samples_have_no_mixture(tmp_path: Path, method: s
     assert set(found.scores) >= {"accuracy", "parameters", "flops"}
 
 
+@pytest.mark.parametrize("method", ["drnas", "gdas", "darts2"])
+def test_the_mixture_is_scored_on_the_way_and_is_no_score_itself(tmp_path: Path, method: str) -> None:
+    found = search(tmp_path, method, steps=4, validate=2)
+    told = [event for event in found.trained.run.events.read() if event["event"] == "validation"]
+    assert [(event["step"], event["pick"]) for event in told] == [(1, "mixture"), (3, "mixture")]
+    assert all(set(event["scores"]) == {"loss", "accuracy"} for event in told)
+    assert all(0 <= event["scores"]["accuracy"] <= 1 for event in told)
+
+
+def test_a_search_tells_at_its_start_what_the_numbers_of_its_mixture_stand_for(tmp_path: Path) -> None:
+    found = search(tmp_path, "darts", steps=2)
+    events = list(found.trained.run.events.read())
+    told = {one["name"]: one["options"] for one in events[0]["choices"]}
+    assert told == {
+        "width": [8, 16],
+        "depth": [1, 2, 3],
+        "ratio0": [2, 3.5],
+        "ratio1": [2, 3.5],
+        "ratio2": [2, 3.5],
+    }
+    steps = [event["mixture"] for event in events if event["event"] == "step"]
+    start = 0
+    for options in told.values():  # in the order of the numbers: those of each choice come to 1
+        assert all(sum(one[start : start + len(options)]) == pytest.approx(1.0, abs=1e-4) for one in steps)
+        start += len(options)
+    assert all(len(one) == start for one in steps)
+
+
 def test_a_search_on_two_stages_finds_what_one_finds(tmp_path: Path) -> None:
-    one, two = (search(tmp_path, "drnas", microbatches=2, stages=n) for n in (1, 2))
+    one, two = (search(tmp_path, "drnas", microbatches=2, stages=n, validate=6) for n in (1, 2))
+    for kind, field in (("validation", "scores"), ("started", "choices")):
+        first, second = ([e[field] for e in f.trained.run.events.read() if e["event"] == kind] for f in (one, two))
+        assert first == second
+        assert first
     assert one.trained.fingerprint == two.trained.fingerprint
     assert (one.subnet, one.scores) == (two.subnet, two.scores)
     for name in one.mixture.names:

@@ -147,6 +147,24 @@ def test_cached_scores_that_lack_a_metric_are_scored_again(tmp_path: Path) -> No
     assert run_search(space, score, "random", GOALS, budget=5, cache=Cache(path)).cache_hits == 5
 
 
+def test_a_file_of_scores_tells_values_and_costs_once_they_are_known(tmp_path: Path) -> None:
+    space, path = make_space(), tmp_path / "scores"
+    lines = lambda: [json.loads(line) for line in path.read_text().splitlines()]  # noqa: E731
+    run_search(space, score, "random", GOALS, budget=5, cache=Cache(path))
+    assert [space.subnet(line["values"]).id for line in lines()] == [line["subnet"] for line in lines()]
+    assert not any("costs" in line for line in lines())
+    for _ in range(2):  # the second time there is nothing more to tell
+        cheap = run_search(space, score, "random", GOALS, budget=5, cache=Cache(path), cheap=lambda s: {"flops": 7.0})
+        assert (cheap.evaluations, cheap.cache_hits) == (0, 5)
+        assert len(lines()) == 10
+    assert [line["costs"] for line in lines()[5:]] == [{"flops": 7.0}] * 5
+    assert [line["scores"] for line in lines()[5:]] == [line["scores"] for line in lines()[:5]]
+    old = [{name: line[name] for name in ("subnet", "context", "scores")} for line in lines()[:5]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in old))
+    run_search(space, score, "random", GOALS, budget=5, cache=Cache(path))  # what an older weft wrote is told anew
+    assert ["values" in line for line in lines()] == [False] * 5 + [True] * 5
+
+
 @settings(deadline=None, max_examples=40)
 @given(cut=st.integers(0, 400))
 def test_a_cache_cut_anywhere_keeps_its_whole_lines_and_can_be_written_on(

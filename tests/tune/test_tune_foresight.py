@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import weft
 from weft.tune import Recipe
 from weft.tune.attempt import Terms
+from weft.tune.devices import processors
 from weft.tune.foresight import Foresight, Place, Refused, found
 from weft.tune.needs import Need
 
@@ -82,3 +84,9 @@ def test_where_memory_is_not_counted_no_process_starts() -> None:
     foresight.ask(0, ASKED[0])
     assert foresight._seers == []
     assert [number for number, _ in foresight.told()] == [0]
+
+
+def test_processors_are_on_no_more_cores_than_there_are() -> None:
+    threads, cores = processors()
+    assert threads == len(os.sched_getaffinity(0))
+    assert 1 <= cores <= threads

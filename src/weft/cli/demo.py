@@ -18,8 +18,8 @@ def demo(
     steps: Annotated[int, typer.Option(help="Steps of training.", min=1)] = 2000,
     budget: Annotated[int, typer.Option(help="Subnets that the search scores.", min=1)] = 120,
 ) -> None:
-    """Train a small supernet on real digits on 2 stages, prove that 1 gives the same, search it and extract the best
-    subnet: about a minute."""
+    """Train a small supernet on real digits on 2 stages, prove that 1 gives the same, search it, extract the best
+    subnet and write a report to look at: about a minute."""
     from weft.demo import run_demo
 
     result = run_demo(Path(runs), Console(quiet=True) if as_json else console, steps, budget)

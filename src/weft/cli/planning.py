@@ -38,7 +38,9 @@ def plan(
         list[str] | None, typer.Option(help="What may be split in a module: 'lm_head=n', '*.wte=replicated'.")
     ] = None,
     load: Annotated[str | None, typer.Option(help="A plan that was saved, to be priced anew.")] = None,
-    save: Annotated[str | None, typer.Option(help="The file to save the plan in.")] = None,
+    save: Annotated[
+        str | None, typer.Option(help="The file to save the plan in, or a name: runs/plans/NAME.json, for weft serve.")
+    ] = None,
     html: Annotated[str | None, typer.Option(help="Write the plan as a page.", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -53,6 +55,8 @@ def plan(
     if planning.is_supernet(model):
         _plan_supernet(model, machine, devices, dtype, as_json)
         return
+    place = planning.place_of(save, Path()) if save else None
+    known = planning.place_of(load, Path()) if load and not Path(load).is_file() else load
     net, example, loss = planning.subject(model, batch, length, Path())
     made = make(
         net,
@@ -67,22 +71,25 @@ def plan(
         microbatches=microbatches,
         recompute=recompute,
         keep=rules,
-        load=load,
+        load=known,
     )
-    if save:
-        made.save(save)
-    if html:
+    if place or html:
         from weft.plan.machine import machine as machine_of
-        from weft.plan.page import page
-        from weft.runs.files import write_atomic
 
-        write_atomic(html, page(made, machine_of(machine)))
+        found = machine_of(machine)
+        if place:
+            planning.save(made, place, found)
+        if html:
+            from weft.plan.page import page
+            from weft.runs.files import write_atomic
+
+            write_atomic(html, page(made, found))
     if as_json:
         print_json({**made.to_json(), "reasons": made.reasons(), **({"html": html} if html else {})})
         return
     shown.show(made, console)
-    if save:
-        console.print(f"saved in {save}: edit its splits, and price it with --load {save}", soft_wrap=True)
+    if place:
+        console.print(f"saved in {place}: edit its splits, and price it with --load {place}", soft_wrap=True)
     if html:
         console.print(f"written to {html}: open it in a browser", soft_wrap=True)
 

@@ -18,6 +18,7 @@ from weft.cli.listing import runs, zoo
 from weft.cli.output import console, errors
 from weft.cli.planning import calibrate, plan
 from weft.cli.searching import export, search
+from weft.cli.serving import report, serve
 from weft.cli.timing import simulate, trace
 from weft.cli.training import train, verify
 from weft.cli.tuning import tune
@@ -67,7 +68,7 @@ def _add(*verbs: Callable[..., None], **settings: bool) -> None:
 
 _add(demo)
 _add(train, search, tune, export, simulate, verify, allow_extra_args=True, ignore_unknown_options=True)  # --a.b=c
-_add(runs, zoo, plan, calibrate, trace)
+_add(runs, zoo, plan, calibrate, trace, serve, report)
 
 
 def _usage(message: str) -> str:

@@ -90,8 +90,13 @@ class Alternating:
             held.close()
 
     def _marked(self, batch: Batch, i: int) -> Batch:
-        first = next(iter(batch.values()))
-        return {**batch, PROGRESS: torch.full((len(first),), i / self._steps, device=first.device)}
+        return marked(batch, i / self._steps)
+
+
+def marked(batch: Batch, progress: float) -> Batch:
+    """The batch with how far the run has come, from 0 to 1."""
+    first = next(iter(batch.values()))
+    return {**batch, PROGRESS: torch.full((len(first),), progress, device=first.device)}
 
 
 def _both(batch: Batch, train: Batch) -> Batch:

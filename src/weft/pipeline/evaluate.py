@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from weft.data import Batch
 from weft.pipeline.law import Loss, Metric
+from weft.pipeline.losses import counted
 from weft.pipeline.residency.entry import at_hand
 from weft.pipeline.statistics import running_norms
 from weft.space import Subnet
@@ -91,7 +92,7 @@ class Scores:
     def add(self, outputs: Any, batch: Batch) -> None:
         """The outputs of one batch; the loss counts by its size."""
         size = len(next(iter(batch.values())))
-        found = {name: metric(outputs, batch) for name, metric in self._metrics.items()}
+        found = {name: counted(name, metric(outputs, batch)) for name, metric in self._metrics.items()}
         if self._loss is not None:
             found["loss"] = (self._loss(outputs, batch) * size, size)
         for name, (total, count) in found.items():
@@ -100,7 +101,8 @@ class Scores:
             self._counts[name] = self._counts.get(name, 0.0) + count
 
     def means(self) -> dict[str, float]:
-        return {name: float(total) / self._counts[name] for name, total in self._sums.items()}
+        """By name; what is a vector, as the probabilities of a mixture are, is for the log of steps and no score."""
+        return {name: float(total) / self._counts[name] for name, total in self._sums.items() if total.numel() == 1}
 
 
 def _device(batch: Batch) -> torch.device:

@@ -16,6 +16,7 @@ from weft.errors import TrainError
 from weft.pipeline import foreach
 from weft.pipeline.bilevel import Bilevel
 from weft.pipeline.consistency import Clock, Consistency
+from weft.pipeline.losses import counted
 from weft.pipeline.norms import SMALL, GlobalNorm, Norms, delay_of, span_of
 from weft.pipeline.optimizer import Optimizer, Updater
 from weft.pipeline.rate import Schedule
@@ -98,7 +99,7 @@ class Law:
         if not self.metrics:
             return {}
         with torch.no_grad():
-            return {name: metric(outputs, batch) for name, metric in self.metrics.items()}
+            return {name: counted(name, metric(outputs, batch)) for name, metric in self.metrics.items()}
 
     def norms(self, layers: Iterable[str], first: bool = True, last: bool = True) -> Norms | None:
         """What the clipping of some layers, in chain order, by the norm of all of them needs."""

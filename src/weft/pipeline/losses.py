@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,6 +37,16 @@ def accuracy(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
     """How many of the targets are at the top, and of how many; a metric for classifiers."""
     wanted = target(batch)
     return (outputs.argmax(-1) == wanted).sum(), wanted.numel()
+
+
+def counted(name: str, found: Any) -> tuple[Tensor, float]:
+    """What a metric gave, which must be a sum and a count; TrainError if it is not."""
+    if isinstance(found, tuple) and len(found) == 2:
+        return found
+    raise TrainError(
+        f"metric '{name}' returned {type(found).__name__} and must return (sum, count) over the samples of a batch, "
+        "such as ((outputs.argmax(-1) == target).sum(), len(target))"
+    )
 
 
 def follow(outputs: Tensor, taught: Tensor, batch: Batch) -> Tensor:

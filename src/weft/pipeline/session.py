@@ -16,7 +16,7 @@ from weft.data import Batch, Data, IterableLoader, Loader, Source
 from weft.errors import CheckpointError, NonFiniteError, TrainError, WeftError
 from weft.keys import generator
 from weft.pipeline import foreach
-from weft.pipeline.bilevel import Alternating
+from weft.pipeline.bilevel import Alternating, marked
 from weft.pipeline.callbacks import Callback
 from weft.pipeline.determinism import deterministic
 from weft.pipeline.evaluate import Scores, evaluate, recalibrated
@@ -34,6 +34,8 @@ from weft.pipeline.weights import Weights
 from weft.runs import Run
 from weft.space import Subnet
 from weft.supernet import Chain
+from weft.supernet.elastic.mixture import choice_options
+from weft.supernet.mixed import MixedChain
 
 Teacher = nn.Module | Callable[[Batch], Tensor]
 
@@ -87,7 +89,7 @@ class Session:
     def run_to_end(self, checkpoint_every: int) -> str:
         """Trains what is left and returns the fingerprint; on any way out the run is left so that it can be resumed."""
         s = self.settings
-        self._emit("started", law=dict(self.run.manifest.get("law") or {}), at=self.start, steps=s.steps)
+        self._emit("started", **begun(self.run, self.chain, self.start, s.steps))
         step = self.start
         try:
             with deterministic(s.device), self.sequential.seeder.preserved(), stop_requests() as stop:
@@ -240,8 +242,9 @@ class Session:
         self.sequential.eval_mode()
         for name, subnet in picks.items():
             with recalibrated(self.chain, subnet, (self.loader.batch(k) for k in range(options.recalibrate))):
+                batches = held_out(loader, self.settings, step)
                 scores = evaluate(
-                    self.chain, subnet, loader.all(), self.settings.loss, self.settings.metrics, self.settings.precision
+                    self.chain, subnet, batches, self.settings.loss, self.settings.metrics, self.settings.precision
                 )
             self._emit("validation", step=step - 1, pick=name, subnet=subnet.id, scores=scores)
         self.sequential.train_mode()
@@ -265,6 +268,14 @@ class Session:
         self.run.events.append(event, **fields)
         for callback in self.callbacks:
             callback({"event": event, **fields})
+
+
+def begun(run: Run, chain: Chain, at: int, steps: int) -> dict[str, Any]:
+    """What the log says at the start; of a mixture also what each of the numbers stands for that every step tells."""
+    told = {"law": dict(run.manifest.get("law") or {}), "at": at, "steps": steps}
+    if isinstance(chain, MixedChain):
+        told["choices"] = [{"name": name, "options": choice_options(chain.space, name)} for name in chain.order]
+    return told
 
 
 def make_law(s: Settings) -> Law:
@@ -291,9 +302,17 @@ def validated(chain: Chain, extremes: Mapping[str, Subnet], s: Settings) -> dict
     """The subnets that are scored on the way, by name; where there is nothing to choose, the one that there is."""
     if not chain.space.choices:
         return {"largest": extremes["largest"]}
+    if s.bilevel is not None:  # the chain runs the mixture, whatever subnet it is given
+        return {"mixture": extremes["largest"]}
     rng = generator(s.seed, "validate")
     count = 0 if s.validate is None else s.validate.random
     return {**extremes, **{f"random{k}": chain.space.sample(rng) for k in range(count)}}
+
+
+def held_out(loader: Loader, s: Settings, step: int) -> Iterator[Batch]:
+    """The batches of validation data, with how far the run has come where a chain with an architecture may ask."""
+    batches = loader.all()
+    return batches if s.bilevel is None else (marked(batch, step / s.steps) for batch in batches)
 
 
 def drift(weights: Mapping[str, Weights]) -> dict[str, dict[str, int]]:

@@ -28,7 +28,7 @@ from weft.pipeline.residency.entry import figures, prepare
 from weft.pipeline.runtime import Runtime
 from weft.pipeline.saver import Saver
 from weft.pipeline.scheduler import Rule
-from weft.pipeline.session import Teacher, drift, make_law, make_loader, taught, validated
+from weft.pipeline.session import Teacher, begun, drift, held_out, make_law, make_loader, taught, validated
 from weft.pipeline.settings import Settings
 from weft.pipeline.stage import Stage
 from weft.pipeline.state import layer_digest, optimizer_states, restore
@@ -131,7 +131,7 @@ class Staged:
     def run_to_end(self, runtime: Runtime, checkpoint_every: int) -> str | None:
         """Trains what is left; the fingerprint, or None where the user stopped the run after a checkpoint."""
         s, m = self.settings, self.settings.microbatches
-        self.emit("started", law=dict(self.run.manifest.get("law") or {}), at=self.start, steps=s.steps)
+        self.emit("started", **begun(self.run, self.chain, self.start, s.steps))
         ledger = Ledger(s, self.losses, self.start, self.emit)
         saver = Saver(self.run.checkpoints, self.accord, self._placement)
         batches = {stage.index: self._batches(stage) for stage in self.stages if stage.reads_batch()}
@@ -311,7 +311,7 @@ class Staged:
                 for _ in relay.forward(subnet, first):
                     pass
                 norms.freeze()
-                for outputs, batch in relay.forward(subnet, held.all()):
+                for outputs, batch in relay.forward(subnet, held_out(held, s, step)):
                     with torch.inference_mode(), self.stages[-1].precision():
                         scores.add(outputs, batch)
             if self.is_last:

@@ -28,6 +28,7 @@ class Cache:
         text = context if isinstance(context, str) else json.dumps(context, sort_keys=True)
         self.context = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         self._scores: dict[str, dict[str, float]] = {}
+        self._told: dict[str, frozenset[str]] = {}
         self._file = Appender(self.path)
         self._load()
 
@@ -39,14 +40,22 @@ class Cache:
         found = self._scores.get(subnet.id)
         return None if found is None else dict(found)
 
-    def put(self, subnet: Subnet, scores: Mapping[str, float]) -> None:
-        """Keeps the scores, in memory and on disk."""
+    def put(self, subnet: Subnet, scores: Mapping[str, float], costs: Mapping[str, float] | None = None) -> None:
+        """Keeps the scores, in memory and on disk; for whoever shows the file, beside the subnet's values and costs."""
         kept = {name: float(value) for name, value in scores.items()}
-        line = json.dumps({"subnet": subnet.id, "context": self.context, "scores": plain(kept)}, allow_nan=False)
+        found = {"subnet": subnet.id, "context": self.context, "scores": kept, "values": dict(subnet.values)}
+        line = json.dumps(plain({**found, "costs": dict(costs)} if costs else found), allow_nan=False)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file.add(line.encode() + b"\n")
         self._file.close()  # on disk, and no handle left open between two scores
         self._scores[subnet.id] = kept
+        self._told[subnet.id] = frozenset(costs or ())
+
+    def tell(self, subnet: Subnet, costs: Mapping[str, float]) -> None:
+        """Writes known scores once more where the file lacks the subnet's values or some of these costs."""
+        told = self._told.get(subnet.id)
+        if subnet.id in self._scores and (told is None or not told.issuperset(costs)):
+            self.put(subnet, self._scores[subnet.id], costs)
 
     def _load(self) -> None:
         if not self.path.exists():
@@ -67,6 +76,8 @@ class Cache:
             good += len(line)
             if context == self.context:
                 self._scores[subnet] = scores
+                if "values" in record:
+                    self._told[subnet] = frozenset(record.get("costs") or ())
         if good < len(whole):
             # Else the next line would be glued to the half one.
             os.truncate(self.path, good)

@@ -30,19 +30,14 @@ def flops(module: nn.Module, example_inputs: Inputs) -> int:
     Counted are matrix products, convolutions and attention, as PyTorch's counter does; element-wise work is not. It
     runs on meta tensors and computes nothing, unless the module reads values of tensors: then it really runs.
     """
-    args = _arguments(example_inputs)
-    state = {name: _meta(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    counter = FlopCounterMode(display=False)
-    # Fused attention on the CPU is unknown to the counter; as plain products it counts the same as fused on CUDA.
-    with _evaluating(module), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        try:
-            with torch.device("meta"), counter:
-                torch.func.functional_call(module, state, _map(_meta, args))
-        except (RuntimeError, NotImplementedError, TypeError, ValueError):
-            counter = FlopCounterMode(display=False)
-            with counter:
-                module(*args)
-    return int(counter.get_total_flops())
+    return int(_counted(module, example_inputs).get_total_flops())
+
+
+def flops_by_child(module: nn.Module, example_inputs: Inputs) -> dict[str, int]:
+    """The same, told apart by the direct children in which they are spent."""
+    found = _counted(module, example_inputs).get_flop_counts()
+    root = type(module).__name__
+    return {name: int(sum(found.get(f"{root}.{name}", {}).values())) for name, _ in module.named_children()}
 
 
 def latency(module: nn.Module, inputs: Inputs, repeats: int = 20, warmup: int = 3) -> float:
@@ -87,6 +82,22 @@ def peak_memory(module: nn.Module, inputs: Inputs) -> int:
         module(*args)
         torch.cuda.synchronize(device)
         return own + int(torch.cuda.max_memory_allocated(device)) - int(before)
+
+
+def _counted(module: nn.Module, example_inputs: Inputs) -> FlopCounterMode:
+    args = _arguments(example_inputs)
+    state = {name: _meta(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    counter = FlopCounterMode(display=False)
+    # Fused attention on the CPU is unknown to the counter; as plain products it counts the same as fused on CUDA.
+    with _evaluating(module), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        try:
+            with torch.device("meta"), counter:
+                torch.func.functional_call(module, state, _map(_meta, args))
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            counter = FlopCounterMode(display=False)
+            with counter:
+                module(*args)
+    return counter
 
 
 def _timed(module: nn.Module, args: tuple[Any, ...]) -> float:

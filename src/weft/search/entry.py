@@ -15,7 +15,7 @@ from weft.search.method import METHODS
 from weft.search.objective import Constraint, parse_constraints, parse_objectives
 from weft.search.score import CHEAP, MEASURED, Scorer, context, known_metrics
 from weft.search.scored import Scored
-from weft.space import Subnet
+from weft.space import Space, Subnet
 from weft.supernet import Chain, Factory
 
 if TYPE_CHECKING:
@@ -151,8 +151,13 @@ def search_trained(
     # Costs that nobody asked for take as long as scores: the members of the front alone get them.
     members = [Scored(one.subnet, {**one.scores, **scorer.cheap(one.subnet)}) for one in result.front]
     front = Front(members, objectives, rules, scorer.extract, origin=trained)
-    front.save(results / name)
+    front.save(results / name, scorer.layers, choices=told_choices(trained.chain.space), context=cache.context)
     return front
+
+
+def told_choices(space: Space) -> list[dict[str, Any]]:
+    """Every choice of a space with its options, for whoever shows a search; a real one has none."""
+    return [{"name": name, "options": choice.options} for name, choice in space.choices.items()]
 
 
 def check_name(name: str) -> None:

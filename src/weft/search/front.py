@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,11 +163,25 @@ class Front:
                 f"this is no front: {type(error).__name__} {error}; search again to write a new one"
             ) from error
 
-    def save(self, folder: Path | str) -> None:
-        """Writes front.json, and front.csv with one column a metric and one a choice (empty where inactive)."""
+    def save(
+        self,
+        folder: Path | str,
+        layers: Callable[[Subnet], Sequence[Mapping[str, Any]]] | None = None,
+        **more: Any,
+    ) -> None:
+        """Writes front.json, and front.csv with one column a metric and one a choice (empty where inactive).
+
+        For whoever shows the front, front.json holds what `layers` says of each member, and `more` beside the members.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "front.json", self.to_json())
+        told = {**more, **self.to_json()}
+        if layers is not None:
+            told["members"] = [
+                {**member, "layers": list(layers(one.subnet))}
+                for member, one in zip(told["members"], self, strict=True)
+            ]
+        write_json(folder / "front.json", told)
         choices = list(dict.fromkeys(name for member in self for name in member.subnet.values))
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")

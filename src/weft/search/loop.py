@@ -131,9 +131,11 @@ class _Judge:
             require({**costs, **found}, wanted)
             self.evaluations += 1
             if self.cache is not None:
-                self.cache.put(subnet, found)
+                self.cache.put(subnet, found, costs)
         else:
             self.cache_hits += 1
+            if self.cache is not None:
+                self.cache.tell(subnet, costs)
         return Scored(subnet, {**found, **costs}), True, cached
 
     def nothing_found(self) -> str:

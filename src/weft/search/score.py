@@ -17,6 +17,8 @@ from weft.pipeline.settings import Settings
 from weft.search import cost
 from weft.space import Subnet
 from weft.supernet import Chain, extract
+from weft.supernet.elastic import Module
+from weft.supernet.layer import Layer
 
 CHEAP = ("parameters", "flops")
 MEASURED = ("latency", "memory")
@@ -53,13 +55,33 @@ class Scorer:
     def cheap(self, subnet: Subnet) -> dict[str, float]:
         """Parameters, and FLOPs of one sample (a multiply-add counts as two)."""
         if subnet not in self._costs:
-            with at_hand(self.chain, subnet):
-                plain = extract(self.chain, subnet, self._example)
-                self._costs[subnet] = {
-                    "parameters": cost.parameters(plain),
-                    "flops": cost.flops(plain, self.inputs(subnet)),
-                }
+            self.layers(subnet)
         return dict(self._costs[subnet])
+
+    def layers(self, subnet: Subnet) -> list[dict[str, Any]]:
+        """What the subnet is made of, in chain order: block, choice, parameters, FLOPs, and whether all have it alike.
+
+        Weights that are tied are counted where they come first, so that parameters and FLOPs add up to the subnet's.
+        """
+        with at_hand(self.chain, subnet):
+            plain = extract(self.chain, subnet, self._example)
+            flops = cost.flops_by_child(plain, self.inputs(subnet))
+            self._costs[subnet] = {"parameters": cost.parameters(plain), "flops": sum(flops.values())}
+            told, seen = [], set[int]()
+            for layer, (label, module) in zip(self.chain.route(subnet), plain.named_children(), strict=True):
+                own = {id(parameter): parameter.numel() for parameter in module.parameters()}
+                choice = picked(self.chain, layer, subnet)
+                told.append(
+                    {
+                        "block": self.chain.blocks[layer.block].name,
+                        "choice": choice,
+                        "parameters": sum(count for one, count in own.items() if one not in seen),
+                        "flops": flops[label],
+                        "shared": layer.shared and choice is None,
+                    }
+                )
+                seen |= own.keys()
+        return told
 
     def measured(self, subnet: Subnet, names: tuple[str, ...]) -> dict[str, float]:
         """Latency of one sample in milliseconds and peak memory of its activations in bytes, as asked for."""
@@ -99,6 +121,18 @@ class Scorer:
         s = self.settings
         with recalibrated(self.chain, subnet, self.calibration):
             return evaluate(self.chain, subnet, batches, s.loss, s.metrics, s.precision)
+
+
+def picked(chain: Chain, layer: Layer, subnet: Subnet) -> str | None:
+    """What the subnet says of a layer: the name of a candidate, or the values that an elastic layer reads."""
+    block, _, candidate = layer.name.partition(".")
+    if candidate or not layer.elastic:
+        return candidate or None
+    modules = chain.module(layer).modules()
+    read = {name for part in modules if isinstance(part, Module) for name in part.reads}
+    values = {name: value for name, value in subnet.values.items() if name in read}
+    told = (str(value) if name == block else f"{name}={value}" for name, value in values.items())
+    return " ".join(told) or None
 
 
 def known_metrics(settings: Settings) -> tuple[str, ...]:

@@ -37,20 +37,29 @@ class Database:
             f"sqlite:///{url.database}" if self._kind == "sqlite" else f"postgresql://{self._host}/{url.database}"
         )
 
-    def connect(self) -> Any:
+    def connect(self, reading: bool = False) -> Any:
+        """Optuna's storage. With ``reading`` it is one that cannot write: nothing is created, not even a file."""
         from sqlalchemy.pool import NullPool
 
         storages = optuna_module().storages
         if self._kind == "postgresql":
             alive = {"keepalives_idle": 15, "keepalives_interval": 5, "keepalives_count": 3}
             options = {"connect_timeout": 10, "application_name": signature(), **alive}
+            if reading:
+                options["options"] = "-c default_transaction_read_only=on"
             return storages.RDBStorage(
                 self._url.render_as_string(hide_password=False),
                 engine_kwargs={"pool_pre_ping": True, "connect_args": options},
+                skip_table_creation=reading,
             )
         path = Path(str(self._url.database)).absolute()
         if not path.parent.is_dir():
             raise TuneError(f"{self.shown} cannot be: there is no folder '{path.parent}'")
+        if reading:
+            if not path.is_file():
+                raise TuneError(f"{self.shown} cannot be: there is no file '{path}'")
+            look = {"poolclass": NullPool, "creator": lambda: _sqlite(path, "ro")}
+            return storages.RDBStorage("sqlite:///study.db", engine_kwargs=look, skip_table_creation=True)
         if not path.exists():
             _sqlite(path, "rwc").close()
         # A connection for each operation, and never one that would make a new file: one that is moved away and comes

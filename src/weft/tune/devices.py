@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from weft.errors import TuneError
@@ -70,6 +72,20 @@ def kind(devices: Sequence[Device]) -> str:
         return "cpu"
     named = torch.cuda.get_device_name(0).lower() if torch.cuda.is_available() else ""
     return next((name for name in KERNELS if name in named), GPU)
+
+
+def processors() -> tuple[int, int]:
+    """How many processors this process may use, and on how many cores they are, as far as the machine says."""
+    if not hasattr(os, "sched_getaffinity"):
+        return (os.cpu_count() or 1,) * 2
+    mine, cores = os.sched_getaffinity(0), set()
+    for number in mine:
+        place = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+        try:
+            cores.add(place.read_text())
+        except OSError:
+            cores.add(str(number))
+    return len(mine), len(cores)
 
 
 def _device(name: str, memory: int | None) -> Device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import traceback
 from collections import deque
@@ -17,6 +16,7 @@ import msgspec
 from weft.errors import TuneError, WeftError
 from weft.space import Value
 from weft.tune.attempt import Terms
+from weft.tune.devices import processors
 from weft.tune.needs import Need, kind_of, need
 from weft.tune.process import started
 from weft.tune.recipe import Recipe
@@ -57,7 +57,7 @@ class Foresight:
 
     def __init__(self, terms: Terms, place: Place, processes: int | None = None) -> None:
         self._terms, self._place = terms, place
-        most = max(1, min(4, len(os.sched_getaffinity(0)) // 4)) if processes is None else processes
+        most = max(1, min(4, processors()[1] // 4)) if processes is None else processes
         self._most = most if isinstance(terms.objective, Recipe) and place.memory is not None else 0
         self._seers: list[_Seer] = []
         self._by_kind: dict[str, _Seer] = {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping
 
 from weft.plan.memory.kernels import KERNELS
+from weft.tune.devices import processors
 from weft.tune.executor import Executor
 from weft.tune.job import Device, Job
 from weft.tune.load import Capacity, Load
@@ -18,7 +18,8 @@ class Places:
     """Keeps a packer up to date: with devices that come and go, with what starts, ends, and how fast it is.
 
     ``workers`` is the most jobs at once on a device; without it there is one a core of the host, which has to feed
-    them, and one in all on a GPU if trials do not say what they take (not ``counted``).
+    them (two threads of one core launch no more than one), and one in all on a GPU if trials do not say what they take
+    (not ``counted``).
     """
 
     def __init__(self, executor: Executor, workers: int | None, counted: bool) -> None:
@@ -69,9 +70,9 @@ class Places:
     def _capacity(self, device: Device) -> Capacity:
         most = 0 if device.gone else self._workers
         if most is None:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            threads, cores = processors()
             if device.name == "cpu":
-                most = cores
+                most = threads
             else:
                 beside = sum(other.node == device.node for other in self._executor.devices)
                 most = max(1, cores // beside) if self._counted else 1

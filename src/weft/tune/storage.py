@@ -9,11 +9,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weft.errors import TuneError
+from weft.errors import TuneError, nearest
 from weft.tune.claim import Claim
 from weft.tune.database import Database, Unavailable, reason_of
 from weft.tune.method import optuna_module, quiet
@@ -28,6 +29,53 @@ _log = logging.getLogger("weft")
 def default_url(directory: Path | str) -> str:
     """The storage of a study that names none: a file in its directory."""
     return f"sqlite:///{Path(directory) / 'study.db'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A study as a storage has it now."""
+
+    name: str
+    directions: tuple[str, ...]
+    attrs: Mapping[str, Any]
+    trials: Sequence[Any]
+    """Optuna's frozen trials in order of number."""
+    names: tuple[str, ...]
+    """Of all studies that are there, the oldest first."""
+
+
+def read_study(url: str, name: str | None = None) -> Stored:
+    """Looks at a study, by default the newest, without claiming it: whoever runs it is not disturbed.
+
+    TuneError if the storage does not answer, or has no such study.
+    """
+    optuna_module()
+    where, rows = Database(url), None
+    try:
+        with quiet():
+            rows = where.connect(reading=True)
+            found = {one.study_name: one for one in sorted(rows.get_all_studies(), key=lambda one: int(one._study_id))}
+            if not found or (name is not None and name not in found):
+                asked = "study" if name is None else f"study '{name}'"
+                raise TuneError(f"{where.shown} has no {asked}{nearest(name or '', found) if found else ''}")
+            study = found[name or list(found)[-1]]
+            directions = tuple(one.name.lower() for one in study.directions)
+            trials = sorted(rows.get_all_trials(study._study_id), key=lambda one: int(one.number))
+            return Stored(study.study_name, directions, dict(study.system_attrs), trials, tuple(found))
+    except TuneError:
+        raise
+    except ImportError as error:
+        raise TuneError(f"{where.shown} needs psycopg: pip install weft[postgres]") from error
+    except Exception as error:
+        reason = reason_of(error)
+        if reason is None or "no such table" in reason:
+            told = " ".join(str(error.__cause__ or error).partition("[SQL")[0].split())[:200]
+            raise TuneError(f"{where.shown} holds no studies that can be read: {told}") from error
+        raise where.unreachable(reason, 0) from error
+    finally:
+        if rows is not None:
+            rows.remove_session()
+            rows.engine.dispose()
 
 
 class Storage:

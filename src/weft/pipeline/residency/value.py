@@ -18,7 +18,7 @@ class Residency:
 
     ``budget`` is what the layers of one stage may take on its device: weights, optimizer state and older versions.
     Activations and gradients are beside it. ``host`` is what they may take on the host, all of it if not given; the
-    rest lies in a file in the folder ``disk`` (that of temporary files if not given). Sizes are written 8GiB, 24GB, or
+    rest lies in a file in the folder ``disk`` (where the run is, if not given). Sizes are written 8GiB, 24GB, or
     as a number of bytes. Micro-batches get their layers up to ``ahead`` early; with 0 they wait for every copy.
     """
 

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from weft.plan.page.document import page
+from weft.plan.page.parts import parts, picked
 
-__all__ = ["page"]
+__all__ = ["page", "parts", "picked"]

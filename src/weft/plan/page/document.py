@@ -25,7 +25,7 @@ def page(plan: Plan, machine: Machine | None = None) -> str:
     """The plan as HTML. ``machine`` is what it was made for, where that is no preset: without it the seconds and bytes
     of single operators are left out."""
     found = prices(plan, machine)
-    drawn = boxes(plan.graph, {*(found.moved if found else ()), *_sent(plan)})
+    drawn = boxes(plan.graph, {*(found.moved if found else ()), *sent(plan)})
     layers = groups(plan, drawn)
     title = escape(f"{plan.model} on {plan.devices} x {plan.machine}")
     sections = [
@@ -48,7 +48,7 @@ def page(plan: Plan, machine: Machine | None = None) -> str:
     )
 
 
-def _sent(plan: Plan) -> set[tuple[int, int]]:
+def sent(plan: Plan) -> set[tuple[int, int]]:
     """The edges along which a stage sends to another; what no gradient flows through is made anew in each."""
     return {
         (read.source, place)

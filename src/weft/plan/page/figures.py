@@ -19,25 +19,33 @@ _LITTLE = 0.005  # layers that take a smaller part of a step are told together
 
 def memory(plan: Plan, prices: Prices | None) -> str:
     """A bar for the devices of each stage; for the fullest alone where no more is known."""
-    names: tuple[str, ...] = ("weights", "gradients and states", "activations")
-    rows: list[tuple[str, tuple[float, ...]]]
-    if prices is None:
-        names = ("parameters with gradients and states", "activations")
-        rows = [("fullest device", (plan.cost.parameters, plan.cost.activations))]
-    else:
-        rows = [(devices_of(plan, stage), prices.stage_memory(plan, stage)) for stage in range(plan.stages)]
-    most = max(sum(values) for _, values in rows)
+    rows = stage_memory(plan, prices)
+    totals = {label: sum(parts.values()) for label, parts in rows.items()}
     limit = plan.limit if math.isfinite(plan.limit) else None
     found = [
         Bar(
             label,
-            [Part(name, value, size(value)) for name, value in zip(names, values, strict=True)],
-            size(sum(values)) + (f" of {size(limit)}, {sum(values) / limit:.0%}" if limit else ""),
+            [Part(name, value, size(value)) for name, value in parts.items()],
+            size(totals[label]) + (f" of {size(limit)}, {totals[label] / limit:.0%}" if limit else ""),
         )
-        for label, values in rows
+        for label, parts in rows.items()
     ]
     more = "" if limit else "<p>There is no limit.</p>"
-    return key(names) + bars(found, max(most, limit or 0.0), limit) + more
+    names = list(next(iter(rows.values())))
+    return key(names) + bars(found, max(*totals.values(), limit or 0.0), limit) + more
+
+
+def stage_memory(plan: Plan, prices: Prices | None) -> dict[str, dict[str, float]]:
+    """Bytes of each device by what they are for: by the devices of each stage, or of the fullest alone where no more is
+    known."""
+    if prices is None:
+        known = {"parameters with gradients and states": plan.cost.parameters, "activations": plan.cost.activations}
+        return {"fullest device": known}
+    names = ("weights", "gradients and states", "activations")
+    return {
+        devices_of(plan, stage): dict(zip(names, prices.stage_memory(plan, stage), strict=True))
+        for stage in range(plan.stages)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +64,8 @@ class LayerCost:
 
 def costs(plan: Plan, boxes: Boxes, groups: Sequence[Group], prices: Prices) -> str:
     """A bar for each layer, with all that are folded into it, in the order they run in."""
-    rows = layer_costs(plan, boxes, groups, prices)
-    total = math.fsum(row.total for row in rows)
-    large = [row for row in rows if row.total >= _LITTLE * total]
-    if little := [row for row in rows if row.total < _LITTLE * total]:
-        sums = math.fsum(row.compute for row in little), math.fsum(row.communication for row in little)
-        large.append(LayerCost(f"{len(little)} more", 1, *sums))
+    large = large_costs(layer_costs(plan, boxes, groups, prices))
+    total = math.fsum(row.total for row in large)
     found = []
     for row in large:
         parts = [
@@ -73,6 +77,16 @@ def costs(plan: Plan, boxes: Boxes, groups: Sequence[Group], prices: Prices) -> 
         found.append(Bar(row.title, parts, f"{each}{seconds(row.total)}, {share:.0%}"))
     longest = max((row.total for row in large), default=0.0)
     return key(("computing", "communicating")) + bars(found, longest)
+
+
+def large_costs(rows: Sequence[LayerCost]) -> list[LayerCost]:
+    """The same, with those that take little of a step told together."""
+    total = math.fsum(row.total for row in rows)
+    large = [row for row in rows if row.total >= _LITTLE * total]
+    if little := [row for row in rows if row.total < _LITTLE * total]:
+        sums = math.fsum(row.compute for row in little), math.fsum(row.communication for row in little)
+        large.append(LayerCost(f"{len(little)} more", 1, *sums))
+    return large
 
 
 def layer_costs(plan: Plan, boxes: Boxes, groups: Sequence[Group], prices: Prices) -> list[LayerCost]:

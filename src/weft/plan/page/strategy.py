@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
 from weft.plan.page.boxes import Boxes
@@ -18,10 +19,27 @@ from weft.plan.plan import Plan
 _NONE = "There is no operator to draw."
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The graph as SVG, and the colour of each label that is in it, on a light and on a dark page."""
+
+    svg: str
+    colours: dict[str, tuple[str, str]]
+
+
 def strategy(plan: Plan, boxes: Boxes, groups: Sequence[Group], prices: Prices | None) -> str:
     """The legend and the graph."""
     if not boxes.places:
         return f"<p>{_NONE}</p>"
+    return (
+        f"{_legend(plan, boxes, labels(plan), prices)}"
+        '<div class="graph" tabindex="0" role="region" aria-label="graph of operators, arrow keys go from box to box">'
+        f'{drawn(plan, boxes, groups, prices).svg}</div><pre id="told" aria-live="polite">{_HINT}</pre>'
+    )
+
+
+def drawn(plan: Plan, boxes: Boxes, groups: Sequence[Group], prices: Prices | None) -> Drawn:
+    """The graph by itself; its style has only the colours."""
     split = labels(plan)
     order = _order(plan, boxes, split)
     known = colours(order)
@@ -39,7 +57,7 @@ def strategy(plan: Plan, boxes: Boxes, groups: Sequence[Group], prices: Prices |
         name = operator.module.removeprefix(group.modules[0]).removeprefix(".") if group.layer else operator.module
         return name or operator.name, f"{called(operator)} · {'whole' if split[place] == WHOLE else split[place]}"
 
-    drawn = drawing(
+    svg = drawing(
         plan,
         picture(boxes, groups),
         _style(known),
@@ -47,11 +65,7 @@ def strategy(plan: Plan, boxes: Boxes, groups: Sequence[Group], prices: Prices |
         words,
         lambda place: teller.tell(place, copies[place]),
     )
-    return (
-        f"{_legend(plan, boxes, split, order, numbers, prices)}"
-        '<div class="graph" tabindex="0" role="region" aria-label="graph of operators, arrow keys go from box to box">'
-        f'{drawn}</div><pre id="told" aria-live="polite">{_HINT}</pre>'
-    )
+    return Drawn(svg, {label: known[label] for label in order})
 
 
 _HINT = "Point at an operator, tap it, or go there by the arrow keys to read about it."
@@ -74,14 +88,9 @@ def _style(known: dict[str, tuple[str, str]]) -> str:
     return f"{light}@media (prefers-color-scheme:dark){{{dark}}}"
 
 
-def _legend(
-    plan: Plan,
-    boxes: Boxes,
-    split: Sequence[str],
-    order: Sequence[str],
-    numbers: dict[str, int],
-    prices: Prices | None,
-) -> str:
+def _legend(plan: Plan, boxes: Boxes, split: Sequence[str], prices: Prices | None) -> str:
+    order = _order(plan, boxes, split)
+    numbers = {label: number for number, label in enumerate(colours(order))}
     counts = Counter(split[place] for place in boxes.places)
     written: dict[str, Counter[str]] = {}
     for place in boxes.places:

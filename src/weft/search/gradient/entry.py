@@ -18,7 +18,7 @@ from weft.pipeline.law import Loss
 from weft.pipeline.ranks import ranks
 from weft.pipeline.settings import consistencies
 from weft.runs.files import write_json
-from weft.search.entry import check_name, search_trained
+from weft.search.entry import check_name, search_trained, told_choices
 from weft.search.expected import measure_expected
 from weft.search.front import Front
 from weft.search.gradient.method import GradientMethod, SampledMethod, make_gradient_method
@@ -204,7 +204,7 @@ def _found(
     objectives = parse_objectives(*(((), quality) if quality == "loss" else (quality, ())))
     front = Front([Scored(subnet, scores)], objectives, (), scorer.extract, origin=trained)
     folder = trained.run.path / "results" / name
-    front.save(folder)
+    front.save(folder, scorer.layers, choices=told_choices(trained.chain.space))
     told = {n: [round(p, 6) for p in mixture[n].tolist()] for n, _ in layout}
     write_json(folder / "mixture.json", {"method": method, "subnet": subnet.to_json(), "probabilities": told})
     options = {n: choice_options(trained.chain.space, n) for n, _ in layout}

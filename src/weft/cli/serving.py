@@ -1,0 +1,103 @@
+"""The verbs that show runs: `serve` them as a page that follows them, and write a `report` that opens from disk."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli.arguments import AsJson
+from weft.cli.output import console, errors, print_json
+from weft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weft.serve.documents import Source
+
+SHORTEST = 8
+
+
+def serve(
+    runs: Annotated[str, typer.Argument(help="The directory that holds the runs.", metavar="RUNS_DIR")] = "runs",
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; any but this machine itself needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on; 0 for any that is free.", min=0, max=65535)] = 8765,
+    token: Annotated[
+        str | None, typer.Option(help="A word without which nothing is shown; made up where one is needed.")
+    ] = None,
+    study: Annotated[
+        str | None, typer.Option(help="Also show the study in a storage, such as postgresql://HOST/DATABASE.")
+    ] = None,
+    browse: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the runs in a browser, and follow those that run; Ctrl-C ends it."""
+    from weft.serve.app import require_serve
+
+    require_serve()
+    from weft.serve.library import Library
+    from weft.serve.server import address, is_loopback, listen, serve_on
+
+    root = _root(runs)
+    if token is not None and not re.fullmatch(rf"[A-Za-z0-9._~-]{{{SHORTEST},}}", token):
+        raise ConfigError(
+            f"--token has to have {SHORTEST} or more of letters, digits and . _ ~ -, lest it is guessed or torn; "
+            "leave it out, and one is made up where it is needed"
+        )
+    library = Library.under(root, _studies(study))
+    listener = listen(host, port)
+    local = is_loopback(listener.getsockname()[0])
+    if token is None and not local:
+        token = secrets.token_urlsafe(24)
+    place = address(host, listener, token)
+    if as_json:
+        print_json({"address": place, "port": listener.getsockname()[1], "token": token})
+    else:
+        console.print(f"{runs} is shown at {place}", soft_wrap=True)
+        console.print("Ctrl-C ends it" + ("" if local else "; whoever has this address can look"), soft_wrap=True)
+    sys.stdout.flush()
+    if browse:
+        import webbrowser
+
+        if not webbrowser.open(place):
+            errors.print("no browser was found: open the address yourself")
+    serve_on(listener, library, token)
+
+
+def report(
+    runs: Annotated[list[str], typer.Argument(help="Directories of runs; several are compared.", metavar="RUN")],
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="The file to write; RUN/report.html of the first if not given.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the page about runs, with all its data, into one HTML file that opens from disk."""
+    from weft.serve.report import write_report
+
+    file = write_report([Path(run) for run in runs], None if out is None else Path(out))
+    if as_json:
+        print_json({"report": str(file), "runs": runs, "bytes": file.stat().st_size})
+    else:
+        console.print(f"written to {file}: open it in a browser", soft_wrap=True)
+
+
+def _root(runs: str) -> Path:
+    root = Path(runs)
+    if (root / "manifest.json").is_file():
+        raise ConfigError(f"'{runs}' is a run: serve the directory that holds it (weft serve {root.resolve().parent})")
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"'{runs}' is not a directory: name the one that holds the runs")
+    return root
+
+
+def _studies(address: str | None) -> dict[str, Source]:
+    if address is None:
+        return {}
+    from weft.serve.elsewhere import Elsewhere
+
+    study = Elsewhere(address)
+    return {f"{study.name} (storage)": study}

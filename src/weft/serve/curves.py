@@ -1,0 +1,55 @@
+"""The document `curves`: what was measured at each step of a run, thinned to what a chart can show."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from weft.runs import peek
+from weft.serve.said import Said, ask
+from weft.serve.thin import BUCKETS, Curve, rounded
+
+ROOM = 10_000
+"""The most buckets in a document, over all its curves: below half a megabyte."""
+
+KINDS = ("train", "validation", "progress")
+
+
+def document(run: Path, **query: Any) -> dict[str, Any]:
+    """Every curve of a run; of more curves, each has fewer points."""
+    return ask(run, _curves)
+
+
+def present(run: Path) -> bool:
+    """Whether a step is told of near the beginning or the end of the events."""
+    events = run / "events.jsonl"
+    return any(event.get("event") in ("step", "validation") for event in peek.head(events) + peek.tail(events))
+
+
+def _curves(said: Said) -> dict[str, Any]:
+    cap = min(BUCKETS, ROOM // max(1, len(said.curves)))
+    series = []
+    for (of, name), curve in sorted(said.curves.items(), key=lambda item: _place(*item[0])):
+        drawn = curve.coarser(cap) if cap < curve.cap else curve
+        if name == "seconds" and of == "progress":
+            series.append({"name": "steps per second", "of": of, **_pace(drawn)})
+        series.append({"name": name, "of": of, **drawn.to_json()})
+    return {"series": series, "points": said.points, "damaged": said.damaged}
+
+
+def _place(of: str, name: str) -> tuple[int, bool, str]:
+    """Training before validation before progress, and losses first."""
+    return KINDS.index(of), not name.startswith("loss"), name
+
+
+def _pace(seconds: Curve, parts: int = 200) -> dict[str, Any]:
+    """Steps a second, from the seconds that had gone by at each step, over parts that are long enough to mean it."""
+    points = seconds.coarser(parts).to_json()
+    pairs = list(zip(points["x"], points["y"], strict=True))
+    x, y = [], []
+    for (start, began), (end, ended) in pairwise(pairs):
+        if began is not None and ended is not None and ended > began and end > start:
+            x.append(end)
+            y.append(rounded((end - start) / (ended - began)))
+    return {"x": x, "y": y}

@@ -1,0 +1,102 @@
+"""Which runs lie under a root, and whether one has changed, by the names, sizes and times of its files alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from weft.errors import RunError
+from weft.runs import lock
+from weft.runs.run import PARTS
+
+FILES = ("manifest.json", "events.jsonl", "lock", "study.db", "study.db-wal")
+FOLDERS = ("results", "traces")
+"""What the documents are made of; checkpoints are not, and what changes in them is told by the events."""
+
+DEEP, MOST = 2, 2000
+MANIFEST = 4 << 20
+"""More bytes than this are not read as one value."""
+
+
+def runs_in(root: Path) -> dict[str, Path]:
+    """The directories under `root` that hold a run, whole or damaged, by name; none if there is no `root`."""
+    try:
+        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    home = root.resolve()
+    return {
+        entry.name: Path(entry.path)
+        for entry in entries
+        if _is_text(entry.name) and _is_folder(entry, home) and any(os.path.lexists(f"{entry.path}/{p}") for p in PARTS)
+    }
+
+
+def signature(run: Path) -> str:
+    """A word that changes whenever a file of the run does, or the process goes that held its lock.
+
+    `RunError` if one of the files is a link to somewhere else, no plain file, or absurd: it is not to be read then.
+    """
+    home = run.parent.resolve()
+    facts = {name: _facts(run / name, home) for name in FILES}
+    if (manifest := facts["manifest.json"]) is not None and manifest[1] > MANIFEST:
+        raise RunError(f"manifest.json has {manifest[1]} bytes, which is no manifest of a run; restore it")
+    found: list[object] = [facts]
+    for name in FOLDERS:
+        found += _inside(run / name, home, DEEP)
+    found.append(facts["lock"] is not None and lock.is_held(run / "lock"))
+    return digest(found)
+
+
+def of_folder(folder: Path) -> str:
+    """The same for the files of a folder that is not a run."""
+    return digest(list(_inside(folder, folder.parent.resolve(), 0)))
+
+
+def digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:20]
+
+
+def _inside(folder: Path, home: Path, deep: int) -> Iterator[object]:
+    if _facts(folder, home, folder=True) is None:
+        return
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)[:MOST]:
+        if entry.is_dir():
+            if deep:
+                yield from _inside(Path(entry.path), home, deep - 1)
+        else:
+            yield (entry.name, _facts(Path(entry.path), home))
+
+
+def _facts(path: Path, home: Path, folder: bool = False) -> tuple[int, ...] | None:
+    try:
+        found = os.lstat(path)
+        if stat.S_ISLNK(found.st_mode):
+            if not path.resolve().is_relative_to(home):
+                raise RunError(f"'{path.name}' is a link that leads out of the runs, so it is not read; copy it here")
+            found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise RunError(f"'{path.name}' cannot be read ({error.strerror})") from error
+    if not (stat.S_ISDIR if folder else stat.S_ISREG)(found.st_mode):
+        raise RunError(f"'{path.name}' is not a {'folder' if folder else 'plain file'}, so it is not read; remove it")
+    return (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def _is_folder(entry: os.DirEntry[str], home: Path) -> bool:
+    try:
+        return entry.is_dir() and (not entry.is_symlink() or Path(entry.path).resolve().is_relative_to(home))
+    except (OSError, RuntimeError):  # the last where links lead round in a ring
+        return False
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

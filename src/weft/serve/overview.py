@@ -1,0 +1,111 @@
+"""The documents about a run as a whole: one line for a list of runs, and its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.runs import peek
+from weft.runs.run import read_manifest, state_of
+from weft.serve.said import Said, ask
+from weft.serve.thin import rounded, whole
+
+LARGE = 16 << 20
+"""Of longer event files a list reads both ends alone, so that it comes at once."""
+
+KEYS = 2000
+
+
+def summary(run: Path, name: str, views: Sequence[str]) -> dict[str, Any]:
+    """One line about a run; `RunError` if it cannot be had."""
+    manifest, events = read_manifest(run), run / "events.jsonl"
+    study = _mapping(manifest.get("study"))
+    if events.is_file() and events.stat().st_size > LARGE:
+        said = Said()
+        for event in peek.head(events) + peek.tail(events):
+            said.take(event)
+        found = {**_figures(said, study), "damaged": None}  # which only reading all of it would tell
+    else:
+        found = ask(run, lambda said: _figures(said, study))
+    state = state_of(run, found.pop("ended"))
+    law, train = _mapping(manifest.get("law")), _mapping(_mapping(manifest.get("config")).get("train"))
+    return {
+        "name": name,
+        "kind": "tune" if manifest.get("kind") == "study" else "gradient" if "bilevel" in law else "train",
+        "state": state,
+        "created": manifest.get("created") if isinstance(manifest.get("created"), str) else None,
+        "device": manifest.get("device") if isinstance(manifest.get("device"), str) else None,
+        **found,
+        "left_s": found["left_s"] if state == "running" else None,
+        "steps": found["steps"] if found["steps"] is not None else whole(train.get("steps")),
+        "stages": found["stages"] or whole(train.get("stages")) or 1,
+        "same": [],
+        "views": [*views, "config"],
+    }
+
+
+def damaged(name: str, problem: str) -> dict[str, Any]:
+    """The line about a run that cannot be read."""
+    none = dict.fromkeys(("created", "seconds", "steps", "left_s", "loss", "fingerprint", "device"))
+    plain = {"kind": "train", "state": "damaged", "done": 0, "metrics": {}, "same": [], "stages": 1, "damaged": 0}
+    return {"name": name, **plain, **none, "reason": problem, "views": []}
+
+
+def marked(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same lines, newest first, each with the names of the others that have its fingerprint."""
+    alike: dict[str, list[str]] = {}
+    for line in summaries:
+        if line["fingerprint"]:
+            alike.setdefault(line["fingerprint"], []).append(line["name"])
+    newest = sorted(summaries, key=lambda line: (line["created"] or "", line["name"]), reverse=True)
+    return [
+        {**line, "same": [name for name in alike.get(line["fingerprint"], ()) if name != line["name"]]}
+        for line in newest
+    ]
+
+
+def details(run: Path) -> dict[str, Any]:
+    """The configuration under flat names, from the law of the run where it has none; and the rest of the manifest."""
+    manifest = read_manifest(run)
+    config = _mapping(manifest.pop("config", None)) or _mapping(manifest.get("law"))
+    flat = flattened(config)
+    return {"config": dict(list(flat.items())[:KEYS]), "manifest": manifest}
+
+
+def flattened(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested tables under dotted names.
+
+    >>> flattened({"train": {"steps": 3, "clip": None}, "data": "digits"})
+    {'train.steps': 3, 'train.clip': None, 'data': 'digits'}
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found.update(
+            flattened(value, f"{before}{name}.") if isinstance(value, dict) and value else {before + name: value}
+        )
+    return found
+
+
+def _figures(said: Said, study: Mapping[str, Any]) -> dict[str, Any]:
+    metrics = {name: rounded(said.smooth(name)) for name in said.newest if name not in ("loss", "rate")}
+    for place, (name, aim) in enumerate(_mapping(study.get("objectives")).items()):
+        if place in said.values:
+            metrics[name] = rounded(said.values[place][aim == "maximize"])
+    return {
+        "seconds": rounded(said.seconds),
+        "done": said.done,
+        "steps": said.steps,
+        "left_s": rounded(said.left()),
+        "loss": rounded(said.smooth("loss")),
+        "metrics": metrics,
+        "fingerprint": said.fingerprint,
+        "stages": said.stages,
+        "damaged": said.damaged,
+        "reason": said.reason,
+        "ended": said.ended,
+    }
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

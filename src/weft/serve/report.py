@@ -1,0 +1,87 @@
+"""A report: the page with its scripts, styles and documents inside, as one file that opens from disk."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.errors import RunError
+from weft.runs import Run, write_atomic
+from weft.serve.documents import VIEWS, Directory, Source
+from weft.serve.library import Address, Library, url
+from weft.serve.pagefiles import PAGE
+
+SCRIPT = re.compile(r'<script src="([^"]+)"></script>')
+STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
+
+
+def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
+    """Write a report about runs, to RUN/report.html of the first unless told otherwise; where it was written."""
+    sources = named([Run.open(path).path.resolve() for path in runs])
+    file = runs[0] / "report.html" if out is None else out
+    if not file.parent.is_dir():
+        raise RunError(f"cannot write '{file}': there is no folder '{file.parent}'")
+    write_atomic(file, html(documents(Library(lambda: sources, runs[0].resolve().parent.name))))
+    return file
+
+
+def named(paths: Sequence[Path]) -> dict[str, Source]:
+    """Runs by name; where two have the same name, their folders tell them apart."""
+    found: dict[str, Source] = {}
+    for path in dict.fromkeys(paths):
+        alike = [other for other in dict.fromkeys(paths) if other.name == path.name]
+        name = path.name if len(alike) == 1 else f"{path.name} ({path.parent.name})"
+        if name in found:
+            raise RunError(f"two of the runs are called '{name}'; rename one of the directories")
+        found[name] = Directory(path)
+    return found
+
+
+def documents(library: Library) -> dict[str, Any]:
+    """Every document there is, by the address that the page asks for it."""
+    found = {url(("runs",)): _read(library, ("runs",))}
+    for line in found[url(("runs",))]["runs"]:
+        name = line["name"]
+        if line["state"] == "damaged":
+            raise RunError(f"no report about run '{name}': {line['reason']}")
+        addresses = [("runs", name), *(("runs", name, view) for view in line["views"] if view in VIEWS)]
+        found.update({url(address): _read(library, address) for address in addresses})
+        search = url(("runs", name, "search"))
+        for other in found.get(search, {}).get("searches", ()):
+            asked = url((other,)).removeprefix("/api/")
+            found[f"{search}?name={asked}"] = _read(library, ("runs", name, "search"), {"name": other})
+    return found
+
+
+def html(values: dict[str, Any], page: Path = PAGE) -> str:
+    """The page with everything inside. What a browser may run are the scripts of the page, known by their hashes."""
+    hashes: list[str] = []
+
+    def script(match: re.Match[str]) -> str:
+        # In a string or a pattern of a script, where alone it can stand, `<\\/` is the same as `</`.
+        text = _text(page / match[1]).replace("</script", "<\\/script").replace("<!--", "<\\!--")
+        hashes.append(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'")
+        return f"<script>{text}</script>"
+
+    text = STYLE.sub(lambda match: f"<style>{_text(page / match[1])}</style>", _text(page / "index.html"))
+    head, mark, scripts = text.partition("<script src=")
+    body = json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    data = f'<script type="application/json" id="weft-documents">{body}</script>\n'
+    scripts = SCRIPT.sub(script, mark + scripts)
+    rules = f"default-src 'none'; script-src {' '.join(hashes)}; "
+    rules += "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
+    return head.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{policy}', 1) + data + scripts
+
+
+def _read(library: Library, address: Address, query: dict[str, str] | None = None) -> Any:
+    return json.loads(library.get(address, query).body)
+
+
+def _text(path: Path) -> str:
+    return path.read_text("utf-8").replace("\r\n", "\n")

@@ -1,0 +1,290 @@
+"""The server, for real: on a port of loopback, asked over HTTP, while the runs that it shows change."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from weft.runs import Run
+from weft.serve.library import Library
+from weft.serve.server import listen, make_server
+from weft.serve.stream import Changes
+
+Serve = Callable[..., httpx.Client]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    made(tmp_path / "runs", "conv")
+    return tmp_path / "runs"
+
+
+def made(root: Path, name: str, steps: int = 3) -> Run:
+    run = Run.create(root, name, manifest={"config": {"train": {"steps": 9}}})
+    with run.locked():
+        run.events.append("started", at=0, steps=9)
+        for step in range(steps):
+            run.events.append("step", step=step, loss=3.0 - step)
+    return run
+
+
+@contextmanager
+def served(root: Path, token: str | None = None, host: str = "127.0.0.1") -> Iterator[httpx.Client]:
+    listener = listen(host, 0)
+    port = listener.getsockname()[1]
+    server = make_server(listener, Library.under(root), token)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def client(root: Path) -> Iterator[httpx.Client]:
+    with served(root) as client:
+        yield client
+
+
+def events(lines: Iterator[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The events of a stream, each with its number."""
+    at = -1
+    for line in lines:
+        if line.startswith("id: "):
+            at = int(line[4:])
+        elif line.startswith("data: "):
+            yield at, json.loads(line[6:])
+
+
+def test_documents_and_the_page_are_given(client: httpx.Client) -> None:
+    assert [run["name"] for run in client.get("/api/runs").json()["runs"]] == ["conv"]
+    assert client.get("/api/runs/conv").json()["config"] == {"train.steps": 9}
+    assert client.get("/api/runs/conv/curves").json()["points"] == 3
+    page = client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "<!doctype html>" in page.text
+    assert client.get("/style.css").headers["content-type"].startswith("text/css")
+    assert client.get("/vendor/echarts.min.js").headers["content-type"].split(";")[0].endswith("javascript")
+
+
+def test_what_is_known_is_not_sent_again_until_it_changes(client: httpx.Client, root: Path) -> None:
+    for address in ("/", "/style.css", "/api/runs", "/api/runs/conv", "/api/runs/conv/curves"):
+        first = client.get(address)
+        again = client.get(address, headers={"If-None-Match": f'"other", W/{first.headers["etag"]}'})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", first.headers["etag"])
+    run = Run.open(root / "conv")
+    run.events.append("step", step=3, loss=0.5)
+    run.events.close()
+    fresh = client.get(address, headers={"If-None-Match": first.headers["etag"]})
+    assert (fresh.status_code, fresh.json()["points"]) == (200, 4)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/runs/none",
+        "/api/runs/..",
+        "/api/runs/%2e%2e",
+        "/api/runs/..%2fsecret",
+        "/api/runs/..%2fsecret/curves",
+        "/api/runs/%00/curves",
+        "/api/runs/conv/none",
+        "/api/runs/conv/curves/more",
+        "/api/plans/..%2f..%2fsecret",
+        "/api/plans/none",
+        "/api/none",
+        "/api/",
+        "/none.js",
+        "/../app.py",
+        "/%2e%2e/app.py",
+        "/..%2fapp.py",
+        "//etc/passwd",
+        "/docs",
+        "/openapi.json",
+    ],
+)
+def test_what_is_not_there_is_one_line_of_json(client: httpx.Client, root: Path, path: str) -> None:
+    made(root.parent, "secret")
+    # A client of one's own may send a path that httpx would tidy up.
+    import http.client
+
+    connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port, timeout=20)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    body = json.loads(answer.read())
+    connection.close()
+    assert answer.status == 404
+    assert list(body) == ["error"]
+    assert "\n" not in body["error"]
+
+
+def test_a_view_that_cannot_be_made_says_why(client: httpx.Client, root: Path) -> None:
+    (root / "bad").mkdir()
+    (root / "bad" / "manifest.json").write_text("{")
+    for address in ("/api/runs/bad", "/api/runs/conv/pipeline?from=noon"):
+        answer = client.get(address)
+        assert answer.status_code == 422
+        assert answer.json()["error"]
+    lines = {line["name"]: line["state"] for line in client.get("/api/runs").json()["runs"]}
+    assert lines == {"bad": "damaged", "conv": "interrupted"}
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_can_be_changed(client: httpx.Client, method: str) -> None:
+    assert client.request(method, "/api/runs/conv").status_code == 405
+
+
+def test_a_head_is_a_get_without_its_body(client: httpx.Client) -> None:
+    head, get = client.head("/api/runs/conv"), client.get("/api/runs/conv")
+    assert (head.status_code, head.content, head.headers["etag"]) == (200, b"", get.headers["etag"])
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "10.0.0.1", "[::2]"])
+def test_a_name_that_was_made_to_lead_here_gets_nothing(client: httpx.Client, host: str) -> None:
+    answer = client.get("/api/runs", headers={"Host": host})
+    assert answer.status_code == 421
+    assert "runs" not in answer.json()
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8765", "[::1]:8765", "weft.localhost"])
+def test_names_of_this_machine_are_answered(client: httpx.Client, host: str) -> None:
+    assert client.get("/api/runs", headers={"Host": host}).status_code == 200
+
+
+def test_the_browser_is_told_to_load_nothing_from_elsewhere(client: httpx.Client) -> None:
+    for address in ("/", "/api/runs", "/none", "/api/runs/none"):
+        headers = client.get(address).headers
+        assert "default-src 'self'" in headers["content-security-policy"]
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert "access-control-allow-origin" not in headers
+
+
+def test_with_a_token_nothing_is_answered_without_it(root: Path) -> None:
+    with served(root, "a-long-token", "0.0.0.0") as client:
+        wrong: list[dict[str, Any]] = [
+            {},
+            {"params": {"token": "a-long-toke"}},
+            {"params": {"token": ""}},
+            {"params": {"token": "ä"}},
+            {"headers": {"Authorization": "Bearer a-long-tokens"}},
+            {"headers": {"Authorization": "Basic a-long-token"}},
+            {"headers": {"Cookie": "weft-token=a-long-token"}},  # another server's
+            {"headers": {"Cookie": f"weft-token-{client.base_url.port}=wrong"}},
+        ]
+        for address in ("/", "/style.css", "/api/runs", "/api/stream", "/none"):
+            for how in wrong:
+                assert client.get(address, **how).status_code == 401
+        assert not client.cookies
+        right = client.get("/api/runs", headers={"Authorization": "Bearer a-long-token"})
+        assert right.status_code == 200
+        assert not client.cookies
+
+
+def test_a_token_in_the_address_is_given_once_and_then_kept_in_a_cookie(root: Path) -> None:
+    with served(root, "a-long-token", "0.0.0.0") as client:
+        first = client.get("/", params={"token": "a-long-token", "a": "b"})
+        assert (first.status_code, first.headers["location"]) == (303, "/?a=b")
+        said = first.headers["set-cookie"]
+        assert "HttpOnly" in said
+        assert "SameSite=Strict" in said
+        assert client.get("/").status_code == 200
+        assert client.get("/api/runs").status_code == 200
+        client.cookies.clear()
+        assert client.get("/api/runs").status_code == 401
+
+
+def test_a_change_is_told_to_who_listens(client: httpx.Client, root: Path) -> None:
+    with client.stream("GET", "/api/stream") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        told = events(answer.iter_lines())
+        assert [next(told)[1], next(told)[1]] == [{"runs": True}, {"run": "conv", "revision": 1}]
+        run = Run.open(root / "conv")
+        run.events.append("step", step=3, loss=0.5)
+        run.events.close()
+        at, change = next(told)
+        assert change == {"run": "conv", "revision": 2}
+        made(root, "second")
+        news = [next(told), next(told)]
+        assert news[0][1] == {"runs": True}
+        assert news[1][1]["run"] == "second"
+        assert news[0][0] == at + 1
+    with client.stream("GET", "/api/stream", headers={"Last-Event-ID": str(at)}) as answer:
+        again = events(answer.iter_lines())
+        assert [next(again), next(again)] == news
+    with client.stream("GET", "/api/stream", headers={"Last-Event-ID": "12"}) as answer:
+        assert next(events(answer.iter_lines()))[1] == {"runs": True}  # of another server: all may have changed
+
+
+WRITER = """
+import fcntl, json, sys, time
+lock = open(sys.argv[1] + "/lock", "a")
+fcntl.flock(lock, fcntl.LOCK_EX)
+with open(sys.argv[1] + "/events.jsonl", "a") as out:
+    for step in range(3, 10_000):
+        out.write(json.dumps({"event": "step", "time": time.time(), "step": step, "loss": 1.0}) + "\\n")
+        out.write('{"event": "step", "ti')
+        out.flush()
+        time.sleep(0.05)
+        out.write('me": 1.0}\\n')
+"""
+
+
+def test_a_run_is_followed_until_it_is_killed(client: httpx.Client, root: Path) -> None:
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(root / "conv")])
+    try:
+        with client.stream("GET", "/api/stream") as answer:
+            told = events(answer.iter_lines())
+            while True:
+                next(told)
+                now = client.get("/api/runs/conv").json()
+                if now["state"] == "running" and now["done"] > 6:
+                    break
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.wait()
+            while client.get("/api/runs/conv").json()["state"] == "running":
+                next(told)
+        end = client.get("/api/runs/conv").json()
+        assert (end["state"], end["damaged"], end["left_s"]) == ("interrupted", 0, None)
+        assert client.get("/api/runs/conv/curves").json()["points"] == end["done"]
+    finally:
+        writer.kill()
+        writer.wait()
+
+
+def test_streams_do_not_keep_a_server_that_ends(root: Path) -> None:
+    with served(root) as client, client.stream("GET", "/api/stream") as answer:
+        assert next(events(answer.iter_lines()))[1] == {"runs": True}  # `served` fails if the server then stays
+
+
+def test_changes_are_numbered_without_gaps_and_old_ones_forgotten(root: Path) -> None:
+    changes = Changes(Library.under(root))
+    changes.note({"conv": "0"}, "")
+    start = changes.since(None)[-1][0]
+    for at in range(1, 1500):
+        changes.note({"conv": str(at)}, "")
+    assert changes.since(start + 1499) == []
+    assert [at for at, _ in changes.since(start + 1400)] == list(range(start + 1401, start + 1500))
+    assert changes.since(start + 10)[0] == (start + 1499, {"runs": True})  # too long ago
+    assert changes.since(start + 99_999)[0][1] == {"runs": True}
+    changes.note({"conv": "1499", "new": "0"}, "")
+    assert [change for _, change in changes.since(start + 1499)] == [{"runs": True}, {"run": "new", "revision": 1}]
+    changes.note({}, "plans")
+    assert [change for _, change in changes.since(start + 1501)] == [{"runs": True}]

@@ -1,0 +1,430 @@
+"""The document of a pipeline: it says of a trace what ``weft trace`` says, in a window, thinned, and where torn."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import disturbed
+import numpy as np
+import pytest
+import stages as nets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tracefiles import EPOCH, simulated, step, write, write_events
+
+import weft
+from weft.errors import RunError
+from weft.pipeline.placement import Placement
+from weft.pipeline.scheduler import Op
+from weft.pipeline.simulator import Simulated, jitter
+from weft.pipeline.trace import read_traces
+from weft.pipeline.utilisation import bubble, summary
+from weft.pipeline.waits import Wait, worst_waits
+from weft.runs import Run
+from weft.serve.buckets import shares, work
+from weft.serve.pipeline import REMEDY, SPANS, WAITING, document, present
+from weft.serve.spans import load
+from weft.serve.waiting import CAUSES, waits_of
+
+KEYS = {
+    "traced",
+    "remedy",
+    "stages",
+    "total",
+    "window",
+    "real",
+    "simulated",
+    "utilisation",
+    "memory",
+    "residency",
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return Run.create(tmp_path, "r", manifest={"config": {"train": {"window": None}}}).path
+
+
+def spans(found: dict[str, Any], which: str = "real") -> dict[str, list[Any]]:
+    """The rows by the names of their operations."""
+    return {f"{row[0]}{row[1]}{row[2]}": row for row in found[which]["spans"]}
+
+
+# Two stages, one step of two micro-batches, forward 1, backward 2, a message takes half a second; a letter is half one:
+#   stage 0: ffFF......bbbb..BBBB        micro-batch 0 is f and b, 1 is F and B
+#   stage 1: ...ffbbbbFFBBBB
+def two(run: Path, m: int = 2, **options: Any) -> Simulated:
+    result = simulated(2, 2 // m, m=m, latency=0.5)
+    write(run, result, m=m, latency=0.5, **options)
+    return result
+
+
+def test_two_stages_drawn_by_hand_are_told_as_drawn(run: Path) -> None:
+    result = two(run)
+    write_events(run, {"event": "started", "at": 0}, step(0, "aa", "bb"))
+    with open(run / "traces" / "stage0.jsonl", "rb") as file:
+        head = json.loads(file.readline())
+    head["simulated"] = [[*span.op, span.start, span.end] for span in result.spans]
+    path = run / "traces" / "stage0.jsonl"
+    path.write_text("\n".join([json.dumps(head), *path.read_text().splitlines()[1:]]) + "\n")
+    found = document(run)
+    assert set(found) == KEYS
+    assert (found["traced"], found["remedy"], found["total"], found["window"]) == (True, None, [0, 10], [0, 10])
+    rows = spans(found)
+    assert {name: row[5:7] for name, row in rows.items()} == {
+        "0F0": [0, 1],
+        "0F1": [1, 2],
+        "1F0": [1.5, 2.5],
+        "1B0": [2.5, 4.5],
+        "1F1": [4.5, 5.5],
+        "1B1": [5.5, 7.5],
+        "0B0": [5, 7],
+        "0B1": [8, 10],
+    }
+    assert {name: row[3:5] for name, row in rows.items()} == {
+        name: [0, "aa" if name.endswith("0") else "bb"] for name in rows
+    }
+    assert rows["0B0"][9:] == ["for 1B0, which was not over", 3.0]
+    assert rows["1F0"][9:] == ["for 0F0, which was not over", 1.5]
+    assert rows["0F1"][9:] == [None, 0]
+    assert [stage["busy"] for stage in found["stages"]] == [0.6, 0.6]
+    assert [stage["bubble"] for stage in found["stages"]] == [0.4, 0.4]
+    # Stage 1 has no input for 1.5 of 10 seconds, and nothing left to do for 2.5; stage 0 waits for the other alone.
+    assert [stage["waits"] for stage in found["stages"]] == [
+        {"input": 0.4, "weights": 0.0, "window": 0.0},
+        {"input": 0.15, "weights": 0.0, "window": 0.0},
+    ]
+    assert [(stage["rank"], stage["blocks"]) for stage in found["stages"]] == [(0, [0, 1]), (1, [1, None])]
+    foreseen = spans(found, "simulated")
+    assert {name: row[5:7] for name, row in foreseen.items()} == {name: row[5:7] for name, row in rows.items()}
+    assert foreseen["1B1"][:5] == [1, "B", 1, 0, "bb"]
+    assert all(row[7:] == [None, None, None, 0] for row in foreseen.values())
+
+
+def test_a_stage_whose_next_forward_lacks_weights_waits_for_weights(run: Path) -> None:
+    """Exact order, every step uses the same layers: 0F1 has its input at once, and waits for the update after 0B0."""
+    two(run, m=1)
+    found = document(run)["stages"]
+    assert found[0]["waits"]["weights"] > 0
+    assert found[0]["waits"]["window"] == 0
+    assert found[1]["waits"]["input"] > 0
+
+
+def test_a_stage_whose_window_is_full_waits_for_a_place(run: Path, tmp_path: Path) -> None:
+    """Every step has layers of its own, so that nothing but the window holds a forward back."""
+    narrow = Run.create(tmp_path, "narrow", manifest={"config": {"train": {"window": 2}}}).path
+    write(narrow, simulated(4, 12, choices=12, window=2))
+    waits = document(narrow)["stages"][0]["waits"]
+    assert waits["window"] > 0.1
+    assert waits["weights"] == 0
+
+
+def test_updates_and_versions_are_told_with_the_operation_that_they_follow(run: Path) -> None:
+    traces = run / "traces"
+    traces.mkdir()
+    rows = [
+        {"start": 0, "stages": 1, "cut": [], "microbatches": 1, "time": 0},
+        ["op", "F", 4, 10.0, 11.0, 1, 3],
+        ["op", "B", 4, 11.0, 13.0, 1, 3, 5],
+        ["update", 2, 6, 13.0, 13.5],
+        ["op", "E", 0, 14.0, 15.0, 1],
+    ]
+    (traces / "stage0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_events(run, step(4, "cc"))
+    assert document(run)["real"]["spans"] == [
+        [0, "F", 4, 4, "cc", 0.0, 1.0, 3, None, None, 0],
+        [0, "B", 4, 4, "cc", 1.0, 3.0, 3, 5, None, 0],
+        [
+            0,
+            "E",
+            0,
+            None,
+            None,
+            4.0,
+            5.0,
+            None,
+            None,
+            "for weights, a place in the window or the stage's attention: its input was there",
+            0.5,
+        ],
+        [0, "U", 4, 4, "cc", 3.0, 3.5, 6, None, None, 0],
+    ]
+
+
+def test_a_run_that_was_resumed_counts_on_and_so_does_what_was_foreseen(run: Path) -> None:
+    result = simulated(2, 3)
+    write(run, result, foreseen=result.spans, first=20)
+    write_events(run, *(step(number, f"s{number}") for number in range(23)))
+    found = document(run)
+    assert {(row[2], row[3], row[4]) for row in found["real"]["spans"]} == {(n, n, f"s{n}") for n in (20, 21, 22)}
+    assert {(row[2], row[3], row[4]) for row in found["simulated"]["spans"]} == {(n, n, f"s{n}") for n in (20, 21, 22)}
+
+
+def causes(run: Path) -> dict[Op, tuple[float, str, Op | None]]:
+    traced = load(run)
+    assert traced is not None
+    found = {}
+    for waits in waits_of(traced).values():
+        for stage, op, seconds, cause, held in zip(
+            waits.stage, waits.op, waits.seconds, waits.cause(), waits.held, strict=True
+        ):
+            ops = traced.stages[stage].ops
+            named = [Op(int(stage), chr(ops.kind[at]), int(ops.microbatch[at])) for at in (op, held)]  # type: ignore[arg-type]
+            found[named[0]] = (float(seconds), CAUSES[cause], named[1] if held >= 0 else None)
+    return found
+
+
+def told(wait: Wait) -> tuple[float, str, Op | None]:
+    return wait.seconds, wait.cause, wait.held
+
+
+@settings(max_examples=40)
+@given(
+    stages=st.integers(1, 4),
+    steps=st.integers(1, 6),
+    m=st.integers(1, 3),
+    consistency=st.sampled_from(["exact", "delayed(1)", "lagged(2)", "bounded(6, 1)"]),
+    latency=st.sampled_from([0.0, 0.25, 1.5]),
+    updates=st.sampled_from([0.0, 0.125]),
+    spread=st.sampled_from([0.0, 0.4]),
+    choices=st.integers(1, 3),
+    shared=st.booleans(),
+)
+def test_every_wait_and_every_share_is_what_weft_trace_says(
+    tmp_path_factory: pytest.TempPathFactory,
+    stages: int,
+    steps: int,
+    m: int,
+    consistency: str,
+    latency: float,
+    updates: float,
+    spread: float,
+    choices: int,
+    shared: bool,
+) -> None:
+    run = tmp_path_factory.mktemp("run")
+    placed = Placement(stages // 2, 2, "loop") if shared and stages in (2, 4) else None
+    result = simulated(stages, steps, m, consistency, latency, jitter(1, spread), choices, placement=placed)
+    ranks = [placed.rank_of(stage) for stage in range(stages)] if placed else ()
+    write(run, result, m=m, latency=latency, updates=updates, ranks=ranks)
+    trace = read_traces(run)
+    expected = {wait.op: told(wait) for wait in worst_waits(trace, 10**6)}
+    assert causes(run) == expected
+    found, said = document(run), summary(trace)
+    assert [own["busy"] for own in found["stages"]] == pytest.approx(
+        [own["busy_share"] for own in said["stages"]], abs=1e-4
+    )
+    by_rank = {own["rank"]: own["bubble"] for own in found["stages"]}
+    assert sum(by_rank.values()) / len(by_rank) == pytest.approx(bubble(trace), abs=1e-4)
+    rows = found["real"]["spans"]
+    assert {f"{row[0]}{row[1]}{row[2]}": row[10] for row in rows if row[9]} == pytest.approx(
+        {str(op): seconds for op, (seconds, _, _) in expected.items()}, abs=1e-6
+    )
+    for own in found["stages"]:
+        assert sum(own["waits"].values()) <= own["bubble"] + 1e-3
+
+
+def long(run: Path, steps: int, stages: int = 2) -> None:
+    """A trace with more operations than are told one by one: each stage works two thirds of its time."""
+    (run / "traces").mkdir(parents=True)
+    for stage in range(stages):
+        head = {"start": 0, "stages": stages, "cut": list(range(1, stages)), "time": 0}
+        rows: list[Any] = [head]
+        for n in range(steps):
+            at = EPOCH + 3 * n
+            rows += [["op", "F", n, at, at + 1, 1], ["op", "B", n, at + 1, at + 2, 1]]
+        (run / "traces" / f"stage{stage}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_long_trace_is_told_in_shares_and_its_parts_in_operations(run: Path) -> None:
+    long(run, SPANS)
+    found = document(run)
+    assert found["real"]["spans"] == []
+    buckets = found["real"]["buckets"]
+    assert {row[0] for row in buckets} == {0, 1}
+    for stage in (0, 1):
+        own = [row for row in buckets if row[0] == stage]
+        assert [row[1] for row in own[1:]] == [row[2] for row in own[:-1]], "without gap or overlap"
+        assert (own[0][1], own[-1][2]) == tuple(found["total"])
+        assert [row[3] for row in own] == pytest.approx([2 / 3] * len(own), abs=0.04)
+    assert len(json.dumps(found)) < 500_000
+    part = document(run, **{"from": "300", "to": 600.5})
+    assert part["window"] == [300, 600.5]
+    assert part["real"]["buckets"] is None
+    # Micro-batches 100 to 200: those that touch an edge of the window are told, too.
+    assert {row[2] for row in part["real"]["spans"]} == set(range(100, 201))
+    assert part["stages"] == found["stages"], "shares are of the whole run"
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), min_size=1, max_size=12),
+    st.lists(st.integers(0, 30), min_size=2, max_size=6, unique=True).map(sorted),
+)
+def test_the_share_of_a_bucket_is_the_time_in_it_that_any_interval_covers(
+    intervals: list[tuple[int, int]], edges: list[int]
+) -> None:
+    start = np.array([float(at) for at, _ in intervals])
+    end = start + np.array([float(length) for _, length in intervals])
+    none = np.zeros(0)
+    ops = type("Ops", (), {"start": start, "end": end})
+    stage: Any = type("Stage", (), {"ops": ops, "updates": {"start": none, "end": none}})
+    covered = {half for at, length in intervals for half in range(at * 2, (at + length) * 2)}
+    expected = [
+        sum(half in covered for half in range(low * 2, high * 2)) / ((high - low) * 2) for low, high in pairwise(edges)
+    ]
+    assert shares(work(stage), np.array(edges, dtype=float)).tolist() == pytest.approx(expected)
+
+
+def test_many_stages_and_steps_stay_below_half_a_megabyte(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    long(run, 200, stages=64)
+    events = ({"event": "pipeline", "time": EPOCH + n, "utilisation": [0.123456] * 64} for n in range(3000))
+    write_events(run, *events)
+    found = document(run)
+    assert len(json.dumps(found, separators=(",", ":"))) < 500_000
+    assert len(found["utilisation"]["stages"]) == 64
+    times = found["utilisation"]["time"]
+    assert times == sorted(times)
+    assert times[0] < 60
+    assert times[-1] > 2900
+    assert all(value == pytest.approx(0.1235) for own in found["utilisation"]["stages"] for value in own)
+
+
+@pytest.mark.parametrize(
+    "query", [{"from": "x"}, {"from": 3, "to": 2}, {"from": "nan"}, {"to": "inf"}, {"from": 1, "to": 1}]
+)
+def test_a_window_that_is_none_is_refused_with_a_remedy(run: Path, query: dict[str, Any]) -> None:
+    two(run)
+    with pytest.raises(RunError, match="seconds since the first operation"):
+        document(run, **query)
+
+
+def test_a_window_beyond_the_trace_is_cut_to_it(run: Path) -> None:
+    two(run)
+    assert document(run, **{"from": -5, "to": 99})["window"] == [0, 10]
+    assert document(run, **{"from": 7})["window"] == [7, 10]
+    assert set(spans(document(run, **{"from": 7.6}))) == {"0B1"}
+
+
+def test_a_run_without_a_trace_has_its_utilisation_and_says_how_to_get_one(run: Path) -> None:
+    write_events(
+        run,
+        {"event": "started", "time": EPOCH},
+        {"event": "pipeline", "time": EPOCH + 1, "utilisation": [0.5, 0.25]},
+        {"event": "pipeline", "time": EPOCH + 2, "utilisation": [0.7, 0.75]},
+        {"event": "pipeline", "time": EPOCH + 3, "utilisation": "fast"},
+    )
+    assert present(run)
+    found = document(run)
+    assert set(found) == KEYS
+    assert (found["traced"], found["remedy"]) == (False, REMEDY)
+    assert "--train.trace true" in REMEDY
+    assert found["utilisation"] == {"time": [1, 2], "stages": [[0.5, 0.7], [0.25, 0.75]]}
+    assert [(own["busy"], own["bubble"]) for own in found["stages"]] == [(0.6, 0.4), (0.5, 0.5)]
+
+
+def test_a_run_of_one_device_has_no_pipeline_to_show(run: Path) -> None:
+    write_events(run, {"event": "started"}, step(0, "aa"))
+    assert not present(run)
+    assert document(run)["stages"] == []
+
+
+def test_a_trace_without_an_operation_says_to_wait(run: Path) -> None:
+    (run / "traces").mkdir()
+    (run / "traces" / "stage0.jsonl").write_text('{"start":0,"stages":2,"cut":[1]}\n')
+    found = document(run)
+    assert present(run)
+    assert (found["traced"], found["remedy"]) == (False, WAITING)
+
+
+def test_what_is_torn_or_lost_or_damaged_is_shown_as_far_as_it_goes(run: Path) -> None:
+    write(run, simulated(3, 4), updates=0.25)
+    whole = document(run)
+    path = run / "traces" / "stage0.jsonl"
+    path.write_bytes(path.read_bytes()[:-15] + b"\n\x00\xff{[\n")
+    (run / "traces" / "stage1.jsonl").write_bytes(b"")
+    (run / "traces" / "stage2.jsonl").unlink()
+    (run / "manifest.json").write_text("{")
+    with open(run / "events.jsonl", "w") as file:
+        file.write('{"event": "step", "time": 1, "step": 0, "subn\n[1]\n')
+        file.write('{"event": "residency", "time": 1, "stages": 3}\n')
+    found = document(run)
+    json.dumps(found, allow_nan=False)
+    kept = {name: row[5:7] for name, row in spans(found).items()}
+    assert kept
+    assert all(spans(whole)[name][5:7] == times for name, times in kept.items())
+    assert [own["busy"] for own in found["stages"][1:]] == [0, 0]
+
+
+def test_a_trace_that_is_still_written_grows_in_the_document(run: Path) -> None:
+    result = simulated(2, 6)
+    write(run, result)
+    texts = {path: path.read_bytes() for path in (run / "traces").iterdir()}
+    counts: list[int] = []
+    for share in (0.3, 0.31, 0.7, 1.0):
+        for path, text in texts.items():
+            path.write_bytes(text[: int(len(text) * share)])
+        write_events(run, step(len(counts), f"s{len(counts)}"))
+        rows = document(run)["real"]["spans"]
+        counts.append(len(rows))
+        assert {row[4] for row in rows if row[3] < len(counts)} <= {f"s{n}" for n in range(len(counts))}
+    assert counts == sorted(counts)
+    assert counts[-1] == len(result.spans)
+
+
+def test_what_residency_moved_is_the_newest_that_all_ranks_told(run: Path) -> None:
+    def row(uses: int, misses: int) -> dict[str, int]:
+        return {"uses": uses, "misses": misses, "brought": 10, "sent": 5, "budget": 100}
+
+    two(run)
+    assert document(run)["residency"] is None
+    write_events(run, {"event": "residency", "stages": [row(3, 1)]})
+    assert document(run)["residency"] == {"hits": 2, "misses": 1, "brought": 10, "sent": 5}
+    write_events(run, {"event": "residency", "stages": [row(3, 1), row(5, 0)]})
+    assert document(run)["residency"] == {"hits": 7, "misses": 1, "brought": 20, "sent": 10}
+    write_events(run, {"event": "finished", "residency": [row(9, 2), row(9, 2)]})
+    assert document(run)["residency"] == {"hits": 14, "misses": 4, "brought": 20, "sent": 10}
+
+
+def test_subnets_are_found_wherever_in_a_long_file_their_step_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.serve.grown.CHUNK", 1000)
+    result = simulated(1, 3)
+    write(run, result, first=150)
+    events = [step(n if n % 7 else 1000 + n, f"s{n}") for n in range(300)]
+    write_events(run, *events[:152])
+    with open(run / "events.jsonl", "a") as file:  # in another form than runs have it
+        file.writelines(json.dumps(dict(reversed(own.items())), separators=(",", ":")) + "\n" for own in events[152:])
+    rows = document(run)["real"]["spans"]
+    assert {(row[3], row[4]) for row in rows} == {(150, "s150"), (151, "s151"), (152, "s152")}
+
+
+def test_names_are_given_as_they_are_and_are_no_longer_than_a_name(run: Path) -> None:
+    two(run)
+    write_events(run, step(0, "<img src=x onerror=alert(1)>", "y" * 5000))
+    names = {row[4] for row in document(run)["real"]["spans"]}
+    assert names == {"<img src=x onerror=alert(1)>", "y" * 64}
+
+
+@pytest.mark.long  # the tests in a browser have such a run, too
+def test_a_real_run_on_two_processes_is_told_whole(tmp_path: Path) -> None:
+    trained = weft.train(
+        nets.plain,
+        partial(disturbed.samples, "plain"),
+        steps=6,
+        batch_size=4,
+        runs=tmp_path,
+        run="real",
+        stages=2,
+        trace=True,
+    )
+    assert trained
+    found = document(tmp_path / "real")
+    assert {row[3] for row in found["real"]["spans"]} == set(range(6))
+    assert all(row[4] for row in found["real"]["spans"] if row[1] != "E")
+    assert found["simulated"]["spans"]
+    assert found["total"][1] > 0

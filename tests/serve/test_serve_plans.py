@@ -1,0 +1,268 @@
+"""Plans as the dashboard shows them: all that was saved, nothing that a foreign file brings, and why a graph lacks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft import planning
+from weft.cli import main
+from weft.errors import PlanError, WeftError
+from weft.plan.capture import Captured, capture
+from weft.plan.machine import machine
+from weft.plan.page import page
+from weft.plan.plan import Plan
+from weft.plan.planner import plan_captured
+from weft.serve.drawings import is_drawing
+from weft.serve.plans import document, listed, present
+from weft.serve.saved import EDITED, NOT_DRAWN, STRANGE
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    return net, torch.zeros(32, 64), lambda y, batch: y.square().mean()
+"""
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    def loss(output: Tensor, batch: Tensor) -> Tensor:
+        return output.square().mean()
+
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024), nn.ReLU(), nn.Linear(1024, 512))
+        return capture(net, torch.zeros(256, 1024), loss=loss)
+
+
+@pytest.fixture(scope="module")
+def made(captured: Captured) -> Plan:
+    return plan_captured(captured, "a100", devices=4, stages=1)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, made: Plan) -> Path:
+    path = tmp_path / "plans" / "net.json"
+    planning.save(made, path, machine("a100"))
+    return path
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+    return path
+
+
+def test_a_saved_plan_is_told_whole(saved: Path, made: Plan) -> None:
+    found = document(saved)
+    told = {name: found[name] for name in ("name", "model", "machine", "devices", "mesh", "stages", "microbatches")}
+    assert told == {
+        "name": "net",
+        "model": "Sequential",
+        "machine": "A100",
+        "devices": 4,
+        "mesh": str(made.mesh),
+        "stages": 1,
+        "microbatches": 1,
+    }
+    assert found["seconds"] == {
+        name: pytest.approx(max(getattr(made.cost, name), 0.0)) for name in ("compute", "communication", "bubble")
+    }
+    assert found["gap"] == pytest.approx(made.gap)
+    assert found["note"] is None
+    assert found["graph"]["svg"] in page(made, machine("a100")), "the graph of the page"
+    labels = [own["label"] for own in found["strategies"]]
+    assert len(labels) == len(set(labels)) > 0
+    (memory,) = found["memory"]
+    assert memory["device"] == "devices 0 to 3"
+    assert sum(memory["parts"].values()) == pytest.approx(made.cost.memory)
+    assert memory["limit"] == made.limit
+    assert sum(row["compute"] for row in found["layers"]) == pytest.approx(made.cost.compute)
+    assert sum(row["communication"] for row in found["layers"]) == pytest.approx(made.cost.communication, abs=1e-12)
+    own, *others = found["rows"]
+    assert (own["name"], own["step"], own["plan_is_faster"]) == ("this plan", made.cost.step, None)
+    assert [row["name"] for row in others] == [row.name for row in made.rows]
+    assert [row["plan_is_faster"] for row in others] == [
+        pytest.approx(row.cost.step / made.cost.step) if row.cost else None for row in made.rows
+    ]
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_the_memory_of_each_stage_is_told(tmp_path: Path, captured: Captured) -> None:
+    path = tmp_path / "staged.json"
+    planning.save(plan_captured(captured, "a100", devices=2, stages=2, microbatches=4), path)
+    found = document(path)
+    assert (found["stages"], found["microbatches"]) == (2, 4)
+    assert [row["device"] for row in found["memory"]] == ["stage 1: device 0", "stage 2: device 1"]
+    assert found["seconds"]["bubble"] > 0
+
+
+def test_a_plan_that_was_saved_without_its_page_is_told_without_its_graph(tmp_path: Path, made: Plan) -> None:
+    made.save(tmp_path / "bare.json")
+    found = document(tmp_path / "bare.json")
+    assert (found["graph"], found["note"], found["strategies"], found["layers"]) == (None, NOT_DRAWN, [], [])
+    assert sum(found["memory"][0]["parts"].values()) == pytest.approx(made.cost.memory)
+
+
+def test_a_plan_whose_splits_were_edited_is_not_drawn_as_it_was(saved: Path) -> None:
+    def change(plan: dict[str, Any]) -> None:
+        name = next(iter(plan["splits"]))
+        plan["splits"][name] = ["other"]
+
+    assert document(edit(saved, change))["note"] == EDITED
+
+
+def test_a_machine_that_is_no_preset_is_priced_as_it_was_planned(tmp_path: Path, captured: Captured) -> None:
+    own = replace(machine("a100"), name="here")
+    plan = plan_captured(captured, own, devices=4, stages=1)
+    planning.save(plan, tmp_path / "own.json", own)
+    found = document(tmp_path / "own.json")
+    assert sum(row["compute"] for row in found["layers"]) == pytest.approx(plan.cost.compute)
+
+
+FOREIGN = {
+    "empty": "",
+    "torn": '{"format": 1, "model',
+    "list": "[1, 2]",
+    "other": '{"a": 1}',
+    "deep": "[" * 100_000,
+    "binary": "\x00\x01",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_file_is_passed_over_in_the_list_and_refused_by_itself(saved: Path, name: str) -> None:
+    path = saved.with_name(f"{name}.json")
+    path.write_text(FOREIGN[name])
+    assert [plan["name"] for plan in listed(saved.parent)] == ["net"]
+    assert not present(path)
+    with pytest.raises(WeftError) as problem:
+        document(path)
+    assert "\n" not in str(problem.value)
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "newer": lambda plan: plan.update(format=99),
+    "words": lambda plan: plan.update(devices="many"),
+    "none": lambda plan: plan.update(cost=None),
+    "cost": lambda plan: plan["cost"].pop("step"),
+    "huge": lambda plan: plan.update(model="x" * 5000),
+    "mesh": lambda plan: plan.update(mesh=[]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_plan_with_a_damaged_part_is_none(saved: Path, name: str) -> None:
+    edit(saved, CHANGES[name])
+    assert listed(saved.parent) == []
+    with pytest.raises(WeftError):
+        document(saved)
+
+
+def test_numbers_that_json_lacks_are_none(saved: Path) -> None:
+    edit(saved, lambda plan: plan["cost"].update(compute=float("nan"), memory=float("inf")))
+    found = document(saved)
+    assert found["seconds"]["compute"] is None
+    assert found["rows"][0]["memory"] is None
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_link_that_leads_out_of_the_folder_is_not_followed(saved: Path, tmp_path: Path) -> None:
+    saved.rename(tmp_path / "secret.json")
+    saved.symlink_to(tmp_path / "secret.json")
+    assert listed(saved.parent) == []
+    with pytest.raises(PlanError, match="no plan"):
+        document(saved)
+
+
+def test_there_need_be_no_folder_of_plans(tmp_path: Path) -> None:
+    assert listed(tmp_path / "plans") == []
+    with pytest.raises(PlanError):
+        document(tmp_path / "plans" / "net.json")
+
+
+def test_hostile_names_stay_text(tmp_path: Path, made: Plan) -> None:
+    bad = '</text><script>alert("1")</script><img src=x onerror=alert(2)>'
+    operators = tuple(replace(own, module=bad, name=f"{bad}{n}") for n, own in enumerate(made.graph.operators))
+    plan = replace(made, model=bad, graph=replace(made.graph, operators=operators))
+    planning.save(plan, tmp_path / "bad.json", machine("a100"))
+    found = document(tmp_path / "bad.json")
+    assert found["model"] == bad, "escaped by whoever makes HTML of it"
+    assert found["note"] is None
+    assert "<script" not in found["graph"]["svg"]
+    assert "<img" not in found["graph"]["svg"]
+
+
+@pytest.mark.parametrize(
+    "evil",
+    [
+        "<script>alert(1)</script>",
+        '<rect onload="alert(1)"/>',
+        '<a href="https://example.org"><text>x</text></a>',
+        '<image href="https://example.org/x.png"/>',
+        "<foreignObject><p>x</p></foreignObject>",
+        '<path clip-path="url(https://example.org/x)"/>',
+        "<style>*{background:url(https://example.org)}</style>",
+        '<rect style="fill:red"/>',
+        "<!-- x -->",
+    ],
+)
+def test_a_drawing_with_anything_that_weft_does_not_draw_is_not_shown(saved: Path, evil: str) -> None:
+    svg = json.loads(saved.read_text())["page"]["svg"]
+    assert is_drawing(svg)
+    worse = svg.replace("</svg>", f"{evil}</svg>")
+    assert not is_drawing(worse)
+    edit(saved, lambda plan: plan["page"].update(svg=worse))
+    found = document(saved)
+    assert (found["graph"], found["note"]) == (None, STRANGE)
+
+
+def test_a_page_of_another_form_is_not_shown(saved: Path) -> None:
+    edit(saved, lambda plan: plan["page"].update(strategies=[{"label": "x", "colour": ["red;}", "blue"]}]))
+    found = document(saved)
+    assert (found["graph"], found["strategies"], found["note"]) == (None, [], STRANGE)
+
+
+def test_a_bare_name_is_a_plan_among_the_runs_and_a_path_is_itself(tmp_path: Path) -> None:
+    assert planning.place_of("gpt2", tmp_path) == tmp_path / "runs" / "plans" / "gpt2.json"
+    assert planning.place_of("here/gpt2", tmp_path) == Path("here/gpt2")
+    assert planning.place_of("gpt2.json", tmp_path) == Path("gpt2.json")
+    for name in ("..", "", "a b", "-x"):
+        with pytest.raises(PlanError, match="cannot be called"):
+            planning.place_of(name, tmp_path)
+
+
+def test_weft_plan_saves_by_name_where_the_dashboard_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def weft(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["weft", "plan", "own:build", "--devices", "4", "--machine", "a100", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out + err
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(MODEL)
+    try:
+        code, said = weft("--save", "tiny")
+        assert code == 0
+        assert "runs/plans/tiny.json" in said
+        assert listed(tmp_path / "runs" / "plans") == [{"name": "tiny", "model": "Sequential", "devices": 4}]
+        assert document(tmp_path / "runs" / "plans" / "tiny.json")["graph"]
+        assert weft("--load", "tiny")[0] == 0
+        code, said = weft("--load", "other")
+        assert (code, said.count("\n")) == (2, 1)
+    finally:
+        sys.modules.pop("own", None)

@@ -1,0 +1,373 @@
+"""The document of a study: by its run's events, by its result, and by its storage, which all say the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weft
+import weft.serve.importances as worked_out
+from weft.errors import TuneError
+from weft.runs.lock import hold
+from weft.serve import studies
+from weft.serve.trials import SHOWN, Trial
+from weft.space import Space
+from weft.tune import Device, Job, Tuned
+from weft.tune import Trial as Tried
+from weft.tune.job import Ended, Event, Lost, Reported
+from weft.tune.storage import default_url
+from weft.tune.study import Study
+
+optuna = pytest.importorskip("optuna")
+
+MIB = 2**20
+
+
+def space() -> Space:
+    found = Space()
+    found.real("lr", 1e-4, 1e-1, log=True)
+    found.integer("width", [16, 32, 64])
+    found.integer("depth", 1, 4)
+    found.categorical("kind", ["sgd", "adam"])
+    return found
+
+
+def quality(params: dict[str, Any]) -> float:
+    return float(-abs(params["lr"] - 0.01) + params["depth"] / 10)
+
+
+class Instant:
+    """An executor whose jobs are over as soon as they are looked at: trial 2 fails, and trial 3 is lost once."""
+
+    def __init__(self, objectives: int = 1) -> None:
+        self.devices: Sequence[Device] = (Device("cpu", 64 * MIB), Device("cpu", 64 * MIB))
+        self._objectives, self._told, self._lost = objectives, list[Event](), False
+
+    def start(self, job: Job) -> None:
+        for trial, params in zip(job.trials, job.params, strict=True):
+            values = (quality(params), float(params["width"]))[: self._objectives]
+            if trial == 3 and not self._lost:
+                self._lost = True
+                self._told.append(Lost(job.id, "by chance"))
+            elif trial == 2:
+                self._told.append(Ended(job.id, trial, "failed", error="Traceback\nValueError: no", seconds=0.1))
+            else:
+                self._told += [Reported(job.id, trial, step, values) for step in (10, 20)]
+                self._told.append(Ended(job.id, trial, "complete", values, peak=3 * MIB, seconds=0.5))
+
+    def answer(self, job: str, trial: int, prune: bool) -> None:
+        pass
+
+    def stop(self, job: str) -> None:
+        pass
+
+    def poll(self, timeout: float) -> list[Event]:
+        return [self._told.pop(0)] if self._told else []
+
+    def close(self) -> None:
+        pass
+
+
+def never(trial: Tried) -> float:
+    raise AssertionError("the executor knows without asking")
+
+
+def tuned(runs: Path, objectives: int = 1, **more: Any) -> Tuned:
+    aims: dict[str, Any] = {"maximize": "quality", **({"minimize": "cost"} if objectives == 2 else {})}
+    given = {"trials": 8, "sampler": "random", "window": 3, "memory": "8MiB", "name": "study", "runs": runs, **more}
+    return weft.tune(never, space(), executor=Instant(objectives), **aims, **given)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    """One that has ended; only to be read."""
+    return tuned(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def run(study: Tuned, tmp_path: Path) -> Path:
+    """A copy of its run, to be damaged."""
+    return Path(shutil.copytree(study.path, tmp_path / "study"))
+
+
+def test_every_trial_is_told_as_the_study_has_it(study: Tuned, run: Path) -> None:
+    found = studies.document(run)
+    assert (found["study"], found["count"], found["damaged"]) == ("study", 8, 0)
+    assert found["objectives"] == [{"name": "quality", "maximize": True}]
+    for told, record in zip(found["trials"], study.trials, strict=True):
+        assert (told["number"], told["state"]) == (record.number, record.state)
+        assert told["params"] == {n: pytest.approx(v) if isinstance(v, float) else v for n, v in record.params.items()}
+        assert told["values"] == (None if record.values is None else pytest.approx(list(record.values)))
+        assert (told["estimated"], told["fused"], told["attempts"]) == (8 * MIB, 1, 2 if record.number == 3 else 1)
+        assert told["measured"] == (None if record.state == "failed" else 3 * MIB)
+        assert [at for at, _ in told["reports"]] == sorted(record.reports)
+    assert [(one["number"], one["why"]) for one in found["trials"] if one["state"] == "failed"] == [
+        (2, "ValueError: no")
+    ]
+    assert found["importances"] == {"quality": [[n, pytest.approx(s, rel=1e-6)] for n, s in study.importances.items()]}
+
+
+def test_parameters_come_in_the_order_of_the_space_with_their_scales(run: Path) -> None:
+    assert studies.document(run)["parameters"] == [
+        {"name": "lr", "log": True, "options": None, "low": 1e-4, "high": 1e-1},
+        {"name": "width", "log": False, "options": [16, 32, 64], "low": None, "high": None},
+        {"name": "depth", "log": False, "options": None, "low": 1, "high": 4},
+        {"name": "kind", "log": False, "options": ["sgd", "adam"], "low": None, "high": None},
+    ]
+
+
+def test_devices_have_their_memory_and_each_attempt_as_a_bar(run: Path) -> None:
+    devices = studies.document(run)["devices"]
+    assert [(one["name"], one["memory"]) for one in devices] == [("local/cpu", 64 * MIB), ("local/cpu (2)", 64 * MIB)]
+    bars = [bar for device in devices for bar in device["bars"]]
+    assert sorted(bar["trials"][0] for bar in bars) == sorted([*range(8), 3])
+    assert {bar["state"] for bar in bars} == {"complete", "failed", "lost"}
+    assert all(bar["estimated"] == 8 * MIB and 0 <= bar["start"] <= bar["end"] for bar in bars)
+    assert all(bar["measured"] == 3 * MIB for bar in bars if bar["state"] == "complete")
+    for device in devices:
+        for bar in device["bars"]:
+            beside = [one for one in device["bars"] if one["lane"] == bar["lane"] and one is not bar]
+            assert all(one["end"] <= bar["start"] or bar["end"] <= one["start"] for one in beside)
+
+
+def test_the_storage_says_what_the_events_say(study: Tuned, run: Path) -> None:
+    events, storage = studies.document(run), studies.from_storage(default_url(run))
+    for name in ("study", "objectives", "parameters", "importances", "count"):
+        assert storage[name] == events[name]
+    for told, other in zip(storage["trials"], events["trials"], strict=True):
+        for name in ("number", "state", "params", "values", "measured", "estimated", "attempts", "reports", "why"):
+            assert told[name] == other[name]
+    assert sum(len(device["bars"]) for device in storage["devices"]) == 8
+    assert {path.name for path in run.iterdir()} == {path.name for path in study.path.iterdir()}  # no lock, no journal
+
+
+def test_without_its_storage_a_study_is_shown_all_the_same(run: Path) -> None:
+    before = studies.document(run)
+    (run / "study.db").unlink()
+    assert studies.document(run) == before
+
+
+def test_without_its_events_a_study_is_shown_by_its_result(run: Path) -> None:
+    before = studies.document(run)
+    (run / "events.jsonl").unlink()
+    found = studies.document(run)
+    for told, other in zip(found["trials"], before["trials"], strict=True):
+        assert {**told, "reports": [], "devices": []} == {**other, "reports": [], "devices": []}
+    assert found["objectives"] == before["objectives"]
+    assert found["importances"]["quality"][0][0] == before["importances"]["quality"][0][0]
+    assert {one["name"] for one in found["parameters"]} == {"lr", "width", "depth", "kind"}
+
+
+def test_damaged_lines_are_skipped_and_counted(run: Path) -> None:
+    before = studies.document(run)
+    lines = (run / "events.jsonl").read_bytes().splitlines()
+    lines[5:5] = [
+        b"{",
+        b"\xff\xfe",
+        b"[3]",
+        b'{"event": "placed", "trials": 3}',
+        b'{"event": "ended", "trials": ["x", -1]}',
+    ]
+    (run / "events.jsonl").write_bytes(b"\n".join(lines) + b'\n{"event": "ended", "tri')
+    found = studies.document(run)
+    assert found["damaged"] == 3
+    assert found["trials"] == before["trials"]
+
+
+def test_a_manifest_and_a_result_that_are_damaged_give_a_document(run: Path) -> None:
+    (run / "manifest.json").write_bytes(b"[")
+    (run / "results" / "study.json").write_bytes(b"{")
+    found = studies.document(run)
+    assert (found["objectives"], len(found["trials"])) == ([], 8)
+    json.dumps(found, allow_nan=False)
+
+
+def test_what_is_no_study_is_not_present_and_gives_an_empty_document(tmp_path: Path, run: Path) -> None:
+    assert studies.present(run)
+    assert not studies.present(tmp_path)
+    found = studies.document(tmp_path)
+    assert (found["trials"], found["devices"], found["began"], found["importances"]) == ([], [], None, {})
+
+
+def test_a_job_runs_without_end_for_as_long_as_its_driver_does(run: Path) -> None:
+    lines = (run / "events.jsonl").read_bytes().splitlines()
+    at = next(i for i, line in enumerate(lines) if b'"placed"' in line) + 1
+    (run / "events.jsonl").write_bytes(b"\n".join(lines[:at]) + b"\n")
+    with hold(run / "lock"):
+        found = studies.document(run)
+        (bar,) = found["devices"][0]["bars"]
+        assert (bar["end"], bar["state"], found["trials"][0]["state"]) == (None, "running", "running")
+    found = studies.document(run)
+    (bar,) = found["devices"][0]["bars"]
+    assert (bar["end"], bar["state"], found["trials"][0]["state"]) == (bar["start"], "interrupted", "waiting")
+
+
+def test_a_study_of_two_objectives_has_importances_of_both(tmp_path: Path) -> None:
+    study = tuned(tmp_path, objectives=2, trials=5)
+    for found in (studies.document(study.path), studies.from_storage(default_url(study.path))):
+        assert found["objectives"] == [{"name": "quality", "maximize": True}, {"name": "cost", "maximize": False}]
+        assert found["importances"].keys() == {"quality", "cost"}
+        assert [name for name, _ in found["importances"]["quality"]] == list(study.importances)
+        assert sum(share for _, share in found["importances"]["cost"]) == pytest.approx(1, abs=1e-5)
+        assert all(len(one["values"]) == 2 for one in found["trials"] if one["state"] == "complete")
+
+
+def opened(url: str, trials: int = 4) -> Study:
+    aims: Any = ("maximize",)
+    return Study.open(
+        "digits", space(), directions=aims, seed=0, window=3, trials=trials, storage=url, sampler="random"
+    )
+
+
+def ask_while_it_runs(url: str) -> None:
+    """A study can be looked at while another claims and writes it."""
+    with opened(url) as study:
+        found = studies.from_storage(url)
+        assert (found["study"], found["trials"], found["importances"], found["began"]) == ("digits", [], {}, None)
+        proposal = study.ask()
+        study.report(proposal.number, 5, 0.25)
+        (told,) = studies.from_storage(url, "digits")["trials"]
+        assert (told["state"], told["values"], told["reports"]) == ("running", None, [[5, 0.25]])
+        study.tell(proposal.number, "pruned")
+        (told,) = studies.from_storage(url)["trials"]
+        assert (told["state"], told["values"]) == ("pruned", [0.25])
+
+
+def test_a_study_that_is_being_run_is_looked_at_without_disturbing_it(tmp_path: Path) -> None:
+    ask_while_it_runs(default_url(tmp_path))
+
+
+def test_a_storage_that_is_not_there_is_said_to_be_so_and_is_not_made(tmp_path: Path) -> None:
+    for url, why in {
+        default_url(tmp_path): "there is no file",
+        f"sqlite:///{tmp_path}/no/study.db": "there is no folder",
+        "mysql://host/name": "sqlite:/// or postgresql://",
+        "nonsense": "is no URL",
+    }.items():
+        with pytest.raises(TuneError, match=why):
+            studies.from_storage(url)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "study.db").write_bytes(b"no database at all" * 100)
+    with pytest.raises(TuneError, match=r"holds no studies that can be read: .*not a database"):
+        studies.from_storage(default_url(tmp_path))
+
+
+def test_an_unknown_study_is_answered_with_the_nearest(run: Path) -> None:
+    with pytest.raises(TuneError, match="has no study 'studdy'; did you mean 'study'"):
+        studies.from_storage(default_url(run), "studdy")
+
+
+def test_a_database_that_is_locked_or_gone_is_shown_as_it_was(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.tune.database.BUSY", 0.05)
+    before = studies.from_storage(default_url(run))
+    assert before["problem"] is None
+    holder = sqlite3.connect(run / "study.db", isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    locked = studies.from_storage(default_url(run))
+    assert "database is locked" in locked["problem"]
+    assert locked == {**before, "problem": locked["problem"]}
+    holder.close()
+    assert studies.from_storage(default_url(run)) == before
+    (run / "study.db").unlink()
+    gone = studies.from_storage(default_url(run))
+    assert "there is no file" in gone["problem"]
+    assert gone["trials"] == before["trials"]
+
+
+def test_a_study_that_weft_did_not_make_is_shown_too(tmp_path: Path) -> None:
+    url = default_url(tmp_path)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study(storage=url, study_name="theirs", direction="minimize")
+
+    def objective(trial: Any) -> float:
+        x, n = trial.suggest_float("x", 0.0, 1.0), trial.suggest_int("n", 1, 8, log=True)
+        if trial.number == 3:
+            raise optuna.TrialPruned
+        return float(x + n + (trial.suggest_categorical("kind", ["a", None]) is None))
+
+    study.optimize(objective, n_trials=5)
+    found = studies.from_storage(url)
+    assert (found["study"], found["objectives"]) == ("theirs", [{"name": "value", "maximize": False}])
+    assert {one["name"] for one in found["parameters"]} == {"x", "n", "kind"}
+    assert [one["state"] for one in found["trials"]].count("pruned") == 1
+    assert [device["name"] for device in found["devices"]] == ["unknown"]
+    json.dumps(found, allow_nan=False)
+
+
+def many(path: Path, count: int) -> Path:
+    with open(path / "events.jsonl", "w") as file:
+        for n in range(count):
+            params = {f"parameter{k}": n / 7 for k in range(4)}
+            told = {"trials": [n], "job": f"{n}-0-abcd"}
+            file.write(json.dumps({"event": "proposed", "time": 1e9 + n, "trials": [n], "params": params}) + "\n")
+            file.write(
+                json.dumps({"event": "placed", "time": 1e9 + n, "devices": "cpu", "node": "local", **told}) + "\n"
+            )
+            for at in range(20):
+                file.write(json.dumps({"event": "reported", "trials": [n], "at": at, "values": [at / 7]}) + "\n")
+            value = -1.0 if n == 77 else n / 7
+            end = {"event": "ended", "time": 1e9 + n + 3, "trials": [n], "state": "complete", "values": [value]}
+            file.write(json.dumps(end) + "\n")
+        file.write(json.dumps({"event": "proposed", "trials": [count], "params": {}}) + "\n")
+    study = {"objectives": {"loss": "minimize"}, "names": ["loss"]}
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "kind": "study", "study": study}))
+    return path
+
+
+def test_however_many_trials_there_are_their_document_is_small_and_has_the_best(tmp_path: Path) -> None:
+    found = studies.document(many(tmp_path, 3000))
+    assert len(json.dumps(found)) < 700_000
+    assert (found["count"], len(found["trials"])) == (3001, SHOWN)
+    numbers = [one["number"] for one in found["trials"]]
+    assert numbers == sorted(set(numbers))
+    assert {77, 3000} <= set(numbers)  # the best, and one that waits
+
+
+def test_importances_are_worked_out_once_for_a_number_of_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counting(space: Space, trials: Sequence[Trial], objectives: object) -> dict[str, Any]:
+        calls.append(len(trials))
+        return {"loss": [["x", 1.0]]}
+
+    monkeypatch.setattr(worked_out, "_made", counting)
+    found = Space()
+    found.real("x", 0.0, 1.0)
+    trials = [Trial(n, {"x": 0.5}, "complete", [float(n)]) for n in range(1200)]
+    for count in (2, 2, 3, 999, 1000, 1001, 1001, 1050, 1100, 1200):
+        assert worked_out.importances(found, trials[:count], [("loss", False)], "key") == {"loss": [["x", 1.0]]}
+    assert calls == [2, 3, 999, 1000, 1100]  # of more than a thousand, each tenth part
+
+
+def test_importances_take_no_trial_that_was_not_drawn_from_the_space() -> None:
+    odd = [Trial(0, {"lr": 7.0}, "complete", [1.0]), Trial(1, {"no": 1}, "complete", [2.0]), Trial(2, {}, "failed")]
+    assert worked_out.importances(space(), odd, [("loss", False)], "odd") == {}
+    assert worked_out.importances(None, odd, [("loss", False)], "odd") == {}
+
+
+@pytest.fixture(scope="module")
+def server(require: Callable[[str, bool, str], None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    pytest.importorskip("psycopg")
+    require("postgres", importlib.util.find_spec("pgserver") is not None, "pip install pgserver")
+    import pgserver
+
+    try:
+        found = pgserver.get_server(tmp_path_factory.mktemp("postgres") / "data")
+    except Exception as error:
+        require("postgres", False, f"it does not start: {error!r}")
+    yield found.get_uri()
+    found.cleanup()
+
+
+@pytest.mark.long
+def test_a_study_in_postgresql_is_looked_at_as_one_in_sqlite(server: str) -> None:
+    ask_while_it_runs(server)
+    with pytest.raises(TuneError, match="has no study 'other'"):
+        studies.from_storage(server, "other")
