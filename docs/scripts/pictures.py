@@ -49,10 +49,10 @@ VIEWS = {  # the file, the place in the page, and the heights that are shown
     "runs": ("", 560),
     "compare": ("compare/conv,one-stage,exact", 900),
     "curves": ("run/conv/curves", 800),
-    "pipeline": ("run/conv/pipeline", 1000),
+    "pipeline": ("run/conv/pipeline", 1220),
     "search": ("run/conv/search", 860),
     "probabilities": ("run/drnas/search", 800),
-    "tune": ("run/digits/tune", 1000),
+    "tune": ("run/digits/tune", 1230),
     "plan": ("plan/gpt2", 1000),
 }
 

@@ -1,0 +1,69 @@
+// The memory of a stage over time: how much of it is what, and which layers were on the device when.
+"use strict";
+weft.memory = (time) => {
+  const { el, format } = weft;
+  let [stages, stage, residency] = [[], null, null];
+  const now = () => stages.find((own) => own.stage === stage) ?? stages[0] ?? { time: [], layers: [] };
+
+  const picker = el("select", {
+    "aria-label": "stage",
+    onchange: () => ((stage = Number(picker.value)), total.draw(), lanes.draw()),
+  });
+  const ready = (get) => (instance, place) => (
+    time.follow(get(), instance),
+    place.addEventListener("keydown", time.keys)
+  );
+  const keys = "Arrow keys pan and zoom.";
+  const total = weft.chart("Memory", {
+    height: 300,
+    option: (palette) => weft.bytes.option(now(), time, palette),
+    keys,
+    ready: ready(() => total),
+    controls: [picker],
+    summary: () => `stage ${now().stage}, budget ${format.bytes(now().budget)}.`,
+    table: () => weft.bytes.table(now()),
+  });
+  const lanes = weft.chart("Layers on the device", {
+    height: () => Math.max(weft.lanes.height(now().layers.length, 420), 60) + 70,
+    option: (palette) => weft.layers.option(now(), time, palette),
+    keys,
+    ready: ready(() => lanes),
+    summary: () => `${now().layers.length} layers.`,
+    about: "arriving, resident, leaving",
+    table: () => weft.layers.table(now()),
+  });
+  const told = el("div");
+  return {
+    element: el(
+      "div",
+      { style: { display: "grid", gap: "14px", "grid-template-columns": "minmax(0, 1fr)" } },
+      told,
+      total.element,
+      lanes.element,
+    ),
+    update(found, counts) {
+      [stages, residency] = [found, counts];
+      const busiest = stages.reduce((most, own) => (!most || own.time.length > most.time.length ? own : most), null);
+      if (!stages.some((own) => own.stage === stage)) stage = busiest?.stage ?? null;
+      picker.replaceChildren(
+        ...stages.map((own) => el("option", { value: own.stage, selected: own.stage === stage }, `stage ${own.stage}`)),
+      );
+      const uses = residency ? residency.hits + residency.misses : 0;
+      told.replaceChildren(
+        residency
+          ? weft.facts([
+              ["layers found on the device", uses ? format.percent(residency.hits / uses, 1) : null],
+              ["hits", format.number(residency.hits)],
+              ["misses", format.number(residency.misses)],
+              ["brought", format.bytes(residency.brought)],
+              ["sent back", format.bytes(residency.sent)],
+            ])
+          : "",
+      );
+      total.draw();
+      lanes.draw();
+      const rest = now().left_out;
+      lanes.element.about(`arriving, resident, leaving${rest ? `; ${rest} smaller layers are left out` : ""}`);
+    },
+  };
+};

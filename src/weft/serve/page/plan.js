@@ -1,0 +1,161 @@
+// A plan: its graph by strategy, what a step costs and a device holds, and what others would do.
+"use strict";
+weft.views.plan = {
+  addresses: (plan) => [weft.documents.ofPlan(plan)],
+  mount(host) {
+    const { el, format } = weft;
+    let told = null;
+    const COLOURS = {
+      compute: "var(--c0)",
+      computing: "var(--c0)",
+      communication: "var(--c1)",
+      communicating: "var(--c1)",
+      bubble: "var(--faint)",
+    };
+    const SHADES = ["var(--c0)", "var(--c3)", "var(--c2)", "var(--c8)", "var(--c4)", "var(--c5)"];
+    const part = (name, value, words, colour) => ({ name, value: value ?? 0, words, colour });
+
+    const cost = (plan) => {
+      const pairs = Object.entries(plan.seconds ?? {}).filter(
+        ([name, value]) => name in COLOURS && format.known(value) && (name !== "bubble" || value > 0),
+      );
+      const total = pairs.reduce((sum, [, value]) => sum + value, 0);
+      return weft.figure("A step", {
+        about: format.seconds(total),
+        body: [
+          weft.key(
+            pairs.map(([name, value]) => [
+              `${name} ${format.seconds(value)} (${format.percent(total ? value / total : 0)})`,
+              COLOURS[name],
+            ]),
+          ),
+          weft.bars([
+            {
+              label: "step",
+              note: format.seconds(total),
+              parts: pairs.map(([name, value]) => part(name, value, format.seconds(value), COLOURS[name])),
+            },
+          ]),
+        ],
+      });
+    };
+    const memory = (plan) => {
+      const names = [...new Set(plan.memory.flatMap((row) => Object.keys(row.parts)))];
+      const limit = Math.max(0, ...plan.memory.map((row) => row.limit ?? 0));
+      return weft.figure("Memory of a device", {
+        about: limit ? `of ${format.bytes(limit)}, the line` : "there is no limit",
+        body: [
+          weft.key(names.map((name, i) => [name, SHADES[i % 6]])),
+          weft.bars(
+            plan.memory.map((row) => {
+              const sum = Object.values(row.parts).reduce((total, value) => total + (value ?? 0), 0);
+              return {
+                label: format.value(row.device ?? row.stage),
+                mark: row.limit,
+                marked: `limit ${format.bytes(row.limit)}`,
+                note: row.limit ? `${format.bytes(sum)}, ${format.percent(sum / row.limit)}` : format.bytes(sum),
+                parts: names.map((name, i) =>
+                  part(name, row.parts[name], format.bytes(row.parts[name]), SHADES[i % 6]),
+                ),
+              };
+            }),
+          ),
+        ],
+      });
+    };
+    const layers = (plan) => {
+      const total = plan.layers.reduce((sum, row) => sum + (row.compute ?? 0) + (row.communication ?? 0), 0);
+      return weft.figure("Cost by layer", {
+        body: [
+          weft.key([
+            ["compute", COLOURS.compute],
+            ["communication", COLOURS.communication],
+          ]),
+          el(
+            "div",
+            { style: { "max-height": "460px", overflow: "auto" } },
+            weft.bars(
+              plan.layers.map((row) => ({
+                label: row.name,
+                note: `${format.seconds((row.compute ?? 0) + (row.communication ?? 0))}, ${format.percent(total ? ((row.compute ?? 0) + (row.communication ?? 0)) / total : 0)}`,
+                parts: [
+                  part("compute", row.compute, format.seconds(row.compute), COLOURS.compute),
+                  part("communication", row.communication, format.seconds(row.communication), COLOURS.communication),
+                ],
+              })),
+            ),
+          ),
+        ],
+      });
+    };
+    // The rows of others are as the planner keeps them: whatever keys they have become columns.
+    const compared = (plan) => {
+      const keys = [...new Set(plan.rows.flatMap((row) => Object.keys(row)))];
+      const shown = (key, value) => {
+        if (typeof value === "boolean") return value ? "yes" : "no";
+        if (typeof value !== "number") return value === null || value === undefined ? "" : format.value(value);
+        if (/memory|bytes|limit|parameters|activations/.test(key)) return format.bytes(value);
+        if (/faster|ratio|times/.test(key)) return `${value.toFixed(2)}x`;
+        return /second|step|time|compute|communication|bubble/.test(key) ? format.seconds(value) : format.number(value);
+      };
+      return weft.figure("Compared with", {
+        body: weft.table(
+          keys.map((key) => ({
+            name: key.replaceAll("_", " "),
+            number: plan.rows.some((row) => typeof row[key] === "number"),
+            wide: key === "why",
+            value: (row) => row[key],
+            show: (row, value) => shown(key, value),
+          })),
+          plan.rows,
+          {
+            label: "comparison with other ways",
+            mark: (row) => (row.own || row.name === "this plan" ? "chosen" : null),
+          },
+        ),
+      });
+    };
+    return {
+      update([plan]) {
+        if (told === JSON.stringify(plan)) return;
+        told = JSON.stringify(plan);
+        const graph = plan.graph?.svg ? weft.graph(plan.graph.svg) : null;
+        const colour = (own) =>
+          Array.isArray(own.colour) ? `light-dark(${own.colour[0]}, ${own.colour[1]})` : own.colour;
+        host.replaceChildren(
+          ...[
+            el("h1", {}, `${plan.model} on ${plan.devices} x ${plan.machine}`),
+            weft.facts([
+              ["plan", plan.name],
+              ["mesh", format.value(plan.mesh)],
+              ["stages", plan.stages],
+              ["micro-batches", plan.microbatches],
+              ["activations", plan.recompute === undefined ? null : plan.recompute ? "recomputed" : "kept"],
+              ["untried", plan.untried ? `${plan.untried} other ways might be faster` : null],
+              [
+                "proof",
+                format.known(plan.gap)
+                  ? plan.gap < 1e-9
+                    ? "the best with this mesh"
+                    : `within ${format.percent(plan.gap, 1)} of the best so cut`
+                  : null,
+              ],
+            ]),
+            el("div.pair", {}, cost(plan), plan.memory?.length ? memory(plan) : null),
+            graph?.body
+              ? weft.figure("Strategy", {
+                  controls: [graph.controls],
+                  about: "a box an operator, coloured by how it is split",
+                  body: [weft.key((plan.strategies ?? []).map((own) => [own.label, colour(own)])), graph.body],
+                })
+              : plan.note
+                ? weft.empty("The graph is not shown", el("span", {}, plan.note))
+                : null,
+            plan.layers?.length ? layers(plan) : null,
+            plan.rows?.length ? compared(plan) : null,
+          ].filter(Boolean),
+        );
+      },
+    };
+  },
+};
