@@ -7,6 +7,11 @@ import signal
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
+
+# A machine that is busy takes long over what it took no time over before.
+settings.register_profile("weft", deadline=None)
+settings.load_profile("weft")
 
 # A shell starts what it runs in the background with Ctrl-C switched off, and processes would inherit that from here.
 signal.signal(signal.SIGINT, signal.default_int_handler)

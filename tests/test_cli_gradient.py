@@ -393,6 +393,7 @@ def test_settings_that_a_method_does_not_look_at_are_told(project: Path, caplog:
     assert [record.getMessage() for record in caplog.records if record.name == "weft"] == [said]
 
 
+@pytest.mark.long
 def test_two_processes_have_the_bits_of_one(searched: tuple[Path, dict[str, Any]], project: Path) -> None:
     done = call("search", "c.toml", "--method=drnas", "--target=parameters=900", "--stages=2", "--json", cwd=project)
     assert done.code == 0, done.err

@@ -52,7 +52,7 @@ class Bar:
             self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
             self._progress.update(self._task, completed=event["step"] + 1, note=self._note())
         elif event["event"] == "pipeline":
-            busy = " ".join(f"{100 * share:.0f}" for share in event["utilisation"])
+            busy = " ".join("-" if share is None else f"{100 * share:.0f}" for share in event["utilisation"])
             self._stages = f" | busy % {busy} | in flight {' '.join(map(str, event['in_flight']))}"
 
         elif event["event"] == "residency":

@@ -117,6 +117,7 @@ def test_a_loop_of_two_ranks_gives_the_bits_of_one_and_its_checkpoint_goes_on_in
     assert_same(one, line)
 
 
+@pytest.mark.long
 def test_a_v_of_two_ranks_whose_rank_is_killed_goes_on_and_ends_as_one(
     tmp_path: Path, one: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def assert_same(one: Trained, other: Trained) -> None:
     assert other.fingerprint == one.fingerprint
 
 
+@pytest.mark.long
 def test_eight_stages_give_the_bits_losses_metrics_and_scores_of_one(tmp_path: Path) -> None:
     options: dict[str, Any] = {"m": 4, "blocks": 6, "steps": 6, "validate": Validate(3, batch_size=5)}
     one = train("convolutional", tmp_path, "one", **options)

@@ -508,7 +508,10 @@ def scores(run: Trained) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("consistency", "placed"),
-    [("exact", {"stages": 2}), ("bounded(4, 4)", {"stages": 4, "ranks": 2, "placement": "v"})],
+    [
+        pytest.param("exact", {"stages": 2}, marks=pytest.mark.long),
+        ("bounded(4, 4)", {"stages": 4, "ranks": 2, "placement": "v"}),
+    ],
 )
 def test_real_processes_give_the_fingerprint_of_one(tmp_path: Path, consistency: str, placed: dict[str, Any]) -> None:
     one = trained(tmp_path, "one", consistency)

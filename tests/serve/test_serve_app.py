@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from weft.runs import Run
+from weft.serve.http.server import listen, make_server
+from weft.serve.http.stream import Changes
 from weft.serve.library import Library
-from weft.serve.server import listen, make_server
-from weft.serve.stream import Changes
 
 Serve = Callable[..., httpx.Client]
 

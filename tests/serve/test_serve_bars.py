@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.serve.bars import Bar, pack, packed
-from weft.serve.ledger import BARS, TRIALS, Ledger
+from weft.serve.study.bars import Bar, pack, packed
+from weft.serve.study.ledger import BARS, TRIALS, Ledger
 
 GIB = 2**30
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.runs import Events
-from weft.serve.fold import Fold, Follower
-from weft.serve.said import LONGEST, NEWEST, SERIES, Said
+from weft.serve.events.fold import Fold, Follower
+from weft.serve.events.said import LONGEST, NEWEST, SERIES, Said
 
 Figures = tuple[int, int, int]
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tracefiles import EPOCH
 
 from weft.runs import Run
-from weft.serve.memory import POINTS, memory
-from weft.serve.pipeline import document
-from weft.serve.spans import Traced, load
+from weft.serve.pipeline.document import document
+from weft.serve.pipeline.memory import POINTS, memory
+from weft.serve.pipeline.spans import Traced, load
 
 Row = tuple[str, str, float, int, int, int, int]
 

@@ -14,9 +14,9 @@ import pytest
 
 from weft.runs import Run
 from weft.serve.documents import Absent
-from weft.serve.elsewhere import Elsewhere
 from weft.serve.library import Library
 from weft.serve.overview import LARGE, flattened
+from weft.serve.study.elsewhere import Elsewhere
 
 CONFIG = {"data": "digits", "train": {"steps": 4, "stages": 2, "metrics": ["accuracy"]}, "limits": {}}
 

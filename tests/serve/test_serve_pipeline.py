@@ -25,10 +25,10 @@ from weft.pipeline.trace import read_traces
 from weft.pipeline.utilisation import bubble, summary
 from weft.pipeline.waits import Wait, worst_waits
 from weft.runs import Run
-from weft.serve.buckets import shares, work
-from weft.serve.pipeline import REMEDY, SPANS, WAITING, document, present
-from weft.serve.spans import load
-from weft.serve.waiting import CAUSES, waits_of
+from weft.serve.pipeline.buckets import shares, work
+from weft.serve.pipeline.document import REMEDY, SPANS, WAITING, document, present
+from weft.serve.pipeline.spans import load
+from weft.serve.pipeline.waiting import CAUSES, waits_of
 
 KEYS = {
     "traced",
@@ -315,6 +315,7 @@ def test_a_run_without_a_trace_has_its_utilisation_and_says_how_to_get_one(run: 
     write_events(
         run,
         {"event": "started", "time": EPOCH},
+        {"event": "pipeline", "time": EPOCH + 0.5, "utilisation": [0.6, None]},  # one stage has told nothing yet
         {"event": "pipeline", "time": EPOCH + 1, "utilisation": [0.5, 0.25]},
         {"event": "pipeline", "time": EPOCH + 2, "utilisation": [0.7, 0.75]},
         {"event": "pipeline", "time": EPOCH + 3, "utilisation": "fast"},
@@ -324,7 +325,7 @@ def test_a_run_without_a_trace_has_its_utilisation_and_says_how_to_get_one(run: 
     assert set(found) == KEYS
     assert (found["traced"], found["remedy"]) == (False, REMEDY)
     assert "--train.trace true" in REMEDY
-    assert found["utilisation"] == {"time": [1, 2], "stages": [[0.5, 0.7], [0.25, 0.75]]}
+    assert found["utilisation"] == {"time": [0.5, 1, 2], "stages": [[0.6, 0.5, 0.7], [None, 0.25, 0.75]]}
     assert [(own["busy"], own["bubble"]) for own in found["stages"]] == [(0.6, 0.4), (0.5, 0.5)]
 
 
@@ -392,7 +393,7 @@ def test_what_residency_moved_is_the_newest_that_all_ranks_told(run: Path) -> No
 
 
 def test_subnets_are_found_wherever_in_a_long_file_their_step_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serve.grown.CHUNK", 1000)
+    monkeypatch.setattr("weft.serve.events.grown.CHUNK", 1000)
     result = simulated(1, 3)
     write(run, result, first=150)
     events = [step(n if n % 7 else 1000 + n, f"s{n}") for n in range(300)]

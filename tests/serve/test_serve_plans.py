@@ -21,9 +21,9 @@ from weft.plan.machine import machine
 from weft.plan.page import page
 from weft.plan.plan import Plan
 from weft.plan.planner import plan_captured
-from weft.serve.drawings import is_drawing
-from weft.serve.plans import document, listed, present
-from weft.serve.saved import EDITED, NOT_DRAWN, STRANGE
+from weft.serve.plan.document import document, listed, present
+from weft.serve.plan.drawings import is_drawing
+from weft.serve.plan.saved import EDITED, NOT_DRAWN, STRANGE
 
 MODEL = """
 import torch

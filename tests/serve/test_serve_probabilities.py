@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.serve.probabilities import STEPS, Course, present, probabilities
+from weft.serve.search.probabilities import STEPS, Course, present, probabilities
 
 CHOICES = [{"name": "a", "options": ["x", "y"]}, {"name": "b", "options": [1, 2, 3]}]
 

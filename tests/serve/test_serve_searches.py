@@ -19,7 +19,7 @@ import torch
 import weft
 from weft.cli import main
 from weft.errors import RunError
-from weft.serve import searches
+from weft.serve.search import document as searches
 
 CONFIG = """
 run = "small"

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.search.objective import Constraint, Objective
-from weft.serve.fold import Fold
-from weft.serve.shares import SCORED, Point, Sample, Scores, ordered, shares
+from weft.serve.events.fold import Fold
+from weft.serve.search.shares import SCORED, Point, Sample, Scores, ordered, shares
 
 ACCURACY, FLOPS = Objective("accuracy", True), Objective("flops", False)
 

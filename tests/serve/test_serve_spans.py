@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from weft.errors import RunError
 from weft.pipeline.trace import StageTrace, Trace, read_traces
-from weft.serve.columns import STATES, Stage
-from weft.serve.grown import Grown
-from weft.serve.spans import KEPT, Traced, load
+from weft.serve.events.grown import Grown
+from weft.serve.pipeline.columns import STATES, Stage
+from weft.serve.pipeline.spans import KEPT, Traced, load
 
 
 def rows(stage: Stage) -> dict[str, list[Any]]:
@@ -250,8 +250,8 @@ def test_traces_of_few_runs_are_kept_and_others_are_read_again(tmp_path: Path) -
 def test_a_line_that_is_absurdly_long_is_skipped_and_the_next_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.serve.grown.CHUNK", 64)
-    monkeypatch.setattr("weft.serve.grown.LONGEST", 256)
+    monkeypatch.setattr("weft.serve.events.grown.CHUNK", 64)
+    monkeypatch.setattr("weft.serve.events.grown.LONGEST", 256)
     path = tmp_path / "lines"
     path.write_bytes(b"one\n" + b"x" * 5000 + b"\ntwo\n" + b"y" * 200 + b"\nth")
     file = Grown(path)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import weft
-import weft.serve.importances as worked_out
+import weft.serve.study.importances as worked_out
 from weft.errors import TuneError
 from weft.runs.lock import hold
-from weft.serve import studies
-from weft.serve.trials import SHOWN, Trial
+from weft.serve.study import document as studies
+from weft.serve.study.trials import SHOWN, Trial
 from weft.space import Space
 from weft.tune import Device, Job, Tuned
 from weft.tune import Trial as Tried

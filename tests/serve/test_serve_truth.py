@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from weft.search.objective import Objective
-from weft.serve.shares import Point
-from weft.serve.truth import tau
+from weft.serve.search.shares import Point
+from weft.serve.search.truth import tau
 from weft.zoo import macro_key, nas_bench_201, nas_bench_macro, nb201_key
 from weft.zoo.macro import CANDIDATES
 from weft.zoo.nb201 import NB201_OPERATIONS
@@ -95,7 +95,7 @@ def test_nas_bench_201_is_read_as_it_is_published(tmp_path: Path, monkeypatch: p
 
 def test_keys_are_those_of_the_zoo(require: Callable[[str, bool, str], None]) -> None:
     from weft.keys import generator
-    from weft.serve.truth import _tables
+    from weft.serve.search.truth import _tables
 
     rng = generator("truth")
     for table, chain, key in zip(_tables(), (nas_bench_macro(), nas_bench_201()), (macro_key, nb201_key), strict=True):

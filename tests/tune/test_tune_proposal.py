@@ -74,8 +74,14 @@ def history(
     return records
 
 
-@pytest.mark.parametrize("objectives", [1, 2])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(
+    ("name", "objectives"),
+    [
+        pytest.param(name, count, marks=[pytest.mark.long] * (name == "gp" and count == 2))
+        for name in SAMPLERS
+        for count in (1, 2)
+    ],
+)
 def test_every_proposal_is_a_valid_pick_of_the_space_s_own_values(name: str, objectives: int) -> None:
     if name == "cmaes" and objectives == 2:
         pytest.skip("it takes one objective")

@@ -146,7 +146,7 @@ def check_that_order_does_not_matter(empty: Path, examples: int, restarts: float
     same()
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == "gp")) for name in SAMPLERS])
 def test_a_study_is_the_same_in_any_order_with_any_number_of_workers_and_after_any_restarts(
     name: str, empty: Path
 ) -> None:

@@ -36,11 +36,11 @@ def serve(
     as_json: AsJson = False,
 ) -> None:
     """Show the runs in a browser, and follow those that run; Ctrl-C ends it."""
-    from weft.serve.app import require_serve
+    from weft.serve.http.app import require_serve
 
     require_serve()
+    from weft.serve.http.server import address, is_loopback, listen, serve_on
     from weft.serve.library import Library
-    from weft.serve.server import address, is_loopback, listen, serve_on
 
     root = _root(runs)
     if token is not None and not re.fullmatch(rf"[A-Za-z0-9._~-]{{{SHORTEST},}}", token):
@@ -97,7 +97,7 @@ def _root(runs: str) -> Path:
 def _studies(address: str | None) -> dict[str, Source]:
     if address is None:
         return {}
-    from weft.serve.elsewhere import Elsewhere
+    from weft.serve.study.elsewhere import Elsewhere
 
     study = Elsewhere(address)
     return {f"{study.name} (storage)": study}

@@ -227,7 +227,7 @@ class Staged:
                 told = [every.get(rank, {}) for rank in range(self.accord.world)]
                 self.emit(
                     "pipeline",
-                    utilisation=[own.get("busy", 0.0) for own in told],
+                    utilisation=[own.get("busy") for own in told],  # None: it has not told yet
                     in_flight=[int(own.get("in_flight", 0)) for own in told],
                 )
                 if self.residents:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.runs import peek
-from weft.serve.said import Said, ask
-from weft.serve.thin import BUCKETS, Curve, rounded
+from weft.serve.events.said import Said, ask
+from weft.serve.events.thin import BUCKETS, Curve, rounded
 
 ROOM = 10_000
 """The most buckets in a document, over all its curves: below half a megabyte."""

@@ -18,7 +18,7 @@ from weft.serve import listing, overview
 
 log = logging.getLogger("weft.serve")
 
-VIEWS = {"curves": "curves", "pipeline": "pipeline", "search": "searches", "tune": "studies"}
+VIEWS = {"curves": "curves", "pipeline": "pipeline.document", "search": "search.document", "tune": "study.document"}
 """The views of a run, and the modules under weft.serve that make their documents."""
 
 

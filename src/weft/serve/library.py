@@ -114,7 +114,7 @@ class Library:
             return {**line, **self._find(name).details()}
 
     def _plan_list(self) -> list[dict[str, Any]]:
-        from weft.serve import plans
+        from weft.serve.plan import document as plans
 
         return plans.listed(self._plans) if self._plans is not None else []
 
@@ -122,7 +122,7 @@ class Library:
         there = {path.stem: path for path in self._plans.glob("*.json")} if self._plans is not None else {}
         if name not in there:
             raise Absent(f"there is no plan '{name}' here{nearest(name, there) if len(there) < MANY else ''}")
-        from weft.serve import plans
+        from weft.serve.plan import document as plans
 
         with told(f"plan '{name}'"):
             return plans.document(there[name])

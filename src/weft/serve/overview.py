@@ -8,8 +8,8 @@ from typing import Any
 
 from weft.runs import peek
 from weft.runs.run import read_manifest, state_of
-from weft.serve.said import Said, ask
-from weft.serve.thin import rounded, whole
+from weft.serve.events.said import Said, ask
+from weft.serve.events.thin import rounded, whole
 
 LARGE = 16 << 20
 """Of longer event files a list reads both ends alone, so that it comes at once."""

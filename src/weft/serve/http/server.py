@@ -9,7 +9,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
-from weft.serve.app import make_app
+from weft.serve.http.app import make_app
 from weft.serve.library import Library
 
 if TYPE_CHECKING:

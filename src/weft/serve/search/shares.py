@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft.runs.events import parse
-from weft.serve.thin import number, rounded
+from weft.serve.events.thin import number, rounded
 
 if TYPE_CHECKING:
     from weft.search.objective import Constraint, Objective

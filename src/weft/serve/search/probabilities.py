@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.runs.events import parse
-from weft.serve.fold import Fold
-from weft.serve.thin import whole
+from weft.serve.events.fold import Fold
+from weft.serve.events.thin import whole
 
 Array = npt.NDArray[np.float64]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from weft.serve.columns import Head, Numbers, Ops, Part, Stage, rows_of, simulated
-from weft.serve.grown import Grown
+from weft.serve.events.grown import Grown
+from weft.serve.pipeline.columns import Head, Numbers, Ops, Part, Stage, rows_of, simulated
 
 KEPT = 4
 """Runs whose traces are kept in memory."""

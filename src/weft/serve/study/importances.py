@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from weft.serve.thin import rounded
-from weft.serve.trials import Trial
+from weft.serve.events.thin import rounded
+from weft.serve.study.trials import Trial
 
 if TYPE_CHECKING:
     from weft.space import Space

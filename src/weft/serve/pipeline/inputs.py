@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.serve.columns import Numbers
-from weft.serve.spans import Traced
+from weft.serve.pipeline.columns import Numbers
+from weft.serve.pipeline.spans import Traced
 
 F, B, W, E = (ord(letter) for letter in "FBWE")
 

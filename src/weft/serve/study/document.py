@@ -11,13 +11,13 @@ from weft.errors import RunError, TuneError
 from weft.runs import lock
 from weft.runs.files import read_json
 from weft.runs.run import read_manifest
-from weft.serve.bars import Bar, packed
-from weft.serve.fold import Fold
-from weft.serve.importances import importances
-from weft.serve.ledger import BARS, Ledger
-from weft.serve.parameters import Parameter, observed, of_config, of_space, read_space
-from weft.serve.thin import rounded, whole
-from weft.serve.trials import Trial, listed, values_of
+from weft.serve.events.fold import Fold
+from weft.serve.events.thin import rounded, whole
+from weft.serve.study.bars import Bar, packed
+from weft.serve.study.importances import importances
+from weft.serve.study.ledger import BARS, Ledger
+from weft.serve.study.parameters import Parameter, observed, of_config, of_space, read_space
+from weft.serve.study.trials import Trial, listed, values_of
 
 if TYPE_CHECKING:
     from weft.space import Space

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.serve.documents import Absent, encode, told
-from weft.serve.thin import number
+from weft.serve.events.thin import number
 
 AGAIN = 3.0
 """Seconds after which the storage is asked again: another machine may be where it lies."""
@@ -35,7 +35,7 @@ class Elsewhere:
     def document(self) -> dict[str, Any]:
         with self._lock:
             if self._asked is None or time.monotonic() - self._asked >= self._again:
-                from weft.serve.studies import from_storage
+                from weft.serve.study.document import from_storage
 
                 with told("the study"):
                     self._found = from_storage(self._address, self._name)

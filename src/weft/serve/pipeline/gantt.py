@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weft.serve.columns import Numbers, Stage
-from weft.serve.spans import Traced
-from weft.serve.steps import Events
-from weft.serve.waiting import CAUSES, Waits, words
+from weft.serve.pipeline.columns import Numbers, Stage
+from weft.serve.pipeline.spans import Traced
+from weft.serve.pipeline.steps import Events
+from weft.serve.pipeline.waiting import CAUSES, Waits, words
 
 E = ord("E")
 Row = list[Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.serve.columns import Numbers, Stage
+from weft.serve.pipeline.columns import Numbers, Stage
 
 
 def work(*stages: Stage) -> tuple[Numbers, Numbers]:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError, WeftError
 from weft.serve.documents import Absent
-from weft.serve.guard import App, Guard
+from weft.serve.http.guard import App, Guard
+from weft.serve.http.stream import Changes
 from weft.serve.library import Library
 from weft.serve.pagefiles import page_files
-from weft.serve.stream import Changes
 
 if TYPE_CHECKING:
     from fastapi import Request, Response

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.serve.shares import Point
+from weft.serve.search.shares import Point
 
 if TYPE_CHECKING:
     from weft.search.objective import Objective

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from weft.errors import RunError, nearest
 from weft.runs.files import read_json
 from weft.runs.run import read_manifest
-from weft.serve import probabilities
-from weft.serve.fold import Fold
-from weft.serve.probabilities import choices
-from weft.serve.shares import Point, Scores, numbers, ordered, shares
-from weft.serve.thin import rounded
-from weft.serve.truth import tau
+from weft.serve.events.fold import Fold
+from weft.serve.events.thin import rounded
+from weft.serve.search import probabilities
+from weft.serve.search.probabilities import choices
+from weft.serve.search.shares import Point, Scores, numbers, ordered, shares
+from weft.serve.search.truth import tau
 
 if TYPE_CHECKING:
     from weft.search.objective import Constraint, Objective

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.serve.columns import Numbers, Stage
-from weft.serve.inputs import B, F, Inputs, W
-from weft.serve.spans import Traced
+from weft.serve.pipeline.columns import Numbers, Stage
+from weft.serve.pipeline.inputs import B, F, Inputs, W
+from weft.serve.pipeline.spans import Traced
 
 CAUSES = ("op", "message", "version or window")
 FAR = 256

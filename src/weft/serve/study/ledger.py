@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.runs.events import ENDS, parse
-from weft.serve.bars import Bar, distinct
-from weft.serve.thin import whole
-from weft.serve.trials import Trial, finite, first_whole, values_of
+from weft.serve.events.thin import whole
+from weft.serve.study.bars import Bar, distinct
+from weft.serve.study.trials import Trial, finite, first_whole, values_of
 
 TRIALS = 5000
 """The most trials that are kept; of more, the newest."""

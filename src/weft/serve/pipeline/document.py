@@ -10,13 +10,13 @@ from weakref import WeakKeyDictionary
 
 from weft.errors import RunError, WeftError
 from weft.runs import peek, read_json
-from weft.serve.buckets import buckets, busy_share, work
-from weft.serve.columns import Stage
-from weft.serve.gantt import chosen, real_rows, simulated_rows
-from weft.serve.memory import memory
-from weft.serve.spans import Traced, load
-from weft.serve.steps import Events, events_of, thinned
-from weft.serve.waiting import Waits, wait_shares, waits_of
+from weft.serve.pipeline.buckets import buckets, busy_share, work
+from weft.serve.pipeline.columns import Stage
+from weft.serve.pipeline.gantt import chosen, real_rows, simulated_rows
+from weft.serve.pipeline.memory import memory
+from weft.serve.pipeline.spans import Traced, load
+from weft.serve.pipeline.steps import Events, events_of, thinned
+from weft.serve.pipeline.waiting import Waits, wait_shares, waits_of
 from weft.units import size_of
 
 SPANS = 5000
@@ -81,7 +81,10 @@ def document(run: Path, **query: Any) -> dict[str, Any]:
 
 def _untraced(events: Events, remedy: str) -> dict[str, Any]:
     points = events.utilisation
-    means = [sum(column) / len(points) for column in zip(*(own for _, own in points), strict=True)] if points else []
+    columns = [
+        [share for share in column if not math.isnan(share)] for column in zip(*(own for _, own in points), strict=True)
+    ]
+    means = [sum(column) / len(column) if column else math.nan for column in columns]
     stages: list[dict[str, Any]] = [
         {"stage": number, "rank": number, "blocks": None, "busy": _share(busy), "bubble": _share(1 - busy), "waits": {}}
         for number, busy in enumerate(means)
@@ -195,5 +198,5 @@ def _waits(traced: Traced) -> dict[int, Waits]:
     return found
 
 
-def _share(value: float) -> float:
-    return round(min(max(value, 0.0), 1.0), 4)
+def _share(value: float) -> float | None:
+    return None if math.isnan(value) else round(min(max(value, 0.0), 1.0), 4)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from weft.serve.grown import Grown
+from weft.serve.events.grown import Grown
 
 KEPT = 64
 """The most files whose sums are kept in memory."""

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from weft.errors import PlanError
 from weft.plan.page.parts import picked
 from weft.plan.plan import read_plan
-from weft.serve.drawings import is_drawing
+from weft.serve.plan.drawings import is_drawing
 
 LARGEST = 32 << 20
 """Bytes of a file that may be a plan."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections import OrderedDict
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.runs.events import parse
-from weft.serve.grown import Grown
+from weft.serve.events.grown import Grown
 
 POINTS = 400
 """The most points of utilisation that are kept: where there are more, each two become one."""
@@ -103,8 +104,11 @@ class Events:
             self._moved(event.get("residency"))
 
     def _busy(self, time: float, values: object) -> None:
-        if not isinstance(values, list) or not 0 < len(values) <= 4096 or not all(map(_is_number, values)):
+        if not isinstance(values, list) or not 0 < len(values) <= 4096:
             return
+        if not all(value is None or _is_number(value) for value in values):
+            return
+        values = [math.nan if value is None else value for value in values]  # a rank that has not told yet
         if len(values) != len(self._sums):  # a run that was resumed on other stages begins anew
             self._sums, self._waiting = [0.0] * len(values), [0.0, 0]
             if self.utilisation and len(self.utilisation[-1][1]) != len(values):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import WeftError
-from weft.serve.saved import Memory, Row, Saved, page_of, read
+from weft.serve.plan.saved import Memory, Row, Saved, page_of, read
 
 
 def present(plan: Path) -> bool:

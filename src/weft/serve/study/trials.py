@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.serve.thin import number, rounded, whole
+from weft.serve.events.thin import number, rounded, whole
 
 SHOWN = 1000
 """The most trials that are shown: those that run, the best, and others from the first to the last."""

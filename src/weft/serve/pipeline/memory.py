@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.serve.columns import STATES, Numbers, Stage
-from weft.serve.spans import Traced
+from weft.serve.pipeline.columns import STATES, Numbers, Stage
+from weft.serve.pipeline.spans import Traced
 
 POINTS = 2000
 """The most points of time of all stages together, and the most spans of all layers together."""

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from weft.runs.events import ENDS, parse
-from weft.serve.fold import Fold
-from weft.serve.thin import Curve, number, whole
+from weft.serve.events.fold import Fold
+from weft.serve.events.thin import Curve, number, whole
 
 SERIES = 32
 """The most curves that are kept of a run; an event file with more names than that is no chart."""

@@ -1,0 +1,1 @@
+"""Over HTTP: the server, who may ask, and the stream of changes."""

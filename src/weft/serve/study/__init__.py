@@ -1,0 +1,1 @@
+"""The document `tune`: trials, importances, and devices over time."""
