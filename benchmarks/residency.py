@@ -210,17 +210,19 @@ class Bench:
 
 
 def bandwidth(device: torch.device, given: Tensor | None, size: int = 64 * 2**20) -> float:
-    """Bytes a second, each way, with copies both ways at once."""
+    """Bytes a second, each way, with copies both ways at once, from and to all over the host's memory: parts of it may
+    be farther from the bus than others."""
     mover: Mover = Cuda(device) if device.type == "cuda" else Plain()
     host = given if given is not None else torch.empty(2 * size, dtype=torch.uint8)
     one, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    places = [place * (len(host) - 2 * size) // 15 // 512 * 512 for place in range(16)]
     best = 0.0
     for _ in range(3):
         synchronize()
         began = time.perf_counter()
-        for _ in range(16):
-            mover.bring(one, host[:size], ())
-            mover.send(host[size : 2 * size], other, ())
+        for place in places:
+            mover.bring(one, host[place : place + size], ())
+            mover.send(host[place + size : place + 2 * size], other, ())
         synchronize()
         best = max(best, 16 * size / (time.perf_counter() - began))
     return best

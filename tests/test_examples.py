@@ -101,6 +101,7 @@ def test_a_config_with_ones_own_code_goes_through_every_verb_from_anywhere(tmp_p
     assert all((tmp_path / path).is_file() for path in files.values())
 
 
+@pytest.mark.long
 def test_a_language_model_learns_any_text_on_two_stages_as_on_one(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("To be, or not to be, that is the question.\n" * 60)
     (tmp_path / "elsewhere").mkdir()

@@ -185,7 +185,7 @@ HEADLINES: dict[str, Headline] = {
     "packing": Headline(
         "Packing, simulated",
         tables.packing,
-        ((PACKING, "The goal of 10 % is reached", "which has not been looked into."),),
+        ((PACKING, "The goal of 10 % is reached", "never become due."),),
     ),
     "fusion": Headline(
         "Fusion, one core", tables.fusion, ((PACKING, "Fusion pays where a trial alone", "nothing with two."),)

@@ -140,7 +140,7 @@ def test_a_v_of_two_ranks_whose_rank_is_killed_goes_on_and_ends_as_one(
 @pytest.mark.parametrize(
     "placed",
     [
-        pytest.param({"stages": 4, "ranks": 2}, id="loop of 2 x 2"),
+        pytest.param({"stages": 4, "ranks": 2}, id="loop of 2 x 2", marks=pytest.mark.long),
         pytest.param({"stages": 4, "ranks": 2, "placement": "v"}, id="v"),
         pytest.param({"stages": 3, "ranks": 1}, id="one rank"),
         pytest.param({"stages": 6, "ranks": 3}, id="loop of 2 x 3", marks=pytest.mark.long),

@@ -88,7 +88,7 @@ def cases(draw: st.DrawFn) -> tuple[Task, tuple[int, ...], int, int]:
     return task, cut, draw(st.integers(1, 9)), draw(st.integers(0, 2**32 - 1))
 
 
-@settings(quiet, max_examples=120)
+@settings(quiet, max_examples=80)
 @given(cases())
 def test_any_mixture_cut_window_and_timing_gives_the_bits_of_one_stage(
     case: tuple[Task, tuple[int, ...], int, int],
@@ -97,14 +97,14 @@ def test_any_mixture_cut_window_and_timing_gives_the_bits_of_one_stage(
     assert_same(sequentially(task), in_stages(task, cut, window, seed)[0])
 
 
-@settings(quiet, max_examples=60)
+@settings(quiet, max_examples=40)
 @given(cases())
 def test_a_backward_that_is_split_gives_the_same_bits(case: tuple[Task, tuple[int, ...], int, int]) -> None:
     task, cut, window, seed = case
     assert_same(sequentially(task), in_stages(task, cut, window, seed, split=True)[0])
 
 
-@settings(quiet, max_examples=60)
+@settings(quiet, max_examples=40)
 @given(cases())
 def test_gradients_of_weights_that_are_put_off_give_the_same_bits(case: tuple[Task, tuple[int, ...], int, int]) -> None:
     task, cut, window, seed = case
@@ -157,7 +157,7 @@ def resumed_elsewhere(
 resumes = given(cases(), st.integers(1, 3), st.integers(0, 10), st.data())
 
 
-@settings(quiet, max_examples=100)
+@settings(quiet, max_examples=60)
 @resumes
 def test_a_checkpoint_taken_in_flight_goes_on_with_the_same_bits_on_any_other_cut(
     case: tuple[Task, tuple[int, ...], int, int], every: int, which: int, data: st.DataObject

@@ -336,7 +336,9 @@ def strategies(name: str, mesh: Mesh, draws: int) -> Iterator[tuple[str, Strateg
 
 
 @pytest.mark.parametrize(
-    ("sizes", "draws"), [((2,), 2), ((4,), 1), pytest.param((2, 2), 3, marks=pytest.mark.long)], ids=str
+    ("sizes", "draws"),
+    [((2,), 2), *(pytest.param(*case, marks=pytest.mark.long) for case in [((4,), 1), ((2, 2), 3)])],
+    ids=str,
 )
 def test_every_strategy_gives_what_one_device_gives(tmp_path: Path, sizes: tuple[int, ...], draws: int) -> None:
     names = [name for name in MODELS if sizes != (4,) or name not in ("gpt2", "llama")]

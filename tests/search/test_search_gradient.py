@@ -133,7 +133,16 @@ def test_a_learner_that_is_told_nothing_says_what_comes_first() -> None:
         Learner(space, make_gradient_method("darts")).tell()
 
 
-LONG = ("darts-partial", "conv-macro", "toy-cell-shared", "macro-entangled", "ofa", "gpt", "nas-bench-201-entangled")
+LONG = (
+    "darts-partial",
+    "conv-macro",
+    "toy-cell-shared",
+    "macro-entangled",
+    "ofa",
+    "gpt",
+    "nas-bench-201-entangled",
+    "toy-cell",
+)
 """Which take longest, and have the layers of others."""
 
 

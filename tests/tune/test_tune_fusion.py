@@ -247,6 +247,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.long
 def test_a_fused_training_goes_on_from_the_newest_step_that_all_lanes_have(data: Data, tmp_path: Path) -> None:
     settings = chosen(data, conv)
     run_alone(settings, tmp_path)

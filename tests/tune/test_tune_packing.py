@@ -26,6 +26,17 @@ def test_a_load_that_ran_longer_counts_as_larger() -> None:
     assert packer.admit([Load("wide", 8, seconds=1), Load("long", 5, seconds=9)]) == [("long", (0,))]
 
 
+def test_a_long_load_starts_before_larger_ones_when_it_would_be_the_last_to_end() -> None:
+    wide = [Load(f"wide{k}", 9, seconds=10) for k in range(8)]
+    packer = Packer([Capacity(10)] * 2)
+    assert packer.admit([*wide, Load("long", 2, seconds=15)])[:2] == [("wide0", (0,)), ("wide1", (1,))]  # of 95 / 2 s
+    packer.ended("wide0")
+    packer.ended("wide1")
+    rest = [*wide[2:4], Load("long", 2, seconds=15)]
+    # To one a place was promised. Of the 35 / 2 s that are left the long one takes most, so it does not wait longer.
+    assert packer.admit(rest, now=20.0) == [("wide2", (0,)), ("long", (1,))]
+
+
 def test_every_process_takes_its_reserve() -> None:
     packer = two(memory=10, reserve=2)
     assert packer.admit([Load(name, 4) for name in "abc"]) == [("a", (0,)), ("b", (1,))]

@@ -92,7 +92,7 @@ def test_every_proposal_is_a_valid_pick_of_the_space_s_own_values(name: str, obj
             assert type(SPACE.choices[choice].canonical(value)) is type(value)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == "gp")) for name in SAMPLERS])
 def test_a_proposal_ignores_how_the_trials_of_its_window_stand(name: str) -> None:
     past = history(LENGTH.get(name, 10), SAMPLERS[name], random.Random(2))
     expected = ask(past, SAMPLERS[name])
@@ -104,7 +104,7 @@ def test_a_proposal_ignores_how_the_trials_of_its_window_stand(name: str) -> Non
     assert (again.params, again.attrs) == (expected.params, expected.attrs)
 
 
-@pytest.mark.parametrize("name", ["tpe", "cmaes", "gp", "nsga2"])
+@pytest.mark.parametrize("name", ["tpe", "cmaes", pytest.param("gp", marks=pytest.mark.long), "nsga2"])
 def test_a_proposal_follows_from_the_results_before_its_window(name: str) -> None:
     past, turned = (history(LENGTH.get(name, 12), SAMPLERS[name], random.Random(5), sign=sign) for sign in (1, -1))
     unseen = WINDOW + 1

@@ -48,6 +48,10 @@ class Floor:
         for run in running:
             self.enter(run)
 
+    def present(self) -> int:
+        """How many devices there are."""
+        return int(self._there.sum())
+
     def enter(self, run: Running) -> None:
         for place in run.places:
             if place < len(self.devices):

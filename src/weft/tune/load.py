@@ -38,6 +38,11 @@ class Load:
     kind: str = ""
     """Loads of one kind compute alike: their rates compare. A shape key does."""
 
+    @property
+    def work(self) -> float:
+        """Seconds of a device's time that it takes, on all its devices together; 0 where that cannot be said."""
+        return (self.seconds or 0.0) * (1.0 if self.share is None else self.share) * self.degree
+
     def __post_init__(self) -> None:
         if self.degree < 1 or (self.memory is not None and self.memory < 0):
             raise TuneError(

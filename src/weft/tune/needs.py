@@ -14,6 +14,8 @@ from weft.tune.recipe import CONTINUOUS, Recipe
 
 SLACK = 128 * 2**20
 """Bytes that a trial may take of a GPU beyond its estimate: what workers that live on leave lying between blocks."""
+TINY = 16 * 2**10
+"""The same on a CPU, where the smallest take a little more while they are scored."""
 LANE = 1 / 32
 """The part of a device above which a trial is not fused: it keeps the device busy by itself."""
 
@@ -71,7 +73,7 @@ def need(terms: Terms, params: Mapping[str, Value], memory: int | None, devices:
 
     chosen.data()  # made once, here, where tensors are real
     found = fit(chosen, devices, memory, kind)
-    needed = min(int(found.memory * (1 + MARGIN)) + (0 if kind == "cpu" else SLACK), memory)
+    needed = min(int(found.memory * (1 + MARGIN)) + (TINY if kind == "cpu" else SLACK), memory)
     lane = found.degree == 1 and found.memory <= memory * LANE
     return Need(needed, found, shape if lane else None, kind_of(params), chosen.steps)
 

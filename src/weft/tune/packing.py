@@ -21,6 +21,9 @@ from weft.tune.waiting import Waiting
 __all__ = ["Capacity", "Load", "Packer", "Placement"]
 
 Placement = tuple[str, tuple[int, ...]]
+PRESSING = 0.5
+"""The part of the time that all devices still need at least, from which on a load is started before larger ones."""
+MANY = 16
 FAILED = 3  # of the last that found no place are remembered, so that others like them are not tried
 
 
@@ -40,6 +43,7 @@ class Packer:
         self.held: Held | None = None
         self._waiting = Waiting(max(16, len(devices)) if patience is None else patience)
         self._floor = Floor(devices, self.sharing)
+        self._under_way = (0.0, 0.0)
 
     @property
     def devices(self) -> tuple[Capacity, ...]:
@@ -73,7 +77,8 @@ class Packer:
         blocked, (before, self.held) = False, (self.held, None)
         failed: list[Load] = []
         due, free = self._waiting.due(), self._floor.most_free()
-        for load in self._waiting.order(due):
+        promised = [before.load.id] if before is not None and before.load.id in self._waiting else []
+        for load in self._waiting.order([*due, *promised, *self._pressing(now)]):
             if blocked and ((load.memory or 0) > free or self._hopeless(load, failed)):
                 continue
             places = self._find(load, now)
@@ -98,12 +103,14 @@ class Packer:
         ends = None if load.seconds is None else now + load.seconds * self.sharing.slowdown(count)
         run = self.running[load.id] = Running(load, tuple(places), ends)
         self._floor.enter(run)
+        self._count(run, 1)
 
     def ended(self, id: str) -> None:
         """A load is gone: done, failed, stopped or lost. One that only waited waits no more."""
         self._waiting.remove(id)
         if (run := self.running.pop(id, None)) is not None:
             self._floor.leave(run)
+            self._count(run, -1)
 
     def measured(self, id: str, rate: float) -> None:
         """What a load does now, in a unit that is the same for all of its kind, such as steps a second."""
@@ -113,6 +120,18 @@ class Packer:
         for place in run.places:
             if (company := self._floor.company(place)) is not None:
                 self.sharing.observed(company)
+
+    def _pressing(self, now: float) -> list[str]:
+        """Those that would end after all the rest if they began later, by the work that is left for all devices."""
+        pace, ends = self._under_way
+        left = (self._waiting.work() + max(0.0, ends - pace * now)) / max(1, self._floor.present())
+        return self._waiting.pressing(PRESSING * left, MANY) if left > 0 else []
+
+    def _count(self, run: Running, sign: int) -> None:
+        # What is left of a load is its pace x (its end - now): a sum of these needs no look at every one of them.
+        if run.ends is not None:
+            pace = sign * (run.load.share or 1.0) * run.load.degree
+            self._under_way = (self._under_way[0] + pace, self._under_way[1] + pace * run.ends)
 
     def _find(self, load: Load, now: float) -> tuple[int, ...] | None:
         """The least busy devices that have room, of those the tightest; for a split load, on the fullest node."""

@@ -21,6 +21,8 @@ class Waiting:
         self.round = 0
         self._loads: dict[str, Load] = {}
         self._sorted: list[Load] | None = None
+        self._longest: list[Load] | None = None
+        self._work = 0.0
         self._came: dict[str, int] = {}
         self._starts: dict[int, int] = {}
 
@@ -32,7 +34,8 @@ class Waiting:
             raise TuneError(f"load '{load.id}' waits already: give every attempt an id of its own")
         self._loads[load.id] = load
         self._came[load.id] = self.round
-        self._sorted = None
+        self._sorted = self._longest = None
+        self._work += load.work
 
     def set(self, loads: Iterable[Load]) -> None:
         """These wait, and no others; those that waited before keep their turn."""
@@ -41,13 +44,16 @@ class Waiting:
             if id not in given:
                 self.remove(id)
             elif given[id] != load:
-                self._loads[id], self._sorted = given[id], None
+                self._work += given[id].work - load.work
+                self._loads[id], self._sorted, self._longest = given[id], None, None
         for id, load in given.items():
             if id not in self._loads:
                 self.add(load)
 
     def remove(self, id: str, started: bool = False) -> None:
-        if self._loads.pop(id, None) is not None:
+        load = self._loads.pop(id, None)
+        if load is not None:
+            self._work -= load.work
             came = self._came.pop(id)
             if started:
                 self._starts[came] = self._starts.get(came, 0) + 1
@@ -60,7 +66,27 @@ class Waiting:
             return []
         return [id for id, came in self._came.items() if self._later(came) > self.patience]
 
+    def work(self) -> float:
+        """Seconds of a device's time that all of them take, as far as that can be said."""
+        return self._work
+
+    def pressing(self, seconds: float, most: int) -> list[str]:
+        """Those that take no less than this, the longest first; so many at most."""
+        if self._longest is None:
+            known = (load for load in self._loads.values() if load.seconds is not None)
+            self._longest = sorted(known, key=lambda load: (load.seconds or 0.0, load.memory or 0))
+        while self._longest and self._longest[-1].id not in self._loads:
+            self._longest.pop()  # it went since the list was sorted
+        found: list[str] = []
+        for load in reversed(self._longest):
+            if (load.seconds or 0.0) < seconds or len(found) == most:
+                break
+            if load.id in self._loads:
+                found.append(load.id)
+        return found
+
     def order(self, due: Iterable[str]) -> Iterator[Load]:
+        """These first, then the largest."""
         if self._sorted is None:
             known = [load.seconds for load in self._loads.values() if load.seconds is not None]
             usual = sum(known) / len(known) if known else 1.0
