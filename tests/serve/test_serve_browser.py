@@ -137,6 +137,7 @@ def test_a_hidden_page_asks_for_nothing_until_it_is_seen_again(opened: Open, sit
     assert asked == []
     page.evaluate((hide % "false") + tell)
     until(page, "document.querySelector('.facts').textContent.includes('2 / 9')")
+    page.close()  # or it asks for the run that is gone
     shutil.rmtree(run.path)
 
 
