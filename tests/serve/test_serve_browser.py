@@ -115,6 +115,7 @@ def test_new_steps_appear_and_the_zoom_stays(opened: Open, site: str, runs: Path
         assert zoom(page, "loss") == (2, 5)
         told(run, "finished", steps=30, fingerprint="f" * 64)
     page.wait_for_selector(".badge.finished")
+    page.close()  # or it asks for the run that is gone
     shutil.rmtree(run.path)
     until(page, "document.querySelector('main').textContent.includes('Nothing here')")
     opened.said[:] = [text for text in opened.said if "404" not in text]  # type: ignore[attr-defined]  # the browser's
