@@ -16,6 +16,9 @@ from weft.serve.documents import VIEWS, Directory, Source
 from weft.serve.library import Address, Library, url
 from weft.serve.pagefiles import PAGE
 
+HALVES = 20
+"""How often the time that is shown is halved until single operations fit into a report."""
+
 SCRIPT = re.compile(r'<script src="([^"]+)"></script>')
 STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
 
@@ -51,11 +54,26 @@ def documents(library: Library) -> dict[str, Any]:
             raise RunError(f"no report about run '{name}': {line['reason']}")
         addresses = [("runs", name), *(("runs", name, view) for view in line["views"] if view in VIEWS)]
         found.update({url(address): _read(library, address) for address in addresses})
+        found.update(_closer(library, name, found.get(url(("runs", name, "pipeline")))))
         search = url(("runs", name, "search"))
         for other in found.get(search, {}).get("searches", ()):
             asked = url((other,)).removeprefix("/api/")
             found[f"{search}?name={asked}"] = _read(library, ("runs", name, "search"), {"name": other})
     return found
+
+
+def _closer(library: Library, name: str, whole: dict[str, Any] | None) -> dict[str, Any]:
+    """Of a run too long for all its operations, those in the middle, as the page asks for them when it is zoomed."""
+    if not whole or not whole["real"]["buckets"]:
+        return {}
+    (begin, end), address = whole["total"], ("runs", name, "pipeline")
+    for halves in range(1, HALVES):
+        room = (end - begin) / 2 ** (halves + 1)
+        asked = {"from": str((begin + end) / 2 - room), "to": str((begin + end) / 2 + room)}
+        near = _read(library, address, asked)
+        if near["real"]["buckets"] is None:
+            return {f"{url(address)}?from={asked['from']}&to={asked['to']}": near}
+    return {}
 
 
 def html(values: dict[str, Any], page: Path = PAGE) -> str:

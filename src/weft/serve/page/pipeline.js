@@ -45,7 +45,9 @@ weft.views.pipeline = {
     const legend = (by) => {
       const kinds = new Set(gantt.drawn.map((span) => span[1]));
       const told = Object.entries(gantt.KINDS).filter(([kind]) => kinds.has(kind));
-      const coarse = "The height of a bar is the part of the time that its stage worked. Zoom in to see operations.";
+      const coarse = `The height of a bar is the part of the time that its stage worked. ${
+        weft.documents.isStatic ? "Zoom into the middle to see operations; weft serve shows all of them." : "Zoom in to see operations."
+      }`;
       const subnets = "Each subnet has one colour; backwards and updates are paler.";
       key.replaceChildren(
         by === "kind" && told.length
