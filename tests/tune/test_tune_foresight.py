@@ -56,6 +56,18 @@ def test_other_processes_give_the_needs_and_refusals_that_this_one_would(here: d
         foresight.close()
 
 
+def test_however_many_are_asked_at_once_all_are_answered(here: dict[int, Need | Refused]) -> None:
+    foresight = Foresight(terms(), PLACE, processes=1)
+    try:
+        for number in range(200):  # more than a line can hold
+            foresight.ask(number, {**ASKED[0], "lr": 1.0 / (1 + number), "note": "x" * 4096})
+        found = answers(foresight, 200)
+        assert len(found) == 200
+        assert {need.memory for need in found.values() if isinstance(need, Need)} == {here[0].memory}  # type: ignore[union-attr]
+    finally:
+        foresight.close()
+
+
 def test_what_a_process_that_is_killed_was_asked_is_answered_all_the_same(here: dict[int, Need | Refused]) -> None:
     foresight = Foresight(terms(), PLACE, processes=1)
     try:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from weft.pipeline.fingerprint import LossDigest
+from weft.pipeline.logged import phase
 from weft.pipeline.readback import average, mean
-from weft.pipeline.session import phase
 from weft.pipeline.settings import Settings
 
 Log = Callable[..., None]

@@ -24,18 +24,16 @@ from weft.pipeline.fingerprint import LossDigest, fingerprint
 from weft.pipeline.flow import check_flow, through
 from weft.pipeline.graphs import Graphs
 from weft.pipeline.law import Law
+from weft.pipeline.logged import begun, drift, phase
 from weft.pipeline.readback import Readback, mean
 from weft.pipeline.residency.entry import figures, prepare
 from weft.pipeline.sequential import Sequential
 from weft.pipeline.settings import Settings
 from weft.pipeline.signals import stop_requests
 from weft.pipeline.state import capture, layer_digest, optimizer_states, restore
-from weft.pipeline.weights import Weights
 from weft.runs import Run
 from weft.space import Subnet
 from weft.supernet import Chain
-from weft.supernet.elastic.mixture import choice_options
-from weft.supernet.mixed import MixedChain
 
 Teacher = nn.Module | Callable[[Batch], Tensor]
 
@@ -270,14 +268,6 @@ class Session:
             callback({"event": event, **fields})
 
 
-def begun(run: Run, chain: Chain, at: int, steps: int) -> dict[str, Any]:
-    """What the log says at the start; of a mixture also what each of the numbers stands for that every step tells."""
-    told = {"law": dict(run.manifest.get("law") or {}), "at": at, "steps": steps}
-    if isinstance(chain, MixedChain):
-        told["choices"] = [{"name": name, "options": choice_options(chain.space, name)} for name in chain.order]
-    return told
-
-
 def make_law(s: Settings) -> Law:
     """What the settings mean for training, apart from where it runs."""
     return Law(
@@ -313,18 +303,6 @@ def held_out(loader: Loader, s: Settings, step: int) -> Iterator[Batch]:
     """The batches of validation data, with how far the run has come where a chain with an architecture may ask."""
     batches = loader.all()
     return batches if s.bilevel is None else (marked(batch, step / s.steps) for batch in batches)
-
-
-def drift(weights: Mapping[str, Weights]) -> dict[str, dict[str, int]]:
-    """For the log: by how many updates backwards were ahead of their forwards, by layer, and how often."""
-    return {name: {str(k): count for k, count in sorted(w.drifts.items())} for name, w in weights.items() if w.drifts}
-
-
-def phase(settings: Settings, step: int) -> dict[str, Any]:
-    """What the log says of a step's part in a run of two levels."""
-    if settings.bilevel is None:
-        return {}
-    return {"phase": "architecture" if settings.bilevel.architecture(step) else "weights"}
 
 
 def taught(chain: Chain, teacher: Teacher | None, batch: Batch) -> Batch:

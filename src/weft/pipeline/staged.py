@@ -21,6 +21,7 @@ from weft.pipeline.flow import Evaluation, Flow
 from weft.pipeline.graphs import Graphs
 from weft.pipeline.layers import Snapshot
 from weft.pipeline.ledger import Ledger
+from weft.pipeline.logged import begun, drift
 from weft.pipeline.placement import Placement
 from weft.pipeline.relay import Relay
 from weft.pipeline.residency import Resident
@@ -28,7 +29,7 @@ from weft.pipeline.residency.entry import figures, prepare
 from weft.pipeline.runtime import Runtime
 from weft.pipeline.saver import Saver
 from weft.pipeline.scheduler import Rule
-from weft.pipeline.session import Teacher, begun, drift, held_out, make_law, make_loader, taught, validated
+from weft.pipeline.session import Teacher, held_out, make_law, make_loader, taught, validated
 from weft.pipeline.settings import Settings
 from weft.pipeline.stage import Stage
 from weft.pipeline.state import layer_digest, optimizer_states, restore

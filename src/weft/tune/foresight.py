@@ -27,6 +27,9 @@ log = logging.getLogger("weft.tune")
 
 Params = Mapping[str, Value]
 
+UNDER_WAY = 4
+"""Questions that a process has at once, so that it need not wait for the next."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -50,6 +53,14 @@ class _Seer:
     process: Any
     line: Line
     asked: dict[int, Params] = field(default_factory=dict)
+    sent: set[int] = field(default_factory=set)
+
+    def send(self) -> None:
+        """The next that were asked, no more than both ends of the line can hold: else each may wait for the other."""
+        for number in [n for n in self.asked if n not in self.sent][: UNDER_WAY - len(self.sent)]:
+            self.sent.add(number)
+            with suppress(OSError):  # that it is gone is seen when it is heard
+                self.line.send({"number": number, "params": dict(self.asked[number])})
 
 
 class Foresight:
@@ -74,17 +85,19 @@ class Foresight:
             self._known.append((number, found(self._terms, params, self._place)))
             return
         seer.asked[number] = dict(params)
-        with suppress(OSError):  # that it is gone is seen when it is heard
-            seer.line.send({"number": number, "params": dict(params)})
+        seer.send()
 
     def told(self) -> list[tuple[int, Need | Refused]]:
         """All that is known by now and was not told before."""
         for seer in list(self._seers):
             messages, alive = seer.line.arrived()
             for message in messages:
+                seer.sent.discard(message["number"])
                 if seer.asked.pop(message["number"], None) is not None:
                     self._known.append((message["number"], _read(message)))
-            if not alive:
+            if alive:
+                seer.send()
+            else:
                 self._lose(seer)
         answers = list(self._known)
         self._known.clear()

@@ -6,7 +6,7 @@ the computation, that read it last is done: tickets say so, and nothing waits fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,15 +53,15 @@ class Device:
         self.host, self.mover = host, mover
         self.traffic = Traffic()
         self.on_change: Heard | None = None
-        self._policy = Policy(room, _pinned, lambda key: next_use(key))  # type: ignore[arg-type]
+        self._policy = Policy(room, lambda block: block.pinned, next_use)
         self.room = room
-        self._reserve = Ground(reserve)
+        self._reserve: Ground[Block] = Ground(reserve)
         self._freed: list[tuple[Span, list[Ticket]]] = []
 
     @property
     def blocks(self) -> list[Block]:
         """All that is there."""
-        return [*self._policy.ground.spans, *self._reserve.spans]  # type: ignore[list-item]
+        return [*self._policy.ground.spans, *self._reserve.spans]
 
     @property
     def taken(self) -> int:
@@ -88,9 +88,9 @@ class Device:
         if change is None:
             return False
         for key, span in change.gone:
-            self._send(key, span)  # type: ignore[arg-type]
+            self._send(key, span)
         for key, span in change.come:
-            self._bring(key, span)  # type: ignore[arg-type]
+            self._bring(key, span)
         self.traffic.peak = max(self.traffic.peak, self.taken)
         return True
 
@@ -111,8 +111,8 @@ class Device:
 
     def empty(self) -> None:
         """All that may leave does, and the host has all of it."""
-        for key in [key for key in self._policy.ground.spans if not _pinned(key)]:
-            self._send(key, self._policy.ground.free(key))  # type: ignore[arg-type]
+        for key in [key for key in self._policy.ground.spans if not key.pinned]:
+            self._send(key, self._policy.ground.free(key))
         for _, tickets in self._freed:
             for ticket in tickets:
                 self.mover.settle(ticket)
@@ -242,7 +242,3 @@ def allocated(need: int, device: torch.device) -> Tensor:
         ) from None
     begin = -raw.data_ptr() % ALIGNED
     return raw[begin : begin + need]
-
-
-def _pinned(key: Hashable) -> bool:
-    return key.home.pinned(key)  # type: ignore[attr-defined,no-any-return]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-Key = Hashable
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Span(NamedTuple):
@@ -20,7 +20,7 @@ class Span(NamedTuple):
         return self.start + self.size
 
 
-class Ground:
+class Ground(Generic[Key]):
     """A stretch of ``size`` bytes; holes are merged, and the smallest that is large enough is taken."""
 
     def __init__(self, size: int) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Generic
 
-from weft.pipeline.residency.ground import Ground, Span
+from weft.pipeline.residency.ground import Ground, Key, Span
 
 HORIZON = 1024
 """Micro-batches that are looked ahead to find the next use of a layer; beyond that all are equally far."""
@@ -53,28 +54,28 @@ class Uses:
 
 
 @dataclass(slots=True)
-class Change:
+class Change(Generic[Key]):
     """What has to be done so that all that is wanted is there: first some go, then others come, in this order."""
 
-    gone: list[tuple[Hashable, Span]] = field(default_factory=list)
-    come: list[tuple[Hashable, Span]] = field(default_factory=list)
+    gone: list[tuple[Key, Span]] = field(default_factory=list)
+    come: list[tuple[Key, Span]] = field(default_factory=list)
 
 
-class Policy:
+class Policy(Generic[Key]):
     """What lies on a device of ``size`` bytes. ``pinned`` must stay; ``next_use`` says how soon a thing is needed."""
 
-    def __init__(self, size: int, pinned: Callable[[Hashable], bool], next_use: Callable[[Hashable], float]) -> None:
-        self.ground = Ground(size)
+    def __init__(self, size: int, pinned: Callable[[Key], bool], next_use: Callable[[Key], float]) -> None:
+        self.ground: Ground[Key] = Ground(size)
         self._pinned, self._next_use = pinned, next_use
 
-    def want(self, sizes: Mapping[Hashable, int]) -> Change | None:
+    def want(self, sizes: Mapping[Key, int]) -> Change[Key] | None:
         """All of these, at once, are on the device afterwards; None, with nothing changed, where that cannot be.
 
         It always can be where they fit together and nothing else is pinned.
         """
         ground = self.ground
         if sizes.keys() <= ground.spans.keys():
-            return Change()
+            return Change[Key]()
         pinned = {key for key in ground.spans if self._pinned(key)}
         stays = pinned | (ground.spans.keys() & sizes.keys())
         coming = sum(size for key, size in sizes.items() if key not in ground.spans)
@@ -85,19 +86,19 @@ class Policy:
         if pinned or sum(sizes.values()) > ground.size:
             return None
         # Holes between those of them that are there may all be too small. Nothing has to stay where it is: begin anew.
-        change = Change([(key, ground.free(key)) for key in list(ground.spans)])
+        change = Change[Key]([(key, ground.free(key)) for key in list(ground.spans)])
         for key, size in sizes.items():
             span = self._put(key, size)
             assert span is not None
             change.come.append((key, span))
         return change
 
-    def _try(self, sizes: Mapping[Hashable, int], stays: Set[Hashable]) -> Change | None:
-        ground, change = self.ground, Change()
-        order: list[Hashable] | None = None
-        new: set[Hashable] = set()
+    def _try(self, sizes: Mapping[Key, int], stays: Set[Key]) -> Change[Key] | None:
+        ground, change = self.ground, Change[Key]()
+        order: list[Key] | None = None
+        new: set[Key] = set()
 
-        def movable(key: Hashable) -> bool:
+        def movable(key: Key) -> bool:
             return key not in stays and key not in new
 
         for key in sorted((key for key in sizes if key not in ground.spans), key=lambda key: -sizes[key]):
@@ -118,14 +119,14 @@ class Policy:
         change.come.sort(key=lambda pair: rank[pair[0]])
         return change
 
-    def _put(self, key: Hashable, size: int) -> Span | None:
+    def _put(self, key: Key, size: int) -> Span | None:
         return self.ground.put(key, size, high=size < self.ground.size * SMALL)
 
-    def _worth(self, key: Hashable) -> tuple[bool, float]:
+    def _worth(self, key: Key) -> tuple[bool, float]:
         """Greater for what should go first."""
         return self.ground.spans[key].size >= self.ground.size * SMALL, self._next_use(key)
 
-    def _undo(self, change: Change) -> None:
+    def _undo(self, change: Change[Key]) -> None:
         for key, _ in change.come:
             self.ground.free(key)
         for key, span in change.gone:

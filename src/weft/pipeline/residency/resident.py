@@ -10,7 +10,6 @@ Which operation runs when is up to the scheduler alone; here is only said whethe
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from weft.pipeline.residency.host import Host
 from weft.pipeline.residency.mover import Cuda, Mover, Plain
 from weft.pipeline.residency.needs import largest, least, need
 from weft.pipeline.residency.policy import Uses
+from weft.pipeline.residency.queue import Due, Item, Queue
 from weft.pipeline.residency.staging import Staged
 from weft.pipeline.residency.value import Residency
 from weft.pipeline.weights import Weights
@@ -42,9 +42,6 @@ CLOSE = 2
 FILLED = 0.75
 """The part of the device that layers of micro-batches beyond those may take: in the rest, the next ones find a place
 without a long search, and layers that were used may stay until they are used again."""
-
-Item = tuple[str, int]
-"""``("F", n)``: micro-batch n from its forward to its last update; ``("E", k)``: a batch that is only scored."""
 
 Route = Callable[[int], Sequence[str]]
 """The layers that a micro-batch uses here."""
@@ -97,9 +94,7 @@ class Resident:
         self._misses = 0
         self._timed = _cuda(device)
         self._beside = Beside(device)
-        self._coming: deque[Item] = deque()
-        self._ready: deque[Item] = deque()
-        self._started: set[Item] = set()
+        self._queue = Queue()
         self._of: dict[Item, list[Home]] = {}
         self._held = 0
         """Bytes of all layers that some micro-batch has at hand."""
@@ -114,15 +109,12 @@ class Resident:
             self._misses += self.device.mover.late()
         return self._misses
 
-    def begin(
-        self, first: int, total: int, due: Callable[[int], Iterable[int]] | None = None, checks: Checks | None = None
-    ) -> None:
+    def begin(self, first: int, total: int, due: Due | None = None, checks: Checks | None = None) -> None:
         """A run of the micro-batches ``first`` to ``total - 1`` begins; nothing of another one may be in flight."""
-        while self._ready:
+        while self._queue.ready:
             self._back_off()
-        self._coming.clear()
         self._of.clear()
-        self._source = _items(first, total, due)
+        self._queue.fill(first, total, due)
         self._checks = checks
         self._uses_of = Uses(self._route, first, total)
         self._uses_of.move(first)
@@ -133,10 +125,10 @@ class Resident:
     def may(self, kind: str, n: int) -> bool:
         """Whether the layers of an operation are at hand, or can be."""
         item = (kind, n)
-        if item in self._started or item in self._ready:
+        if item in self._queue:
             return True
         while True:
-            coming = self._peek()
+            coming = self._queue.next()
             if coming is None or not self._admit(coming, ahead=False):
                 return False
             if coming == item:
@@ -146,8 +138,7 @@ class Resident:
         """An operation begins; its layers are at hand."""
         found = self.may(kind, n)
         assert found, f"{kind}{n} began without its layers"
-        self._ready.remove((kind, n))
-        self._started.add((kind, n))
+        self._queue.begin((kind, n))
         if kind == "F":
             self._uses_of.move(n)
         self.uses += len(self._layers((kind, n)))
@@ -155,7 +146,7 @@ class Resident:
 
     def finish(self, kind: str, n: int) -> None:
         """All is done with the layers of an operation."""
-        self._started.remove((kind, n))
+        self._queue.end((kind, n))
         self._used(self._layers((kind, n)))
         for home in self._layers((kind, n)):
             self._leave(home, (kind, n))
@@ -164,14 +155,14 @@ class Resident:
 
     def beside(self, work: Callable[[], T]) -> T:
         """Does the work, which is no business of Python's, while the next micro-batches get their layers."""
-        if self._full or len(self._ready) >= self._said.ahead or self._peek() is None:
+        if self._full or len(self._queue.ready) >= self._said.ahead or self._queue.next() is None:
             return work()
         return self._beside(self.advance, work)
 
     def advance(self) -> None:
         """The next micro-batches get their layers, as far as there is room."""
-        while len(self._ready) < self._said.ahead:
-            item = self._peek()
+        while len(self._queue.ready) < self._said.ahead:
+            item = self._queue.next()
             if item is None:
                 return
             self._full = not self._admit(item, ahead=True)
@@ -179,7 +170,7 @@ class Resident:
                 return
 
     def _advance_soon(self, kind: str) -> None:
-        if not self._full and (kind == "E" or len(self._ready) < CLOSE):
+        if not self._full and (kind == "E" or len(self._queue.ready) < CLOSE):
             self.advance()
 
     def update(self, group: Sequence[Weights], apply: Callable[[Sequence[Weights]], None]) -> None:
@@ -211,7 +202,7 @@ class Resident:
         blocks = {home.main: None for home in homes}
         blocks |= {home.reads(n): None for home in homes if n is not None}
         while blocks and not self.device.want(list(blocks)):
-            if self._ready:
+            if self._queue.ready:
                 self._back_off()
             elif len(blocks) == 1 and self.device.squeeze(homes[0].main):
                 break
@@ -239,7 +230,7 @@ class Resident:
 
     def settle(self) -> None:
         """Nobody is at it any more: every layer is on the host, with all that was made of it."""
-        while self._ready:
+        while self._queue.ready:
             self._back_off()
         self._checks = None
         self.device.empty()
@@ -275,14 +266,6 @@ class Resident:
         assert self._checks is not None
         return self._checks(number)
 
-    def _peek(self) -> Item | None:
-        if not self._coming:
-            item = next(self._source, None)
-            if item is None:
-                return None
-            self._coming.append(item)
-        return self._coming[0]
-
     def _admit(self, item: Item, ahead: bool) -> bool:
         kind, number = item
         n = number if kind == "F" else self._checked(number)[0]
@@ -294,7 +277,7 @@ class Resident:
             blocks[home.reads(n)] = None
             if home.spare_size and home.weights.clock.forward_reads(n) not in home.seen():
                 spares.append(Block(home, home.spare_size))
-        if ahead and len(self._ready) >= CLOSE:
+        if ahead and len(self._queue.ready) >= CLOSE:
             more = sum(home.main.size for home in homes if not home.users)
             if self._held + more > FILLED * self.device.room:
                 return False
@@ -309,13 +292,11 @@ class Resident:
             spare.home.spares.append(spare)
         if not ahead and not self._timed:
             self._misses += len(blocks) - there
-        self._coming.popleft()
-        self._ready.append(item)
+        self._queue.admit()
         return True
 
     def _back_off(self) -> None:
-        item = self._ready.pop()
-        self._coming.appendleft(item)
+        item = self._queue.back_off()
         for home in self._layers(item):
             self._leave(home, item)
 
@@ -346,13 +327,6 @@ class Resident:
 
     def _next_use(self, block: Block) -> float:
         return self._uses_of.next(block.home.name)
-
-
-def _items(first: int, total: int, due: Callable[[int], Iterable[int]] | None) -> Iterator[Item]:
-    for n in range(first, total):
-        for number in due(n) if due is not None and n > first else ():
-            yield ("E", number)
-        yield ("F", n)
 
 
 def _cuda(device: torch.device) -> bool:

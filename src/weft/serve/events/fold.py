@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from weft.serve.events.grown import Grown
+from weft.serve.memo import Memo
 
 KEPT = 64
 """The most files whose sums are kept in memory."""
@@ -35,17 +35,11 @@ class Fold(Generic[S]):
 
     def __init__(self, begin: Callable[[], S]) -> None:
         self._begin = begin
-        self._kept: OrderedDict[Path, Follower[S]] = OrderedDict()
-        self._guard = threading.Lock()
+        self._kept: Memo[Follower[S]] = Memo(KEPT)
 
     def ask(self, path: Path, question: Callable[[S], T]) -> T:
         """The answer to a question about a file as it is now; of one that is not there, about no lines."""
-        with self._guard:
-            kept = self._kept.pop(path, None) or Follower(path, self._begin)
-            self._kept[path] = kept
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        return kept.ask(question)
+        return self._kept.get(path, "", lambda: Follower(path, self._begin)).ask(question)
 
 
 class Follower(Generic[S]):

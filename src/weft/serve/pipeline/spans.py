@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from weft.serve.events.grown import Grown
+from weft.serve.memo import Memo
 from weft.serve.pipeline.columns import Head, Numbers, Ops, Part, Stage, rows_of, simulated
 
 KEPT = 4
@@ -128,20 +129,14 @@ class _Folder:
         return Part(head).stage() if stale else found
 
 
-_folders: OrderedDict[Path, _Folder] = OrderedDict()
-_guard = threading.Lock()
+_folders: Memo[_Folder] = Memo(KEPT)
 
 
 def load(run: Path) -> Traced | None:
     """The last start of a run, as far as it is written; None where nothing is. The same value as long as no file
     changed, and only what was added is read where one did."""
     folder = (run / "traces").absolute()
-    with _guard:
-        kept = _folders.setdefault(folder, _Folder(folder))
-        _folders.move_to_end(folder)
-        while len(_folders) > KEPT:
-            _folders.popitem(last=False)
-    return kept.load()
+    return _folders.get(folder, "", lambda: _Folder(folder)).load()
 
 
 def _number(path: Path) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from weft.runs.events import parse
 from weft.serve.events.grown import Grown
+from weft.serve.memo import Memo
 
 POINTS = 400
 """The most points of utilisation that are kept: where there are more, each two become one."""
@@ -162,17 +162,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
 
 
-_known: OrderedDict[Path, Events] = OrderedDict()
-_guard = threading.Lock()
+_known: Memo[Events] = Memo(KEPT)
 
 
 def events_of(run: Path) -> Events:
     """What a run's events say up to now; only what was added is read."""
     path = (run / "events.jsonl").absolute()
-    with _guard:
-        found = _known.setdefault(path, Events(path))
-        _known.move_to_end(path)
-        while len(_known) > KEPT:
-            _known.popitem(last=False)
+    found = _known.get(path, "", lambda: Events(path))
     found.refresh()
     return found

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from weft.errors import PlanError
 from weft.plan.page.parts import picked
-from weft.plan.plan import read_plan
+from weft.plan.plan import Cost, read_plan
 from weft.serve.plan.drawings import is_drawing
 
 LARGEST = 32 << 20
@@ -26,17 +26,6 @@ STRANGE = "its graph is not one that weft draws"
 
 Word = Annotated[str, Meta(max_length=1000)]
 Count = Annotated[int, Meta(ge=1, le=2**31)]
-
-
-class Cost(Struct):
-    step: float
-    compute: float
-    communication: float
-    bubble: float
-    memory: float
-    parameters: float
-    activations: float
-    bound: float
 
 
 class Row(Struct):
