@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations, pairwise
+from contextlib import closing
+from itertools import combinations, islice, pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.pipeline.residency.farthest import Farthest
 from weft.pipeline.residency.ground import Ground, Span
 from weft.pipeline.residency.policy import Policy, Uses
 
@@ -35,7 +37,7 @@ def test_the_layer_whose_next_use_is_farthest_goes() -> None:
     policy = Policy(2, lambda key: False, lambda key: uses.next(str(key)))
     gone = []
     for at, route in enumerate(routes):
-        uses.move(at)
+        policy.later(uses.move(at))
         change = policy.want(dict.fromkeys(route, 1))
         assert change is not None
         gone.append([key for key, _ in change.gone])
@@ -84,6 +86,29 @@ def test_what_is_small_lies_at_the_end_and_goes_last() -> None:
     assert change.gone == [("large", Span(0, 2**20))]  # although the other is used later
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_things_go_in_the_order_of_their_worth_whatever_became_of_them(data: st.DataObject) -> None:
+    worth: dict[int, tuple[bool, float]] = {}
+    order = Farthest(lambda key: worth[key], worth)
+    for _ in range(data.draw(st.integers(1, 30))):
+        what = data.draw(st.sampled_from(["put", "put", "sooner", "later", "go"] if worth else ["put"]))
+        key = data.draw(st.integers(0, 9)) if what == "put" else data.draw(st.sampled_from(sorted(worth)))
+        small, soon = worth.get(key, (data.draw(st.booleans()), 0.0))
+        if what == "put" or what == "sooner":
+            worth[key] = (small, soon - data.draw(st.integers(0, 5)))
+            order.add(key)
+        elif what == "later":
+            worth[key] = (small, soon + data.draw(st.integers(0, 5)))
+        else:
+            del worth[key]
+        if data.draw(st.booleans()):
+            order._renew()
+        with closing(order.pick()) as picked:
+            found = list(islice(picked, data.draw(st.integers(0, 10))))
+        assert [worth[key] for key in found] == sorted(worth.values())[: len(found)]
+
+
 class Bytes:
     """The oracle of a ground: one entry a byte."""
 
@@ -114,7 +139,7 @@ def test_a_ground_is_a_map_of_bytes(data: st.DataObject) -> None:
     ground, oracle = Ground(size), Bytes(size)
     for key in range(data.draw(st.integers(1, 25))):
         there = sorted(map(int, ground.spans))  # type: ignore[call-overload]
-        what = data.draw(st.sampled_from(["put", "put", "free", "shrink"] if there else ["put"]))
+        what = data.draw(st.sampled_from(["put", "put", "free"] if there else ["put"]))
         if what == "put":
             wanted = data.draw(st.integers(1, size))
             hole = oracle.largest_hole()
@@ -124,15 +149,8 @@ def test_a_ground_is_a_map_of_bytes(data: st.DataObject) -> None:
                 oracle.set(span, key)
             continue
         old = data.draw(st.sampled_from(there))
-        if what == "free":
-            ground.free(old)
-            oracle.clear(old)
-        else:
-            smaller = data.draw(st.integers(1, ground.spans[old].size))
-            start = ground.spans[old].start
-            ground.shrink(old, smaller)
-            oracle.clear(old)
-            oracle.set(Span(start, smaller), old)
+        ground.free(old)
+        oracle.clear(old)
         assert ground.taken == sum(owner is not None for owner in oracle.owner)
 
 
@@ -192,7 +210,7 @@ def test_no_other_way_to_evict_needs_fewer_copies(routes: list[frozenset[int]], 
     policy = Policy(room, lambda key: False, lambda key: uses.next(str(key)))
     copies = 0
     for at, route in enumerate(routes):
-        uses.move(at)
+        policy.later(uses.move(at))
         change = policy.want({str(layer): 1 for layer in sorted(route)})
         assert change is not None
         copies += len(change.come)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,6 +14,10 @@ import torch
 
 T = TypeVar("T")
 Work = Callable[[], None]
+
+SWITCH = 1e-4
+"""Seconds that either may keep the other from Python meanwhile: a backward comes back to it for a moment whenever a
+tensor that Python once knew goes, and would lose up to 5 ms each time."""
 
 
 class Beside:
@@ -33,13 +38,14 @@ class Beside:
             self._thread.start()
             weakref.finalize(self, self._asked.put, None)
         cuda = self._device.type == "cuda"
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH)
         self._asked.put((there, torch.cuda.current_stream(self._device) if cuda else None))
         try:
             found = here()
-        except BaseException:
-            self._told.get()
-            raise
-        problem = self._told.get()
+        finally:
+            problem = self._told.get()
+            sys.setswitchinterval(before)
         if problem is not None:
             raise problem
         return found

@@ -31,11 +31,13 @@ class Part:
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    width: int
+    """Bytes of an element."""
 
     def view(self, memory: Tensor) -> Tensor:
         """The tensor in a block's memory of bytes."""
         typed = memory.view(self.dtype)
-        at = typed.storage_offset() + self.offset // self.dtype.itemsize
+        at = typed.storage_offset() + self.offset // self.width
         return typed.as_strided(self.size, self.stride, at)
 
     def own(self, memory: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ def layout_of(weights: Weights, updater: Updater | None, states: dict[Any, Any])
 
     def place(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Part:
         nonlocal at
-        part = Part(at, size, stride, dtype)
+        part = Part(at, size, stride, dtype, dtype.itemsize)
         at += aligned(size.numel() * dtype.itemsize)
         return part
 

@@ -6,7 +6,7 @@ the computation, that read it last is done: tickets say so, and nothing waits fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,7 @@ class Device:
     ) -> None:
         self.memory = allocated(room + reserve, device)
         self.typed = Typed(self.memory)
+        self._first = int(self.memory.storage_offset())
         self.host, self.mover = host, mover
         self.traffic = Traffic()
         self.on_change: Heard | None = None
@@ -80,7 +81,16 @@ class Device:
 
     def of(self, block: Block) -> Tensor:
         """The memory of a block that is there."""
-        return self._at(self._span(block))
+        span = self._span(block)
+        return self._at(span, span.size)
+
+    def begin(self, block: Block) -> int:
+        """Where a block that is there begins, in bytes of the storage."""
+        return self._first + self._span(block).start
+
+    def later(self, blocks: Iterable[Block]) -> None:
+        """The next use of these may be farther away than before."""
+        self._policy.later(blocks)
 
     def want(self, blocks: Sequence[Block]) -> bool:
         """All of these are there afterwards, or on their way; False, with nothing changed, where that cannot be."""
@@ -131,7 +141,7 @@ class Device:
     def rename(self, spare: Block, block: Block) -> None:
         """A block takes a place that was kept free."""
         self._usable(spare)
-        self._policy.ground.put_at(block, self._policy.ground.free(spare))
+        self._policy.place(block, self._policy.ground.free(spare))
 
     def fork(self, main: Block, spare: Block, version: Block) -> None:
         """A layer's block goes on, with its values, in a place that was kept free; its weights stay where they were, as
@@ -139,10 +149,10 @@ class Device:
         ground = self._policy.ground
         self._usable(spare)
         old, new = ground.free(main), ground.free(spare)
-        ground.put_at(version, Span(old.start, version.size))
-        ground.put_at(main, new)
-        length = main.home.moved
-        self._at(new)[:length].copy_(self._at(old)[:length])
+        self._policy.place(version, Span(old.start, version.size))
+        self._policy.place(main, new)
+        length = len(main.filled)
+        self._at(new, length).copy_(self._at(old, length))
         if version.size < old.size:
             self._freed.append((Span(old.start + version.size, old.size - version.size), [self.mover.mark()]))
         main.changed = True
@@ -169,8 +179,8 @@ class Device:
             return Span(self.room + span.start, span.size)
         return span
 
-    def _at(self, span: Span) -> Tensor:
-        return self.memory[span.start : span.end]
+    def _at(self, span: Span, length: int) -> Tensor:
+        return self.memory[span.start : span.start + length]
 
     def _send(self, block: Block, span: Span) -> None:
         tickets = [block.used, block.arrival]
@@ -178,9 +188,9 @@ class Device:
             block.host = self.host.take(block.size)
             block.changed = True
         if block.changed:
-            length = block.home.moved if block is block.home.main else block.size
-            block.departure = self.mover.send(block.host[:length], self._at(span)[:length], tickets)
-            self.traffic.sent += length
+            there = block.filled
+            block.departure = self.mover.send(there, self._at(span, len(there)), tickets)
+            self.traffic.sent += len(there)
             tickets = [block.departure]
         block.changed, block.arrival, block.used = False, None, None
         if any(ticket is not None for ticket in tickets):
@@ -194,9 +204,10 @@ class Device:
         if block.host is None:  # room that is kept free: whoever takes it waits
             block.after = after
             return
-        length = block.home.moved if block is block.home.main else block.size
-        block.arrival = self.mover.bring(self._at(span)[:length], block.host[:length], [*after, block.departure])
-        self.traffic.brought += length
+        there = block.filled
+        after.append(block.departure)
+        block.arrival = self.mover.bring(self._at(span, len(there)), there, after)
+        self.traffic.brought += len(there)
         block.home.come(block)
         if self.on_change is not None:
             self.on_change("arriving", block)
@@ -204,19 +215,19 @@ class Device:
     def _claim(self, span: Span) -> list[Ticket]:
         """What must be over before anything is written there."""
         found: list[Ticket] = []
-        left = []
         if len(self._freed) > MANY:
             self._freed = [(old, open) for old, open in self._freed if not all(map(self.mover.done, open))]
-        for old, tickets in self._freed:
-            if old[0] < span[0] + span[1] and span[0] < old[0] + old[1]:
-                found += [ticket for ticket in tickets if ticket is not None]
-                if old.start < span.start:
-                    left.append((Span(old.start, span.start - old.start), tickets))
-                if span.end < old.end:
-                    left.append((Span(span.end, old.end - span.end), tickets))
-            else:
-                left.append((old, tickets))
-        self._freed = left
+        begin, end = span.start, span.end
+        met = [pair for pair in self._freed if pair[0][0] < end and begin < pair[0][0] + pair[0][1]]
+        if not met:
+            return found
+        self._freed = [pair for pair in self._freed if not (pair[0][0] < end and begin < pair[0][0] + pair[0][1])]
+        for old, tickets in met:
+            found += [ticket for ticket in tickets if ticket is not None]
+            if old.start < begin:
+                self._freed.append((Span(old.start, begin - old.start), tickets))
+            if end < old.end:
+                self._freed.append((Span(end, old.end - end), tickets))
         return found
 
 

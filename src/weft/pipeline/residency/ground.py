@@ -77,11 +77,6 @@ class Ground(Generic[Key]):
         self._add_hole(start, end)
         return span
 
-    def shrink(self, key: Key, size: int) -> None:
-        """Only its first bytes are still needed."""
-        span = self.free(key)
-        self.put_at(key, Span(span.start, size))
-
     def around(self, key: Key, size: int, movable: Callable[[Key], bool]) -> tuple[list[Key], bool]:
         """What has to go, this one among it, so that so many bytes are free in one piece, and whether they then are: if
         not, that is all that could go between two that stay."""

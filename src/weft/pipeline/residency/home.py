@@ -43,6 +43,12 @@ class Block:
         """Whether it must stay where it is."""
         return self.home.pinned(self)
 
+    @property
+    def filled(self) -> Tensor:
+        """What of its memory on the host moves."""
+        assert self.host is not None
+        return self.home.filled if self is self.home.main else self.host
+
 
 class Home:
     """A layer's own block and those of its versions. ``users`` are the micro-batches that have it at hand."""
@@ -65,6 +71,8 @@ class Home:
         """Whether an update may make optimizer state that was not there."""
         copied(self._parameters, layout.weights, host)
         self._there = [part.view(host) for part in layout.weights]
+        self.filled = host
+        """What of the block on the host moves: there may be no optimizer state yet."""
         self._bind(None)
         self.adopt()
         weights.home = self
@@ -80,11 +88,6 @@ class Home:
             return 0
         return self.layout.weight_bytes if self.weights.inplace is not None else self.layout.moved_bytes
 
-    @property
-    def moved(self) -> int:
-        """Bytes that a copy of the layer has: there may be no optimizer state yet."""
-        return self.layout.moved_bytes if self._stateful else self.layout.weight_bytes
-
     def pinned(self, block: Block) -> bool:
         """The layer itself while somebody uses it, and a version while one of them reads it."""
         if self.lent:
@@ -97,6 +100,8 @@ class Home:
 
     def reads(self, n: int) -> Block:
         """The block of the version that the forward of micro-batch n sees, as far as it is known by now."""
+        if not self.versions:
+            return self.main
         version = self.weights.clock.forward_reads(n)
         begins = [begin for begin in self.versions if begin <= version] if version < self.weights.newest else []
         # One that is gone was read by a micro-batch that is through but for its updates.
@@ -128,12 +133,10 @@ class Home:
 
     def come(self, block: Block) -> None:
         """A block has got its place on the device."""
-        memory = self._device.of(block)
         if block is self.main:
-            self._bind(memory)
+            self._bind(self._device.begin(block))
         else:
-            assert block.version is not None
-            self._bind_version(block, memory)
+            self._bind_version(block, self._device.of(block))
 
     def leave(self, block: Block) -> None:
         """A block has lost its place on the device."""
@@ -161,7 +164,7 @@ class Home:
             return self.aside(self.weights.parameters, self._device.of(block))
         kept = self.weights.current()  # what forwards under way compute with
         self._device.fork(self.main, spare, block)
-        self._bind(self._device.of(self.main))
+        self._bind(self._device.begin(self.main))
         return kept
 
     def drop(self, begin: int) -> None:
@@ -192,6 +195,7 @@ class Home:
                 self._stateful.add(id(parameter))
         wanted = {id(p) for p, parts in zip(self._parameters, self.layout.states, strict=True) if parts}
         self.is_new = self._updater is not None and self._stateful != wanted
+        self.filled = host[: self.layout.moved_bytes if self._stateful else self.layout.weight_bytes]
 
     def restored(self) -> None:
         """Versions, states and gradients were put into the layer from elsewhere, while it was away."""
@@ -216,27 +220,23 @@ class Home:
         """The trained parameters as they lie in some memory of their block."""
         return [part.own(memory) for part in self._parts]
 
-    def _bind(self, memory: Tensor | None) -> None:
-        if memory is None:
+    def _bind(self, begin: int | None) -> None:
+        """The layer's tensors are those at this byte of the device's storage, or those on the host."""
+        if begin is None:
             for (tensor, _), there in zip(self._bound, self._there, strict=True):
                 tensor.data = there
         else:
-            at, typed = memory.storage_offset(), self._device.typed
+            typed = self._device.typed
             for tensor, part in self._bound:
-                size = part.dtype.itemsize
-                tensor.data = typed[part.dtype].as_strided(part.size, part.stride, (at + part.offset) // size)
-        self._settle_in(memory)
-
-    def _settle_in(self, memory: Tensor | None) -> None:
+                tensor.data = typed[part.dtype].as_strided(part.size, part.stride, (begin + part.offset) // part.width)
         self.weights.moved()
         inplace = self.weights.inplace
-        if inplace is None:
-            return
-        if memory is None:
+        if inplace is not None and begin is None:
             inplace.moved(None, None)
-            return
-        casts = [None if part is None else part.view(memory) for part in self.layout.casts]
-        inplace.moved(casts, [part.view(memory) for part in self.layout.asides if part is not None])
+        elif inplace is not None:
+            memory = self._device.of(self.main)
+            casts = [None if part is None else part.view(memory) for part in self.layout.casts]
+            inplace.moved(casts, [part.view(memory) for part in self.layout.asides if part is not None])
 
     def _bind_version(self, block: Block, memory: Tensor) -> None:
         assert block.version is not None

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Generic
 
+from weft.pipeline.residency.farthest import Farthest
 from weft.pipeline.residency.ground import Ground, Key, Span
 
 HORIZON = 1024
@@ -28,8 +30,8 @@ class Uses:
         self._uses: dict[str, deque[int]] = {}
         self._next: dict[str, float] = {}
 
-    def move(self, n: int) -> None:
-        """From here on, uses before micro-batch n do not count; n never becomes less."""
+    def move(self, n: int) -> list[str]:
+        """From here on, uses before micro-batch n do not count; n never becomes less. The layers of those."""
         reach = min(n + self._horizon, self._total)
         for known in range(self._known, reach):
             self._routes.append(self._route(known))
@@ -37,7 +39,9 @@ class Uses:
                 self._uses.setdefault(name, deque()).append(known)
                 self._next.setdefault(name, known)
         self._known = max(self._known, reach)
+        passed: list[str] = []
         for _ in range(self._at, min(n, self._known)):
+            passed += self._routes[0]
             for name in self._routes.popleft():
                 uses = self._uses[name]
                 while uses and uses[0] < n:
@@ -47,6 +51,7 @@ class Uses:
                 else:
                     self._next.pop(name, None)
         self._at = max(self._at, n)
+        return passed
 
     def next(self, name: str) -> float:
         """The first micro-batch that uses the layer; infinite where none is in sight."""
@@ -67,6 +72,18 @@ class Policy(Generic[Key]):
     def __init__(self, size: int, pinned: Callable[[Key], bool], next_use: Callable[[Key], float]) -> None:
         self.ground: Ground[Key] = Ground(size)
         self._pinned, self._next_use = pinned, next_use
+        self._order = Farthest(self._worth, self.ground.spans)
+
+    def later(self, keys: Iterable[Key]) -> None:
+        """Their next use may be farther away than before; ``next_use`` says by how much."""
+        for key in keys:
+            if key in self.ground.spans:
+                self._order.add(key)
+
+    def place(self, key: Key, span: Span) -> None:
+        """It lies just there, which must be within a hole."""
+        self.ground.put_at(key, span)
+        self._order.add(key)
 
     def want(self, sizes: Mapping[Key, int]) -> Change[Key] | None:
         """All of these, at once, are on the device afterwards; None, with nothing changed, where that cannot be.
@@ -74,16 +91,13 @@ class Policy(Generic[Key]):
         It always can be where they fit together and nothing else is pinned.
         """
         ground = self.ground
-        if sizes.keys() <= ground.spans.keys():
+        coming = [key for key in sizes if key not in ground.spans]
+        if not coming:
             return Change[Key]()
-        pinned = {key for key in ground.spans if self._pinned(key)}
-        stays = pinned | (ground.spans.keys() & sizes.keys())
-        coming = sum(size for key, size in sizes.items() if key not in ground.spans)
-        if coming <= ground.size - sum(ground.spans[key].size for key in stays):
-            change = self._try(sizes, stays)
-            if change is not None:
-                return change
-        if pinned or sum(sizes.values()) > ground.size:
+        change = self._try(sizes, coming)
+        if change is not None:
+            return change
+        if sum(sizes.values()) > ground.size or any(map(self._pinned, ground.spans)):
             return None
         # Holes between those of them that are there may all be too small. Nothing has to stay where it is: begin anew.
         change = Change[Key]([(key, ground.free(key)) for key in list(ground.spans)])
@@ -93,41 +107,41 @@ class Policy(Generic[Key]):
             change.come.append((key, span))
         return change
 
-    def _try(self, sizes: Mapping[Key, int], stays: Set[Key]) -> Change[Key] | None:
+    def _try(self, sizes: Mapping[Key, int], coming: Sequence[Key]) -> Change[Key] | None:
         ground, change = self.ground, Change[Key]()
-        order: list[Key] | None = None
-        new: set[Key] = set()
 
         def movable(key: Key) -> bool:
-            return key not in stays and key not in new
+            return key not in sizes and not self._pinned(key)
 
-        for key in sorted((key for key in sizes if key not in ground.spans), key=lambda key: -sizes[key]):
+        for key in sorted(coming, key=lambda key: -sizes[key]):
             span = self._put(key, sizes[key])
             if span is None:
-                if order is None:
-                    order = sorted(filter(movable, ground.spans), key=self._worth, reverse=True)
-                gone = ground.make_room(sizes[key], order, movable)
+                with closing(self._order.pick()) as order:
+                    gone = ground.make_room(sizes[key], order, movable)
+                    if gone is not None:
+                        change.gone += [(other, ground.free(other)) for other in gone]
                 if gone is None:
                     self._undo(change)
                     return None
-                change.gone += [(other, ground.free(other)) for other in gone]
                 span = self._put(key, sizes[key])
                 assert span is not None
-            new.add(key)
             change.come.append((key, span))
-        rank = {key: index for index, key in enumerate(sizes)}
+        rank = {key: index for index, key in enumerate(coming)}
         change.come.sort(key=lambda pair: rank[pair[0]])
         return change
 
     def _put(self, key: Key, size: int) -> Span | None:
-        return self.ground.put(key, size, high=size < self.ground.size * SMALL)
+        span = self.ground.put(key, size, high=size < self.ground.size * SMALL)
+        if span is not None:
+            self._order.add(key)
+        return span
 
     def _worth(self, key: Key) -> tuple[bool, float]:
-        """Greater for what should go first."""
-        return self.ground.spans[key].size >= self.ground.size * SMALL, self._next_use(key)
+        """Less for what should go first."""
+        return self.ground.spans[key].size < self.ground.size * SMALL, -self._next_use(key)
 
     def _undo(self, change: Change[Key]) -> None:
         for key, _ in change.come:
             self.ground.free(key)
         for key, span in change.gone:
-            self.ground.put_at(key, span)
+            self.place(key, span)

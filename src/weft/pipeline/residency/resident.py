@@ -37,7 +37,7 @@ from weft.units import size
 T = TypeVar("T")
 
 CLOSE = 2
-"""Where fewer micro-batches than this have their layers, the next gets its own at once, and not beside a backward."""
+"""So many micro-batches get their layers wherever there is room."""
 
 FILLED = 0.75
 """The part of the device that layers of micro-batches beyond those may take: in the rest, the next ones find a place
@@ -118,6 +118,7 @@ class Resident:
         self._checks = checks
         self._uses_of = Uses(self._route, first, total)
         self._uses_of.move(first)
+        self.device.later(self.device.blocks)
         self._full = False
         if self._said.ahead and total:
             self.advance()
@@ -140,7 +141,8 @@ class Resident:
         assert found, f"{kind}{n} began without its layers"
         self._queue.begin((kind, n))
         if kind == "F":
-            self._uses_of.move(n)
+            passed = [self.homes[name] for name in self._uses_of.move(n) if name in self.homes]
+            self.device.later([block for home in passed for block in (home.main, *home.versions.values())])
         self.uses += len(self._layers((kind, n)))
         self._advance_soon(kind)
 
@@ -170,7 +172,8 @@ class Resident:
                 return
 
     def _advance_soon(self, kind: str) -> None:
-        if not self._full and (kind == "E" or len(self._queue.ready) < CLOSE):
+        """Where the next one has its layers, there is time until a backward; but a batch that is scored has none."""
+        if not self._full and (kind == "E" or not self._queue.ready):
             self.advance()
 
     def update(self, group: Sequence[Weights], apply: Callable[[Sequence[Weights]], None]) -> None:
@@ -270,6 +273,9 @@ class Resident:
         kind, number = item
         n = number if kind == "F" else self._checked(number)[0]
         homes = self._layers(item)
+        held = self._held + sum(home.main.size for home in homes if not home.users)
+        if held > self.device.room * (FILLED if ahead and len(self._queue.ready) >= CLOSE else 1.0):
+            return False
         blocks: dict[Block, None] = {}
         spares = []
         for home in homes:
@@ -277,20 +283,16 @@ class Resident:
             blocks[home.reads(n)] = None
             if home.spare_size and home.weights.clock.forward_reads(n) not in home.seen():
                 spares.append(Block(home, home.spare_size))
-        if ahead and len(self._queue.ready) >= CLOSE:
-            more = sum(home.main.size for home in homes if not home.users)
-            if self._held + more > FILLED * self.device.room:
-                return False
-        there = sum(self.device.holds(block) for block in blocks)
+        waits = not ahead and not self._timed
+        there = sum(self.device.holds(block) for block in blocks) if waits else 0
         if not self.device.want([*blocks, *spares]):
             return False
+        self._held = held
         for home in homes:
-            if not home.users:
-                self._held += home.main.size
             home.users[item] = n
         for spare in spares:
             spare.home.spares.append(spare)
-        if not ahead and not self._timed:
+        if waits:
             self._misses += len(blocks) - there
         self._queue.admit()
         return True
