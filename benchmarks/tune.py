@@ -1,14 +1,17 @@
 """Many trainings on one device: how long one study of 64 candidates takes, by the way it is run.
 
     python benchmarks/tune.py [--device cuda:0|cpu] [--json FILE] [--quick] [--scale S] [--parts ways fusable memory]
-                              [--ways one n_jobs=2 ... fixed=4 packed fused] [--seconds S]
+                              [--ways one n_jobs=2 ... fixed=4 fixed=4+graphs packed packed-eager fused] [--seconds S]
 
 The study mixes small and large transformers, convolutional nets and perceptrons (benchmarks/tune_models.py), and every
 way trains the same candidates for the same steps. `one`: one trial at a time in one process that has the whole device.
 `n_jobs=K`: Optuna's own, K threads of one process. `fixed=K`: K processes, each with a K-th of the memory, as a fixed
 fraction of a device a trial would be; a candidate that does not fit is run again alone. `packed`: weft, admitted by
-estimated memory and by measured slowdown. `fused`: the same, and candidates of one shape train as one. Rows are `part,
-way, mps, makespan_s, ratio, oom, mean_memory_used, communication_share, trials, failed, same`: `ratio` is to `one`,
+estimated memory and by measured slowdown. `fused`: the same, and candidates of one shape train as one. Steps of weft's
+own ways are replayed as CUDA graphs on a GPU, those of the others run as they are, since that is what people have;
+`one+graphs` and `fixed=K+graphs` replay them too, `packed-eager` and `fused-eager` do not, so that each gain can be
+told apart (`n_jobs` has no such form: threads of one process cannot capture side by side). Rows are `part, way, graphs,
+mps, makespan_s, ratio, oom, mean_memory_used, communication_share, trials, failed, same`: `ratio` is to `one`,
 `mean_memory_used` the device's mean over the makespan as its driver tells it (part of all of it), `oom` the trials that
 ran out of memory (`exceeded`: which, with the bytes that each was given and needed), `same` those whose result is that
 of `one` to the bit. On one device nothing is communicated. Rows that FILE holds already are not run again; after
@@ -39,22 +42,30 @@ from tune_models import candidates, fusable, recipe, space, various
 import weft
 from weft.runs import Events
 from weft.space import Value
+from weft.tune.captured import LEAST
 from weft.tune.mps import CONTROL
 from weft.tune.setting import setting
 from weft.tune.training import OutOfMemory, train
 from weft.tune.trial import Trial
 from weft.units import size_of
 
-WAYS = ("one", "packed", "fused", "fixed=4", "fixed=8", "fixed=2", "n_jobs=4", "n_jobs=8", "n_jobs=2")
+WAYS = (
+    *("one", "packed", "fused", "fixed=4", "fixed=8", "fixed=2", "n_jobs=4", "n_jobs=8", "n_jobs=2"),
+    *("one+graphs", "fixed=8+graphs", "packed-eager", "fused-eager"),
+)
 Params = dict[str, Value]
 
 
-def trained(trial: Trial) -> float:
-    """A candidate as a function: what a fixed fraction and Optuna's threads run."""
-    made = setting(recipe(), trial.params)
-    return train(made, None, device=trial.device, directory=trial.directory, report=lambda step, values: False).values[
-        0
-    ]
+def trained(trial: Trial, graphs: bool = False) -> float:
+    """A candidate as a function: what a fixed fraction runs."""
+    made = setting(recipe(cuda_graphs=graphs), trial.params)
+    found = train(made, None, device=trial.device, directory=trial.directory, report=lambda step, values: False)
+    return found.values[0]
+
+
+def replayed(trial: Trial) -> float:
+    """The same with CUDA graphs."""
+    return trained(trial, True)
 
 
 @contextmanager
@@ -120,7 +131,7 @@ def by_optuna(jobs: int, wanted: Sequence[Params], device: str, folder: Path) ->
     def objective(trial: optuna.Trial) -> float:
         nonlocal short
         number = trial.suggest_int("number", 0, len(wanted) - 1)
-        made = setting(recipe(), wanted[number])
+        made = setting(recipe(cuda_graphs=False), wanted[number])
         place = folder / str(number)
         place.mkdir()
         try:
@@ -137,14 +148,26 @@ def by_optuna(jobs: int, wanted: Sequence[Params], device: str, folder: Path) ->
 
 def runner(way: str, total: int, mps: str) -> Callable[[Sequence[Params], str, Path], dict[str, Any]]:
     """How a study is run, by the name of the way."""
-    name, _, count = way.partition("=")
-    if name == "n_jobs":
+    name, _, count = bare(way).partition("=")
+    if name == "n_jobs" and not graphs(way):
         return partial(by_optuna, int(count))
+    if name not in ("one", "fixed", "packed", "fused"):
+        raise ValueError(f"there is no way '{way}'")
+    objective = replayed if graphs(way) else trained
     if name == "fixed":
-        return partial(by_weft, objective=trained, workers=int(count), memory=total // int(count), mps=mps)
+        return partial(by_weft, objective=objective, workers=int(count), memory=total // int(count), mps=mps)
     if name == "one":
-        return partial(by_weft, objective=trained, workers=1, mps=mps)
-    return partial(by_weft, fused=name == "fused", mps=mps)
+        return partial(by_weft, objective=objective, workers=1, mps=mps)
+    return partial(by_weft, fused=name == "fused", mps=mps, objective=recipe(cuda_graphs=graphs(way)))
+
+
+def graphs(way: str) -> bool:
+    """Whether steps are replayed as CUDA graphs, where there is a GPU."""
+    return way.endswith("+graphs") or way in ("packed", "fused")
+
+
+def bare(way: str) -> str:
+    return way.removesuffix("+graphs").removesuffix("-eager")
 
 
 def measured(part: str, way: str, mps: str, wanted: Sequence[Params], device: str, total: int) -> dict[str, Any]:
@@ -159,6 +182,7 @@ def measured(part: str, way: str, mps: str, wanted: Sequence[Params], device: st
     return {
         "part": part,
         "way": way,
+        "graphs": graphs(way) and device.startswith("cuda"),
         "asked": mps,
         "mps": mps == "auto" and device.startswith("cuda") and shutil.which(CONTROL) is not None,
         "makespan_s": round(seconds, 2),
@@ -196,15 +220,19 @@ def main() -> None:
     total = int(size_of(memory)) if memory else torch.cuda.get_device_properties(name).total_memory
     rows = read_rows(arguments.json)
     # In the order of what is wanted most. With MPS processes share the device at once; threads of one need none.
-    ways, off = [("ways", way, "auto") for way in arguments.ways if way != "one" and "n_jobs" not in way], "off"
+    shared, off = [way for way in arguments.ways if bare(way) != "one" and "n_jobs" not in way], "off"
+    ways = [("ways", way, "auto") for way in shared]
     plans = [("ways", "one", off), *ways[:2]]
     plans += [("fusable", "one", off), ("fusable", "fused", "auto"), ("fusable", "packed", "auto")]
+    plans += [("ways", "one+graphs", off)]
+    plans += [("fusable", way, "auto") for way in shared if way in ("fused-eager", "packed-eager")]
     plans += [*ways[2:], ("ways", "packed", off), ("ways", "fused", off), ("memory", "packed", "auto")]
     plans += [("ways", way, off) for way in arguments.ways if "n_jobs" in way] + [("ways", "fixed=4", off)]
     plans = [each for each in plans if each[0] != "ways" or each[1] in arguments.ways]
     lists: dict[str, list[Params]] = {
         "ways": candidates(16, 0.02, tiny=True) if quick else candidates(scale=arguments.scale),
-        "memory": various(16, 64) if quick else various(),
+        # Fewer steps would not be captured.
+        "memory": [{**one, "steps": LEAST} for one in (various(16, 64) if quick else various())],
     }
     lists["fusable"] = [one for one in lists["ways"] if fusable(one)]
     measured("start", "packed", "off", candidates(1, 0.01, tiny=True), device, total)  # libraries are read once

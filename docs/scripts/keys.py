@@ -118,6 +118,7 @@ RECIPE = {
     "checkpoint": "steps between two checkpoints; with every report if not given",
     "seed": "of weights and batches",
     "accumulate_norms": "whether a batch may be cut although the model has batch norms, which then see less",
+    "cuda_graphs": "whether steps become CUDA graphs on a GPU; no result depends on it",
 }
 RANGE = {
     "low": "the least",

@@ -72,6 +72,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint: int | None = None
     seed: int = 0
     accumulate_norms: bool = False
+    cuda_graphs: bool = True
 
 
 class StudyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -98,7 +98,7 @@ def _recipe(config: StudyConfig, t: Training, folder: Path) -> tuple[Recipe, Cha
 
 _PLAIN = (
     *("steps", "batch_size", "optimizer", "options", "schedule", "warmup", "precision"),
-    *("report", "checkpoint", "seed", "accumulate_norms"),
+    *("report", "checkpoint", "seed", "accumulate_norms", "cuda_graphs"),
 )
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from weft.errors import TuneError
 from weft.tune import Device, Job, Terms
+from weft.tune.crew import Running
 from weft.tune.job import Ended, Event, Lost, Reported
 from weft.tune.local import LocalExecutor
 from weft.tune.wire import event_message, event_of, job_message, job_of, pair
@@ -104,6 +105,22 @@ def test_a_trial_that_goes_wrong_is_failed_with_its_reason_and_its_worker_lives_
     assert end.state == "failed"
     assert words in str(end.error)
     assert [worker.process.pid for worker in executor._workers] == before
+
+
+def test_a_worker_that_keeps_memory_of_its_device_is_replaced(run: Run, executor: LocalExecutor) -> None:
+    run("printing")
+    while any(worker.job for worker in executor._workers):  # until it says that it is idle
+        executor.poll(0.1)
+    (worker,) = executor._workers
+    worker.job = Running(Job("last", (3,), ({},), (None,), (0,), None, ""), [worker])
+    executor._told(worker, {"say": "idle", "job": "last", "worn": False})
+    assert executor._workers == [worker]
+    worker.job = Running(Job("last", (3,), ({},), (None,), (0,), None, ""), [worker])
+    executor._told(worker, {"say": "idle", "job": "last", "worn": True})
+    assert executor._workers == []
+    (end,) = run("printing")
+    assert isinstance(end, Ended)
+    assert end.state == "complete"
 
 
 def test_what_a_trial_prints_is_kept_in_its_directory(run: Run, tmp_path: Path) -> None:

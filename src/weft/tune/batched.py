@@ -34,9 +34,8 @@ class Batched:
         ``fixed`` are buffers and what is not trained; batch norms change theirs in place. ``draw`` gives a mask for
         each dropout of the forward.
         """
-        self._module.train()
         where = dict.fromkeys(batch, None if shared else 0)
-        masks = list(draw(self._recorded(trained, fixed, batch, where)))
+        masks = list(draw(self.draws(trained, fixed, batch, shared)))
 
         def loss(trained: Tensors, fixed: Tensors, batch: Batch, masks: list[Tensor]) -> Tensor:
             with masking(masks):
@@ -48,6 +47,20 @@ class Batched:
 
         found: Tensor = self._map(loss, (0, 0, where, 0))(trained, fixed, batch, masks)
         return found
+
+    def draws(self, trained: Tensors, fixed: Tensors, batch: Batch, shared: bool = False) -> list[Draw]:
+        """The dropouts of a forward of such a batch, in order: found once, by a forward that changes nothing."""
+        self._module.train()
+        kind = tuple((name, tuple(value.shape if shared else value.shape[1:])) for name, value in batch.items())
+        if kind not in self._draws:
+            spare = {name: value.clone() for name, value in fixed.items()}
+            one = {name: value if shared else value[0] for name, value in batch.items()}
+            draws = self._draws[kind] = []
+            with torch.no_grad(), recording(draws), self._setting.autocast(self._device):
+                first = {name: value[0] for name, value in {**trained, **spare}.items()}
+                outputs = functional_call(self._module, first, self._setting.enter(one))
+                self._setting.loss(outputs, one)
+        return self._draws[kind]
 
     def outputs(self, trained: Tensors, fixed: Tensors, batch: Batch) -> Any:
         """Of each lane on the same batch, in evaluation mode."""
@@ -61,20 +74,6 @@ class Batched:
         setting = self._setting
         metrics = {name: metric for name, metric in setting.metrics.items() if name in setting.objectives}
         return [Scores(setting.loss if "loss" in setting.objectives else None, metrics) for _ in range(count)]
-
-    def _recorded(self, trained: Tensors, fixed: Tensors, batch: Batch, where: Mapping[str, Any]) -> list[Draw]:
-        """The dropouts of a forward of such a batch, in order: found once, by a forward that changes nothing."""
-        shapes = {name: tuple(value.shape) for name, value in batch.items()}
-        kind = tuple((name, shape if where[name] is None else shape[1:]) for name, shape in shapes.items())
-        if kind not in self._draws:
-            spare = {name: value.clone() for name, value in fixed.items()}
-            one = {name: value if where[name] is None else value[0] for name, value in batch.items()}
-            draws = self._draws[kind] = []
-            with torch.no_grad(), recording(draws), self._setting.autocast(self._device):
-                first = {name: value[0] for name, value in {**trained, **spare}.items()}
-                outputs = functional_call(self._module, first, self._setting.enter(one))
-                self._setting.loss(outputs, one)
-        return self._draws[kind]
 
     def _forward(self, trained: Tensors, fixed: Tensors, batch: Batch) -> Any:
         return functional_call(self._module, {**trained, **fixed}, self._setting.enter(batch))

@@ -39,15 +39,19 @@ class Cap:
         if self._cuda and device.index is None:  # the allocator is told by number
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self.memory = device, memory
+        self._before = 0
+        """Bytes that earlier trials of this process left and that cannot be given back, such as workspaces."""
         self._counter: CappedStorages | None = None
 
     def __enter__(self) -> Cap:
         if self._cuda:
             self.release()
             torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = int(torch.cuda.memory_reserved(self.device))
             if self.memory is not None:
                 total = torch.cuda.get_device_properties(self.device).total_memory
-                torch.cuda.set_per_process_memory_fraction(min(1.0, self.memory / total), self.device)
+                limit = min(1.0, (self.memory + self._before) / total)
+                torch.cuda.set_per_process_memory_fraction(limit, self.device)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -85,7 +89,7 @@ class Cap:
     def peak(self) -> int | None:
         """Bytes at the most so far; None where nothing counts them."""
         if self._cuda:
-            return int(torch.cuda.max_memory_reserved(self.device))
+            return int(torch.cuda.max_memory_reserved(self.device)) - self._before
         return None if self._counter is None else self._counter.peak
 
     def exceeded(self, problem: BaseException) -> OutOfMemory | None:
@@ -101,7 +105,7 @@ class Cap:
         limit, taken = self.memory or 0, 0
         if self._cuda:
             limit = limit or int(torch.cuda.get_device_properties(self.device).total_memory)
-            taken = int(torch.cuda.max_memory_reserved(self.device))
+            taken = int(torch.cuda.max_memory_reserved(self.device)) - self._before
         return OutOfMemory(max(taken + _tried(text), limit + 1), limit)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from weft.errors import PlanError, TuneError
+from weft.tune.captured import capturable
 from weft.tune.complete import Complete, example, shaped
 from weft.tune.job import Fit, Way
 from weft.tune.peaks import Peaks, peaks
@@ -59,6 +60,7 @@ def _shape(setting: Setting) -> Hashable:
         setting.loss,
         tuple(sorted(params.items())),
         (setting.batch_size, setting.precision, bool(setting.dropout), setting.accumulate_norms, setting.inputs),
+        capturable(setting),
         (made.cls, tuple(sorted(options.items()))),
     )
 

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,18 +21,19 @@ from torch import Tensor
 
 from weft.data import Batch, Loader
 from weft.errors import TuneError
-from weft.pipeline.determinism import deterministic
 from weft.pipeline.seeding import Seeder
 from weft.runs import Checkpoints
 from weft.tune.batched import Batched
 from weft.tune.cap import Cap, OutOfMemory
+from weft.tune.captured import Captured, Gradients, capturable
 from weft.tune.checkpoint import Kept, keep, newest
 from weft.tune.fusable import shape_key
 from weft.tune.job import Fit
 from weft.tune.lanes import Lanes
 from weft.tune.masks import drawn
+from weft.tune.recorder import recorder
 from weft.tune.setting import Setting
-from weft.tune.training import Pruned, Result, parts, refuse_norms, train
+from weft.tune.training import Pruned, Result, on, parts, refuse_norms, train
 
 log = logging.getLogger("weft.tune")
 
@@ -40,6 +41,9 @@ __all__ = ["shape_key", "train_fused"]
 
 WRITERS = 8
 """Checkpoints that are written at once."""
+
+_MASK = "mask of dropout "
+"""Begins the names under which masks stand beside the entries of a batch."""
 
 Report = Callable[[int, int, tuple[float, ...]], bool]
 """Takes a lane, the number of steps done and the value of each objective; says whether the lane is to end here."""
@@ -64,9 +68,10 @@ def train_fused(
     """
     device = torch.device(device)
     cap = Cap(device, memory)
+    device = cap.device
     failure, exceeded, fused = "", None, None
     try:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), deterministic(device), cap:
+        with on(device, settings[0]), cap:
             fused = Fused(settings, fit, device, directories, cap, report, ended)
             fused.run()
         return
@@ -118,6 +123,7 @@ class Fused:
         self._began = time.perf_counter()
         self._common = common = settings[0]
         self._micro = common.batch_size if fit is None else min(fit.micro_batch, common.batch_size)
+        self._memory = None if fit is None else fit.memory  # of a lane
         self._train, self._validation = parts(common.data(), device)
         self._laws = [{**s.describe(), "micro_batch": self._micro, "device": device.type} for s in settings]
         self.alive = list(range(len(settings)))
@@ -142,6 +148,8 @@ class Fused:
             stack.enter_context(self._writers)  # leaving waits for what is being written
             stack.enter_context(self._seeders[0].preserved())
             stack.enter_context(self._cap.counted([*lanes.tensors(), self._losses]))
+            self._captured = self._capturing(steps - first)
+            stack.callback(lambda: self._captured.close())
             for step in range(first, steps):
                 with self._together():
                     self._step(step)
@@ -167,26 +175,38 @@ class Fused:
             raise _NotTogether(f"{type(problem).__name__}: {problem}") from problem
 
     def _step(self, step: int) -> None:
-        batch, shared = self._batch(step)
-        size, total = self._common.batch_size, None
+        batch, self._shared = self._batch(step)
+        size, gradients = self._common.batch_size, None
         seeders, rates = self._own(self._seeders), [one.dropout for one in self._own(self._settings)]
         for part, start in enumerate(range(0, size, self._micro)):
             end = min(start + self._micro, size)
-            cut = batch if self._micro >= size else _cut(batch, start, end, shared)
-            losses = self._batched.losses(
-                self.lanes.parameters,
-                self.lanes.fixed,
-                cut,
-                partial(drawn, seeders=seeders, rates=rates, step=step, part=part, device=self._device),
-                shared,
-            )
-            if end - start < size:
-                losses = losses * ((end - start) / size)
-            gradients = torch.autograd.grad(losses.sum(), list(self.lanes.parameters.values()))
-            total = gradients if total is None else tuple(a + b for a, b in zip(total, gradients, strict=True))
-            self._losses[:, step].add_(losses.detach())
-        assert total is not None
-        self.lanes.update(total, self._common.schedule(step, self._common.steps))
+            cut = batch if self._micro >= size else _cut(batch, start, end, self._shared)
+            draws = self._batched.draws(self.lanes.parameters, self.lanes.fixed, cut, self._shared)
+            masks = drawn(draws, seeders, rates, step, part, self._device)
+            # Masks are drawn out here, by each lane's own seed, which no graph could set.
+            given = {**cut, **{f"{_MASK}{number}": mask for number, mask in enumerate(masks)}}
+            losses, gradients = self._captured(given, gradients)
+            self._losses[:, step].add_(losses)
+        assert gradients is not None
+        assert gradients[0] is not None
+        self.lanes.update(gradients[0], self._common.schedule(step, self._common.steps))
+
+    def _part(self, given: Batch, gradients: Gradients | None) -> tuple[Tensor, Gradients]:
+        """The losses of a micro-batch with its masks, and its gradients, in place, on top of those before it."""
+        batch = {name: value for name, value in given.items() if not name.startswith(_MASK)}
+        masks = [value for name, value in given.items() if name.startswith(_MASK)]
+        samples = next(iter(batch.values())).shape[0 if self._shared else 1]
+        losses = self._batched.losses(self.lanes.parameters, self.lanes.fixed, batch, lambda draws: masks, self._shared)
+        if self._micro < self._common.batch_size:
+            losses = losses * (samples / self._common.batch_size)
+        found = self.lanes.joined(torch.autograd.grad(losses.sum(), list(self.lanes.parameters.values())))
+        before = None if gradients is None else gradients[0]
+        return losses.detach(), [found if before is None else before.add_(found)]
+
+    def _capturing(self, left: int) -> Captured:
+        """What takes so many steps."""
+        made = recorder(self._device) if capturable(self._common, left, self._memory) else None
+        return Captured(self._part, made, self.lanes.module, self._common.loss, self._cap.exceeded)
 
     def _batch(self, step: int) -> tuple[Batch, bool]:
         """The batches of all lanes, (lanes, batch, ...); without lanes, and True, where all have the same."""
@@ -202,13 +222,14 @@ class Fused:
         if every is not None and done % every == 0:
             values = self._evaluate()
             pruned = [self._report(lane, done, values[place]) for place, lane in enumerate(self.alive)]
-            self._leave([place for place, gone in enumerate(pruned) if gone])
+            self._leave([place for place, gone in enumerate(pruned) if gone], self._common.steps - done)
         if saved is not None and done % saved == 0:
             self._keep(done, None)
 
-    def _leave(self, places: Sequence[int]) -> None:
+    def _leave(self, places: Sequence[int], left: int) -> None:
         if not places:
             return
+        self._captured.close()  # what stays lies elsewhere
         for place in places:
             self._ended(self.alive[place], "pruned")
         stay = [place for place in range(len(self.alive)) if place not in places]
@@ -216,12 +237,17 @@ class Fused:
         if stay:
             self.lanes.keep(stay)
             self._losses = self._losses[stay]
+        self._captured = self._capturing(left)
 
     def _evaluate(self) -> list[tuple[float, ...]]:
         """The objectives of each lane on the validation part, as a trial alone is judged."""
+        with self._together(), self._captured.beside():
+            return self._judged()
+
+    def _judged(self) -> list[tuple[float, ...]]:
         scores = self._batched.scores(len(self.alive))
         loader = Loader(self._validation, self._micro, 0, shuffle=False, device=self._device)
-        with self._together(), torch.no_grad(), closing(loader.all()) as batches:
+        with torch.no_grad(), closing(loader.all()) as batches:
             for batch in batches:
                 outputs = self._batched.outputs(self.lanes.parameters, self.lanes.fixed, batch)
                 for place, score in enumerate(scores):

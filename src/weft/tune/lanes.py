@@ -58,16 +58,20 @@ class Lanes:
         self.optimizer = Lanewise([setting.optimizer for setting in settings], self.matrix)
         self._expose()
 
-    def update(self, gradients: Sequence[Tensor], factor: float) -> None:
-        """Gradients in the order of ``parameters``."""
+    def joined(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Gradients in the order of ``parameters``, as one matrix like that of the weights."""
         count, pieces = len(self.matrix), []
         for gradient in gradients:
             flat = gradient.reshape(count, -1)
             pieces.append(flat)
             if gap := -flat.shape[1] % ALIGNED:
                 pieces.append(flat.new_zeros(1, 1).expand(count, gap))
+        return torch.cat(pieces, 1)
+
+    def update(self, gradients: Tensor, factor: float) -> None:
+        """``gradients`` are used up."""
         with torch.no_grad():
-            self.optimizer.step(self.matrix, torch.cat(pieces, 1), factor)
+            self.optimizer.step(self.matrix, gradients, factor)
 
     def keep(self, lanes: Sequence[int]) -> None:
         """Only these go on; the memory of the others is free again."""

@@ -144,8 +144,9 @@ class LocalExecutor:
                 running.deadline = running.began + running.job.seconds
         elif said == "idle":
             worker.job = None
-            if len(running.crew) > 1:
-                self._retire(worker)  # a fresh process is sure to have left every group of the last job
+            # A fresh process is sure to have left every group of a split job, and all memory.
+            if len(running.crew) > 1 or message.get("worn"):
+                self._retire(worker)
         elif said == "event" and running.job.id in self._jobs:
             event = event_of(message["event"])
             if isinstance(event, Ended) and event.state not in ("complete", "pruned") and len(running.crew) > 1:

@@ -19,8 +19,10 @@ from weft.errors import PlanError
 from weft.plan.memory.estimate import Estimate, estimate
 from weft.plan.memory.kernels import kernels
 from weft.search.storages import LiveStorages
+from weft.tune.captured import SMALL, capturable
 from weft.tune.complete import example, shaped
 from weft.tune.job import Way
+from weft.tune.pools import reserved_apart
 from weft.tune.resident import resident
 from weft.tune.saving import recompute
 from weft.tune.setting import Setting
@@ -56,7 +58,8 @@ def peaks(setting: Setting, way: Way, device: str, *, accumulate: bool) -> Peaks
         step=_step(setting, way, 2 if accumulate else 1),
         device=known(device),
     )
-    return _Estimated(found, resident(setting.data()), setting.batch_size, _sample(batch))
+    graphs = way == "whole" and capturable(setting)
+    return _Estimated(found, resident(setting.data()), setting.batch_size, _sample(batch), graphs)
 
 
 def known(device: str) -> str:
@@ -77,17 +80,29 @@ class _Estimated:
     data: int
     batch: int
     sample: int
+    graphs: bool = False
+    """Whether its steps are captured where they are small: a graph reads a copy of its micro-batch, and keeps its
+    memory to itself."""
 
     @property
     def context(self) -> int:
         return self.estimate.context
 
     def at(self, samples: int) -> int:
-        return self.estimate.at(samples).reserved + self._beside(samples)
+        found = self.estimate.at(samples).reserved + self._beside(samples)
+        if not self.graphs or found > SMALL:
+            return found
+        apart = reserved_apart(*self.estimate.tape(samples)) + self._beside(samples)
+        return max(found, apart) + samples * self.sample
 
     def largest(self, room: int) -> int:
         left = room - self._beside(0)
-        return self.estimate.largest_batch(left, context=False, margin=0.0) if left > 0 else 0
+        most = self.estimate.largest_batch(left, context=False, margin=0.0) if left > 0 else 0
+        least, beyond = (0, most + 1) if self.graphs else (most, most + 1)
+        while beyond - least > 1:
+            middle = (least + beyond) // 2
+            least, beyond = (middle, beyond) if self.at(middle) <= room else (least, middle)
+        return least
 
     def seconds(self, samples: int) -> float | None:
         return self.estimate.at(samples).seconds

@@ -47,3 +47,6 @@ class Recipe:
     seed: int = 0
     accumulate_norms: bool = False
     """Whether a batch may be cut into micro-batches although the model has batch norms, which then see less."""
+    cuda_graphs: bool = True
+    """Whether steps become CUDA graphs on a GPU; no result depends on it. Switch it off for a model or a loss whose
+    steps go by a global variable."""

@@ -51,6 +51,7 @@ class Setting:
     checkpoint: int | None
     seed: int
     accumulate_norms: bool
+    cuda_graphs: bool
 
     def data(self) -> Data:
         """The data set; one that is made by a function is kept for the next trial of the process."""
@@ -132,6 +133,7 @@ def setting(recipe: Recipe, params: Mapping[str, Value]) -> Setting:
         checkpoint=recipe.checkpoint if recipe.checkpoint is not None else recipe.report,
         seed=recipe.seed,
         accumulate_norms=recipe.accumulate_norms,
+        cuda_graphs=recipe.cuda_graphs,
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from weft.errors import TuneError
 from weft.pipeline.determinism import deterministic
 from weft.pipeline.seeding import Seeder
 from weft.tune.cap import Cap, OutOfMemory
+from weft.tune.captured import Captured, Gradients, capturable
 from weft.tune.checkpoint import Kept, keep, newest
 from weft.tune.evaluation import evaluate
 from weft.tune.job import Fit
+from weft.tune.recorder import recorder, streamed
 from weft.tune.resident import resident
 from weft.tune.saving import offloading, recomputing
 from weft.tune.setting import Setting
@@ -74,7 +77,7 @@ def train(
     cap = Cap(device, memory)
     device = cap.device
     try:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), deterministic(device), cap:
+        with on(device, setting), cap:
             return Training(setting, fit, device, directory, cap).run(report)
     except Exception as problem:
         exceeded = cap.exceeded(problem)
@@ -103,12 +106,14 @@ class Training:
         self._began = time.perf_counter()
         self.micro = setting.batch_size if fit is None else min(fit.micro_batch, setting.batch_size)
         self._way = "whole" if fit is None else fit.way
+        self._memory = None if fit is None else fit.memory
         self._train, self._validation = parts(setting.data(), device)
         self.model = setting.build()
         if self.micro < setting.batch_size and not setting.accumulate_norms:
             refuse_norms(self.model, setting.batch_size, self.micro)
         self.model.to(device)
         self.updater = Whole(setting.optimizer, {n: p for n, p in self.model.named_parameters() if p.requires_grad})
+        self._trained = list(self.updater.parameters.values())
         self.losses = torch.zeros(setting.steps, device=device)
         self._law = {**setting.describe(), "micro_batch": self.micro, "device": device.type}
 
@@ -128,6 +133,8 @@ class Training:
             stack.enter_context(self._cap.counted(held))
             if self._way == "recompute":
                 stack.enter_context(recomputing(self.model))
+            self._captured = self._capturing(setting.steps - first)
+            stack.callback(self._captured.close)
             loader = Loader(self._train, setting.batch_size, setting.seed, device=self.device)
             batches = stack.enter_context(closing(loader.iterate(first, setting.steps)))
             for step, batch in enumerate(batches, first):
@@ -143,25 +150,43 @@ class Training:
 
     def evaluate(self) -> tuple[float, ...]:
         """The objectives on the validation part, in order; no larger a batch than fits in training."""
-        return evaluate(self.setting, self.model, self._validation, self.micro, self.device)
+        with self._captured.beside():
+            return evaluate(self.setting, self.model, self._validation, self.micro, self.device)
 
     def _step(self, step: int, batch: Batch, seeder: Seeder) -> None:
-        size = self.setting.batch_size
+        size, gradients = self.setting.batch_size, None
         for number, start in enumerate(range(0, size, self.micro)):
             part = batch if self.micro >= size else {k: v[start : start + self.micro] for k, v in batch.items()}
-            share = min(self.micro, size - start) / size
             seeder.set(step, number, "model")
-            with self._saving(), self.setting.autocast(self.device):
-                loss = self.setting.loss(self.model(*self.setting.enter(part)), part)
-            if not isinstance(loss, Tensor) or loss.dim() != 0:
-                got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise TuneError(f"the loss must return a tensor with one number, not {got}")
-            if share < 1.0:  # the mean over the batch is the mean of its parts, each by its size
-                loss = loss * share
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.losses[step].add_(loss.detach())  # stays on the device: nobody waits for it
-            del loss
+            loss, gradients = self._captured(part, gradients)
+            self.losses[step].add_(loss)  # stays on the device: nobody waits for it
+        self._give(gradients)
         self.updater.step(self.setting.schedule(step, self.setting.steps))
+
+    def _part(self, part: Batch, gradients: Gradients | None) -> tuple[Tensor, Gradients]:
+        """The loss of a micro-batch, and its gradients, in place, on top of those before it."""
+        size = self.setting.batch_size
+        share = 1.0 if self.micro >= size else len(next(iter(part.values()))) / size
+        self._give(gradients)
+        with self._saving(), self.setting.autocast(self.device):
+            loss = self.setting.loss(self.model(*self.setting.enter(part)), part)
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise TuneError(f"the loss must return a tensor with one number, not {got}")
+        if share < 1.0:  # the mean over the batch is the mean of its parts, each by its size
+            loss = loss * share
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), [parameter.grad for parameter in self._trained]
+
+    def _give(self, gradients: Gradients | None) -> None:
+        for parameter, gradient in zip(self._trained, gradients or repeat(None), strict=False):
+            parameter.grad = gradient
+
+    def _capturing(self, left: int) -> Captured:
+        """What takes so many steps."""
+        fits = self._way in ("whole", "accumulate") and capturable(self.setting, left, self._memory)
+        made = recorder(self.device) if fits else None
+        return Captured(self._part, made, self.model, self.setting.loss, self._cap.exceeded)
 
     def _pause(self, done: int, report: Report) -> None:
         """What is due between two steps."""
@@ -191,6 +216,18 @@ class Training:
     def _result(self, values: tuple[float, ...], steps: int | None = None) -> Result:
         losses = tuple(self.losses[:steps].tolist())
         return Result(values, self._cap.peak, time.perf_counter() - self._began, losses)
+
+
+@contextmanager
+def on(device: torch.device, setting: Setting) -> Iterator[None]:
+    """Where trials train: on the device, by deterministic kernels, and on the stream that can be captured."""
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        stack.enter_context(deterministic(device))
+        if setting.cuda_graphs:
+            stack.enter_context(streamed(device))
+        yield
 
 
 def parts(data: Data, device: torch.device) -> tuple[Source, Source]:

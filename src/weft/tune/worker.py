@@ -18,6 +18,9 @@ from weft.tune.job import Ended, Job, Reported
 from weft.tune.process import surroundings
 from weft.tune.wire import Line, event_message, job_of
 
+LEFT = 128 * 2**20
+"""Bytes of a device that a worker may keep between two jobs: workspaces of libraries stay for good."""
+
 
 def packed(terms: Any) -> bytes:
     """What a worker needs once, for multiprocessing's own pipe; TuneError names what another process cannot import."""
@@ -48,7 +51,7 @@ def serve(end: socket.socket, payload: bytes, device: str, threads: int | None) 
                 job = job_of(message["job"])
                 line.send({"say": "began", "job": job.id})
                 _take(job, terms, device, message["rank"], line)
-            line.send({"say": "idle", "job": job.id})
+            line.send({"say": "idle", "job": job.id, "worn": worn(device)})
 
 
 def prepare(device: str, threads: int | None) -> None:
@@ -60,6 +63,15 @@ def prepare(device: str, threads: int | None) -> None:
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     gc.freeze()  # what is imported stays: to look through it after every trial takes longer than many a trial
+
+
+def worn(device: str) -> bool:
+    """Whether the last job left memory behind that cannot be given back, such as that of a capture which broke off."""
+    if not device.startswith("cuda"):
+        return False
+    import torch
+
+    return int(torch.cuda.memory_reserved(device)) > LEFT
 
 
 def _take(job: Job, terms: Any, device: str, rank: int, line: Line) -> None:

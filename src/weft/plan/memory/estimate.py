@@ -18,7 +18,7 @@ from weft.plan.memory.kernels import Kernels, kernels
 from weft.plan.memory.replay import Peaks, fits, replay
 from weft.plan.memory.seconds import Work, step_seconds
 from weft.plan.memory.step import Trace, trace
-from weft.plan.memory.tape import Line
+from weft.plan.memory.tape import Line, Tape
 from weft.plan.memory.training import Loss, Step, Training
 from weft.units import size as shown
 from weft.units import size_of
@@ -102,6 +102,12 @@ class Estimate:
         if batch < 1:
             raise PlanError(f"a batch has at least 1 sample, not {batch}")
         return self if batch == self.batch else self._source.at(batch)
+
+    def tape(self, batch: int) -> tuple[Tape, Rules]:
+        """What a step of so many samples takes and gives back, in order, and the rules of the allocator that it asks:
+        for those who replay it another way."""
+        found = self._source.traced(batch).tape if batch == self.batch else self._source.line()[0].at(batch)
+        return found, self._source.rules
 
     def fits(self, memory: float | str, *, context: bool = True) -> bool:
         """Whether it runs on a device with so much memory (bytes, or text such as ``80GiB``), which the allocator

@@ -1,0 +1,170 @@
+"""The steps of a trial, captured: run as they are at first, then replayed as CUDA graphs, with the same bits."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.data import Batch
+from weft.tune.recorder import Recorder
+from weft.tune.setting import Setting
+from weft.tune.steady import Seen
+
+log = logging.getLogger("weft.tune")
+
+Gradients = Sequence[Tensor | None]
+Exceeded = Callable[[BaseException], object]
+"""Tells failures of memory, which are the trial's own, from all others, for which it gives None."""
+Micro = Callable[[Batch, Gradients | None], tuple[Tensor, Gradients]]
+"""One micro-batch: its loss, and the gradients so far with its own added in place. None begins a step."""
+
+OBSERVED = 2
+"""Steps that run as they are. What a model does in the first alone, such as to fill a cache, is no matter."""
+LEAST = 8
+"""Steps that must be left: to observe and to capture takes as long as several."""
+KINDS = 4
+"""Kinds of micro-batches of a step (the first, others, a smaller last one) that are captured; more are not."""
+
+
+SMALL = 2**30
+"""Bytes; a trial that takes more keeps a device busy as it is. And while it is captured, the allocator cannot give back
+what it caches to make room, so that an estimate which is a little too low would end it."""
+
+
+def capturable(setting: Setting, left: int | None = None, memory: int | None = None) -> bool:
+    """Whether a trial's steps, of which so many are left (all, if None), are worth a capture, where it takes so much
+    memory (little, if None)."""
+    steps = setting.steps if left is None else left
+    return setting.cuda_graphs and steps >= LEAST and (memory is None or memory <= SMALL)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Micro-batches of one shape, at fixed addresses."""
+
+    inputs: Batch
+    carried: Gradients
+    loss: Tensor
+    gradients: Gradients
+    replay: Callable[[], None]
+
+
+class Captured:
+    """Takes micro-batches as ``function`` does, and gives what it gives, until the next call overwrites that.
+
+    The first steps are observed while they run as they are: one that waits for the host, draws there or changes what
+    the model keeps there is never captured, nor is one that torch refuses to capture; the log says why, and no result
+    depends on it. With no recorder all steps run as they are.
+    """
+
+    def __init__(
+        self, function: Micro, recorder: Recorder | None, model: nn.Module, loss: Any, exceeded: Exceeded
+    ) -> None:
+        self._function, self._recorder, self._exceeded = function, recorder, exceeded
+        self._model, self._loss = model, loss
+        self._kinds: dict[Hashable, _Kind | None] = {}
+        self._steps = 0
+        if any(isinstance(part, nn.RNNBase) and part.num_layers > 1 and part.dropout for part in model.modules()):
+            self._refuse("its recurrent layers drop by a generator of their own")
+
+    def __call__(self, batch: Batch, carried: Gradients | None) -> tuple[Tensor, Gradients]:
+        recorder = self._recorder
+        if recorder is None:
+            return self._function(batch, carried)
+        self._steps += carried is None
+        name = _name(batch, carried, recorder.aligned)
+        if self._steps <= OBSERVED:
+            return self._observed(name, batch, carried, recorder)
+        kind = self._kinds.get(name) or self._capture(name, batch, carried, recorder)
+        if kind is None or any(a is not b for a, b in zip(kind.carried, carried or (), strict=True)):
+            self._refuse("its batches change from step to step")
+            return self._function(batch, carried)
+        for key, value in batch.items():
+            kind.inputs[key].copy_(value)
+        kind.replay()
+        return kind.loss, kind.gradients
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """A block between two steps that takes memory, and keeps none: it uses that of the graphs."""
+        if self._recorder is None:
+            yield
+            return
+        recorder, before = self._recorder, self._recorder.held()
+        with recorder.pooled():
+            yield
+        if any(self._kinds.values()) and recorder.held() != before:
+            gc.collect()
+            if recorder.held() != before:  # a replay would write over what stayed
+                self._refuse("what it is judged by keeps tensors on the device")
+
+    def close(self) -> None:
+        """Nothing is taken any more, and all memory is given back at once, for the trials beside this one."""
+        self._as_it_is()
+        del self._function  # which may hold this object in turn
+
+    def _observed(
+        self, name: Hashable, batch: Batch, carried: Gradients | None, recorder: Recorder
+    ) -> tuple[Tensor, Gradients]:
+        with recorder.observed() as refused:
+            before = Seen(self._model, self._loss)
+            found = self._function(batch, carried)
+            after = Seen(self._model, self._loss)
+        if self._steps < OBSERVED:
+            return found
+        self._kinds[name] = None
+        if before != after:
+            refused.append("it changes what the model keeps on the host, or draws there")
+        if len(self._kinds) > KINDS:
+            refused.append(f"a step has more than {KINDS} kinds of micro-batches")
+        if refused:
+            self._refuse(refused[0])
+        return found
+
+    def _capture(self, name: Hashable, batch: Batch, carried: Gradients | None, recorder: Recorder) -> _Kind | None:
+        if name not in self._kinds:
+            return None
+        try:
+            inputs = {key: _alike(value, recorder.aligned).copy_(value) for key, value in batch.items()}
+            (loss, gradients), replay = recorder.capture(lambda: self._function(inputs, carried))
+        except Exception as problem:
+            if self._exceeded(problem) is not None:
+                raise
+            self._refuse(f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}")
+            return None
+        kind = self._kinds[name] = _Kind(inputs, tuple(carried or ()), loss, gradients, replay)
+        return kind
+
+    def _refuse(self, why: str) -> None:
+        if self._recorder is not None:
+            log.info("a trial runs without CUDA graphs: %s", why)
+        self._as_it_is()
+
+    def _as_it_is(self) -> None:
+        self._kinds.clear()
+        if self._recorder is not None:
+            self._recorder.close()
+        self._recorder = None
+
+
+def _name(batch: Batch, carried: Gradients | None, aligned: int) -> Hashable:
+    """All that kernels are chosen by, with where a tensor begins: a copy that lies otherwise might be summed in
+    another order."""
+    lies = ((key, t.shape, t.stride(), t.dtype, t.data_ptr() % aligned) for key, t in batch.items())
+    return (*lies, None if carried is None else tuple(gradient is None for gradient in carried))
+
+
+def _alike(tensor: Tensor, aligned: int) -> Tensor:
+    """An empty tensor that lies as this one does."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    room = torch.empty(aligned + span * tensor.element_size(), dtype=torch.uint8, device=tensor.device)
+    start = (tensor.data_ptr() - room.data_ptr()) % aligned
+    flat = room[start : start + span * tensor.element_size()].view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())

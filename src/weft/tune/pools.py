@@ -1,0 +1,34 @@
+"""What a step reserves where it is captured: its forwards and backwards have a pool of memory of their own."""
+
+from __future__ import annotations
+
+from weft.plan.memory.allocator import CachingAllocator, Rules
+from weft.plan.memory.tape import Tape
+
+
+def reserved_apart(tape: Tape, rules: Rules) -> int:
+    """Bytes that are reserved at most: what one pool has free, the other cannot use.
+
+    The batch lies outside, with the weights and the optimizer's states. As in a replay of one pool, the larger figure
+    of both directions counts.
+    """
+    return max(_reserved(tape, rules, descending) for descending in (False, True))
+
+
+def _reserved(tape: Tape, rules: Rules, descending: bool) -> int:
+    outside, inside = (CachingAllocator(rules, descending=descending) for _ in range(2))
+    blocks = {}
+    phase = most = 0
+    for event in tape.order:
+        number = abs(event) - 1
+        if event == 0:
+            phase += 1
+        elif event > 0 and tape.sizes[number]:
+            captured = tape.phases[phase] in ("forward", "backward") and tape.parts[number] != "batch"
+            pool = inside if captured else outside
+            blocks[number] = pool, pool.alloc(tape.sizes[number])
+            most = max(most, outside.reserved + inside.reserved)
+        elif event < 0 and tape.sizes[number]:
+            pool, block = blocks.pop(number)
+            pool.free(block)
+    return most

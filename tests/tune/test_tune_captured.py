@@ -1,0 +1,427 @@
+"""Steps that are replayed: the same bits as steps that run as they are, and what cannot be replayed runs as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from standin import Standin
+from torch import Tensor, nn
+
+import weft
+from weft.data import Data, digits
+from weft.pipeline import cross_entropy
+from weft.plan.memory.allocator import Rules
+from weft.plan.memory.replay import replay
+from weft.plan.memory.tape import Tape
+from weft.runs import Checkpoints
+from weft.tune.captured import KINDS, LEAST, OBSERVED, Captured, _alike
+from weft.tune.fusion import train_fused
+from weft.tune.job import Fit
+from weft.tune.peaks import peaks
+from weft.tune.pools import reserved_apart
+from weft.tune.recipe import Recipe
+from weft.tune.setting import Setting, setting
+from weft.tune.steady import Seen
+from weft.tune.training import OutOfMemory, Result, train
+
+STEPS = 14
+MODELS = ("mlp", "conv", "transformer", "idle", "caches")
+
+
+def mlp(params: Any) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 10))
+
+
+def conv(params: Any) -> nn.Module:
+    body = [nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(0.2), nn.Conv2d(4, 6, 3, 2)]
+    return nn.Sequential(*body, nn.ReLU(), nn.Flatten(), nn.Linear(24, 10))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(8, 16), nn.Linear(16, 10)
+        self.places = nn.Parameter(torch.randn(8, 16), requires_grad=False)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, image: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(self.enter(image.flatten(1, 2)) + self.places).mean(1))
+        return out
+
+
+def transformer(params: Any) -> nn.Module:
+    return Transformer()
+
+
+class Idle(nn.Module):
+    """One of its layers gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.spare = nn.Linear(64, 10), nn.Linear(3, 3)
+
+    def forward(self, image: Tensor) -> Tensor:
+        out: Tensor = self.head(image.flatten(1))
+        return out
+
+
+class Odd(nn.Module):
+    """What it does differs from forward to forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.head, self.how, self.count, self.mean = nn.Linear(64, 10), how, 0, torch.ones(())
+        self.own = np.random.default_rng(0)
+
+    def forward(self, image: Tensor) -> Tensor:
+        out: Tensor = self.head(image.flatten(1))
+        if not self.training:
+            return out
+        if self.how == "counts":
+            self.count += 1
+            return out * self.count
+        if self.how == "keeps":
+            self.mean = 0.9 * self.mean + out.mean().detach()
+            return out * self.mean
+        return out * float(self.own.random() if self.how == "draws" else np.random.rand())  # noqa: NPY002
+
+
+@contextmanager
+def recorded() -> Iterator[list[Standin]]:
+    """The recorders that trainings within the block are given."""
+    found: list[Standin] = []
+
+    def recorder(device: torch.device) -> Standin:
+        found.append(Standin())
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("training", "fusion"):
+            patch.setattr(f"weft.tune.{module}.recorder", recorder)
+        yield found
+    assert all(one.closed for one in found)
+
+
+class Caches(nn.Module):
+    """Makes in its first forward what it needs in all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.places = nn.Linear(64, 10), torch.zeros(0)
+
+    def forward(self, image: Tensor) -> Tensor:
+        if not len(self.places):
+            self.places = torch.linspace(0, 1, 64)
+        out: Tensor = self.head(image.flatten(1) + self.places)
+        return out
+
+
+@pytest.fixture(scope="module")
+def data() -> Data:
+    return digits()
+
+
+def recipe(data: Data, model: Any, **fields: Any) -> Recipe:
+    given: dict[str, Any] = {"steps": STEPS, "batch_size": 16, "report": 5, "options": {"lr": 0.02}} | fields
+    metrics = {"accuracy": weft.accuracy}
+    return Recipe(model=model, data=data, metrics=metrics, objectives=("accuracy", "loss"), **given)
+
+
+def cut(micro: int) -> Fit:
+    return Fit("accumulate", micro, -(-16 // micro), 1, 0, None, "")
+
+
+def run(one: Setting, folder: Path, fit: Fit | None = None) -> tuple[Result, dict[str, Tensor]]:
+    result = train(one, fit, device="cpu", directory=folder, report=lambda *_: False)
+    return result, kept(folder)
+
+
+def kept(folder: Path) -> dict[str, Tensor]:
+    """What the last two checkpoints hold: the earlier has the optimizer's state, the last the weights."""
+    steps = Checkpoints(folder / "checkpoints").steps()[-2:]
+    return {
+        f"{step} {n}": t for step in steps for n, t in Checkpoints(folder / "checkpoints").load(step).tensors.items()
+    }
+
+
+def check_same(one: Any, other: Any) -> None:
+    (mine, tensors), (its, wanted) = one, other
+    assert mine.losses == its.losses
+    assert mine.values == its.values
+    assert tensors.keys() == wanted.keys()
+    assert any(name.startswith("10 ") for name in tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
+@pytest.mark.parametrize("fit", [None, cut(6), cut(4)], ids=["whole", "6, 6 and 4", "four of 4"])
+@pytest.mark.parametrize("model", [mlp, conv, transformer, lambda _: Idle(), lambda _: Caches()], ids=MODELS)
+def test_replayed_steps_have_the_bits_of_steps_that_run_as_they_are(
+    model: Any, fit: Fit | None, data: Data, tmp_path: Path
+) -> None:
+    one = setting(recipe(data, model, accumulate_norms=True, schedule="cosine"), {})
+    wanted = run(one, tmp_path / "plain", fit)
+    with recorded() as made:
+        check_same(run(one, tmp_path / "replayed", fit), wanted)
+    assert len(made) == 1
+    assert made[0].captures == (1 if fit is None else 3)  # labels of every other part of 4 lie across a boundary
+    assert made[0].replays == (STEPS - OBSERVED) * (1 if fit is None else fit.accumulate)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop"])
+def test_any_optimizer_and_precision_is_replayed(optimizer: str, precision: str, data: Data, tmp_path: Path) -> None:
+    one = setting(recipe(data, mlp, optimizer=optimizer, precision=precision), {})
+    wanted = run(one, tmp_path / "plain")
+    with recorded() as made:
+        check_same(run(one, tmp_path / "replayed"), wanted)
+    assert made[0].replays == STEPS - OBSERVED
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_trial_that_is_killed_goes_on_from_its_checkpoint_and_is_captured_again(data: Data, tmp_path: Path) -> None:
+    one = setting(recipe(data, conv, steps=20), {})
+    wanted = run(one, tmp_path / "plain", None)
+
+    def report(step: int, values: Any) -> bool:
+        if step == 10:
+            raise Killed
+        return False
+
+    with recorded() as made:
+        with pytest.raises(Killed):
+            train(one, None, device="cpu", directory=tmp_path / "killed", report=report)
+        resumed, tensors = run(one, tmp_path / "killed")
+    assert resumed.losses == wanted[0].losses
+    assert resumed.values == wanted[0].values
+    assert all(torch.equal(tensor, wanted[1][name]) for name, tensor in tensors.items())
+    assert [one.replays for one in made] == [10 - OBSERVED, 15 - OBSERVED]  # from the checkpoint of step 5
+
+
+@pytest.mark.parametrize("how", ["counts", "keeps", "draws", "draws globally"])
+def test_a_model_that_changes_on_the_host_runs_as_it_is(
+    how: str, data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = setting(recipe(data, lambda _: Odd(how)), {})
+    np.random.seed(3)  # noqa: NPY002
+    wanted = run(one, tmp_path / "plain")
+    np.random.seed(3)  # noqa: NPY002
+    with recorded() as made, caplog.at_level("INFO", "weft.tune"):
+        check_same(run(one, tmp_path / "odd"), wanted)
+    assert (made[0].captures, made[0].replays) == (0, 0)
+    assert "runs without CUDA graphs: it changes what the model keeps on the host" in caplog.text
+
+
+def test_a_capture_that_fails_leaves_no_trace(
+    data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = setting(recipe(data, conv, accumulate_norms=True), {})
+    wanted = run(one, tmp_path / "plain", cut(8))
+    capture = Standin.capture
+
+    def second_fails(self: Standin, function: Any) -> Any:
+        self.fails = RuntimeError("no such kernel\nat all") if self.captures else None
+        return capture(self, function)
+
+    monkeypatch.setattr(Standin, "capture", second_fails)
+    with recorded() as made, caplog.at_level("INFO", "weft.tune"):
+        check_same(run(one, tmp_path / "failed", cut(8)), wanted)
+    assert (made[0].captures, made[0].replays) == (2, 1)
+    assert "without CUDA graphs: RuntimeError: no such kernel" in caplog.text
+
+
+def test_memory_that_a_capture_lacks_is_the_trials_own(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Standin, "capture", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
+    with recorded(), pytest.raises(OutOfMemory):
+        run(setting(recipe(data, mlp), {}), tmp_path)
+
+
+def test_what_judges_a_trial_must_keep_no_tensor(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Standin, "keeps", 1)
+    with recorded() as made:
+        run(setting(recipe(data, mlp), {}), tmp_path)
+    assert made[0].replays == 5 - OBSERVED  # up to the first report
+
+
+@pytest.mark.parametrize(
+    ("fields", "fit"),
+    [
+        ({"steps": LEAST - 1, "report": None}, None),
+        ({"cuda_graphs": False}, None),
+        ({}, Fit("recompute", 16, 1, 1, 0, None, "")),
+        ({}, Fit("offload", 16, 1, 1, 0, None, "")),
+    ],
+)
+def test_steps_that_are_not_worth_it_are_not_recorded(
+    fields: dict[str, Any], fit: Fit | None, data: Data, tmp_path: Path
+) -> None:
+    with recorded() as made:
+        train(setting(recipe(data, mlp, **fields), {}), fit, device="cpu", directory=tmp_path, report=lambda *_: False)
+    assert made == []
+
+
+def doubled(batch: Any, carried: Any) -> Any:
+    found = 2 * batch["x"]
+    return found.sum(), [found if carried is None else carried[0].add_(found)]
+
+
+def summed(batch: Any, carried: Any) -> Any:
+    found = batch["x"].sum()
+    return found, [found.clone() if carried is None else carried[0].add_(found)]
+
+
+def made_of(function: Any, recorder: Any) -> Captured:
+    return Captured(function, recorder, nn.Linear(1, 1), cross_entropy, lambda problem: None)
+
+
+def test_batches_that_change_their_shape_run_as_they_are() -> None:
+    recorder: Any = Standin()
+    captured = made_of(doubled, recorder)
+    for step, size in enumerate((3, 3, 3, 3, 5, 3)):
+        x = torch.full((size,), float(step))
+        loss, gradients = captured({"x": x}, None)
+        assert loss.item() == 2 * size * step
+        assert torch.equal(gradients[0], 2 * x)  # type: ignore[arg-type]
+    assert recorder.replays == 2
+    assert recorder.closed
+
+
+def test_a_step_of_many_kinds_of_micro_batches_runs_as_it_is() -> None:
+    for kinds, replays in ((KINDS, KINDS), (KINDS + 1, 0)):
+        recorder: Any = Standin()
+        captured = made_of(summed, recorder)
+        for _ in range(OBSERVED + 1):
+            carried = None
+            for size in range(1, kinds + 1):
+                loss, carried = captured({"x": torch.ones(size)}, carried)
+                assert loss.item() == size
+            assert carried[0].item() == kinds * (kinds + 1) / 2
+        assert recorder.replays == replays
+
+
+def test_gradients_that_are_not_added_in_place_cannot_be_replayed() -> None:
+    recorder: Any = Standin()
+    captured = made_of(lambda batch, carried: (batch["x"].sum(), [torch.ones(2)]), recorder)
+    for _ in range(OBSERVED + 1):
+        carried = None
+        for value in (1.0, 2.0, 3.0):
+            loss, carried = captured({"x": torch.full((1,), value)}, carried)
+            assert loss.item() == value
+    assert recorder.replays == 2  # the third is of the second's kind, and has other gradients before it
+
+
+def test_recurrent_layers_that_drop_are_refused() -> None:
+    for layers, dropout, closed in ((2, 0.1, True), (2, 0.0, False)):
+        recorder: Any = Standin()
+        Captured(doubled, recorder, nn.GRU(2, 2, layers, dropout=dropout), cross_entropy, lambda problem: None)
+        assert recorder.closed == closed
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int64])
+def test_a_copy_lies_as_its_original_does(dtype: torch.dtype, start: int) -> None:
+    whole = torch.arange(60).reshape(6, 10).to(dtype)
+    for tensor in (whole[start:], whole.t()[start:], whole[start:, ::2]):
+        copy = _alike(tensor, 64).copy_(tensor)
+        assert copy.stride() == tensor.stride()
+        assert copy.data_ptr() % 64 == tensor.data_ptr() % 64
+        assert torch.equal(copy, tensor)
+
+
+def test_what_a_forward_leaves_alone_is_seen_as_the_same() -> None:
+    model = conv({})
+    before = Seen(model, cross_entropy)
+    model(torch.randn(3, 1, 8, 8)).sum().backward()  # running statistics are written into, where they lie
+    assert Seen(model, cross_entropy) == before
+    loss = nn.CrossEntropyLoss()
+    before = Seen(model, loss)
+    loss.label_smoothing = 0.1
+    assert Seen(model, loss) != before
+    before = Seen(model, loss)
+    model[1].running_mean = torch.zeros(4)
+    assert Seen(model, loss) != before
+    before = Seen(model, loss)
+    model.extra = [lambda: 0, {"a": (1, 2)}]  # type: ignore[assignment]
+    assert Seen(model, loss) != before
+    before = Seen(model, loss)
+    assert Seen(model, loss) == before
+    model.extra[1]["a"] = (1, 3)  # type: ignore[index,operator]
+    assert Seen(model, loss) != before
+    model.extra = (one for one in ())  # type: ignore[assignment]  # nobody can tell where it stands
+    assert Seen(model, loss) != Seen(model, loss)
+
+
+def fused(settings: list[Setting], folder: Path, fit: Fit | None, pruned: Any = ()) -> tuple[dict[int, Any], Any]:
+    found: dict[int, Any] = {}
+    folders = [folder / str(lane) for lane in range(len(settings))]
+    report = lambda lane, step, values: (lane, step) in pruned  # noqa: E731
+    train_fused(settings, fit, device="cpu", directories=folders, report=report, ended=found.__setitem__)
+    return found, [kept(folder) for lane, folder in enumerate(folders) if found[lane] != "pruned"]
+
+
+@pytest.mark.parametrize("fit", [None, cut(6)], ids=["whole", "6, 6 and 4"])
+@pytest.mark.parametrize("model", [mlp, conv, transformer])
+def test_fused_lanes_are_replayed_with_the_same_bits(model: Any, fit: Fit | None, data: Data, tmp_path: Path) -> None:
+    told = recipe(data, model, steps=20, report=5, accumulate_norms=True, optimizer="sgd")
+    for alike in (False, True) if model is mlp else (False,):
+        own = [{"lr": 0.02 * (lane + 1), "dropout": 0.1 * lane, "seed": 0 if alike else lane} for lane in range(3)]
+        settings = [setting(replace(told, options={"momentum": 0.9}), params) for params in own]
+        wanted = fused(settings, tmp_path / f"plain{alike}", fit, {(1, 10)})
+        with recorded() as made:
+            found = fused(settings, tmp_path / f"replayed{alike}", fit, {(1, 10)})
+        assert found[0][1] == wanted[0][1] == "pruned"
+        for lane in (0, 2):
+            assert found[0][lane].losses == wanted[0][lane].losses
+            assert found[0][lane].values == wanted[0][lane].values
+        for mine, its in zip(found[1], wanted[1], strict=True):
+            assert mine.keys() == its.keys()
+            assert all(torch.equal(tensor, its[name]) for name, tensor in mine.items())
+        parts = 1 if fit is None else fit.accumulate
+        assert [(one.captures, one.replays) for one in made] == [
+            (parts, (10 - OBSERVED) * parts)
+        ] * 2  # anew once a lane has left
+
+
+def test_what_one_pool_has_free_the_other_cannot_use() -> None:
+    mib = 2**20
+    tape = Tape(
+        # Set-up: 4 of weights. Forward: 40 and 30, of which 40 is free again before the optimizer wants 40.
+        order=(1, 0, 2, 3, 0, -2, -3, 0, 4, -4),
+        sizes=(4 * mib, 40 * mib, 30 * mib, 40 * mib),
+        parts=("weights", "activations", "activations", "optimizer"),
+        modules=("",) * 4,
+        phases=("setup", "forward", "backward", "optimizer"),
+    )
+    assert replay(tape).reserved == (20 + 40 + 30) * mib  # weights share a segment of 20
+    assert reserved_apart(tape, Rules()) == (20 + 40 + 30 + 40) * mib
+
+
+def test_a_captured_trial_is_given_the_memory_of_its_graphs(data: Data) -> None:
+    one = setting(recipe(data, mlp, batch_size=256), {})
+    short, plain = (replace(one, steps=LEAST - 1), replace(one, cuda_graphs=False))
+    needs = [peaks(each, "whole", "h200", accumulate=False).at(256) for each in (one, short, plain)]
+    assert needs[0] > needs[1] == needs[2]
+    assert peaks(one, "recompute", "h200", accumulate=False).at(256) == peaks(
+        plain, "recompute", "h200", accumulate=False
+    ).at(256)
+
+
+def test_the_largest_micro_batch_is_the_largest_that_fits(data: Data) -> None:
+    found = peaks(setting(recipe(data, mlp, batch_size=512), {}), "whole", "h200", accumulate=True)
+    room = found.at(200)
+    largest = found.largest(room)
+    assert largest >= 200
+    assert found.at(largest) <= room < found.at(largest + 1)

@@ -1,0 +1,235 @@
+"""Steps that are replayed as CUDA graphs: the same bits as without, and hardly more memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import weft
+from weft.data import Data, Tensors
+from weft.keys import generator
+from weft.runs import Checkpoints
+from weft.tune.fusion import train_fused
+from weft.tune.job import Fit
+from weft.tune.recipe import Recipe
+from weft.tune.recorder import Graphs
+from weft.tune.setting import Setting, setting
+from weft.tune.training import OutOfMemory, Result, train
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+STEPS = 14
+
+
+def pictures() -> Data:
+    drawn = generator(0, "pictures")
+    image = torch.from_numpy(drawn.normal(size=(640, 3, 16, 16)).astype("float32"))
+    label = torch.from_numpy(drawn.integers(0, 10, 640))
+    train, held = (Tensors(image=image[rows], label=label[rows]) for rows in (slice(512), slice(512, None)))
+    return Data("pictures", train, held)
+
+
+def mlp(params: Any) -> nn.Module:
+    width = params.get("width", 256)
+    return nn.Sequential(
+        *(nn.Flatten(), nn.Linear(768, width), nn.GELU(), nn.Dropout(0.2)),
+        *(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.2), nn.Linear(width, 10)),
+    )
+
+
+def convolved(norm: Callable[[], nn.Module]) -> Callable[[Any], nn.Module]:
+    def build(params: Any) -> nn.Module:
+        rows = [nn.Sequential(norm(), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.Dropout2d(0.1)) for _ in range(3)]
+        return nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1), *rows, nn.Flatten(), nn.Linear(2048, 10))
+
+    return build
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int, depth: int, dropout: float) -> None:
+        super().__init__()
+        self.enter, self.head, self.dropout = nn.Linear(48, width), nn.Linear(width, 10), dropout
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(depth))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.enter(image.reshape(len(image), 16, 48))
+        for norm, qkv, mlp in zip(self.norms, self.qkv, self.mlps, strict=True):
+            q, k, v = (one.unflatten(-1, (4, -1)).transpose(1, 2) for one in qkv(norm(x)).chunk(3, -1))
+            drop = self.dropout if self.training else 0.0
+            x = x + F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + mlp(x)
+        out: Tensor = self.head(x.mean(1))
+        return out
+
+
+def transformer(params: Any) -> nn.Module:
+    return Transformer(128, 2, 0.1)
+
+
+class Waits(nn.Module):
+    """Something of it keeps it from being captured."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.body, self.how = mlp({}), how
+
+    def forward(self, image: Tensor) -> Tensor:
+        out: Tensor = self.body(image)
+        if self.how == "reads":
+            return out * (2.0 if float(out.detach().mean()) > 0 else 1.0)
+        if self.how == "draws":
+            return out * torch.rand(()).item()
+        if self.how == "waits unseen":
+            torch.cuda.synchronize()
+        return out
+
+
+MODELS = {
+    "mlp": mlp,
+    "conv": convolved(lambda: nn.GroupNorm(4, 32)),
+    "normed": convolved(lambda: nn.BatchNorm2d(32)),
+    "transformer": transformer,
+}
+
+
+@pytest.fixture(scope="module")
+def data() -> Data:
+    return pictures()
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for each capture that succeeded."""
+    found: list[str] = []
+    capture = Graphs.capture
+
+    def counting(self: Graphs, function: Any) -> Any:
+        result = capture(self, function)
+        found.append("captured")
+        return result
+
+    monkeypatch.setattr(Graphs, "capture", counting)
+    return found
+
+
+def recipe(data: Data, model: Any, **fields: Any) -> Recipe:
+    given: dict[str, Any] = {"steps": STEPS, "batch_size": 64, "report": 5, "options": {"lr": 0.002}} | fields
+    metrics = given.pop("metrics", {"accuracy": weft.accuracy})
+    return Recipe(model=model, data=data, metrics=metrics, objectives=(*metrics, "loss"), **given)
+
+
+def run(one: Setting, folder: Path, fit: Fit | None = None, **limits: Any) -> Result:
+    return train(one, fit, device="cuda", directory=folder, report=lambda *_: False, **limits)
+
+
+def check_same(one: Setting, folder: Path, fit: Fit | None = None) -> None:
+    wanted = run(replace(one, cuda_graphs=False), folder / "plain", fit)
+    found = run(one, folder / "graphs", fit)
+    assert found.losses == wanted.losses
+    assert found.values == wanted.values
+    check_kept(folder / "graphs", folder / "plain")
+
+
+def check_kept(mine: Path, its: Path) -> None:
+    for step in (10, STEPS):
+        one, other = (Checkpoints(folder / "checkpoints").load(step).tensors for folder in (mine, its))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", list(MODELS))
+def test_graphs_give_the_same_bits(model: str, precision: str, data: Data, tmp_path: Path, captures: list[str]) -> None:
+    check_same(setting(recipe(data, MODELS[model], precision=precision, schedule="cosine"), {}), tmp_path)
+    assert len(captures) == 1
+
+
+@pytest.mark.parametrize("micro", [32, 23])
+@pytest.mark.parametrize("model", list(MODELS))
+def test_graphs_of_micro_batches_give_the_same_bits(
+    model: str, micro: int, data: Data, tmp_path: Path, captures: list[str]
+) -> None:
+    one = setting(recipe(data, MODELS[model], accumulate_norms=True, optimizer="sgd"), {})
+    check_same(one, tmp_path, Fit("accumulate", micro, -(-64 // micro), 1, 0, None, ""))
+    assert len(captures) == -(-64 // micro)
+
+
+@pytest.mark.parametrize("how", ["reads", "draws", "waits unseen"])
+def test_what_cannot_be_captured_leaves_no_trace(how: str, data: Data, tmp_path: Path, captures: list[str]) -> None:
+    check_same(setting(recipe(data, lambda _: Waits(how)), {}), tmp_path / how)
+    assert captures == []
+    check_same(setting(recipe(data, mlp), {}), tmp_path / "next")  # in the same process
+    assert len(captures) == 1
+
+
+def test_a_metric_that_keeps_a_tensor_is_not_written_over(data: Data, tmp_path: Path, captures: list[str]) -> None:
+    known: list[Tensor] = []
+
+    def distance(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+        if not known:
+            known.append(torch.linspace(0, 1, 1 << 20, device=outputs.device))
+        return known[0].mean() + outputs.sum(), len(outputs)
+
+    one = setting(recipe(data, mlp, metrics={"distance": distance}), {})
+    wanted = run(replace(one, cuda_graphs=False), tmp_path / "plain")
+    known.clear()
+    found = run(one, tmp_path / "graphs")
+    assert (found.losses, found.values) == (wanted.losses, wanted.values)
+    assert torch.equal(known[0], torch.linspace(0, 1, 1 << 20, device="cuda"))
+    assert len(captures) == 1
+
+
+@pytest.mark.parametrize("model", ["mlp", "normed", "transformer"])
+def test_fused_lanes_give_the_same_bits(model: str, data: Data, tmp_path: Path, captures: list[str]) -> None:
+    found: dict[bool, dict[int, Any]] = {True: {}, False: {}}
+    for graphs, ended in found.items():
+        told = recipe(data, MODELS[model], optimizer="adamw", steps=24, cuda_graphs=graphs)
+        settings = [setting(told, {"lr": 0.001 * (n + 1), "dropout": 0.1 * n, "seed": n}) for n in range(3)]
+        train_fused(
+            settings,
+            None,
+            device="cuda",
+            directories=[tmp_path / f"{graphs}{lane}" for lane in range(3)],
+            report=lambda lane, step, values: (lane, step) == (1, 10),
+            ended=ended.__setitem__,
+        )
+    assert found[True][1] == found[False][1] == "pruned"
+    for lane in (0, 2):
+        assert found[True][lane].losses == found[False][lane].losses
+        assert found[True][lane].values == found[False][lane].values
+    assert len(captures) == 2  # and anew once a lane has left
+
+
+@pytest.mark.parametrize("model", ["transformer", "mlp", "conv"])
+@pytest.mark.parametrize("micro", [512, 128])
+def test_graphs_take_hardly_more_memory(
+    model: str, micro: int, data: Data, tmp_path: Path, captures: list[str]
+) -> None:
+    built = {"transformer": lambda _: Transformer(512, 6, 0.1), "mlp": lambda _: mlp({"width": 4096})}
+    one = setting(recipe(data, built.get(model, MODELS[model]), batch_size=512), {})
+    fit = Fit("accumulate", micro, 512 // micro, 1, 0, None, "")
+    torch.cuda.empty_cache()
+    peaks = [run(replace(one, cuda_graphs=on), tmp_path / str(on), fit).peak or 0 for on in (False, True)]
+    print(f"reserved, {model} of {micro}: {peaks[0] / 2**20:.0f} MiB as it is, {peaks[1] / 2**20:.0f} with graphs")
+    assert peaks[1] <= 1.05 * peaks[0] + 64 * 2**20
+    assert len(captures) == min(512 // micro, 2)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < 256 * 2**20  # a trial gives all of it back
+
+
+def test_memory_that_graphs_lack_is_the_trials_own(data: Data, tmp_path: Path) -> None:
+    one = setting(recipe(data, lambda _: Transformer(512, 6, 0.1), batch_size=512), {})
+    with pytest.raises(OutOfMemory):
+        run(one, tmp_path, memory=600 * 2**20)
