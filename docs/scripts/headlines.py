@@ -172,7 +172,7 @@ HEADLINES: dict[str, Headline] = {
     "residency": Headline(
         "Layers that live on the host",
         tables.residency,
-        ((README, "To reach were 98 % of the resident speed", "at 512 tokens)."),),
+        ((README, "To reach were 98 % of the resident speed", "which waits for the bus)."),),
     ),
     "tune": Headline(
         "A study of 64 candidates",
