@@ -26,8 +26,9 @@ KNOWN = 512
 """Fits that are remembered: trials of one shape are common, and a trace takes seconds."""
 _known: dict[Hashable, Fit] = {}
 
-MARGIN = 0.05
-"""The share of a device that is left free: estimates may be too low by that much."""
+MARGIN = 0.02
+"""The share of a device that is left free: the allocator gives back what it caches before it fails, and what is
+allocated is known to one percent."""
 
 
 SECONDS = 20.0

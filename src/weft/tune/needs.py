@@ -12,6 +12,8 @@ from weft.tune.attempt import Terms
 from weft.tune.job import Fit
 from weft.tune.recipe import CONTINUOUS, Recipe
 
+BEYOND = 0.05
+"""The part of its estimate that a trial may take beyond it, since others lie beside it."""
 SLACK = 128 * 2**20
 """Bytes that a trial may take of a GPU beyond its estimate: what workers that live on leave lying between blocks."""
 TINY = 16 * 2**10
@@ -69,11 +71,11 @@ def need(terms: Terms, params: Mapping[str, Value], memory: int | None, devices:
         shape = shape_key(chosen)
     if memory is None:
         return Need(None, None, shape, kind_of(params), chosen.steps)
-    from weft.tune.fit import MARGIN, fit
+    from weft.tune.fit import fit
 
     chosen.data()  # made once, here, where tensors are real
     found = fit(chosen, devices, memory, kind)
-    needed = min(int(found.memory * (1 + MARGIN)) + (TINY if kind == "cpu" else SLACK), memory)
+    needed = min(int(found.memory * (1 + BEYOND)) + (TINY if kind == "cpu" else SLACK), memory)
     lane = found.degree == 1 and found.memory <= memory * LANE
     return Need(needed, found, shape if lane else None, kind_of(params), chosen.steps)
 

@@ -1,0 +1,92 @@
+"""The largest micro-batch that fits a device: what weft says before anything runs, against what really does.
+
+    python benchmarks/microbatch.py [--device cuda:0|cpu] [--json FILE] [--quick]
+
+Candidates of benchmarks/tune_models.py whose batch does not fit into a part of the device's memory. ``told`` is weft's
+largest micro-batch (tune/fit, with its margin), ``true`` the largest that trains: found by halving, with real steps of
+real trainings under a limit that the allocator keeps. Each probe that runs out of memory is one that a user of weft
+never has. Rows are `family, width, depth, precision, optimizer, memory_gib, told, true, ratio, fits, probes`: `fits`
+says whether the one that was told trains. To reach: told at least 0.95 of true, and all that were told fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from machine import write
+from tune_models import recipe
+
+from weft.tune.fit import MARGIN
+from weft.tune.job import Fit
+from weft.tune.peaks import peaks
+from weft.tune.setting import Setting, setting
+from weft.tune.training import OutOfMemory, train
+from weft.units import size
+
+GIB = 2**30
+CASES = [
+    ("transformer", 512, 8, "bf16", "adamw", 8.0),
+    ("transformer", 512, 8, "fp32", "adamw", 12.0),
+    ("transformer", 1024, 4, "bf16", "sgd", 8.0),
+    ("transformer", 128, 12, "bf16", "adamw", 4.0),
+    ("conv", 256, 8, "bf16", "adamw", 4.0),
+    ("conv", 512, 6, "fp32", "sgd", 12.0),
+    ("conv", 128, 12, "bf16", "adamw", 3.0),
+    ("mlp", 1024, 16, "fp32", "adamw", 1.0),
+]
+QUICK = [("mlp", 64, 2, "fp32", "adamw", 0.01), ("conv", 32, 2, "fp32", "sgd", 0.02)]
+
+
+def trains(made: Setting, micro: int, device: str, memory: int) -> bool:
+    """Whether steps with micro-batches of this size keep to so much memory."""
+    parts = -(-made.batch_size // micro)
+    fit = Fit("accumulate" if parts > 1 else "whole", micro, parts, 1, memory, None, "")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            train(made, fit, device=device, memory=memory, directory=Path(folder), report=lambda step, values: False)
+        except OutOfMemory:
+            return False
+    return True
+
+
+def measured(case: tuple[Any, ...], device: str, batch: int) -> dict[str, Any]:
+    family, width, depth, precision, optimizer, gib = case
+    given = recipe(batch_size=batch, steps=5, precision=precision, optimizer=optimizer)
+    made = setting(given, {"family": family, "width": width, "depth": depth, "lr": 1e-4})
+    kind = "cpu" if device == "cpu" else torch.cuda.get_device_properties(device).name
+    found, memory = peaks(made, "whole", kind, accumulate=True), int(gib * GIB)
+    told = min(found.largest(int(memory * (1 - MARGIN)) - found.context), batch)
+    room = memory - found.context
+    fits = told > 0 and trains(made, told, device, room)
+    low, high, probes = (told, min(2 * told, batch) + 1, 1) if fits else (0, max(told, 2), 1)
+    while high - low > max(1, low // 200):  # to half a percent
+        middle = (low + high) // 2
+        probes += 1
+        low, high = (middle, high) if trains(made, middle, device, room) else (low, middle)
+    names = ("family", "width", "depth", "precision", "optimizer", "memory_gib")
+    row = {**dict(zip(names, case, strict=True)), "told": told, "true": low, "ratio": told / max(low, 1)}
+    print(f"{row} fits {fits}, limit {size(room)}", flush=True)
+    return {**row, "fits": fits, "probes": probes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json")
+    parser.add_argument("--quick", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for case in QUICK if arguments.quick else CASES:
+        rows.append(measured(case, arguments.device, 256 if arguments.quick else 4096))
+        ratios = [row["ratio"] for row in rows]
+        write(arguments.json, rows=rows, median=median(ratios), least=min(ratios), fit=sum(row["fits"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()
