@@ -1,6 +1,6 @@
 """What the delay of an asynchronous pipeline costs: the final validation loss of a small GPT, by depth and K.
 
-    python benchmarks/delays.py --data FILE [--device cuda|cpu] [--json FILE] [--quick] [--optimizers adamw nadam muon]
+    python benchmarks/delays.py --data FILE [--device cuda|cpu] [--json FILE] [--quick] [--optimizers adamw ...]
                                 [--seeds 0 1 2 3 4] [--workers N] [--seconds S] [--summary]
 
 A GPT of 16 blocks (tokens, 14 layers, head) learns the characters of tiny Shakespeare on one device, which emulates the
@@ -11,7 +11,9 @@ weights are functions of the seed: a difference to `flush` is the delay's and no
 gradient is (S - 1) / 2K updates; that of `lagged` is 1.
 
 The rate of each optimizer is the best of a list for `flush` on seed 100, which no cell uses; AdamW is measured at a
-third of it too. Cosine to a tenth after a warm-up over a fifteenth of the steps, no clipping, fp32. Rows are
+third of it too. `adamw-clipped` is AdamW whose gradients are cut to a norm of 0.05 layer by layer, which is nearly
+always less than they have; the others are not clipped. Cosine to a tenth after a warm-up over a fifteenth of the steps,
+fp32. Rows are
 `optimizer, lr, method, depth, k, seed, val_loss, train_loss, steps, seconds, drift_mean` (`train_loss`: over the last
 tenth of the steps; `drift_mean`: updates between the forward and the backward of a layer). Those that FILE holds
 already are not run again. `--workers` run beside each other, so `seconds` is no measure of speed; on a GPU they take
@@ -35,6 +37,7 @@ from weft.runs.files import write_atomic
 
 RATES = {
     "adamw": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+    "adamw-clipped": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
     "muon": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     "nadam": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
 }
@@ -127,7 +130,7 @@ def work(
             write(options.json, device=options.device, model=shape, rates=rates, cells=cells, rows=rows)
             told = "diverged" if row["val_loss"] is None else f"{row['val_loss']:.4f}"
             print(
-                f"{row['optimizer']:6} {row['lr']:.2e} {row['method']:8} S={row['depth'] or '-':<3}"
+                f"{row['optimizer']:13} {row['lr']:.2e} {row['method']:8} S={row['depth'] or '-':<3}"
                 f"K={row['k'] or '-':<3}seed {row['seed']:<4}{told}  {row['seconds']:.1f} s",
                 flush=True,
             )

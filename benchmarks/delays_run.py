@@ -20,6 +20,9 @@ from weft.data import Data, text
 from weft.errors import WeftError
 from weft.zoo import language_model
 
+CLIP = 0.05
+"""The norm that the gradients of a layer are cut to, for `adamw-clipped`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -115,6 +118,7 @@ def measure(job: Job, data: Data, size: Size, device: str) -> dict[str, Any]:
                 schedule="cosine:0.1",
                 warmup=job.steps // 15,
                 consistency=job.consistency,
+                clip=CLIP if job.optimizer == "adamw-clipped" else None,
                 validate=weft.Validate(job.steps, random=0, batch_size=256, recalibrate=0),
                 device=device,
                 seed=job.seed,

@@ -11,7 +11,7 @@ from typing import Any
 T = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 PANEL, HEIGHT, LEFT, TOP, GAP, FOOT = 400, 300, 64, 84, 76, 112
-COLOURS = {"adamw": "#4a3aa7", "muon": "#2fa58e", "nadam": "#d9822b"}
+COLOURS = {"adamw": "#4a3aa7", "adamw-clipped": "#c2417c", "muon": "#2fa58e", "nadam": "#d9822b"}
 STYLE = """
 text { font: 11px system-ui, sans-serif; fill: #1f2328 }
 .title { font-weight: 600; font-size: 15px }
@@ -82,11 +82,13 @@ def _order(cell: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def table(cells: Sequence[Mapping[str, Any]]) -> str:
     """For a person."""
-    lines = ["optimizer   rate     method    S    K  delay  seeds    mean     sd   to flush, 95 %    covers 0  < 1 sd"]
+    lines = [
+        "optimizer       rate     method    S    K  delay  seeds    mean     sd   to flush, 95 %    covers 0  < 1 sd"
+    ]
     for cell in cells:
         depth, k, sd, half = (cell.get(name) for name in ("depth", "k", "sd", "interval"))
         mean = "diverged" if cell["mean"] is None else f"{cell['mean']:8.4f}"
-        line = f"{cell['optimizer']:9} {cell['lr']:.2e}  {cell['method']:8} {depth or '-':>3}  {k or '-':>3}  "
+        line = f"{cell['optimizer']:13} {cell['lr']:.2e}  {cell['method']:8} {depth or '-':>3}  {k or '-':>3}  "
         line += f"{cell['delay']:5.3f}  {cell['seeds']:5} {mean} " + (f"{sd:6.4f}" if sd is not None else "     -")
         if "difference" in cell:
             line += f"   {cell['difference']:+.4f}" + ("" if half is None else f" ± {half:.4f}")
