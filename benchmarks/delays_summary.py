@@ -178,7 +178,7 @@ def _panel(
     return [*parts, "</g>"]
 
 
-NAMES = {"adamw": "AdamW", "muon": "Muon", "nadam": "NAdam"}
+NAMES = {"adamw": "AdamW", "adamw-clipped": "AdamW, clipped", "muon": "Muon", "nadam": "NAdam"}
 
 
 def _mark(kind: str, x: float, y: float, fill: str, colour: str) -> str:
