@@ -42,7 +42,7 @@ from torch.nn import functional as F
 import weft
 from weft.keys import generator
 from weft.supernet import extract
-from weft.supernet.elastic import LayerNorm, Leaf, Linear, Mixture, Sizes, normalise, passes
+from weft.supernet.elastic import LayerNorm, Leaf, Linear, Mixture, Sizes, normalise, passes, together
 from weft.supernet.elastic.sizes import combinations
 from weft.supernet.elastic.superpose import mixed_linear
 
@@ -161,9 +161,15 @@ def networks() -> dict[str, Callable[[], weft.Chain]]:
 # The way of TangleNAS
 
 
+class Alone(Linear):
+    """A linear layer that is not joined with others of its sizes."""
+
+
 def summed_by_combination(leaf: Leaf) -> None:
     """Lets a leaf compute with the padded sum over all combinations; leaves that have no such sum stay as they are."""
     own = leaf.forward
+    if type(leaf) is Linear:
+        leaf.__class__ = Alone
 
     def run(x: Tensor, pick: Any) -> Tensor:
         if isinstance(leaf, LayerNorm):
@@ -318,6 +324,8 @@ def check() -> list[dict[str, Any]]:
     for dtype in (None, torch.bfloat16):
         for rank, shape in ((1, (768, 240)), (3, (960, 240)), (3, (240, 960)), (16, (333, 517)), (2, (3072, 768))):
             rows.append(check_linear(rank, shape, dtype))
+        for name, what, count in (("autoformer-t", "fc1", 1), ("autoformer-s", "fc2", 2), ("gpt-small", "q", 3)):
+            rows.append(check_layers(name, what, count, dtype))
         for width, bias in ((240, True), (768, True), (768, False), (65, True)):
             rows.append(check_norm(width, bias, dtype))
     return rows
@@ -333,6 +341,23 @@ def check_linear(rank: int, shape: tuple[int, int], dtype: torch.dtype | None) -
     values = [x, weight, bias, rows, columns]
     shown = f"{rank} x {height} x {width}"
     return compared("linear", shown, mixed_linear, values, gradient, dtype, (passes, "weight_kernels"))
+
+
+def check_layers(name: str, what: str, count: int, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Layers of the same sizes in one product, down to the probabilities."""
+    space, leaf = layer_of(name, what)
+    (height, width), names = leaf.sizes.largest, leaf.sizes.names
+    x, gradient = torch.randn(1000, width, device="cuda"), torch.randn(1000, count * height, device="cuda")
+    shapes = [(height, width)] * count + [(height,)] * count
+    held = [torch.randn(*shape, device="cuda") for shape in shapes]
+    chances = [torch.rand(len(space.choices[n].options or ()), device="cuda").softmax(0) for n in names]
+
+    def run(x: Tensor, *given: Tensor) -> Tensor:
+        mixture = Mixture.unchecked(space, dict(zip(names, given[2 * count :], strict=True)))
+        return together.mixed_linears(x, given[:count], given[count : 2 * count], leaf.sizes, mixture)
+
+    shown = f"{count} x {what} {name}"
+    return compared("layers", shown, run, [x, *held, *chances], gradient, dtype, (together, "linear_kernels"))
 
 
 def check_norm(width: int, bias: bool, dtype: torch.dtype | None) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from transformer_law import (
 )
 
 import weft
-from weft.supernet.elastic import Embedding, LayerNorm, Leaf, Mixture, RMSNorm
-from weft.supernet.elastic.normalise import mixed_norm
+from weft.supernet.elastic import Embedding, LayerNorm, Leaf, Mixture, RMSNorm, normalise
+from weft.supernet.elastic.few_widths import few_norms
 
 
 def widths(*values: int) -> tuple[weft.Space, object]:
@@ -84,6 +84,10 @@ def test_a_mixture_of_norms_is_the_expectation_of_padded_ones(kind: str) -> None
     agrees_with_the_definition(norm, noise(3, 5, 16) * 2.0 + 1.0, space, literal)
 
 
+WAYS = {"all widths at once": normalise._Norm.apply, "each by itself": few_norms}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=4, unique=True),
@@ -92,22 +96,55 @@ def test_a_mixture_of_norms_is_the_expectation_of_padded_ones(kind: str) -> None
     st.integers(0, 999),
 )
 def test_the_backward_of_a_mixed_norm_is_the_derivative_of_its_forward(
-    sizes: list[int], centred: bool, shifted: bool, seed: int
+    way: str, sizes: list[int], centred: bool, shifted: bool, seed: int
 ) -> None:
     sizes = sorted(sizes)
+    centred = centred or way == "each by itself"
     x = noise(4, sizes[-1], seed=seed).double().requires_grad_()
     weight = noise(sizes[-1], seed=seed + 1).double().requires_grad_()
     bias = noise(sizes[-1], seed=seed + 2).double().requires_grad_() if shifted and centred else None
     likely = torch.softmax(noise(len(sizes), seed=seed + 3).double(), 0).requires_grad_()
 
     def run(*values: Tensor) -> Tensor:
-        return mixed_norm(*values[:2], values[3] if bias is not None else None, values[2], sizes, 1e-2, centred)
+        shift = values[3] if bias is not None else None
+        out: Tensor = WAYS[way](*values[:2], shift, values[2], tuple(sizes), 1e-2, centred)
+        return out
 
     values = (x, weight, likely) if bias is None else (x, weight, likely, bias)
     assert torch.autograd.gradcheck(run, values)
 
 
-def test_a_large_mean_costs_a_mixed_norm_no_more_accuracy_than_a_plain_one() -> None:
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("wanted", [{0}, {1}, {2}, {3}, {0, 1, 2, 3}])
+def test_both_ways_agree_on_whatever_wants_a_gradient(wanted: set[int], biased: bool) -> None:
+    values = [noise(3, 7, 16).double() + 1, noise(16, seed=1).double(), noise(16, seed=2).double()]
+    values.append(torch.softmax(noise(3, seed=3).double(), 0))
+    for index, value in enumerate(values):
+        value.requires_grad_(index in wanted)
+    x, weight, bias, likely = values
+    asked = [value for value in values if value.requires_grad and (biased or value is not bias)]
+    if not asked:
+        return
+    results = []
+    for run in WAYS.values():
+        out = run(x, weight, bias if biased else None, likely, (5, 6, 16), 1e-5, True)
+        results.append([out.detach(), *torch.autograd.grad(out, asked, noise(*out.shape, seed=4).double())])
+    for one, other in zip(*results, strict=True):
+        close(one, other, 1e-12)
+
+
+def test_which_way_is_taken_depends_on_how_much_there_is() -> None:
+    space, width = widths(4, 8)
+    norm, mixture = LayerNorm(space, width), random_mixture(space)
+    few, many = (norm(noise(count, 8), pick=mixture).grad_fn for count in (4, 1 << 16))
+    assert (type(few).__name__, type(many).__name__) == ("_FewNormsBackward", "_NormBackward")
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_a_large_mean_costs_a_mixed_norm_no_more_accuracy_than_a_plain_one(
+    few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(normalise, "few_widths", lambda *_: few)
     space, width = widths(64, 128)
     norm = LayerNorm(space, width)
     x = noise(64, 128) + 300.0

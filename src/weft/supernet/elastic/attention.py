@@ -12,7 +12,7 @@ from weft.errors import SupernetError
 from weft.space import Expr, Space
 from weft.supernet.elastic.grid import Grid
 from weft.supernet.elastic.leaf import Module
-from weft.supernet.elastic.linear import Linear
+from weft.supernet.elastic.linear import Linear, together
 from weft.supernet.elastic.mixture import Mixture, Pick
 from weft.supernet.elastic.rotary import Rotary
 from weft.supernet.elastic.sizes import Dim, Sizes, combinations, forbidden
@@ -78,7 +78,12 @@ class Attention(Module):
 
     def project(self, x: Tensor, pick: Pick) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, the heads side by side."""
-        return self.q(x, pick=pick), self.k(x, pick=pick), self.v(x, pick=pick)
+        if self.rotary is None:
+            q, k, v = together((self.q, self.k, self.v), x, pick)
+        else:  # v is kept for the backward, what is turned is not: they do not share memory
+            q, k = together((self.q, self.k), x, pick)
+            v = self.v(x, pick=pick)
+        return q, k, v
 
     def forward(self, x: Tensor, pick: Pick) -> Tensor:
         groups, each, dim = self.sizes.largest if isinstance(pick, Mixture) else self.sizes.of(pick)

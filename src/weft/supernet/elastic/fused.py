@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from weft.supernet.elastic.sizes import Chances, Sizes
 
-def weight_kernels(weight: Tensor, rows: Tensor) -> ModuleType | None:
+
+def weight_kernels(weight: Tensor, rank: int) -> ModuleType | None:
     """``kernels``, for a weight with factors of a small rank in single precision on a GPU."""
-    if not weight.is_cuda or not _known(weight) or weight.dtype != torch.float32 or rows.dtype != torch.float32:
+    if not weight.is_cuda or not _known(weight) or weight.dtype != torch.float32:
         return None
     if not _has_triton():
         return None
     from weft.supernet.elastic import kernels
 
-    return kernels if len(rows) <= kernels.MOST_RANK else None
+    return kernels if rank <= kernels.MOST_RANK else None
+
+
+def linear_kernels(weights: Sequence[Tensor], chances: Chances, sizes: Sizes) -> ModuleType | None:
+    """``linear_kernels``, for a few weights and combinations of options in single precision on a GPU."""
+    if not weights[0].is_cuda or not all(_known(held) and held.dtype == torch.float32 for held in weights):
+        return None
+    if not _has_triton():
+        return None
+    from weft.supernet.elastic import linear_kernels
+
+    likely = all(held is None or (held.is_cuda and held.dtype == torch.float32) for held in chances)
+    few = len(weights) <= linear_kernels.MOST_LAYERS and sizes.combinations <= linear_kernels.MOST_COMBINATIONS
+    return linear_kernels if likely and few else None
 
 
 def norm_kernels(x: Tensor, weight: Tensor, chances: Tensor, widths: Sequence[int]) -> ModuleType | None:
@@ -33,6 +50,11 @@ def norm_kernels(x: Tensor, weight: Tensor, chances: Tensor, widths: Sequence[in
 
     few = len(widths) <= norm_kernels.MOST_WIDTHS and x.shape[-1] <= norm_kernels.MOST_FEATURES
     return norm_kernels if few else None
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """With this GPU as the current one, which it mostly is: then at no cost."""
+    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def _known(tensor: Tensor) -> bool:

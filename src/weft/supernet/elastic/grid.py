@@ -110,13 +110,13 @@ class RootScaled(Sizes):
         self.key = (*self.key, self._root)  # type: ignore[assignment]
         self._scaled: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def _inside_table(self, index: int, like: Tensor) -> Tensor:
-        table = super()._inside_table(index, like)
+    def table(self, index: int, like: Tensor) -> Tensor:
+        table = super().table(index, like)
         if index != self._root:
             return table
         key = (like.device, like.dtype)
         if key not in self._scaled:
-            roots = self._tables[index].clamp_min(1).double().rsqrt()
+            roots = self.tables[index].clamp_min(1).double().rsqrt()
             self._scaled[key] = table * roots[:, None, :].to(*key)
         return self._scaled[key]
 

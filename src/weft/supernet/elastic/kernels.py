@@ -11,6 +11,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from weft.supernet.elastic.fused import on
+
 MOST_RANK = 16
 _ROWS, _COLUMNS = 32, 64  # of a tile
 _PLACES, _CHUNK = 32, 64  # of a program that adds up what the tiles left: places, and tiles at a time
@@ -24,8 +26,8 @@ def expected(
     height, width = rows.shape[1], columns.shape[1]
     out = torch.empty_like(weight, dtype=dtype)
     out_bias = None if bias is None else torch.empty_like(bias, dtype=dtype)
-    grid = (triton.cdiv(height, _ROWS), triton.cdiv(width, _COLUMNS))
-    with torch.cuda.device(weight.device):
+    grid = (-(-height // _ROWS), -(-width // _COLUMNS))
+    with on(weight.device):
         _expected[grid](
             weight,
             weight if bias is None else bias,
@@ -57,7 +59,7 @@ def gradients(
     bias (total); with ``reuse`` raw may be written over."""
     raw, weight, rows, columns = raw.contiguous(), weight.contiguous(), rows.contiguous(), columns.contiguous()
     (rank, height), width = rows.shape, columns.shape[1]
-    tall, wide = triton.cdiv(height, _ROWS), triton.cdiv(width, _COLUMNS)
+    tall, wide = -(-height // _ROWS), -(-width // _COLUMNS)
     reuse = reuse and raw.dtype == weight.dtype
     direct = None if not wants[0] else raw if reuse else torch.empty_like(weight)
     by_row = rows.new_empty(wide, rank, height) if wants[2] else None
@@ -67,7 +69,7 @@ def gradients(
     bias_wanted = wants[1] and total is not None
     direct_bias = torch.empty_like(bias) if bias is not None and bias_wanted else None
     spare = raw  # stands where a pointer is not used
-    with torch.cuda.device(weight.device):
+    with on(weight.device):
         _gradients[(tall, wide)](
             raw,
             weight,
@@ -87,7 +89,7 @@ def gradients(
         )
         if wants[2] or wants[3] or bias_wanted:
             places = max(height, width) if wants[3] else height
-            _finish[(triton.cdiv(places, _PLACES), 2 if wants[3] else 1)](
+            _finish[(-(-places // _PLACES), 2 if wants[3] else 1)](
                 spare if by_row is None else by_row,
                 spare if by_column is None else by_column,
                 rows,

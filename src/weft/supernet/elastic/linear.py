@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+from typing import cast
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.space import Space, Subnet
-from weft.supernet.elastic.leaf import Leaf, copied, load, prefix
+from weft.supernet.elastic.leaf import Leaf, Module, copied, load, prefix
 from weft.supernet.elastic.mixture import Mixture, Pick
 from weft.supernet.elastic.sizes import Dim, Sizes
 from weft.supernet.elastic.slices import narrowed, with_slice
-from weft.supernet.elastic.superpose import mixed_linear
+from weft.supernet.elastic.superpose import few_tokens, mixed_linear
+from weft.supernet.elastic.together import mixed_linears
 
 
 class Linear(nn.Linear, Leaf):
@@ -23,7 +28,7 @@ class Linear(nn.Linear, Leaf):
 
     def forward(self, x: Tensor, pick: Pick) -> Tensor:  # type: ignore[override]
         if isinstance(pick, Mixture):
-            return mixed_linear(x, self.weight, self.bias, *self.sizes.factors(pick))
+            return _mixed([self], x, pick)[0]
         outputs, inputs = self.sizes.of(pick)
         bias = None if self.bias is None else prefix(self.bias, outputs)
         return with_slice(lambda weight: F.linear(x, weight, bias), narrowed(self.weight, outputs, inputs))
@@ -33,3 +38,35 @@ class Linear(nn.Linear, Leaf):
         bias = None if self.bias is None else copied(self.bias, outputs)
         made = nn.Linear(inputs, outputs, self.bias is not None, device="meta", dtype=self.weight.dtype)
         return load(made, {"weight": copied(self.weight, outputs, inputs), "bias": bias}, self.training)
+
+
+def together(layers: Sequence[Module], x: Tensor, pick: Pick) -> list[Tensor]:
+    """What several layers make of one input; under a mixture neighbours of the same sizes are one product."""
+    if not isinstance(pick, Mixture):
+        return [layer(x, pick=pick) for layer in layers]
+    found: list[Tensor] = []
+    for kind, group in groupby(layers, _kind):
+        same = list(group)
+        found += (
+            [layer(x, pick=pick) for layer in same] if kind is None else _mixed(cast("list[Linear]", same), x, pick)
+        )
+    return found
+
+
+def _kind(layer: Module) -> tuple[object, ...] | None:
+    """What layers of one product have in common; None for what computes in a way of its own."""
+    return (layer.sizes.key, layer.bias is None) if type(layer) is Linear else None
+
+
+def _mixed(layers: Sequence[Linear], x: Tensor, mixture: Mixture) -> Sequence[Tensor]:
+    """Layers of the same sizes under a mixture."""
+    sizes, weights = layers[0].sizes, [layer.weight for layer in layers]
+    if not sizes.names:
+        return [F.linear(x, layer.weight, layer.bias) for layer in layers]
+    # On a CPU, where starting an operation costs little, a single layer is better off with factors that others share.
+    if few_tokens(x, weights[0], sizes.rank) or (len(layers) == 1 and not x.is_cuda):
+        rows, columns = sizes.factors(mixture)
+        return [mixed_linear(x, layer.weight, layer.bias, rows, columns) for layer in layers]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    out = mixed_linears(x, weights, biases, sizes, mixture)
+    return (out,) if len(layers) == 1 else out.chunk(len(layers), -1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Mixture:
 
     def _fill(self, space: Space | None, probabilities: Mapping[str, Tensor]) -> None:
         self._space = space
-        self._probabilities = dict(probabilities)
+        self._probabilities = probabilities if isinstance(probabilities, _Parts) else dict(probabilities)
         self._known: dict[Any, Any] = {}
 
     @classmethod
@@ -66,9 +67,7 @@ class Mixture:
     @classmethod
     def flat(cls, space: Space, names: Sequence[str], vector: Tensor) -> Mixture:
         """From one vector that holds the probabilities of these choices one after another."""
-        counts = [len(choice_options(space, name)) for name in names]
-        parts = torch.split(vector[: sum(counts)], counts)
-        return cls.unchecked(space, dict(zip(names, parts, strict=True)))
+        return cls.unchecked(space, _Parts(vector, {name: len(choice_options(space, name)) for name in names}))
 
     @classmethod
     def uniform(cls, space: Space, device: torch.device | str = "cpu") -> Mixture:
@@ -129,6 +128,30 @@ class Mixture:
         best = {name: int(self[name].argmax()) for name in self.space.choices}
         values = self.space.rules.settle(lambda name, _: choice_options(self.space, name)[best[name]])
         return self.space.subnet(values)
+
+
+class _Parts(Mapping[str, Tensor]):
+    """The parts of a vector, cut when they are asked for: a cut that nobody uses would cost a backward all the same."""
+
+    def __init__(self, vector: Tensor, counts: Mapping[str, int]) -> None:
+        self._vector, self._counts = vector, counts
+        self._starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+        self._cut: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._cut.get(name)
+        if found is None:
+            found = self._cut[name] = self._vector.narrow(0, self._starts[name], self._counts[name])
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._counts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._counts)
 
 
 Pick = Subnet | Mixture

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from weft.space import Space
 from weft.supernet.elastic.leaf import Module, call
-from weft.supernet.elastic.linear import Linear
+from weft.supernet.elastic.linear import Linear, together
 from weft.supernet.elastic.mixture import Pick
 from weft.supernet.elastic.sizes import Dim
 
@@ -34,9 +34,9 @@ class MLP(Module):
         self.down = linear(space, hidden, width, bias)
 
     def forward(self, x: Tensor, pick: Pick) -> Tensor:
-        up = self.up(x, pick=pick)
         if self.gate is None:
-            inner = call(self.activation, up, pick=pick)
+            inner = call(self.activation, self.up(x, pick=pick), pick=pick)
         else:
-            inner = call(self.activation, self.gate(x, pick=pick), pick=pick) * up
+            gate, up = together((self.gate, self.up), x, pick)
+            inner = call(self.activation, gate, pick=pick) * up
         return cast("Tensor", self.down(inner, pick=pick))

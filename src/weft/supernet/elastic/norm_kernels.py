@@ -15,9 +15,10 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.supernet.elastic.fused import on
+
 MOST_WIDTHS, MOST_FEATURES = 16, 8192
 _PROGRAMS = 512  # of the backward, at most: each leaves a row of sums
-_PLACES, _CHUNK = 32, 64  # of a program that adds up what those left: places, and rows at a time
 
 
 def mixed_norm(
@@ -51,11 +52,12 @@ class _Norm(torch.autograd.Function):
         # As F.layer_norm: autocast makes its result one of single precision.
         single = torch.is_autocast_enabled("cuda")
         out = torch.empty_like(rows, dtype=torch.float32 if single else x.dtype)
-        mean, rstd = torch.empty(2, len(widths), len(rows), device=x.device, dtype=torch.float32)
+        number = rows.shape[0]
+        mean, rstd = torch.empty(2, len(widths), number, device=x.device, dtype=torch.float32).unbind(0)
         table, (block, tokens) = _widths(widths, x.device), _tile(features)
-        if len(rows):
-            with torch.cuda.device(x.device):
-                _forward[(triton.cdiv(len(rows), tokens),)](
+        if number:
+            with on(x.device):
+                _forward[(-(-number // tokens),)](
                     rows,
                     weight,
                     weight if bias is None else bias,
@@ -64,7 +66,7 @@ class _Norm(torch.autograd.Function):
                     out,
                     mean,
                     rstd,
-                    len(rows),
+                    number,
                     features,
                     eps,
                     WIDTHS=len(widths),
@@ -86,52 +88,41 @@ class _Norm(torch.autograd.Function):
         rows, dy = x.reshape(-1, features).contiguous(), gradient.reshape(-1, features).contiguous()
         dx = torch.empty_like(rows)
         table, (block, tokens) = _widths(ctx.widths, x.device), _tile(features)
-        programs = max(1, min(_PROGRAMS, triton.cdiv(len(rows), tokens)))
-        length = 2 * features + count  # the gradients of weight, bias and chances side by side
-        parts = torch.empty(programs, length, device=x.device, dtype=torch.float32)
-        sums = torch.empty(length, device=x.device, dtype=torch.float32)
-        likely = chances.contiguous()
-        with torch.cuda.device(x.device):
+        number = rows.shape[0]
+        tiles = -(-number // tokens)
+        programs = max(1, min(_PROGRAMS, tiles))
+        # The gradients of weight, bias and chances side by side.
+        parts = torch.empty(programs, 2 * features + count, device=x.device, dtype=torch.float32)
+        with on(x.device):
             _backward[(programs,)](
                 rows,
                 dy,
                 weight,
                 weight if bias is None else bias,
-                likely,
+                chances.contiguous(),
                 table,
                 mean,
                 rstd,
                 dx,
                 parts,
-                len(rows),
+                number,
                 features,
-                triton.cdiv(triton.cdiv(len(rows), tokens), programs),
+                -(-tiles // programs),
                 WIDTHS=count,
                 CENTRED=ctx.centred,
                 BIAS=bias is not None,
                 TOKENS=tokens,
                 BLOCK=block,
-                SLOTS=triton.next_power_of_2(count),
+                SLOTS=_power(count),
                 num_warps=_warps(block),
             )
-            _add[(triton.cdiv(length, _PLACES),)](
-                parts,
-                likely,
-                table,
-                sums,
-                programs,
-                features,
-                length,
-                WIDTHS=count,
-                PLACES=_PLACES,
-                CHUNK=_CHUNK,
-            )
         wants = ctx.needs_input_grad
+        dw, db, dq = parts.sum(0).split_with_sizes([features, features, count])
         return (
             dx.view(x.shape) if wants[0] else None,
-            sums[:features].to(weight.dtype) if wants[1] else None,
-            sums[features : 2 * features].to(weight.dtype) if wants[2] else None,
-            sums[2 * features :].to(chances.dtype) if wants[3] else None,
+            dw.to(weight.dtype) if wants[1] else None,
+            db.to(weight.dtype) if wants[2] else None,
+            dq.to(chances.dtype) if wants[3] else None,
             None,
             None,
             None,
@@ -145,15 +136,20 @@ def _widths(widths: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _tile(features: int) -> tuple[int, int]:
     """Features, up to a power of two, and tokens of a program."""
-    block = int(triton.next_power_of_2(features))
+    block = _power(features)
     return block, max(1, 2048 // block)
+
+
+def _power(number: int) -> int:
+    """The next power of two; triton's own takes a while to say so."""
+    return 1 << (number - 1).bit_length()
 
 
 def _warps(block: int) -> int:
     return max(4, block // 512)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize_on_alignment=("chances",))  # type: ignore[untyped-decorator,unused-ignore]
 def _forward(  # type: ignore[no-untyped-def]  # annotations of pointers would be read as globals
     x,
     weight,
@@ -206,7 +202,7 @@ def _forward(  # type: ignore[no-untyped-def]  # annotations of pointers would b
     tl.store(out + at, result.to(out.dtype.element_ty), mask=within)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize_on_alignment=("chances",))  # type: ignore[untyped-decorator,unused-ignore]
 def _backward(  # type: ignore[no-untyped-def]  # annotations of pointers would be read as globals
     x,
     dy,
@@ -236,6 +232,9 @@ def _backward(  # type: ignore[no-untyped-def]  # annotations of pointers would 
     b = tl.zeros((BLOCK,), dtype=tl.float32)
     if BIAS:
         b = tl.load(bias + feature, mask=in_features, other=0.0).to(tl.float32)
+    inside = tl.zeros((BLOCK,), dtype=tl.float32)  # how likely a feature, and with it its bias, is within the pick
+    for k in tl.static_range(WIDTHS):
+        inside += tl.where(feature < tl.load(widths + k), tl.load(chances + k).to(tl.float32), 0.0)
     sum_weight = tl.zeros((BLOCK,), dtype=tl.float32)
     sum_bias = tl.zeros((BLOCK,), dtype=tl.float32)
     sum_chance = tl.zeros((SLOTS,), dtype=tl.float32)
@@ -278,34 +277,5 @@ def _backward(  # type: ignore[no-untyped-def]  # annotations of pointers would 
         tl.store(dx + at, change.to(dx.dtype.element_ty), mask=within)
     into = parts + program * (2 * features + WIDTHS)
     tl.store(into + feature, sum_weight, mask=in_features)
-    tl.store(into + features + feature, sum_bias, mask=in_features)
+    tl.store(into + features + feature, sum_bias * inside, mask=in_features)
     tl.store(into + 2 * features + slot, sum_chance, mask=slot < WIDTHS)
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _add(  # type: ignore[no-untyped-def]  # annotations of pointers would be read as globals
-    parts,
-    chances,
-    widths,
-    sums,
-    programs,
-    features,
-    length,
-    WIDTHS: tl.constexpr,
-    PLACES: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
-    at = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
-    within = at < length
-    total = tl.zeros((CHUNK, PLACES), dtype=tl.float32)
-    for start in range(0, programs, CHUNK):
-        program = start + tl.arange(0, CHUNK)
-        mask = (program < programs)[:, None] & within[None, :]
-        total += tl.load(parts + program[:, None] * length + at[None, :], mask=mask, other=0.0)
-    result = tl.sum(total, axis=0)
-    # The bias of a feature counts as often as the feature is within the pick.
-    inside = tl.zeros((PLACES,), dtype=tl.float32)
-    for k in tl.static_range(WIDTHS):
-        inside += tl.where(at - features < tl.load(widths + k), tl.load(chances + k).to(tl.float32), 0.0)
-    of_bias = (at >= features) & (at < 2 * features)
-    tl.store(sums + at, tl.where(of_bias, result * inside, result), mask=within)

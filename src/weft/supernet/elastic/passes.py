@@ -22,7 +22,7 @@ def expected(
     weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """The expected weight, laid out as the weight is, and bias, for products of this dtype."""
-    fused = weight_kernels(weight, rows)
+    fused = weight_kernels(weight, len(rows))
     turned = _is_turned(weight)
     with exactly(weight.device.type):
         if fused is not None and not turned:
@@ -51,7 +51,7 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of weight, bias, rows and columns, as far as wanted, from those of the expected weight (raw, laid
     out as the weight is) and bias (total); with ``reuse`` raw may be written over."""
-    fused = None if raw is None else weight_kernels(weight, rows)
+    fused = None if raw is None else weight_kernels(weight, len(rows))
     turned = _is_turned(weight)
     with exactly(weight.device.type):
         if fused is not None and not turned:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ Dim = int | Expr
 """A size that is fixed, or an expression over the choices of a space; of 3.5 * width the whole part counts."""
 
 MOST_COMBINATIONS = 4096
+
+Chances = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Probabilities of the combinations of choices that rows and columns share, of the rows' own, of the columns' own."""
 
 
 class Sizes:
@@ -35,13 +39,19 @@ class Sizes:
         self.shared = tuple(name for name in space.choices if counts.count(name) > 1)
         self._own = [tuple(name for name in own if name not in self.shared) for own in names]
         self.names = tuple(name for name in space.choices if name in counts)
-        self._tables = [self._table(index, what) for index in range(len(dims))]
-        self.largest = tuple(int(table.max()) for table in self._tables)
-        self.values = tuple(tuple(sorted({int(v) for v in table.flatten() if v > 0})) for table in self._tables)
+        self.tables = [self._table(index, what) for index in range(len(dims))]
+        """The size of each dimension, by shared combination and by one of its own choices."""
+        self.rank = len(self.tables[0])
+        """The number of combinations of shared choices."""
+        self.combinations = sum(table.numel() for table in self.tables)
+        """Those of a dimension, shared choices included, for all dimensions together."""
+        self.largest = tuple(int(table.max()) for table in self.tables)
+        self.values = tuple(tuple(sorted({int(v) for v in table.flatten() if v > 0})) for table in self.tables)
         """The sizes that each dimension can have, in order."""
-        self.key = (self.shared, tuple(self._own), tuple(tuple(t.flatten().tolist()) for t in self._tables))
+        self.key = (self.shared, tuple(self._own), tuple(tuple(t.flatten().tolist()) for t in self.tables))
         self._cache: dict[tuple[Value | None, ...], tuple[int, ...]] = {}
         self._inside: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
+        self._known: dict[Any, Any] = {}
 
     def of(self, subnet: Subnet) -> tuple[int, ...]:
         """The sizes for one subnet."""
@@ -58,8 +68,13 @@ class Sizes:
 
     def factors(self, mixture: Mixture) -> tuple[Tensor, ...]:
         """For each dimension a matrix: combinations of the shared choices, by the dimension's largest size."""
-        found: tuple[Tensor, ...] = mixture.known(("factors", self.key), lambda: self._factors(mixture))
+        found: tuple[Tensor, ...] = mixture.known(("factors", self.key), lambda: self.make_factors(mixture))
         return found
+
+    def chances(self, mixture: Mixture) -> Chances:
+        """Of two dimensions, the probabilities of the combinations of shared choices, and of those of each alone."""
+        shared, first, second = (mixture.joint(names) if names else None for names in (self.shared, *self._own))
+        return shared, first, second
 
     def distribution(self, mixture: Mixture, index: int = 0) -> Tensor:
         """The probability of each of ``values[index]``."""
@@ -79,12 +94,19 @@ class Sizes:
                 first = first * factors[other][:, 0]
         return first @ factors[index]
 
-    def _factors(self, mixture: Mixture) -> tuple[Tensor, ...]:
+    def known(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What was worked out for these sizes under this key, or what ``make()`` gives now."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def make_factors(self, mixture: Mixture) -> tuple[Tensor, ...]:
+        """The factors, worked out anew."""
         found = []
         for index, own in enumerate(self._own):
             like = mixture[self.names[0]] if self.names else torch.zeros(())
-            table = self._inside_table(index, like)
-            # table: shared combinations x places x own combinations, so that autograd keeps it and no copy
+            table = self.table(index, like)
+            # In this order autograd keeps the table and no copy.
             found.append(torch.matmul(table, mixture.joint(own)) if own else table[:, :, 0])
         if self.shared:
             found[0] = found[0] * mixture.joint(self.shared)[:, None]
@@ -95,19 +117,22 @@ class Sizes:
         if not names:
             like = mixture[mixture.names[0]] if mixture.names else torch.zeros(())
             return torch.ones(1, device=like.device, dtype=like.dtype)
+        if self.tables[index].flatten().tolist() == list(self.values[index]):
+            return mixture.joint(names)  # a size for each, in order
         like = mixture[names[0]]
         key = (-1 - index, like.device, like.dtype)
         if key not in self._inside:
-            sizes = self._tables[index].flatten()
+            sizes = self.tables[index].flatten()
             rows = torch.tensor([[float(size == v) for v in self.values[index]] for size in sizes], device="cpu")
             self._inside[key] = rows.to(like)
         return mixture.joint(names) @ self._inside[key]
 
-    def _inside_table(self, index: int, like: Tensor) -> Tensor:
+    def table(self, index: int, like: Tensor) -> Tensor:
+        """Which places are within the pick: shared combinations x places x own combinations, as 0 and 1."""
         key = (index, like.device, like.dtype)
         if key not in self._inside:
             places = torch.arange(self.largest[index], device="cpu")
-            self._inside[key] = (places[:, None] < self._tables[index][:, None, :]).to(like.device, like.dtype)
+            self._inside[key] = (places[:, None] < self.tables[index][:, None, :]).to(like.device, like.dtype)
         return self._inside[key]
 
     def _table(self, index: int, what: str) -> Tensor:

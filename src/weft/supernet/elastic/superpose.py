@@ -30,13 +30,20 @@ def superpose(weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def mixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
     """``F.linear`` with the expected weight and bias."""
     rows, columns = rows.to(weight.dtype), columns.to(weight.dtype)
-    tokens = x.numel() // x.shape[-1]
-    # Of rank 1 the mask can be put on what goes in and out instead, which is less as long as there are few tokens:
-    # 5 passes over the inputs and 2 over the outputs, against some 5 over the weight (measured: benchmarks/elastic.py).
-    few = len(rows) == 1 and tokens * (5 * weight.shape[1] + 2 * weight.shape[0]) < 5 * weight.numel()
-    form = _Scaled if few and weight_kernels(weight, rows) is None else _Masked
+    form = _Scaled if few_tokens(x, weight, len(rows)) else _Masked
     out: Tensor = form.apply(x, weight, bias, rows, columns)  # type: ignore[no-untyped-call]
     return out
+
+
+def few_tokens(x: Tensor, weight: Tensor, rank: int) -> bool:
+    """Whether the mask is better put on what goes in and out: of rank 1, and less work.
+
+    5 passes over the inputs and 2 over the outputs, against some 5 over the weight (measured: benchmarks/elastic.py),
+    unless these are fused.
+    """
+    tokens = x.numel() // x.shape[-1]
+    few = rank == 1 and tokens * (5 * weight.shape[1] + 2 * weight.shape[0]) < 5 * weight.numel()
+    return few and weight_kernels(weight, rank) is None
 
 
 class _Superpose(torch.autograd.Function):
