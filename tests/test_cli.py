@@ -331,6 +331,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["train", "c.toml", "--run=l", "--supernet=cli_net:no_forward", "--train.stream=iid"],
         r"layer 'b.p' fails on inputs of shape \(8, 4\): broken on two lines",
     ),
+    "rows that are too long": (
+        ["train", "c.toml", "--run=r", "--supernet=gpt-test", "--data=text", "--train.stream=iid"],
+        r"layer 'tokens' fails on inputs of shape \(8, 64\): index out of range.* fewer entries than it is asked for",
+    ),
     "loss that fails": (["train", "c.toml", "--run=o", "--train.loss=cli_net:no_loss"], r"no_such_thing.*in no_loss"),
     "unknown data": (["train", "c.toml", "--data=digts"], r"did you mean 'digits'\?"),
     "large batch": (

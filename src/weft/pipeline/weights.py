@@ -18,7 +18,7 @@ from weft.pipeline.consistency import Bounded, Clock, Exact, Recomputed, Virtual
 from weft.pipeline.hidden import Hidden
 from weft.pipeline.inplace import InPlace
 from weft.pipeline.statistics import Record, Statistics
-from weft.supernet import Carry, Layer, run_layer
+from weft.supernet import Carry, Layer, failure, run_layer
 
 if TYPE_CHECKING:
     from weft.pipeline.residency.home import Home
@@ -139,11 +139,8 @@ class Weights:
         try:
             with self.bound(leaves) or nullcontext():
                 return run_layer(self.layer, self.module, carry, side)
-        except RuntimeError as problem:
-            if isinstance(problem, torch.OutOfMemoryError):
-                raise
-            shapes = ", ".join(str(tuple(x.shape)) for x in carry)
-            raise SupernetError(f"layer '{self.layer.name}' fails on inputs of shape {shapes}: {problem}") from problem
+        except (RuntimeError, IndexError) as problem:
+            raise failure(self.layer, carry, problem) from problem
 
     def bound(self, leaves: list[Tensor]) -> AbstractContextManager[None] | None:
         """A block in which the module computes with the leaves; None where they are its own parameters anyway.

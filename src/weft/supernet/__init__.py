@@ -4,7 +4,7 @@ from weft.supernet.block import Block, Choice, Elastic, Optional, Shared
 from weft.supernet.chain import Chain, Factory, initialise
 from weft.supernet.export import export
 from weft.supernet.extract import extract
-from weft.supernet.layer import Carry, Layer, Unbuilt, as_carry, build_layer, run_layer, side_inputs
+from weft.supernet.layer import Carry, Layer, Unbuilt, as_carry, build_layer, failure, run_layer, side_inputs
 from weft.supernet.tie import Tie
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "build_layer",
     "export",
     "extract",
+    "failure",
     "initialise",
     "run_layer",
     "side_inputs",

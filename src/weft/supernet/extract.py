@@ -15,7 +15,7 @@ from weft.errors import SupernetError
 from weft.space import Subnet
 from weft.supernet.chain import Chain
 from weft.supernet.elastic.plain import plain_module
-from weft.supernet.layer import Layer, Unbuilt, as_carry
+from weft.supernet.layer import Layer, Unbuilt, as_carry, failure
 from weft.supernet.tie import join
 
 
@@ -59,7 +59,10 @@ def _graph(chain: Chain, route: tuple[Layer, ...], subnet: Subnet, example: Mapp
         for layer in route:
             target = _label(layer)
             module = parts[target] = _part(chain, layer, subnet, len(carry))
-            out: Any = module.eval()(*carry, **{name: example[name] for name in layer.side})
+            try:
+                out: Any = module.eval()(*carry, **{name: example[name] for name in layer.side})
+            except (RuntimeError, IndexError) as problem:
+                raise failure(layer, carry, problem) from problem
             node = graph.call_module(target, tuple(nodes), {name: entered[name] for name in layer.side})
             carry = as_carry(out, layer.name)
             if isinstance(out, Tensor):

@@ -133,6 +133,15 @@ def run_layer(layer: Layer, module: nn.Module, carry: Carry, side: Mapping[str, 
     return as_carry(out, layer.name)
 
 
+def failure(layer: Layer, carry: Carry, problem: Exception) -> Exception:
+    """What went wrong when the layer ran on the carry, with its name; too little memory is told as it is."""
+    if isinstance(problem, torch.OutOfMemoryError):
+        return problem
+    shapes = ", ".join(str(tuple(x.shape)) for x in carry)
+    hint = " (an embedding has fewer entries than it is asked for)" if isinstance(problem, IndexError) else ""
+    return SupernetError(f"layer '{layer.name}' fails on inputs of shape {shapes}: {problem}{hint}")
+
+
 def as_carry(value: Any, where: str) -> Carry:
     """A tensor or a tuple of tensors, as a tuple; raises SupernetError for what cannot travel."""
     if isinstance(value, Tensor):
