@@ -255,6 +255,24 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Callable[[], Batch]]] = {
             "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 1,
         }, causal,
     ),
+    "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", TEXT, causal),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", {**SHARED, "num_experts": 4, "num_experts_per_tok": 2}, causal),
+    "mt5": (
+        "MT5Config", "MT5ForConditionalGeneration",
+        {**WORDS, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}, pair,
+    ),
+    "convbert": ("ConvBertConfig", "ConvBertForMaskedLM", {**TEXT, "embedding_size": 64}, causal),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", HEADS, causal),
+    "openai-gpt": ("OpenAIGPTConfig", "OpenAIGPTLMHeadModel", GPT, causal),
+    "mobilebert": ("MobileBertConfig", "MobileBertForMaskedLM", {**TEXT, "embedding_size": 32}, causal),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", {**SHARED, "num_local_experts": 4}, causal),
+    "codegen": ("CodeGenConfig", "CodeGenForCausalLM", {**GPT, "rotary_dim": 8}, causal),
+    "biogpt": ("BioGptConfig", "BioGptForCausalLM", TEXT, causal),
+    "ctrl": ("CTRLConfig", "CTRLLMHeadModel", {**GPT, "dff": 128}, causal),
+    "focalnet": (
+        "FocalNetConfig", "FocalNetForImageClassification",
+        {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "hidden_sizes": [16, 32]}, images,
+    ),
 }  # fmt: skip
 
 SUBNETS: dict[str, tuple[Callable[[], weft.Chain], tuple[int, ...]]] = {

@@ -117,7 +117,7 @@ def from_layers(case: Case) -> Problem:
 def from_model(case: Case) -> Problem:
     """A model captured from ``transformers``, on a mesh of H100s."""
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
     from weft.plan.capture.captured import capture
     from weft.plan.layout import Mesh
@@ -125,9 +125,16 @@ def from_model(case: Case) -> Problem:
     from weft.plan.tables import Training, tables
 
     with torch.device("meta"):
-        config = GPT2Config(n_layer=case["layers"], n_embd=1536, n_head=16, use_cache=False)
         batch = {"input_ids": torch.zeros(case["p"], 128, dtype=torch.long)}
-        graph = capture(GPT2LMHeadModel(config), batch).graph  # type: ignore[no-untyped-call]
+        model: torch.nn.Module
+        if case["graph"] == "t5-base":
+            sizes = {"d_model": 768, "d_ff": 3072, "num_layers": case["layers"], "num_heads": 12}
+            model = T5ForConditionalGeneration(T5Config(**sizes, use_cache=False, decoder_start_token_id=0))
+            batch["labels"] = batch["input_ids"]
+        else:
+            config = GPT2Config(n_layer=case["layers"], n_embd=1536, n_head=16, use_cache=False)
+            model = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+        graph = capture(model, batch).graph
     found = tables(graph, Mesh(tuple(case["mesh"])), machine("h100"), Training(dtype="bfloat16"))
     if "limit" not in case:
         return found.problem()
@@ -166,6 +173,8 @@ def cases(quick: bool, folder: str | None) -> list[Case]:
     if not quick:
         model = {"from": "model", "graph": "gpt2-96", "layers": 96, "p": 1024, "mesh": [8, 16, 8]}
         found += [model, *[model | {"limit": share} for share in (0.9, 0.5, 0.1)]]
+        model = {"from": "model", "graph": "t5-base", "layers": 12, "p": 64, "mesh": [4, 4, 4]}
+        found += [model, *[model | {"limit": share} for share in (0.5, 0.1, 0.05)]]
     return found
 
 

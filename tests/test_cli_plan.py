@@ -99,6 +99,8 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, weft: Weft) -> None:
         ("plan", "own:build", "--devices", "2", "--machine", "machine.json"): "machine.json",
         ("plan", "own:build", "--devices", "2", "--memory", "1KiB"): "no plan fits on 2 devices",
         ("plan", "own:build", "--devices", "2", "--keep", "0"): "--keep takes a module",
+        ("plan", "own:build", "--devices", "2", "--memry", "1KiB"): "unknown option '--memry'",
+        ("plan", "own:build", "--devices", "2", "--data.path=x"): "'--data.path=x' is a setting of a config.toml",
     }
     for words, message in cases.items():
         shown = weft(*words)
@@ -140,3 +142,13 @@ def test_a_supernet_is_cut_into_stages(tmp_path: Path, weft: Weft) -> None:
     refused = weft("plan", "run.toml", "--devices", "99")
     assert refused.returncode == 2
     assert "stages, not 99" in refused.stderr
+
+
+def test_settings_of_a_supernet_are_those_of_its_config(tmp_path: Path, weft: Weft) -> None:
+    (tmp_path / "run.toml").write_text('supernet = "digits-mlp"\ndata = "digits"\n[train]\nsteps = 10\n')
+    words = ("plan", "run.toml", "--devices", "2", "--machine", "cpu", "--json")
+    one, many = (json.loads(weft(*words, "--train.batch_size", count).stdout)["seconds"] for count in ("16", "512"))
+    assert sum(many) > sum(one)
+    refused = weft(*words, "--data.source=text", "--data.path", "none.txt")
+    assert refused.returncode == 2
+    assert "none.txt" in refused.stderr

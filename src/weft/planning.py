@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from weft.config import Config
-    from weft.plan.machine import Machine
-    from weft.plan.plan import Plan
     from weft.plan.supernet import ChainPlan
     from weft.supernet import Chain
 
@@ -53,16 +51,6 @@ def place_of(name: str, folder: Path) -> Path:
     return folder / "runs" / "plans" / f"{name}.json"
 
 
-def save(plan: Plan, path: Path, machine: Machine | None = None) -> None:
-    """Writes a plan with the parts of its page, which ``weft serve`` shows; ``machine`` is what it was made for."""
-    from weft.plan.page import parts
-    from weft.runs.files import room, write_json
-
-    with room(path, 0):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {**plan.to_json(), "page": parts(plan, machine)})
-
-
 def is_supernet(spec: str) -> bool:
     """Whether the command line names the config of a supernet, and not a model."""
     return spec.endswith(".toml")
@@ -76,8 +64,8 @@ def plan_config(config: Config, folder: Path, machine: str, devices: int, dtype:
     from weft.plan.supernet import plan_chain
     from weft.supernet import initialise
 
-    chain = initialise(assembly.supernet_of(config, folder), config.train.seed)
     data = assembly.data_of(config, folder)
+    chain = initialise(assembly.supernet_of(config, folder, data), config.train.seed)
     batch = data.train.take(np.arange(min(config.train.batch_size, len(data.train))))
     return plan_chain(chain, batch, machine, devices=devices, dtype=dtype or "float32"), chain
 
@@ -131,8 +119,14 @@ def _transformer(values: Mapping[str, Any], batch: int, length: int) -> Subject:
     maker = next((m for m in makers if type(config) in m._model_mapping), None)
     if maker is None:
         raise PlanError(f"'{kind}' has no model that can be made from its configuration alone")
-    with torch.device("meta"):
-        model = maker.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = maker.from_config(config)
+    except Exception as error:  # its own code, with figures that nobody gave
+        raise PlanError(
+            f"transformers cannot make a '{kind}' of this configuration ({type(error).__name__}: {error}): give a "
+            "config.json with all that it needs"
+        ) from error
     return model.train(), _batch(model, config, batch, length), None
 
 

@@ -160,7 +160,7 @@ def test_a_run_whose_stages_are_killed_one_after_the_other_ends_as_if_nothing_ha
     # On a busy machine the parent may see the survivor's end first, which names the cause as well.
     assert any("stage 1 " in text and "(1 of 3)" in text for text in said), said
     # A survivor, too, says what has happened, unless it was ended before it could.
-    assert any(re.search(r"stage [01] is lost: .*; stage [01] stops", text) for text in said), said
+    assert any(re.search(r"rank [01] is lost: .*; rank [01] stops", text) for text in said), said
 
 
 @pytest.mark.long
@@ -179,7 +179,7 @@ def test_kills_at_random_moments_never_change_a_bit(undisturbed: str, tmp_path: 
 
 
 def test_a_stage_that_is_stopped_is_named_and_ended(tmp_path: Path) -> None:
-    words = r"^stage 1 hangs: no sign of life for \d+ s.*restarted 0 times"
+    words = r"^rank 1 hangs: no sign of life for \d+ s.*restarted 0 times"
     plan = [(1, signal.SIGSTOP, after(5))]
     with Strikes(tmp_path, tmp_path / "x", plan) as strikes, pytest.raises(TrainError, match=words):
         train(tmp_path, tmp_path, stages=2, restarts=0)
@@ -219,7 +219,7 @@ def test_an_error_in_a_layer_is_one_line_and_nothing_is_started_again(
     with pytest.raises(TrainError) as caught:
         weft.train(net, disturbed.numbers, steps=4, stages=2, **options)
     text = str(caught.value)
-    assert text.startswith("stage 1 failed: ValueError: a layer that fails (")
+    assert text.startswith("rank 1 failed: ValueError: a layer that fails (")
     assert "disturbed.py, line " in text
     assert text.endswith(", in forward)")
     assert capfd.readouterr() == ("", "")
@@ -364,7 +364,7 @@ def torchrun(tmp_path: Path, differ: int) -> tuple[int, str]:
 def test_processes_of_torchrun_that_disagree_are_refused_and_shown_the_difference(tmp_path: Path) -> None:
     code, err = torchrun(tmp_path, differ=1)
     assert code != 0
-    assert "stage 1 was started with another configuration: steps is 7 here and 6 on stage 0" in err
+    assert "rank 1 was started with another configuration: steps is 7 here and 6 on rank 0" in err
     assert not (tmp_path / "x" / "events.jsonl").exists()
 
 

@@ -212,13 +212,13 @@ def test_a_stage_that_always_dies_is_named_after_the_last_restart(tmp_path, capf
     with pytest.raises(TrainError) as caught:
         launch(2, [sys.executable, "-c", code, str(tmp_path)], restarts=2)
     assert str(caught.value) == (
-        "stage 1 was killed by signal 9 (it may have run out of memory); "
+        "rank 1 was killed by signal 9 (it may have run out of memory); "
         "all stages were restarted 2 times, which is the most allowed"
     )
     assert {"0.1", "1.1", "2.1"} <= set(lines(tmp_path)) <= {f"{attempt}.{rank}" for attempt in "012" for rank in "01"}
     assert [record.message for record in caplog.records if record.name == "weft"] == [
-        "stage 1 was killed by signal 9 (it may have run out of memory); all stages start again (1 of 2)",
-        "stage 1 was killed by signal 9 (it may have run out of memory); all stages start again (2 of 2)",
+        "rank 1 was killed by signal 9 (it may have run out of memory); all stages start again (1 of 2)",
+        "rank 1 was killed by signal 9 (it may have run out of memory); all stages start again (2 of 2)",
     ]
     assert [record.name for record in caplog.records if record.name.startswith("torch.")] == []
     assert capfd.readouterr() == ("", "")
@@ -226,7 +226,7 @@ def test_a_stage_that_always_dies_is_named_after_the_last_restart(tmp_path, capf
 
 def test_the_cause_is_named_and_not_the_stages_that_were_stopped_for_it():
     code = PLAIN + "rank == '1' and sys.exit(3); time.sleep(600)"
-    with pytest.raises(TrainError, match=r"^stage 1 ended with exit code 3; all stages were restarted 0 times"):
+    with pytest.raises(TrainError, match=r"^rank 1 ended with exit code 3; all stages were restarted 0 times"):
         launch(2, [sys.executable, "-c", code], restarts=0)
 
 
@@ -269,8 +269,8 @@ def test_a_killed_stage_makes_all_start_again_and_the_outcome_comes_back(restart
         "1.1": (3.0, 1, 2),
     }
     # What the other one logs of its end, a traceback of gloo, comes first.
-    assert said[-1] == "stage 1 was killed by signal 9 (it may have run out of memory); all stages start again (1 of 1)"
-    assert all(text.startswith("stage 0 failed") for text in said[:-1])
+    assert said[-1] == "rank 1 was killed by signal 9 (it may have run out of memory); all stages start again (1 of 1)"
+    assert all(text.startswith("rank 0 failed") for text in said[:-1])
 
 
 def test_nothing_listens_beyond_loopback(restarted):
@@ -293,7 +293,7 @@ def test_an_error_of_the_users_making_comes_back_as_itself_and_starts_nothing_ag
 
 def test_a_bug_in_a_stage_is_told_in_one_line_and_leaves_no_files(work, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(TrainError, match=r"^stage 0 ended with exit code 1: ValueError: no such key; all stages"):
+    with pytest.raises(TrainError, match=r"^rank 0 ended with exit code 1: ValueError: no such key; all stages"):
         launch(1, Call(work.bug), restarts=0)
     assert list(tmp_path.iterdir()) == []
 

@@ -79,14 +79,14 @@ BEATS = st.builds(Beat, st.integers(1), st.none() | st.just("2F17"), st.floats(0
 @pytest.mark.parametrize(
     ("beat", "quiet", "expected"),
     [
-        (Beat(9, "2F17", 0.5, {}, False), 21.4, "stage 2 hangs: no sign of life for 21 s; it was doing 2F17"),
-        (Beat(9, None, 0.0, {}, False), 21.4, "stage 2 hangs: no sign of life for 21 s"),
-        (Beat(9, "2B40", 301.0, {}, False), 0.5, "stage 2 hangs: it has been doing 2B40 for 301 s"),
+        (Beat(9, "2F17", 0.5, {}, False), 21.4, "rank 2 hangs: no sign of life for 21 s; it was doing 2F17"),
+        (Beat(9, None, 0.0, {}, False), 21.4, "rank 2 hangs: no sign of life for 21 s"),
+        (Beat(9, "2B40", 301.0, {}, False), 0.5, "rank 2 hangs: it has been doing 2B40 for 301 s"),
         (Beat(9, "2B40", 299.0, {}, False), 19.0, None),
         (Beat(9, None, 0.0, {}, False), 0.0, None),
         (Beat(9, "2B40", 301.0, {}, True), 1e6, None),
         (None, 299.0, None),
-        (None, 301.0, "stage 2 has not begun after 301 s"),
+        (None, 301.0, "rank 2 has not begun after 301 s"),
     ],
 )
 def test_a_complaint_names_what_the_stage_did_and_for_how_long(beat, quiet, expected):
@@ -130,7 +130,7 @@ def test_a_stage_that_stays_in_one_op_is_named_once_and_one_that_waits_is_not(wa
     wait_for(lambda: lost)
     time.sleep(10 * PERIOD)
     assert [rank for rank, _ in lost] == [1]
-    assert lost[0][1].startswith("stage 1 hangs: it has been doing 1B40 for ")
+    assert lost[0][1].startswith("rank 1 hangs: it has been doing 1B40 for ")
 
 
 def test_a_new_op_starts_a_new_time(watch, lost):
@@ -147,7 +147,7 @@ def test_a_stage_that_never_begins_is_named(watch, lost):
     watch(HashStore(), 0, 2, lost, silence=0.1, patience=0.3)
     wait_for(lambda: lost)
     assert lost[0][0] == 1
-    assert lost[0][1].startswith("stage 1 has not begun after ")
+    assert lost[0][1].startswith("rank 1 has not begun after ")
 
 
 def test_figures_that_json_cannot_hold_and_a_failing_callback_are_logged_and_do_not_end_the_watch(watch, lost, caplog):
@@ -165,7 +165,7 @@ def test_figures_that_json_cannot_hold_and_a_failing_callback_are_logged_and_do_
     two.figures = {"good": 1}
     wait_for(lambda: one.others() == {1: {"good": 1}})
     said = {record.message for record in caplog.records if record.name == "weft"}
-    assert "stage 1 has figures that JSON cannot hold" in said
+    assert "rank 1 has figures that JSON cannot hold" in said
     assert f"what is done about a lost stage failed: {lost[0][1]}" in said
 
 
@@ -223,7 +223,7 @@ def test_a_stopped_process_is_named_by_the_others_with_what_it_did(watch, start)
     wait_for(lambda: all(reports))
     for each in reports:
         assert [rank for rank, _ in each] == [2]
-        assert each[0][1].startswith("stage 2 hangs: no sign of life for ")
+        assert each[0][1].startswith("rank 2 hangs: no sign of life for ")
         assert each[0][1].endswith(" s; it was doing 2F17")
 
 

@@ -252,6 +252,8 @@ SHAPE = (4, 6, 8)
 CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], set[str]]] = {
     # what is computed, from what, and dimensions that must be among those that may be split
     "linear": (F.linear, ((4, 6, 8), (10, 8), (10,)), {"m0", "m1", "n", "k"}),
+    "aliases": (lambda a, b: torch.divide(torch.multiply(a, b), b * b + 1).negative(), ((4, 6), (4, 6)), {"a0", "a1"}),
+    "concatenate": (lambda a, b: torch.concatenate([a, b], 1), ((4, 6), (4, 2)), {"a0"}),
     "addmm": (torch.addmm, ((10,), (4, 8), (8, 10)), {"m", "n", "k"}),
     "addmm, scaled": (lambda c, a, b: torch.addmm(c, a, b, beta=2, alpha=3), ((4, 10), (4, 8), (8, 10)), {"k"}),
     "baddbmm": (torch.baddbmm, ((2, 1, 6), (2, 4, 8), (2, 8, 6)), {"b0", "m", "n", "k"}),
@@ -426,6 +428,24 @@ def test_a_recurrent_layer_in_parts_is_the_layer(kind: Callable[..., nn.Module],
     batch = torch.randn(4, 4, 6)
     captured = capture(model, batch)
     assert [entry.dims[0].parts for entry in captured.graph.operators if entry.kind == "recurrent"] == [4]
+    checked, wrong = check(captured, run_whole(captured, model, batch))
+    assert checked
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_a_step_of_a_recurrent_layer_in_parts_is_the_step(kind: Callable[..., nn.Module]) -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = kind(6, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.cell(x[:, 1], self.cell(x[:, 0]))
+
+    model, batch = noisy(Steps()), torch.randn(4, 2, 6)
+    captured = capture(model, batch)
+    assert [entry.dims[0].parts for entry in captured.graph.operators if entry.kind == "recurrent"] == [4, 4]
     checked, wrong = check(captured, run_whole(captured, model, batch))
     assert checked
     assert wrong == []

@@ -18,6 +18,7 @@ from weft.plan import Machine, Plan
 from weft.plan.capture import Captured, capture
 from weft.plan.machine import machine
 from weft.plan.planner import plan_captured
+from weft.units import size_of
 
 WIDTH, LENGTH, HEADS, BATCH = 512, 128, 4, 48
 
@@ -144,6 +145,48 @@ def test_a_saved_plan_is_loaded_edited_and_priced_anew(captured: Captured, tmp_p
     file.write_text(json.dumps(values))
     with pytest.raises(PlanError, match="is no plan: it lacks mesh"):
         plan_captured(captured, "2080ti", devices=4, load=file)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"mesh": "two"}, r"is no plan: Expected `array`, got `str` - at `\$.mesh`"),
+        ({"mesh": [0]}, r"is no plan: Expected `int` >= 1 - at `\$.mesh"),
+        ({"mesh": [3]}, r"4 devices are not stages of the mesh \[3\]"),
+        ({"microbatches": 0}, r"is no plan: Expected `int` >= 1 - at `\$.microbatches`"),
+        ({"splits": []}, r"is no plan: Expected `object`, got `array` - at `\$.splits`"),
+        ({"format": 0}, "has format 0, and format 1 is read here"),
+    ],
+)
+def test_an_edited_plan_that_is_none_is_told_what_is_wrong(
+    captured: Captured, edit: dict[str, object], message: str
+) -> None:
+    made = plan_captured(captured, "2080ti", devices=4, stages=1, compare=False)
+    with pytest.raises(PlanError, match=message):
+        plan_captured(captured, "2080ti", devices=4, load={**made.to_json(), **edit})
+
+
+def test_a_split_of_another_number_of_axes_is_told_so(captured: Captured) -> None:
+    found = plan_captured(captured, "2080ti", devices=4, stages=1, mesh=(4,), compare=False).to_json()
+    name = next(iter(found["splits"]))
+    found["splits"][name] = ["-", "-"]
+    with pytest.raises(PlanError, match=rf"'{name}' is split as \['-', '-'\]: the mesh 4 takes 1, one for each axis"):
+        plan_captured(captured, "2080ti", devices=4, load=found)
+
+
+def test_a_dimension_that_a_kept_module_has_not_is_refused(captured: Captured) -> None:
+    with pytest.raises(PlanError, match=r"'head' has no dimension 'z': it has .*n"):
+        plan_captured(captured, devices=4, keep={"head": "n,z"})
+
+
+def test_what_no_cut_divides_is_what_each_device_needs_at_least() -> None:
+    with torch.device("meta"):
+        found = capture(nn.LSTM(64, 512, batch_first=True), torch.zeros(6, 8, 64), loss=lambda y, _: y[0].mean())
+    weights = sum(o.outputs[0].bytes for o in found.graph.operators if o.kind == "parameter")
+    with pytest.raises(PlanError, match="each needs at least") as refused:
+        plan_captured(found, devices=3, stages=3, microbatches=3, memory=weights)
+    told = size_of("".join(re.findall(r"at least ([\d.]+) (\w+)", str(refused.value))[0]), PlanError)
+    assert told > 3.9 * weights  # weight, gradient and two states, whole in one stage; not a third of them
 
 
 @pytest.mark.parametrize(

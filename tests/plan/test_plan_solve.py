@@ -130,6 +130,38 @@ def test_the_optimum_is_that_of_brute_force(kind: str, entries: int):
         agrees(problem_of(kind, count, draw, forbid=number % 3 == 0, weigh=number % 2 == 0), entries)
 
 
+@pytest.mark.parametrize("gap", [0.02, 0.4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pick_is_within_the_gap_that_is_asked_for_and_its_bound_never_above_the_optimum(kind: str, gap: float):
+    for number in range(30):
+        draw = keys.generator("within", kind, number)
+        problem = problem_of(kind, int(draw.integers(2, 7)), draw, forbid=number % 3 == 0, weigh=True)
+        best, _ = brute(problem)
+        if math.isinf(best):
+            continue
+        for entries in (1, 6):
+            found = solve(problem, entries=entries, gap=gap)
+            assert found.weight <= problem.limit
+            assert found.bound <= best + 1e-9 * max(1.0, abs(best))
+            assert found.cost >= best - 1e-9 * max(1.0, abs(best))
+            assert found.cost - found.bound <= (gap + 1e-9) * abs(found.cost) + 1e-9
+
+
+def test_layers_that_all_read_one_tensor_are_within_a_hundredth_though_they_are_too_entangled_to_eliminate():
+    draw = keys.generator("hub")
+    sizes = [24, 24, *[12] * 14]  # two tensors that every layer reads, each with its own wish of how they lie
+    unary = tuple(draw.gamma(2.0, 1.0, size) for size in sizes)
+    chain = {(i, i + 1): draw.gamma(2.0, 1.0, (12, 12)) for i in range(2, len(sizes) - 1)}
+    hubs = {(hub, i): draw.gamma(2.0, 0.3, (24, 12)) for hub in (0, 1) for i in range(2, len(sizes))}
+    weights = tuple(draw.gamma(2.0, 1.0, size) for size in sizes)
+    free = Problem(unary, {**chain, **hubs}, weights)
+    heavy, light = free.weight(solve(free).pick), math.fsum(float(own.min()) for own in weights)
+    found = solve(Problem(unary, free.pairs, weights, light + 0.3 * (heavy - light)), entries=1 << 10)
+    assert found.method == "bounds, weights priced"
+    assert found.gap <= 0.01
+    assert found.weight <= light + 0.3 * (heavy - light)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(KINDS), st.integers(1, 6), st.booleans(), st.booleans())
 def test_the_optimum_is_that_of_brute_force_whatever_is_drawn(

@@ -21,6 +21,7 @@ from weft.plan.machine import machine
 from weft.plan.page import page
 from weft.plan.plan import Plan
 from weft.plan.planner import plan_captured
+from weft.runs.files import write_json
 from weft.serve.plan.document import document, listed, present
 from weft.serve.plan.drawings import is_drawing
 from weft.serve.plan.saved import EDITED, NOT_DRAWN, STRANGE
@@ -53,7 +54,7 @@ def made(captured: Captured) -> Plan:
 @pytest.fixture
 def saved(tmp_path: Path, made: Plan) -> Path:
     path = tmp_path / "plans" / "net.json"
-    planning.save(made, path, machine("a100"))
+    made.save(path)
     return path
 
 
@@ -101,7 +102,7 @@ def test_a_saved_plan_is_told_whole(saved: Path, made: Plan) -> None:
 
 def test_the_memory_of_each_stage_is_told(tmp_path: Path, captured: Captured) -> None:
     path = tmp_path / "staged.json"
-    planning.save(plan_captured(captured, "a100", devices=2, stages=2, microbatches=4), path)
+    plan_captured(captured, "a100", devices=2, stages=2, microbatches=4).save(path)
     found = document(path)
     assert (found["stages"], found["microbatches"]) == (2, 4)
     assert [row["device"] for row in found["memory"]] == ["stage 1: device 0", "stage 2: device 1"]
@@ -109,7 +110,7 @@ def test_the_memory_of_each_stage_is_told(tmp_path: Path, captured: Captured) ->
 
 
 def test_a_plan_that_was_saved_without_its_page_is_told_without_its_graph(tmp_path: Path, made: Plan) -> None:
-    made.save(tmp_path / "bare.json")
+    write_json(tmp_path / "bare.json", made.to_json())
     found = document(tmp_path / "bare.json")
     assert (found["graph"], found["note"], found["strategies"], found["layers"]) == (None, NOT_DRAWN, [], [])
     assert sum(found["memory"][0]["parts"].values()) == pytest.approx(made.cost.memory)
@@ -126,7 +127,7 @@ def test_a_plan_whose_splits_were_edited_is_not_drawn_as_it_was(saved: Path) -> 
 def test_a_machine_that_is_no_preset_is_priced_as_it_was_planned(tmp_path: Path, captured: Captured) -> None:
     own = replace(machine("a100"), name="here")
     plan = plan_captured(captured, own, devices=4, stages=1)
-    planning.save(plan, tmp_path / "own.json", own)
+    plan.save(tmp_path / "own.json")
     found = document(tmp_path / "own.json")
     assert sum(row["compute"] for row in found["layers"]) == pytest.approx(plan.cost.compute)
 
@@ -196,7 +197,7 @@ def test_hostile_names_stay_text(tmp_path: Path, made: Plan) -> None:
     bad = '</text><script>alert("1")</script><img src=x onerror=alert(2)>'
     operators = tuple(replace(own, module=bad, name=f"{bad}{n}") for n, own in enumerate(made.graph.operators))
     plan = replace(made, model=bad, graph=replace(made.graph, operators=operators))
-    planning.save(plan, tmp_path / "bad.json", machine("a100"))
+    plan.save(tmp_path / "bad.json")
     found = document(tmp_path / "bad.json")
     assert found["model"] == bad, "escaped by whoever makes HTML of it"
     assert found["note"] is None

@@ -8,17 +8,18 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.arguments import AsJson
+from weft.cli.arguments import AsJson, joined, read_target
 from weft.cli.output import console, print_json, show
 from weft.errors import ConfigError
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
             help="module:function that returns (model, batch), a config.json of transformers, a kind of its models, or "
-            "the config.toml of a supernet.",
+            "the config.toml of a supernet, perhaps with settings.",
             metavar="MODEL|CONFIG",
         ),
     ],
@@ -53,10 +54,13 @@ def plan(
     if bad := [name for name, rule in rules.items() if not rule]:
         raise ConfigError(f"--keep takes a module and what may be split there, such as 'lm_head=n', not '{bad[0]}'")
     if planning.is_supernet(model):
-        _plan_supernet(model, machine, devices, dtype, as_json)
+        _plan_supernet(model, context, machine, devices, dtype, as_json)
         return
+    known = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
+    if settings := joined(context.args, [*known, "--help"]):
+        raise ConfigError(f"'{settings[0]}' is a setting of a config.toml, and '{model}' is none")
     place = planning.place_of(save, Path()) if save else None
-    known = planning.place_of(load, Path()) if load and not Path(load).is_file() else load
+    source = planning.place_of(load, Path()) if load and not Path(load).is_file() else load
     net, example, loss = planning.subject(model, batch, length, Path())
     made = make(
         net,
@@ -71,19 +75,15 @@ def plan(
         microbatches=microbatches,
         recompute=recompute,
         keep=rules,
-        load=known,
+        load=source,
     )
-    if place or html:
-        from weft.plan.machine import machine as machine_of
+    if place:
+        made.save(place)
+    if html:
+        from weft.plan.page import page
+        from weft.runs.files import write_atomic
 
-        found = machine_of(machine)
-        if place:
-            planning.save(made, place, found)
-        if html:
-            from weft.plan.page import page
-            from weft.runs.files import write_atomic
-
-            write_atomic(html, page(made, found))
+        write_atomic(html, page(made))
     if as_json:
         print_json({**made.to_json(), "reasons": made.reasons(), **({"html": html} if html else {})})
         return
@@ -94,12 +94,13 @@ def plan(
         console.print(f"written to {html}: open it in a browser", soft_wrap=True)
 
 
-def _plan_supernet(config: str, machine: str, devices: int, dtype: str | None, as_json: bool) -> None:
-    from weft.config import read_config
+def _plan_supernet(
+    config: str, context: typer.Context, machine: str, devices: int, dtype: str | None, as_json: bool
+) -> None:
     from weft.plan import shown
     from weft.planning import plan_config
 
-    found, chain = plan_config(read_config(config), Path(config).parent, machine, devices, dtype)
+    found, chain = plan_config(*read_target(config, context), machine, devices, dtype)
     print_json(asdict(found)) if as_json else shown.show_chain(found, chain, console)
 
 

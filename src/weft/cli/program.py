@@ -66,9 +66,12 @@ def _add(*verbs: Callable[..., None], **settings: bool) -> None:
         app.command(context_settings=settings)(verb)
 
 
+_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}  # --a.b=c
 _add(demo)
-_add(train, search, tune, export, simulate, verify, allow_extra_args=True, ignore_unknown_options=True)  # --a.b=c
-_add(runs, zoo, plan, calibrate, trace, serve, report)
+_add(train, search, tune, export, simulate, verify, **_SETTINGS)
+_add(runs, zoo)
+_add(plan, **_SETTINGS)
+_add(calibrate, trace, serve, report)
 
 
 def _usage(message: str) -> str:

@@ -31,16 +31,16 @@ class Accord:
         return [self.hear(f"{key}/{rank}") for rank in range(self.world)]
 
     def same(self, law: Mapping[str, Any]) -> None:
-        """Raises PipelineError on every stage that was given another configuration than stage 0."""
+        """Raises PipelineError on every stage that was given another configuration than rank 0."""
         mine = json.loads(json.dumps(plain(law)))
         if self.rank == 0:
             self.tell("law", mine)
         theirs = self.hear("law")
         differ = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
         if differ:
-            told = "; ".join(f"{key} is {mine.get(key)} here and {theirs.get(key)} on stage 0" for key in differ[:4])
+            told = "; ".join(f"{key} is {mine.get(key)} here and {theirs.get(key)} on rank 0" for key in differ[:4])
             raise PipelineError(
-                f"stage {self.rank} was started with another configuration: {told}. Start all with the same command"
+                f"rank {self.rank} was started with another configuration: {told}. Start all with the same command"
             )
 
     def clone(self) -> Accord:

@@ -82,7 +82,7 @@ def stage(payload: bytes) -> None:
     except KeyboardInterrupt:
         raise SystemExit(STOPPED) from None
     except Exception as problem:
-        logger.exception("stage %s failed", os.environ["RANK"])
+        logger.exception("rank %s failed", os.environ["RANK"])
         with suppress(Exception):
             report_death(connect(timeout=10.0), int(os.environ["RANK"]), problem)
         raise SystemExit(1) from None  # torch would leave a pickle of the traceback in the folder of temporary files

@@ -171,8 +171,8 @@ class _Launch:
         text = death(self.meeting.store, rank) if self.meeting.store is not None else ""
         if code < 0:
             hint = " (it may have run out of memory)" if code == -signal.SIGKILL else ""
-            return f"stage {rank} was killed by signal {-code}{hint}"
-        return f"stage {rank} ended with exit code {code}" + (f": {text}" if text else "")
+            return f"rank {rank} was killed by signal {-code}{hint}"
+        return f"rank {rank} ended with exit code {code}" + (f": {text}" if text else "")
 
     def _failure(self, failures: Mapping[int, ProcessFailure]) -> str:
         def likelihood(rank: int) -> tuple[bool, bool]:

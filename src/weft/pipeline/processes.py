@@ -91,11 +91,11 @@ def _work(job: Job) -> None:
         raise  # of these, all but the first may be gone at the next start
     except Exception as problem:
         if os.environ.get("WEFT_DEBUG"):
-            log.exception("stage %d failed", found.rank)
+            log.exception("rank %d failed", found.rank)
         place = place_in_own_code(problem)
         where = f" ({place})" if place else "; WEFT_DEBUG=1 shows where"
         text = " ".join(str(problem).split())
-        raise TrainError(f"stage {found.rank} failed: {type(problem).__name__}: {text}{where}") from problem
+        raise TrainError(f"rank {found.rank} failed: {type(problem).__name__}: {text}{where}") from problem
 
 
 def run_stage(job: Job, me: Ranks, callbacks: Sequence[Callback] = ()) -> tuple[Path, str]:
@@ -113,7 +113,7 @@ def run_stage(job: Job, me: Ranks, callbacks: Sequence[Callback] = ()) -> tuple[
     def give_up(rank: int, message: str) -> None:
         """A stage hangs: this one cannot go on either, whatever it waits for."""
         with suppress(Exception):  # nothing may keep it from its end
-            log.error("%s; stage %d stops", message, me.rank)
+            log.error("%s; rank %d stops", message, me.rank)
             if rank >= 0:
                 report_hang(store.clone(), rank, message)  # type: ignore[attr-defined]
         os._exit(LOST)
@@ -268,7 +268,7 @@ def _meet(store: c10d.Store, me: Ranks, device: torch.device, placement: Placeme
         everywhere = all(Accord(store, me.rank, me.world).gather("own device", own))
         return Transport(me.rank, me.world, device, "nccl" if everywhere else None, placement.links())
     except RuntimeError as problem:  # another stage ended meanwhile; gloo does not say which
-        log.error("stage %d found no way to the others and stops: %s", me.rank, str(problem).splitlines()[0])
+        log.error("rank %d found no way to the others and stops: %s", me.rank, str(problem).splitlines()[0])
         os._exit(LOST)
 
 
@@ -288,7 +288,7 @@ def _leave(stage: int, lost: Lost, store: c10d.Store) -> NoReturn:
     """A neighbour is gone, and this stage with it."""
     with suppress(Exception):  # the parent may be gone as well
         if not store.check(["error"]):  # else the neighbour has said why, and nothing is started again
-            log.error("%s; stage %d stops. All go on from the last checkpoint when they are started again", lost, stage)
+            log.error("%s; rank %d stops. All go on from the last checkpoint when they are started again", lost, stage)
             report_death(store, stage, lost)
             time.sleep(GRACE)
     logging.shutdown()

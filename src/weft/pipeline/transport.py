@@ -38,7 +38,7 @@ class Lost(Exception):
     """The connection to a neighbour broke."""
 
     def __init__(self, stage: int, reason: str) -> None:
-        super().__init__(f"stage {stage} is lost: {reason}")
+        super().__init__(f"rank {stage} is lost: {reason}")
         self.stage = stage
 
 

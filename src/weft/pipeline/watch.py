@@ -34,21 +34,21 @@ def complaint(rank: int, beat: Beat | None, quiet: float, silence: float, patien
     """What is wrong with a stage that has not moved for `quiet` seconds since its last beat; None if nothing.
 
     >>> complaint(2, Beat(5, "2F17", 0.1, {}, False), 21.0, 20.0, 300.0)
-    'stage 2 hangs: no sign of life for 21 s; it was doing 2F17'
+    'rank 2 hangs: no sign of life for 21 s; it was doing 2F17'
     >>> complaint(1, Beat(5, "1B40", 301.0, {}, False), 0.0, 20.0, 300.0)
-    'stage 1 hangs: it has been doing 1B40 for 301 s'
+    'rank 1 hangs: it has been doing 1B40 for 301 s'
     >>> complaint(1, Beat(5, "1B40", 999.0, {}, True), 999.0, 20.0, 300.0) is None
     True
     """
     if beat is None:
-        return f"stage {rank} has not begun after {quiet:.0f} s" if quiet > max(silence, patience) else None
+        return f"rank {rank} has not begun after {quiet:.0f} s" if quiet > max(silence, patience) else None
     if beat.done:
         return None
     if quiet > silence:
         doing = f"; it was doing {beat.op}" if beat.op is not None else ""
-        return f"stage {rank} hangs: no sign of life for {quiet:.0f} s{doing}"
+        return f"rank {rank} hangs: no sign of life for {quiet:.0f} s{doing}"
     if beat.op is not None and beat.seconds > patience:
-        return f"stage {rank} hangs: it has been doing {beat.op} for {beat.seconds:.0f} s"
+        return f"rank {rank} hangs: it has been doing {beat.op} for {beat.seconds:.0f} s"
     return None
 
 
@@ -143,7 +143,7 @@ class Watch:
         try:
             return json.dumps({**beat, "figures": dict(self.figures)})
         except Exception:
-            logger.exception("stage %d has figures that JSON cannot hold", self._rank)
+            logger.exception("rank %d has figures that JSON cannot hold", self._rank)
             self.figures = {}
             return json.dumps(beat)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from weft.plan.cutting import Cutting, Load, cut
+from weft.plan.cutting import Cutting, Load, cut, homes
 from weft.plan.graph import PARAMETER, Graph
 from weft.plan.layout import Mesh
 from weft.plan.machine import Machine
@@ -13,7 +13,7 @@ from weft.plan.plan import Cost
 from weft.plan.solve import OverLimit, solve
 from weft.plan.tables import Allowed, Tables, Training, memories, tables
 
-_SECONDS = 5.0  # for one solution; what it then proves is its bound
+SECONDS = 5.0  # for one solution; what it then proves is its bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ def solved(
     allowed: Allowed | None = None,
     gap: float = 0.01,
     beat: float = math.inf,
+    seconds: float = SECONDS,
 ) -> Candidate:
     """The best splits within the memory of each device; raises OverLimit, with the least that would do, if none fit,
     and Slower if a step takes ``beat`` seconds or more."""
@@ -56,15 +57,15 @@ def solved(
     if least > shape.stages * limit:
         raise OverLimit(least / shape.stages, limit)
     found = tables(shape.graph, shape.mesh, machine, shape.training, allowed)
-    free = solve(found.problem(), gap=gap, seconds=_SECONDS)
-    if _stretched(shape, free.bound) >= beat:
+    free = solve(found.problem(), gap=gap, seconds=seconds)
+    if _stretched(shape, free.bound, found) >= beat:
         raise Slower
     last: OverLimit | None = None
     # The memory of all stages together is a limit that is never too tight; then ever tighter, until a cut keeps each.
     for share in (1.0, 0.9, 0.8, 0.65, 0.5) if shape.stages > 1 else (1.0,):
         total = share * shape.stages * limit
-        picked = free if found.weight(free.pick) <= total else solve(found.problem(total), gap=gap, seconds=_SECONDS)
-        if _stretched(shape, picked.bound) >= beat:
+        picked = free if found.weight(free.pick) <= total else solve(found.problem(total), gap=gap, seconds=seconds)
+        if _stretched(shape, picked.bound, found) >= beat:
             raise Slower
         try:
             made = priced(shape, machine, found, picked.pick, limit, picked.bound)
@@ -75,10 +76,12 @@ def solved(
     raise last
 
 
-def _stretched(shape: Shape, total: float) -> float:
-    """Seconds of a step of which all stages together have ``total``: at best they have equal parts."""
+def _stretched(shape: Shape, total: float, found: Tables) -> float:
+    """Seconds of a step of which all stages together have ``total``: at best they have equal parts, unless one
+    operator alone, which no cut divides, takes longer."""
     count = shape.training.microbatches
-    return total / shape.stages * (count + shape.stages - 1) / count
+    heaviest = max((float(costs.min()) for costs in found.compute), default=0.0)
+    return (total + (count - 1) * max(total / shape.stages, heaviest)) / count
 
 
 def priced(
@@ -114,7 +117,7 @@ def priced(
             memory=cutting.memory[fullest],
             parameters=kept,
             activations=cutting.memory[fullest] - kept,
-            bound=step if bound is None else min(step, _stretched(shape, max(bound, launches(shape, machine)))),
+            bound=step if bound is None else min(step, _stretched(shape, max(bound, launches(shape, machine)), found)),
         ),
     )
 
@@ -151,4 +154,18 @@ def _send(machine: Machine, shape: Shape) -> float:
 
 def least_memory(shape: Shape, allowed: Allowed | None = None) -> float:
     """The fewest bytes that any splits need, of one device of each stage together."""
-    return math.fsum(float(memory.min()) for memory in memories(shape.graph, shape.mesh, shape.training, allowed))
+    return math.fsum(_least(shape, allowed))
+
+
+def least_of_stage(shape: Shape) -> float:
+    """Bytes that some stage needs on each of its devices at least: its equal part, or an operator with its parameters,
+    which no cut divides."""
+    least = _least(shape, None)
+    held = dict.fromkeys(range(len(least)), 0.0)
+    for place, home in enumerate(homes(shape.graph)):
+        held[home] += least[place]
+    return max(math.fsum(least) / shape.stages, max(held.values(), default=0.0))
+
+
+def _least(shape: Shape, allowed: Allowed | None) -> list[float]:
+    return [float(memory.min()) for memory in memories(shape.graph, shape.mesh, shape.training, allowed)]

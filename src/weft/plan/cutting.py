@@ -41,7 +41,7 @@ def cut(
     nothing (parameters, inputs) belong to the first stage that reads them. Stage s of S has at most S - s micro-batches
     in flight.
     """
-    home = _homes(graph)
+    home = homes(graph)
     order = [place for place in range(len(graph)) if home[place] == place]
     rank = {place: number for number, place in enumerate(order)}
     count = len(order)
@@ -88,7 +88,7 @@ def cut(
     )
 
 
-def _homes(graph: Graph) -> list[int]:
+def homes(graph: Graph) -> list[int]:
     """For each operator the one whose stage it shares: its own, or its first reader's where it reads nothing or no
     gradient flows through it."""
     home = list(range(len(graph)))

@@ -21,6 +21,9 @@ def keeping(graph: Graph, keep: tuple[tuple[str, str], ...]) -> Allowed | None:
             names = sorted({o.module for o in graph.operators if o.module})
             raise PlanError(f"no module or operator is called '{pattern}'{nearest(pattern, names)}")
         wanted = [] if words == "replicated" else [word.strip() for word in words.split(",")]
+        dims = sorted({dim.name for place in places for dim in graph.operators[place].dims})
+        if wrong := [word for word in wanted if word not in dims]:
+            raise PlanError(f"'{pattern}' has no dimension '{wrong[0]}': it has {', '.join(dims) or 'none'}")
         for place in places:
             names = [dim.name for dim in graph.operators[place].dims]
             rules[place] = {names.index(word) for word in wanted if word in names}

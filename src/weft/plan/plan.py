@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from weft.errors import PlanError
 from weft.plan.graph import Graph
-from weft.plan.layout import REPLICATED, Mesh, Split, splits
+from weft.plan.layout import REPLICATED, Mesh, Split
+from weft.plan.machine import Machine
+from weft.plan.saved import FORMAT, read_splits
 from weft.plan.strategy import Strategy
 from weft.plan.tables import Training
-from weft.runs.files import read_json, write_json
+from weft.runs.files import room, write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
 
     from weft.plan.capture import Captured
     from weft.plan.execute import Applied, Staged
-
-FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class Plan:
     rows: tuple[Row, ...] = ()
     untried: int = 0
     captured: Captured | None = field(default=None, repr=False, compare=False)
+    computer: Machine | None = field(default=None, repr=False, compare=False)  # what ``machine`` is the name of
 
     @property
     def stages(self) -> int:
@@ -167,49 +168,15 @@ class Plan:
         }
 
     def save(self, path: Path | str) -> None:
-        """Writes the plan as JSON, atomically."""
-        write_json(Path(path), self.to_json())
+        """Writes the plan as JSON, atomically, with the parts of its page, which ``weft serve`` shows."""
+        from weft.plan.page import parts
+
+        path = Path(path)
+        with room(path, 0):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {**self.to_json(), "page": parts(self)})
 
     def with_splits(self, given: Mapping[str, tuple[str, ...]]) -> Plan:
         """The plan with other splits for some operators, by their names; its costs are of the old ones until it is
         planned again with ``splits=``."""
         return replace(self, splits=read_splits(self.graph, self.mesh, given, self.splits))
-
-
-def read_splits(
-    graph: Graph, mesh: Mesh, given: Mapping[str, Any], otherwise: tuple[Split, ...] | None = None
-) -> tuple[Split, ...]:
-    """Splits from the names of dimensions; raises PlanError for an operator or a split that cannot be."""
-    places = {operator.name: place for place, operator in enumerate(graph.operators)}
-    if unknown := [name for name in given if name not in places]:
-        raise PlanError(
-            f"the plan splits '{unknown[0]}', which the model has not: it is of another model, batch or torch"
-        )
-    found = []
-    for place, operator in enumerate(graph.operators):
-        if operator.name not in given:
-            if otherwise is None:
-                raise PlanError(f"the plan says nothing of '{operator.name}'")
-            found.append(otherwise[place])
-            continue
-        names = [dim.name for dim in operator.dims]
-        words = list(given[operator.name])
-        if wrong := [word for word in words if word != "-" and word not in names]:
-            raise PlanError(f"'{operator.name}' has no dimension '{wrong[0]}': it has {', '.join(names) or 'none'}")
-        split = tuple(REPLICATED if word == "-" else names.index(word) for word in words)
-        if len(split) != len(mesh.sizes) or split not in set(splits(operator, mesh)):
-            raise PlanError(f"'{operator.name}' cannot be split as {words} on the mesh {mesh}: the parts are not equal")
-        found.append(split)
-    return tuple(found)
-
-
-def read_plan(path: Path | str) -> dict[str, Any]:
-    """What `Plan.save` wrote, checked for its form; bound to a model by ``weft.plan(..., load=path)``."""
-    found = read_json(Path(path))
-    wanted = {"format", "mesh", "splits", "microbatches", "recompute", "stage", "devices", "machine"}
-    if not isinstance(found, dict) or not wanted <= set(found):
-        missing = sorted(wanted - set(found)) if isinstance(found, dict) else sorted(wanted)
-        raise PlanError(f"'{path}' is no plan: it lacks {', '.join(missing)}")
-    if found["format"] != FORMAT:
-        raise PlanError(f"'{path}' has format {found['format']!r}, and format {FORMAT} is read here: plan again")
-    return found

@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from weft.errors import PlanError, nearest
 from weft.plan.batches import microbatch
-from weft.plan.candidate import Candidate, Shape, Slower, least_memory, priced, solved
+from weft.plan.candidate import SECONDS, Candidate, Shape, Slower, least_memory, least_of_stage, priced, solved
 from weft.plan.comparison import compared
 from weft.plan.graph import Graph
 from weft.plan.keeping import keeping
 from weft.plan.layout import Mesh
 from weft.plan.machine import Machine
 from weft.plan.machine import machine as machine_of
-from weft.plan.plan import Plan, read_plan, read_splits
+from weft.plan.plan import Plan
 from weft.plan.request import STATES, Request, check
+from weft.plan.saved import checked, read_plan, read_splits
 from weft.plan.shapes import shapes
 from weft.plan.solve import OverLimit
-from weft.plan.tables import Training, tables
+from weft.plan.tables import Allowed, Training, tables
 from weft.units import size, size_of
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ def plan_captured(
         rows=rows,
         untried=untried,
         captured=captured,
+        computer=computer,
     )
 
 
@@ -159,7 +161,17 @@ def _best(graph: Graph, request: Request) -> tuple[Candidate, int]:
             best = found if found.cost.step < beat else best
     if best is None:
         raise PlanError(_nothing_fits(graph, request))
-    return best, 0
+    return _proven(best, request, rule, deadline - time.monotonic()), 0
+
+
+def _proven(best: Candidate, request: Request, rule: Allowed | None, seconds: float) -> Candidate:
+    """The candidate again with the time that is left, where a single stage was not solved to the gap in its own."""
+    if best.shape.stages > 1 or best.cost.step <= best.cost.bound * (1 + request.gap) or seconds <= SECONDS:
+        return best
+    again = solved(best.shape, request.machine, request.limit, rule, request.gap, seconds=seconds)
+    bound = max(best.cost.bound, again.cost.bound)
+    better = again if again.cost.step < best.cost.step else best
+    return replace(better, cost=replace(better.cost, bound=bound))
 
 
 def _needless(shape: Shape, best: Candidate) -> bool:
@@ -171,7 +183,7 @@ def _needless(shape: Shape, best: Candidate) -> bool:
 
 
 def _loaded(graph: Graph, request: Request, path: str | Path | Mapping[str, Any]) -> Candidate:
-    found = path if isinstance(path, Mapping) else read_plan(path)
+    found = checked(path) if isinstance(path, Mapping) else read_plan(path)
     if found["devices"] != request.devices:
         raise PlanError(f"the plan is for {found['devices']} devices, and {request.devices} are asked for")
     mesh, count = Mesh(tuple(found["mesh"])), int(found["microbatches"])
@@ -187,8 +199,9 @@ def _loaded(graph: Graph, request: Request, path: str | Path | Mapping[str, Any]
 def _nothing_fits(graph: Graph, request: Request) -> str:
     """By how much nothing fits, and what would."""
     ways = shapes(graph, request)
-    least = min((least_memory(shape) / shape.stages for _, shape in ways), default=math.inf)
-    message = f"no plan fits on {request.devices} devices of {size(request.limit)}: each needs at least {size(least)}. "
+    least = min((least_of_stage(shape) for _, shape in ways), default=math.inf)
+    message = f"no plan fits on {request.devices} devices of {size(request.limit)}: each needs at least {size(least)}"
+    message += ", and no cut into stages is so even. " if least <= request.limit else ". "
     # What needs least: recomputing, in the smallest micro-batches.
     pieces = request.microbatches or max((p.training.microbatches for _, p in ways if p.stages == 1), default=1)
     thrifty = replace(request, recompute=request.recompute is not False, microbatches=pieces)

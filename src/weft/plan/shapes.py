@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from weft.plan.batches import batch_size, microbatch
-from weft.plan.candidate import Shape
+from weft.plan.candidate import Shape, launches
 from weft.plan.graph import PARAMETER, Graph
 from weft.plan.layout import Mesh
 from weft.plan.machine import Machine
@@ -59,7 +59,7 @@ def _divisors(number: int) -> list[int]:
 
 def floor(shape: Shape, machine: Machine) -> float:
     """Seconds that no plan of the shape is below: every operator split over all devices of its stage, nothing sent,
-    and stages that are equal."""
+    and stages that are equal; or the hosts start kernels all the time."""
     training, share = shape.training, shape.mesh.devices
     own = [o for o in shape.graph.operators if o.kind != PARAMETER]
     flops = np.array([o.flops for o in own]) / share
@@ -69,4 +69,5 @@ def floor(shape: Shape, machine: Machine) -> float:
     backward = machine.compute_seconds(back * flops, back * moved / share, training.dtype)
     again = np.where(back > 0, 2.0 if training.recompute else 1.0, 1.0)
     once = float((again * forward + backward).sum())
-    return once * (training.microbatches + shape.stages - 1) / shape.stages
+    total = max(once * training.microbatches, launches(shape, machine))
+    return total / training.microbatches * (training.microbatches + shape.stages - 1) / shape.stages

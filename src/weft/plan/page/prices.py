@@ -41,10 +41,10 @@ class Prices:
 
 
 def prices(plan: Plan, machine: Machine | None = None) -> Prices | None:
-    """The prices, on the machine or else the preset that the plan names; None where they cannot be told: the machine is
-    not known, or the costs of the plan are others, as after its splits were edited."""
+    """The prices, on the machine, else that of the plan or the preset that it names; None where they cannot be told:
+    the machine is not known, or the costs of the plan are others, as after its splits were edited."""
     try:
-        found = _tables(plan, machine or preset(plan.machine))
+        found = _tables(plan, machine or plan.computer or preset(plan.machine))
     except PlanError:
         return None
     if found is None:

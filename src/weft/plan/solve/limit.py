@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -27,35 +28,55 @@ class OverLimit(PlanError):
         )
 
 
-def limited(problem: Problem, minimum: Minima, lightest: Lightest, gap: float, deadline: float) -> Priced:
+def limited(
+    problem: Problem, minimum: Minima, lightest: Lightest, gap: float, deadline: float, enough: float = math.inf
+) -> Priced:
     """The optimum, or a pick within ``gap`` of it: exact as far as that takes little, and no longer than the deadline.
-    ``minimum`` solves it (or a part of it) without the limit, ``lightest`` gives a pick within the limit."""
+    ``minimum`` solves it (or a part of it) without the limit, ``lightest`` gives a pick within the limit. A bound of
+    ``enough`` need not be raised further."""
     least = minimum(problem)
-    found = priced(problem, least, lightest(problem), deadline)
-    found = _changed(problem, found, least, gap, _soon(deadline, 1 / 4))
-    whole, base = found.elimination, found.bound
-    choices, cases = sum(map(len, problem.unary)), False
-    for rows in _ROWS:
-        little = rows * choices <= _EFFORT and whole is not None
-        if not little and not cases and not _near(found, gap):
-            found, cases = divided(problem, found, minimum, lightest, gap, _soon(deadline, 2 / 3)), True
-        if _near(found, EXACT if little else gap) or whole is None or time.monotonic() > deadline:
-            break
-        slack = found.cost - base + _ROUNDING * abs(found.cost)
-        met = beam(whole, problem.weights or (), problem.limit, found.price, slack, rows, deadline)
-        if met.pick is not None and problem.weight(met.pick) <= problem.limit:
-            found = _better(problem, found, met.pick)
-        found = replace(found, bound=max(found.bound, min(found.cost, base + met.dropped)))
+    start = priced(problem, least, lightest(problem), deadline)
+    found = bettered(problem, start, least, gap, deadline)
+    found = _built(problem, start, found, gap, enough, _soon(deadline, 1 / 8))
+    if found.bound < _aim(found, gap, enough):
+        found = divided(problem, found, minimum, lightest, gap, _soon(deadline, 2 / 3))
+        found = _built(problem, start, found, gap, enough, deadline)
     return found
 
 
-def _changed(problem: Problem, found: Priced, least: Minimum, gap: float, deadline: float) -> Priced:
+def bettered(problem: Problem, found: Priced, least: Minimum, gap: float, deadline: float) -> Priced:
+    """What was found, perhaps with a better pick, one that changes its way at some layer."""
+    deadline = _soon(deadline, 1 / 8)
+
     def enough(cost: float) -> bool:
         return _near(replace(found, cost=cost), gap / 4) or time.monotonic() > deadline
 
     if enough(found.cost):
         return found
     return _better(problem, found, changed(problem, lambda costs: least(costs).pick, found.price, found.pick, enough))
+
+
+def _built(problem: Problem, start: Priced, found: Priced, gap: float, enough: float, deadline: float) -> Priced:
+    """What was found, bettered by picks that are built from the elimination that gave the bound to start with: for the
+    optimum as long as that is little work, then only to know whether any pick is below what is aimed at."""
+    choices = sum(map(len, problem.unary))
+    for rows in _ROWS:
+        little = rows * choices <= _EFFORT
+        aim = _aim(found, EXACT, math.inf) if little else _aim(found, gap, enough)
+        if found.bound >= aim or start.elimination is None or time.monotonic() > deadline:
+            break
+        top = found.cost + _ROUNDING * abs(found.cost) if little else aim
+        slack = top - start.bound
+        met = beam(start.elimination, problem.weights or (), problem.limit, start.price, slack, rows, deadline)
+        if met.pick is not None and problem.weight(met.pick) <= problem.limit:
+            found = _better(problem, found, met.pick)
+        found = replace(found, bound=max(found.bound, min(found.cost, top, start.bound + met.dropped)))
+    return found
+
+
+def _aim(found: Priced, gap: float, enough: float) -> float:
+    """The bound that is to be reached."""
+    return min(found.cost - max(gap, EXACT) * abs(found.cost), enough)
 
 
 def _better(problem: Problem, found: Priced, pick: list[int]) -> Priced:

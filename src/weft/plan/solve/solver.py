@@ -13,8 +13,8 @@ from weft.plan.solve.branch import branched, narrowed, sweeps_worth
 from weft.plan.solve.divide import Minima
 from weft.plan.solve.edges import compressed
 from weft.plan.solve.elimination import Network, eliminate, same
-from weft.plan.solve.limit import OverLimit, limited
-from weft.plan.solve.price import Minimum, Priced
+from weft.plan.solve.limit import OverLimit, bettered, limited
+from weft.plan.solve.price import Minimum, Priced, priced
 from weft.plan.solve.problem import EXACT, Index, Problem, Solution, Table
 
 ENTRIES = 1 << 25  # of one table: 256 MiB
@@ -67,18 +67,30 @@ def _solved(problem: Problem, network: Network, entries: int, gap: float, deadli
     def lightest(part: Problem) -> list[int]:
         return light if part is problem else _lightest(part, entries)
 
-    def exact(part: Problem, inner: Network) -> Priced | None:
+    def exact(part: Problem, inner: Network, enough: float) -> Priced | None:
         try:
             start = _lightest(part, entries)
-            return limited(part, _minima(part, inner, start, entries, gap, deadline), lightest, gap, deadline)
+            return limited(part, _minima(part, inner, start, entries, gap, deadline), lightest, gap, deadline, enough)
         except PlanError:  # nothing in this part is allowed
             return None
 
-    found = limited(problem, minimum, lightest, gap, deadline)
-    if dear and found.cost - found.bound > max(gap, EXACT) * abs(found.cost):
-        more = branched(problem, network, found.pick, found.price, exact, entries, gap, deadline)
+    if not dear:
+        return limited(problem, minimum, lightest, gap, deadline), "elimination, weights priced"
+    least = minimum(problem)
+    found = priced(problem, least, light, deadline)
+    if not network.fits:  # else what is left of it soon will be eliminated, and picks are bettered there
+        found = bettered(problem, found, least, gap, deadline)
+    before = None
+    while found.cost - found.bound > max(gap, EXACT) * abs(found.cost) and found != before:
+        before = found
+        # What is little above the bound is soon looked through: it holds a better pick, or the bound rises.
+        step = max(gap / 2 * abs(found.cost), (found.cost - found.bound) / 8)
+        enough = found.bound + step if gap else math.inf
+        more = branched(problem, network, found.pick, found.price, exact, entries, gap, deadline, gap, enough)
         found = replace(more, bound=max(found.bound, more.bound))
-    return found, "bounds, weights priced" if dear else "elimination, weights priced"
+        if time.monotonic() > deadline:
+            break
+    return found, "bounds, weights priced"
 
 
 def _minima(problem: Problem, network: Network, light: list[int], entries: int, gap: float, deadline: float) -> Minima:
@@ -105,9 +117,14 @@ def _eliminating(network: Network) -> Minimum:
 def _bounding(
     problem: Problem, network: Network, start: list[int], entries: int, gap: float, deadline: float
 ) -> Minimum:
+    def cheap(part: Problem, inner: Network, _: float) -> Priced | None:
+        if gap and sweeps_worth(part, inner) > _DEAR:  # a bound that is nearly as good takes far less
+            return Priced([0] * len(part.unary), math.inf, -math.inf)
+        return _eliminated_or_none(part, inner)
+
     def minimum(costs: list[Table]) -> Priced:
         part = Problem(tuple(costs), problem.pairs)
-        return branched(part, network, start, 0.0, _eliminated_or_none, entries, gap / 16, deadline)
+        return branched(part, network, start, 0.0, cheap, entries, gap / 16, deadline, gap / 16)
 
     return minimum
 
@@ -141,7 +158,7 @@ def _lightest(problem: Problem, entries: int) -> list[int]:
     return pick
 
 
-def _eliminated_or_none(problem: Problem, network: Network) -> Priced | None:
+def _eliminated_or_none(problem: Problem, network: Network, _: float = math.inf) -> Priced | None:
     try:
         return _eliminated(problem, network)
     except PlanError:

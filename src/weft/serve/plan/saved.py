@@ -10,7 +10,8 @@ from msgspec import Meta, Struct
 
 from weft.errors import PlanError
 from weft.plan.page.parts import picked
-from weft.plan.plan import Cost, read_plan
+from weft.plan.plan import Cost
+from weft.plan.saved import read_plan
 from weft.serve.plan.drawings import is_drawing
 
 LARGEST = 32 << 20

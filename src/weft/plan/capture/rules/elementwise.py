@@ -44,6 +44,7 @@ _NOTHING = frozenset(
         "resolve_neg",
     ]
 )
+_ALSO = {"multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "negative": "neg"}
 _RESULT = frozenset(["exp", "expm1", "sigmoid", "tanh", "sqrt", "rsqrt", "reciprocal", "relu", "tan"])
 
 
@@ -63,16 +64,19 @@ def elementwise(call: Call, kind: str = "elementwise") -> Space | None:
         kind,
         known,
         [labels] * len(call.results),
-        flops=0.0
-        if call.target.split(".")[1] in _NOTHING - {"add", "sub", "rsub", "neg"}
-        else call.results[0].elements,
+        flops=0.0 if _name(call) in _NOTHING - {"add", "sub", "rsub", "neg"} else call.results[0].elements,
         keeps=keeps,
         leaves=leaves,
     )
 
 
-def _kept(call: Call) -> tuple[list[int], list[int]]:
+def _name(call: Call) -> str:
     name = call.target.split(".")[1]
+    return _ALSO.get(name, name)
+
+
+def _kept(call: Call) -> tuple[list[int], list[int]]:
+    name = _name(call)
     if name in _NOTHING:
         return [], []
     if name in _RESULT:
@@ -91,7 +95,9 @@ def _kept(call: Call) -> tuple[list[int], list[int]]:
 @rule(
     "_to_copy to clone copy contiguous lift_fresh lift_fresh_copy zeros_like ones_like empty_like full_like where "
     "masked_fill hardswish floor_divide __and__ __or__ __xor__ fill log_sigmoid polar complex resolve_conj resolve_neg "
-    "isin.Tensor_Scalar rsub special_expit detach_copy relu6 selu celu clip"
+    "isin.Tensor_Scalar rsub special_expit detach_copy relu6 selu celu clip "
+    "multiply divide true_divide subtract negative absolute fix greater greater_equal less less_equal not_equal arccos "
+    "arccosh arcsin arcsinh arctan arctan2 arctanh"
 )
 def untagged(call: Call) -> Space | None:
     """Those that torch does not tag as point-wise."""

@@ -1,4 +1,4 @@
-"""Recurrent layers as one operator: sequences of a batch are free, all else is whole."""
+"""Recurrent layers, or one step of them, as one operator: sequences of a batch are free, all else is whole."""
 
 from __future__ import annotations
 
@@ -31,4 +31,29 @@ def recurrent(call: Call) -> Space | None:
         keeps=[0],
         leaves=[0],
         extra=float(steps * call.results[0].shape[2] * (gates + 1) * value.dtype.itemsize * call.given["num_layers"]),
+    )
+
+
+@rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def cell(call: Call) -> Space | None:
+    """One step of such a layer: ``input`` ``(b, i)``, states and results ``(b, h)``."""
+    value = call.operands[0]
+    if value.rank != 2:
+        return None
+    hidden = call.given["hx"]
+    states = len(hidden) if isinstance(hidden, (list, tuple)) else 1
+    weights = call.operands[1 + states :]
+    products = sum(weight.elements for weight in weights if weight.rank == 2)
+    gates = _GATES[call.target.split(".")[1].removesuffix("_cell")]
+    row: Labels = ("b", None)
+    return space(
+        call,
+        "recurrent",
+        [*[row] * (1 + states), *[(None,) * weight.rank for weight in weights]],
+        [row] * len(call.results),
+        flops=2.0 * value.shape[0] * products,
+        backward=2.0,
+        keeps=[0],
+        leaves=[0],
+        extra=float(value.shape[0] * call.results[0].shape[1] * (gates + 1) * value.dtype.itemsize),
     )

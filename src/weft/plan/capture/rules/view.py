@@ -114,7 +114,7 @@ def cut(call: Call) -> Space | None:
     return space(call, "view", [labels], results, whole=() if taken else (labels[axis],), moved=0.0)
 
 
-@rule("cat", "concat", "stack")
+@rule("cat", "concat", "concatenate", "stack")
 def join(call: Call) -> Space | None:
     """The axis along which tensors are put together is whole."""
     rank = call.results[0].rank

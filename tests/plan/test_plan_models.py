@@ -1,0 +1,107 @@
+"""Models of other kinds than language models are captured whole, planned within a limit, or refused with their line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.errors import PlanError
+from weft.plan.capture import capture
+from weft.plan.planner import plan_captured
+
+
+class Dense(nn.Module):
+    """A block of DenseNet: each layer reads what all before it made."""
+
+    def __init__(self, layers: int = 5, growth: int = 16) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, growth, 3, padding=1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(n * growth), nn.ReLU(), nn.Conv2d(n * growth, growth, 3, padding=1))
+            for n in range(1, layers + 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = [self.stem(x)]
+        for layer in self.layers:
+            made.append(layer(torch.cat(made, 1)))
+        return torch.cat(made, 1).mean((2, 3))
+
+
+class UNet(nn.Module):
+    """Down, attention where it is smallest, and up again beside what was kept."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(2 * width, 3, 1)
+        self.down, self.up = nn.Conv2d(width, 2 * width, 3, 2, 1), nn.ConvTranspose2d(2 * width, width, 2, 2)
+        self.norm, self.parts = nn.GroupNorm(4, 2 * width), nn.Conv2d(2 * width, 6 * width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = F.silu(self.first(x))
+        low = F.silu(self.down(kept))
+        n, c, h, w = low.shape
+        q, k, v = self.parts(self.norm(low)).reshape(n, 3, 4, c // 4, h * w).transpose(-1, -2).unbind(1)
+        low = low + F.scaled_dot_product_attention(q, k, v).transpose(-1, -2).reshape(n, c, h, w)
+        return self.last(torch.cat([kept, self.up(low)], 1))
+
+
+class Messages(nn.Module):
+    """A network on a graph: what comes in along edges is added up at nodes."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.message, self.update = nn.Linear(2 * width, width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        sent = F.relu(self.message(torch.cat([x[edges[0]], x[edges[1]]], -1)))
+        return x + self.update(torch.cat([x, torch.zeros_like(x).index_add(0, edges[1], sent)], -1))
+
+
+class Experts(nn.Module):
+    """Each row goes to one expert, and how many rows one has depends on the data."""
+
+    def __init__(self, width: int = 16, count: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, count)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+IMAGES = torch.zeros(24, 3, 16, 16, device="meta")
+EDGES = torch.zeros(2, 96, dtype=torch.long, device="meta")
+MODELS = {
+    "densenet": (Dense, IMAGES),
+    "unet": (UNet, IMAGES),
+    "graph": (Messages, {"x": torch.zeros(48, 16, device="meta"), "edges": EDGES}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_operator_is_known_and_a_limit_on_memory_is_kept(name: str) -> None:
+    kind, batch = MODELS[name]
+    with torch.device("meta"):
+        model = kind()
+    captured = capture(model, batch, loss=lambda output, _: output.square().mean())
+    assert not captured.graph.unknown
+    for devices in (3, 8):
+        free = plan_captured(captured, devices=devices, stages=1, compare=False)
+        tight = plan_captured(captured, devices=devices, stages=1, memory=0.75 * free.cost.memory, compare=False)
+        assert tight.cost.memory <= 0.75 * free.cost.memory
+        assert tight.gap <= 0.01
+        assert tight.cost.step >= free.cost.bound
+        assert free.reasons() == tight.reasons() == []
+
+
+def test_routing_by_lists_of_rows_is_refused_with_the_operator_and_its_line() -> None:
+    message = r"the shape of 'where.*' \(aten.where\) depends on data, at .*rows = torch.where\(chosen == number\)"
+    with pytest.raises(PlanError, match=message):
+        capture(Experts(), torch.zeros(8, 16))
