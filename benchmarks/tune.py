@@ -13,9 +13,9 @@ own ways are replayed as CUDA graphs on a GPU, those of the others run as they a
 told apart (`n_jobs` has no such form: threads of one process cannot capture side by side). Rows are `part, way, graphs,
 mps, makespan_s, ratio, oom, mean_memory_used, communication_share, trials, failed, same`: `ratio` is to `one`,
 `mean_memory_used` the device's mean over the makespan as its driver tells it (part of all of it), `oom` the trials that
-ran out of memory (`exceeded`: which, with the bytes that each was given and needed), `same` those whose result is that
-of `one` to the bit. On one device nothing is communicated. Rows that FILE holds already are not run again; after
-`--seconds` nothing is begun.
+ran out of memory (`exceeded`: which, with the bytes that each was given and needed), `spans` when each ran, `same`
+those whose result is that of `one` to the bit. On one device nothing is communicated. Rows that FILE holds already are
+not run again; after `--seconds` nothing is begun.
 
 Part `fusable` runs the candidates that can be fused by themselves; `memory` packs candidates of all sizes with a few
 steps each, to see whether any estimate was too small.
@@ -29,7 +29,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -94,6 +94,7 @@ def watched(device: str) -> Iterator[list[float]]:
 
 def by_weft(wanted: Sequence[Params], device: str, folder: Path, fused: bool = False, **options: Any) -> dict[str, Any]:
     """A study of weft's own, each candidate enqueued."""
+    began = time.time()
     found = weft.tune(
         options.pop("objective", recipe()),
         space(),
@@ -108,13 +109,30 @@ def by_weft(wanted: Sequence[Params], device: str, folder: Path, fused: bool = F
         runs=folder,
         **options,
     )
-    events = [event for event in Events(found.path / "events.jsonl").read() if event["event"] == "exceeded"]
+    events = list(Events(found.path / "events.jsonl").read())
+    short = [event for event in events if event["event"] == "exceeded"]
     return {
-        "oom": len({number for event in events for number in event["trials"]}),
-        "exceeded": [{key: event[key] for key in ("trials", "memory", "needed")} for event in events],
+        "oom": len({number for event in short for number in event["trials"]}),
+        "exceeded": [{key: event[key] for key in ("trials", "memory", "needed")} for event in short],
+        "spans": spans(events, began),
         "failed": sum(record.state == "failed" for record in found.trials),
         "values": [None if record.values is None else record.values[0] for record in found.trials],
     }
+
+
+def spans(events: Sequence[Mapping[str, Any]], began: float) -> list[tuple[int, float, float, float]]:
+    """Of every attempt at a trial: its number, when it was given a device and when it ended, in seconds from the start,
+    and how many of them it ran, without the start of its process."""
+    placed: dict[int, float] = {}
+    found = []
+    for event in events:
+        for number in event["trials"] if event["event"] in ("placed", "exceeded", "ended") else ():
+            at = round(event["time"] - began, 2)
+            if event["event"] == "placed":
+                placed[number] = at
+            elif number in placed:
+                found.append((number, placed.pop(number), at, round(event.get("seconds") or 0.0, 2)))
+    return found
 
 
 def by_optuna(jobs: int, wanted: Sequence[Params], device: str, folder: Path) -> dict[str, Any]:
@@ -241,7 +259,7 @@ def main() -> None:
         if done or part not in arguments.parts or time.perf_counter() - start > arguments.seconds:
             continue
         rows.append(measured(part, way, mps, lists[part], device if memory else name, total))
-        shown = {key: value for key, value in finished(rows)[-1].items() if key != "values"}
+        shown = {key: value for key, value in finished(rows)[-1].items() if key not in ("values", "spans")}
         print(shown, flush=True)
         write(arguments.json, rows=finished(rows), candidates=lists["ways"])
 
