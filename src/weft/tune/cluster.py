@@ -133,7 +133,7 @@ class RayExecutor:
         except Exception as problem:  # the actor, its worker or its node is gone, in Ray's many words
             self._lose(running, problem)
             return
-        idle = False
+        idle = worn = False
         for message in messages:
             said = message["say"]
             if said == "began":
@@ -142,10 +142,12 @@ class RayExecutor:
             elif said == "broken":
                 raise TuneError(f"a node cannot import what it is to run: {message['why']}; install it on every node")
             elif said == "idle":
-                idle = True
+                idle, worn = True, message["worn"]
             else:
                 self._tell(running, event_of(message["event"]))
-        if idle and len(running.crew) == 1:
+        if worn and len(running.crew) == 1:
+            self._end(running.crew[0])
+        elif idle and len(running.crew) == 1:
             self._places[running.job.devices[0]].idle.append(running.crew[0])
         elif not idle:
             running.polls[running.crew[rank].poll.remote()] = rank

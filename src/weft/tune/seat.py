@@ -11,7 +11,7 @@ from typing import Any
 from weft.tune.job import Ended, Job, Reported
 from weft.tune.process import surroundings
 from weft.tune.wire import event_message, job_of
-from weft.tune.worker import prepare, unpacked, written
+from weft.tune.worker import prepare, unpacked, worn, written
 
 
 class Seat:
@@ -66,7 +66,7 @@ class Seat:
         with surroundings({**variables, **ranks}), written(output):
             self._said.put({"say": "began"})
             attempt(job, self._terms, self._device, rank, self._ask, self._tell)
-        self._said.put({"say": "idle"})
+        self._said.put({"say": "idle", "worn": worn(self._device)})
 
     def _ask(self, report: Reported) -> bool:
         self._said.put({"say": "event", "event": event_message(report)})
