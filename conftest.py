@@ -5,5 +5,5 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 # Doctests are collected by importing every module, and these are imported by the library only where there is triton.
-_KERNELS = ["src/weft/supernet/elastic/kernels.py", "src/weft/supernet/elastic/norm_kernels.py"]
+_KERNELS = [f"src/weft/supernet/elastic/{name}.py" for name in ("kernels", "linear_kernels", "norm_kernels")]
 collect_ignore = [] if find_spec("triton") else _KERNELS

@@ -132,7 +132,7 @@ def test_a_plan_is_written_as_a_page_and_its_path_is_told(tmp_path: Path, weft: 
 
 
 def test_a_supernet_is_cut_into_stages(tmp_path: Path, weft: Weft) -> None:
-    (tmp_path / "run.toml").write_text('supernet = "digits-conv"\ndata = "digits"\n[train]\nsteps = 10\n')
+    (tmp_path / "run.toml").write_text('supernet = "digits-mlp"\ndata = "digits"\n[train]\nsteps = 10\n')
     shown = weft("plan", "run.toml", "--devices", "2", "--machine", "cpu")
     assert shown.returncode == 0, shown.stderr
     assert "weft.train(stages=2, cut=[" in shown.stdout

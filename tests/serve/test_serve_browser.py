@@ -305,6 +305,7 @@ def test_zooming_in_brings_the_operations_of_a_long_run(
         static.wait_for_selector(".figure[aria-label=Schedule] >> text=backward")
         page.locator(".figure[aria-label=Schedule]").get_by_role("button", name="Table").click()
         assert "0F1000" in page.locator("[aria-label='operations in the window'] tbody th").all_inner_texts()
+        page.close()
 
 
 def test_marking_a_part_of_an_axis_filters_the_trials(opened: Open, site: str) -> None:
@@ -388,6 +389,7 @@ def test_names_from_runs_are_text_and_never_markup(opened: Open, serving: Servin
             page.wait_for_selector("#panel .chain")
         assert page.locator("main img, #panel img").count() == 0
         assert page.evaluate("window.hacked === undefined")
+        page.close()  # before the server it talks to
 
 
 def test_where_there_are_no_runs_the_page_says_what_to_do(opened: Open, tmp_path: Path) -> None:
@@ -404,3 +406,4 @@ def test_without_a_trace_the_pipeline_says_how_to_get_one(
         page = opened(f"{address}#/run/net/pipeline")
         assert "--train.trace true" in page.locator(".remedy").inner_text()
         wait_for_charts(page, ["Utilisation over time"])
+        page.close()  # before the server it talks to
