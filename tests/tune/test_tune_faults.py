@@ -98,8 +98,23 @@ def test_a_study_whose_driver_is_killed_goes_on_as_if_nothing_had_been(tmp_path:
     ended = [
         event["trials"][0] for event in Events(tmp_path / "s" / "events.jsonl").read() if event["event"] == "ended"
     ]
-    assert sorted(ended) == [0, 1, 2, 3, 4]  # those that had ended were not run again
+    assert sorted(ended) == [0, 1, 2, 3, 4]  # those that had ended were not run again, and each is in the log
     assert ended[: len(finished)] == finished
+
+
+def test_what_ended_and_was_not_logged_when_its_driver_died_is_logged_by_the_next(tmp_path: Path) -> None:
+    def study(trials: int, **options: Any) -> None:
+        weft.tune(objectives.act, space("parabola"), trials=trials, minimize="v", name="s", runs=tmp_path, **options)
+
+    study(2)
+    file = tmp_path / "s" / "events.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    (lost,) = [line for line in lines if '"ended"' in line and json.loads(line)["trials"] == [1]]
+    file.write_text("".join(line for line in lines if line != lost))
+    study(3, resume=True)
+    ended = [event for event in Events(file).read() if event["event"] == "ended"]
+    assert [event["trials"] for event in ended] == [[0], [1], [2]]
+    assert (ended[1]["state"], ended[1]["values"]) == ("complete", json.loads(lost)["values"])
 
 
 def test_trials_that_hang_die_or_fail_are_recorded_and_the_study_goes_on(tmp_path: Path) -> None:

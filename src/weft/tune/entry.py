@@ -149,8 +149,12 @@ def _run(
         seen = stack.enter_context(Live()).see
     began = time.perf_counter()
     run.events.drop_from(0)  # the end of an earlier run is not the end
-    ended, space = sum(record.ended for record in study.trials()), study.definition.space.to_json()
-    run.events.append("started", trials=[], at=ended, steps=board.trials, space=space)
+    ended, space = [record for record in study.trials() if record.ended], study.definition.space.to_json()
+    run.events.append("started", trials=[], at=len(ended), steps=board.trials, space=space)
+    logged = {number for event in run.events.read() if event["event"] == "ended" for number in event["trials"]}
+    for record in ended:
+        if record.number not in logged:  # a driver was killed between the storage and the log
+            run.events.append("ended", trials=[record.number], state=record.state, values=record.values, **record.notes)
     driver = Driver(
         study,
         executor,
