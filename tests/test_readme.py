@@ -210,6 +210,8 @@ def test_every_figure_of_the_table_of_the_planner_is_in_a_result_file() -> None:
         assert memory == f"{row['peak_mib']:.0f}"
         assert theirs == (f"{row['pase_seconds']:.1f} s" if row.get("pase_seconds") else "")
     assert f"{result('planner')['ratio_geomean']:,.0f} times less time" in README
+    single = [row["ratio"] for row in measured if row.get("ratio") and row["graph"] in names.values()]
+    assert f"single cases {min(single):,.0f} to {max(single):,.0f} times" in README
     assert all(row["optimal"] for row in measured)
     capture = result("planner-capture")
     assert f"{capture['captured']} of {len(capture['rows'])} models" in README
@@ -266,6 +268,17 @@ def test_every_figure_of_the_table_of_studies_is_in_a_result_file() -> None:
         assert row["mps"] is mps
         assert (round(row["makespan_s"], 1), round(row["ratio"], 2), row["oom"]) == (seconds, ratio, oom)  # type: ignore[call-overload]
     assert len(told) == len(measured) == 7
+
+
+def test_what_the_readme_says_of_studies_with_graphs_is_in_a_result_file() -> None:
+    packed, fused, fusable = (row for row in rows("tune-graphs") if row["graphs"])
+    assert (packed["way"], fused["way"], fusable["part"]) == ("packed", "fused", "fusable")
+    assert f"packed {packed['makespan_s']:.1f} s\nwith {WORDS[packed['oom']]} trials out of memory" in README
+    assert f"fused {fused['makespan_s']:.1f} s with {WORDS[fused['oom']]}" in README
+    assert f"{fusable['makespan_s']:.1f} s, which is {fusable['ratio']:.1f} times" in README
+
+
+WORDS: dict[object, str] = {2: "two", 5: "five"}
 
 
 def test_every_figure_of_the_table_of_residency_is_in_a_result_file() -> None:
