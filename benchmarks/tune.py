@@ -1,6 +1,7 @@
 """Many trainings on one device: how long one study of 64 candidates takes, by the way it is run.
 
-    python benchmarks/tune.py [--device cuda:0|cpu] [--json FILE] [--quick] [--scale S] [--parts ways fusable memory]
+    python benchmarks/tune.py [--device cuda:0|cpu] [--json FILE] [--quick] [--scale S]
+                              [--parts ways fusable uneven memory]
                               [--ways one n_jobs=2 ... fixed=4 fixed=4+graphs packed packed-eager fused] [--seconds S]
 
 The study mixes small and large transformers, convolutional nets and perceptrons (benchmarks/tune_models.py), and every
@@ -17,8 +18,9 @@ ran out of memory (`exceeded`: which, with the bytes that each was given and nee
 those whose result is that of `one` to the bit. On one device nothing is communicated. Rows that FILE holds already are
 not run again; after `--seconds` nothing is begun.
 
-Part `fusable` runs the candidates that can be fused by themselves; `memory` packs candidates of all sizes with a few
-steps each, to see whether any estimate was too small.
+Part `fusable` runs the candidates that can be fused by themselves; `uneven` is the study with large candidates that
+take a third to more than half of the device, so that no fraction is right for all; `memory` packs candidates of all
+sizes with a few steps each, to see whether any estimate was too small.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ WAYS = (
     *("one", "packed", "fused", "fixed=4", "fixed=8", "fixed=2", "n_jobs=4", "n_jobs=8", "n_jobs=2"),
     *("one+graphs", "fixed=8+graphs", "packed-eager", "fused-eager"),
 )
+UNEVEN = ("packed", "fused", "fixed=4", "one", "fixed=2", "fixed=8")
 Params = dict[str, Value]
 
 
@@ -228,7 +231,7 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--quick", action="store_true", help="few candidates, few steps")
     parser.add_argument("--scale", type=float, default=1.0, help="of the steps of every candidate")
-    parser.add_argument("--parts", nargs="+", default=["ways", "fusable", "memory"])
+    parser.add_argument("--parts", nargs="+", default=["ways", "fusable", "uneven", "memory"])
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which nothing is begun")
     arguments = parser.parse_args()
@@ -244,14 +247,16 @@ def main() -> None:
     plans += [("fusable", "one", off), ("fusable", "fused", "auto"), ("fusable", "packed", "auto")]
     plans += [("ways", "one+graphs", off)]
     plans += [("fusable", way, "auto") for way in shared if way in ("fused-eager", "packed-eager")]
+    plans += [("uneven", way, off if way == "one" else "auto") for way in UNEVEN]
     plans += [*ways[2:], ("ways", "packed", off), ("ways", "fused", off), ("memory", "packed", "auto")]
     plans += [("ways", way, off) for way in arguments.ways if "n_jobs" in way] + [("ways", "fixed=4", off)]
-    plans = [each for each in plans if each[0] != "ways" or each[1] in arguments.ways]
+    plans = [each for each in plans if each[0] not in ("ways", "uneven") or each[1] in arguments.ways]
     lists: dict[str, list[Params]] = {
         "ways": candidates(16, 0.02, tiny=True) if quick else candidates(scale=arguments.scale),
         # Fewer steps would not be captured.
         "memory": [{**one, "steps": LEAST} for one in (various(16, 64) if quick else various())],
     }
+    lists["uneven"] = lists["ways"] if quick else candidates(scale=arguments.scale, huge=True)
     lists["fusable"] = [one for one in lists["ways"] if fusable(one)]
     measured("start", "packed", "off", candidates(1, 0.01, tiny=True), device, total)  # libraries are read once
     for part, way, mps in plans:
@@ -261,7 +266,7 @@ def main() -> None:
         rows.append(measured(part, way, mps, lists[part], device if memory else name, total))
         shown = {key: value for key, value in finished(rows)[-1].items() if key not in ("values", "spans")}
         print(shown, flush=True)
-        write(arguments.json, rows=finished(rows), candidates=lists["ways"])
+        write(arguments.json, rows=finished(rows), candidates={name: lists[name] for name in arguments.parts})
 
 
 if __name__ == "__main__":

@@ -184,14 +184,17 @@ def space() -> Space:
 
 SMALL = {"mlp": (128, 2), "conv": (32, 2), "transformer": (64, 2)}
 """Width and depth of the shapes that come again and again: these can be fused."""
-STEPS = (600, 200, 30)
-"""Of a small, a medium and a large candidate, so that each takes about as long alone."""
+STEPS = (600, 200, 30, 8)
+"""Of a small, a medium, a large and a huge candidate, so that each takes about as long alone."""
 
 
-def candidates(count: int = 64, scale: float = 1.0, tiny: bool = False, seed: int = 0) -> list[dict[str, Value]]:
+def candidates(
+    count: int = 64, scale: float = 1.0, tiny: bool = False, seed: int = 0, huge: bool = False
+) -> list[dict[str, Value]]:
     """A mixed list, the same for equal arguments: five eighths small, in three shapes that differ only in learning rate
-    and weight decay; a quarter of medium size; an eighth large. ``scale`` is that of their steps; with ``tiny`` the
-    medium and large ones are no match for a GPU, but a CPU can train them."""
+    and weight decay; a quarter of medium size; an eighth large, which take 10 to 23 GiB of a GPU, or 43 to 77 if they
+    are ``huge``. ``scale`` is that of their steps; with ``tiny`` the medium and large ones are no match for a GPU, but
+    a CPU can train them."""
     found: list[dict[str, Value]] = []
     for number in range(count):
         drawn = generator(seed, "candidate", number)
@@ -205,7 +208,10 @@ def candidates(count: int = 64, scale: float = 1.0, tiny: bool = False, seed: in
             steps = STEPS[1]
         else:
             family = _pick(drawn, ("transformer", "conv"))
-            width, depth, batch, steps = _pick(drawn, (512, 768)), _pick(drawn, (8, 12)), 1024, STEPS[2]
+            widths, depths, batch, steps = ((512, 768), (8, 12), 1024, STEPS[2])
+            if huge:
+                widths, depths, batch, steps = ((768, 1024), (12, 16), 2048, STEPS[3])
+            width, depth = _pick(drawn, widths), _pick(drawn, depths)
         if tiny and kind >= 5:
             width, depth, batch = width // 8, depth // 4, 64
         found.append(

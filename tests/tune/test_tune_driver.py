@@ -19,11 +19,11 @@ from weft.errors import TuneError
 from weft.runs import Events
 from weft.tune import Device, Job, Terms, Tuned
 from weft.tune.attempt import attempt
-from weft.tune.board import Board
+from weft.tune.board import Board, Row
 from weft.tune.devices import parse_devices
 from weft.tune.driver import Driver
 from weft.tune.job import Ended, Event, Lost, Reported
-from weft.tune.needs import Need, groups
+from weft.tune.needs import Need, groups, kind_of
 from weft.tune.study import Study
 from weft.tune.task import Way
 
@@ -153,6 +153,31 @@ def test_trials_are_fused_by_shape_within_a_block_and_never_beyond_what_a_device
     assert groups(alike, None) == [(0, 1, 2, 3, 4)]
     assert groups({**alike, 2: Need(10, shape="b")}, 100) == [(0, 1, 3, 4), (2,)]
     assert groups({0: Need(10), 1: Need(10)}, 100) == [(0,), (1,)]
+
+
+def test_trials_wait_for_those_of_their_kind_and_not_for_others_whose_need_is_unknown(tmp_path: Path) -> None:
+    space = weft.Space()
+    space.real("lr", 0.1, 1.0)
+    space.categorical("width", [8, 16])
+    url = f"sqlite:///{tmp_path}/study.db"
+    with (
+        Study.open("s", space, directions=("minimize",), storage=url, trials=4, window=4, seed=0) as study,
+        Events(tmp_path / "e") as events,
+    ):
+        terms = Terms(objectives.act, ("v",), 0)
+        board = Board("s", 4, ("v",), ("minimize",))
+        way = Way(fuse=4, memory=1000)
+        driver = Driver(study, Shuffled(terms, 1, 0), terms, way, trials=4, path=tmp_path, events=events, board=board)
+        trials = [{"lr": 0.1 * (1 + n), "width": 8 if n % 2 else 16} for n in range(4)]
+        known = {n: Need(10, shape=f"of {p['width']}", kind=kind_of(p)) for n, p in enumerate(trials)}
+        board.rows = {n: Row(n, params) for n, params in enumerate(trials)}
+        driver._newest = 3
+        driver._block = {n: (trials[n], known[n]) for n in (0, 1, 3)}
+        driver._release({2: trials[2]}, final=False)
+        assert [set(task.trials) for task in driver._waiting.values()] == [{1, 3}]
+        driver._block[2] = (trials[2], known[2])
+        driver._release({}, final=False)
+        assert [set(task.trials) for task in driver._waiting.values()] == [{1, 3}, {0, 2}]
 
 
 def test_devices_are_written_by_name_and_memory() -> None:

@@ -48,10 +48,10 @@ def test_other_processes_give_the_needs_and_refusals_that_this_one_would(here: d
     try:
         for number, params in ASKED.items():
             foresight.ask(number, params)
-        assert foresight.open == ASKED.keys()
+        assert foresight.open == ASKED
         assert len(foresight._seers) == 2
         assert answers(foresight, 4) == here
-        assert foresight.open == set()
+        assert foresight.open == {}
     finally:
         foresight.close()
 
@@ -87,8 +87,24 @@ def test_what_another_process_cannot_import_is_estimated_here(here: dict[int, Ne
 
     foresight = Foresight(terms(model=local), PLACE, processes=2)
     foresight.ask(0, ASKED[0])
-    assert foresight.open == {0}
+    assert foresight.open == {0: ASKED[0]}
     assert foresight.told() == [(0, here[0])]
+
+
+def test_those_like_one_that_is_known_need_not_wait_for_the_others() -> None:
+    foresight = Foresight(terms(), PLACE, processes=1)
+    try:
+        for number in range(40):
+            foresight.ask(number, {"width": 8 + number % 20, "lr": 1.0 / (1 + number)})
+        order: list[int] = []
+        until = time.monotonic() + 60
+        while len(order) < 40 and time.monotonic() < until:
+            order += [number for number, _ in foresight.told()]
+            time.sleep(0.01)
+        assert sorted(order) == list(range(40))
+        assert order.index(20) < order.index(19)
+    finally:
+        foresight.close()
 
 
 def test_where_memory_is_not_counted_no_process_starts() -> None:

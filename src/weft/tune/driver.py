@@ -19,7 +19,7 @@ from weft.tune.devices import kind, most_together, nominal
 from weft.tune.executor import Executor
 from weft.tune.foresight import Foresight, Place, Refused
 from weft.tune.job import Ended, Event, Job, Lost, Reported
-from weft.tune.needs import Need, fused_memory, groups
+from weft.tune.needs import Need, fused_memory, groups, kind_of
 from weft.tune.places import Places
 from weft.tune.recipe import Recipe
 from weft.tune.task import Task, Way, alike, job_of_task, shown
@@ -63,6 +63,8 @@ class Driver:
         self._foresight = Foresight(terms, place)
         self._correction = Correction()
         self._newest = -1
+        self._begun = not self._recipe
+        """Whether all of the first trials are known: until then half of the seats are kept for larger ones."""
         self._block: dict[int, tuple[dict[str, Any], Need]] = {}
         self._waiting: dict[str, Task] = {}
         self._running: dict[str, Task] = {}
@@ -89,9 +91,11 @@ class Driver:
             for number, found in self._foresight.told():
                 self._foreseen(number, found)
             open = self._foresight.open
+            self._begun = self._begun or not (asked or open)
             self._release(open, final=not (asked or open or self._waiting or self._running))
             self._devices()
-            self._admit()
+            if self._begun or len(self._running) < max(1, self._places.seats() // 2):
+                self._admit()
             for event in self.executor.poll(0.0 if asked else SOON if open else PAUSE):
                 self._happened(event)
             self._watch(self.board)
@@ -111,18 +115,19 @@ class Driver:
         row.memory = found.memory
         self._block[number] = (dict(row.params), found)
 
-    def _release(self, open: set[int], final: bool) -> None:
+    def _release(self, open: Mapping[int, Mapping[str, Any]], final: bool) -> None:
         """Let whole blocks of consecutive trials wait for devices, those of one shape as one.
 
         Only trials of one block are fused, never those that happen to wait together. The last block may be shorter. A
-        trial that is fused with none need not wait for the others of its block. Of ``open`` ones nothing is known yet.
+        trial that is fused with none need not wait for the others of its block. Of ``open`` ones nothing is known yet,
+        but that those of another kind are of another shape.
         """
         size, blocks = self.way.fuse, dict[int, dict[int, Need]]()
-        unknown = {number // size for number in open}
+        unknown = {(number // size, kind_of(params)) for number, params in open.items()}
         for number, (_, found) in self._block.items():
             if found.shape is None:
                 blocks[-1 - number] = {number: found}
-            elif number // size in unknown:
+            elif (number // size, found.kind) in unknown:
                 continue
             elif final or self._newest + 1 >= min((number // size + 1) * size, self._count):
                 blocks.setdefault(number // size, {})[number] = found

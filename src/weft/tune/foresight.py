@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import traceback
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +28,8 @@ Params = Mapping[str, Value]
 
 UNDER_WAY = 4
 """Questions that a process has at once, so that it need not wait for the next."""
+MOST = 8
+"""Processes that estimate: devices wait for them when a study begins, and later they have little to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +54,35 @@ class _Seer:
     process: Any
     line: Line
     asked: dict[int, Params] = field(default_factory=dict)
+    kinds: dict[int, str] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
+    answered: set[str] = field(default_factory=set)
+
+    def ask(self, number: int, params: Params, kind: str) -> None:
+        self.asked[number], self.kinds[number] = dict(params), kind
+        self.send()
 
     def send(self) -> None:
-        """The next that were asked, no more than both ends of the line can hold: else each may wait for the other."""
-        for number in [n for n in self.asked if n not in self.sent][: UNDER_WAY - len(self.sent)]:
+        """The next that were asked, no more than both ends of the line can hold: else each may wait for the other.
+        First those like one that was answered, which take no time."""
+        rest = [number for number in self.asked if number not in self.sent]
+        rest.sort(key=lambda number: self.kinds[number] not in self.answered)
+        for number in rest[: UNDER_WAY - len(self.sent)]:
             self.sent.add(number)
             with suppress(OSError):  # that it is gone is seen when it is heard
                 self.line.send({"number": number, "params": dict(self.asked[number])})
+
+    def heard(self, number: int) -> bool:
+        """Whether an answer is to one of its questions."""
+        self.sent.discard(number)
+        if self.asked.pop(number, None) is None:
+            return False
+        self.answered.add(self.kinds.pop(number))
+        return True
+
+    def work(self) -> int:
+        """How many traces it has to make."""
+        return len(set(self.kinds.values()) - self.answered)
 
 
 class Foresight:
@@ -68,39 +90,38 @@ class Foresight:
 
     def __init__(self, terms: Terms, place: Place, processes: int | None = None) -> None:
         self._terms, self._place = terms, place
-        most = max(1, min(4, processors()[1] // 4)) if processes is None else processes
+        most = max(1, min(MOST, processors()[1] // 2)) if processes is None else processes
         self._most = most if isinstance(terms.objective, Recipe) and place.memory is not None else 0
         self._seers: list[_Seer] = []
         self._by_kind: dict[str, _Seer] = {}
-        self._known: deque[tuple[int, Need | Refused]] = deque()
+        self._known: list[tuple[int, Need | Refused]] = []
+        self._untold: dict[int, Params] = {}
 
     @property
-    def open(self) -> set[int]:
+    def open(self) -> dict[int, Params]:
         """Those whose need is not known yet."""
-        return {number for seer in self._seers for number in seer.asked} | {number for number, _ in self._known}
+        return {n: params for seer in self._seers for n, params in seer.asked.items()} | self._untold
 
     def ask(self, number: int, params: Params) -> None:
-        seer = self._seer(kind_of(params))
+        seer = self._seer(kind := kind_of(params))
         if seer is None:
-            self._known.append((number, found(self._terms, params, self._place)))
+            self._see(number, params)
             return
-        seer.asked[number] = dict(params)
-        seer.send()
+        seer.ask(number, params, kind)
 
     def told(self) -> list[tuple[int, Need | Refused]]:
         """All that is known by now and was not told before."""
         for seer in list(self._seers):
             messages, alive = seer.line.arrived()
             for message in messages:
-                seer.sent.discard(message["number"])
-                if seer.asked.pop(message["number"], None) is not None:
+                if seer.heard(message["number"]):
                     self._known.append((message["number"], _read(message)))
             if alive:
                 seer.send()
             else:
                 self._lose(seer)
-        answers = list(self._known)
-        self._known.clear()
+        answers, self._known = self._known, []
+        self._untold.clear()
         return answers
 
     def close(self) -> None:
@@ -118,7 +139,7 @@ class Foresight:
             if len(self._seers) < self._most and all(seer.asked for seer in self._seers):
                 self._start()
             if self._seers:
-                self._by_kind[kind] = min(self._seers, key=lambda seer: len(seer.asked))
+                self._by_kind[kind] = min(self._seers, key=_Seer.work)
         return self._by_kind.get(kind)
 
     def _start(self) -> None:
@@ -138,7 +159,12 @@ class Foresight:
         self._by_kind = {kind: other for kind, other in self._by_kind.items() if other is not seer}
         self._most = len(self._seers)
         for number, params in seer.asked.items():
-            self._known.append((number, found(self._terms, params, self._place)))
+            self._see(number, params)
+
+    def _see(self, number: int, params: Params) -> None:
+        """Here, by the driver itself."""
+        self._known.append((number, found(self._terms, params, self._place)))
+        self._untold[number] = params
 
 
 def found(terms: Terms, params: Params, place: Place) -> Need | Refused:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.space import Value
 from weft.tune.attempt import Terms
 from weft.tune.job import Fit
 from weft.tune.recipe import CONTINUOUS, Recipe
+
+if TYPE_CHECKING:
+    from weft.tune.setting import Setting
 
 BEYOND = 0.05
 """The part of its estimate that a trial may take beyond it, since others lie beside it."""
@@ -64,20 +67,21 @@ def need(terms: Terms, params: Mapping[str, Value], memory: int | None, devices:
     from weft.tune.setting import setting
 
     chosen = setting(terms.objective, params)
-    shape = None
-    if fuse:
-        from weft.tune.fusion import shape_key
-
-        shape = shape_key(chosen)
     if memory is None:
-        return Need(None, None, shape, kind_of(params), chosen.steps)
+        return Need(None, None, _shape(chosen) if fuse else None, kind_of(params), chosen.steps)
     from weft.tune.fit import fit
 
     chosen.data()  # made once, here, where tensors are real
     found = fit(chosen, devices, memory, kind)
     needed = min(int(found.memory * (1 + BEYOND)) + (TINY if kind == "cpu" else SLACK), memory)
     lane = found.degree == 1 and found.memory <= memory * LANE
-    return Need(needed, found, shape if lane else None, kind_of(params), chosen.steps)
+    return Need(needed, found, _shape(chosen) if fuse and lane else None, kind_of(params), chosen.steps)
+
+
+def _shape(chosen: Setting) -> str | None:
+    from weft.tune.fusion import shape_key
+
+    return shape_key(chosen)
 
 
 def kind_of(params: Mapping[str, Value]) -> str:

@@ -28,6 +28,10 @@ class Places:
         self._packer = Packer([self._capacity(device) for device in self.devices])
         self._moved = [0.0] * len(self.devices)
 
+    def seats(self) -> int:
+        """How many jobs run at once at most."""
+        return sum(device.most or 0 for device in self._packer.devices)
+
     def changed(self) -> bool:
         """Whether devices came or went since the last look; the packer knows them from here on."""
         now = tuple(self._executor.devices)

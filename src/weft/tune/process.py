@@ -16,7 +16,11 @@ from weft.tune.wire import Line, pair
 INSIDE = "WEFT_TRIAL"
 """The variable that tells a process, and scripts that it imports, that it belongs to a study."""
 
-PRELOADED = ["weft.tune.attempt", "weft.tune.worker", "weft.tune.foresight"]
+PRELOADED = [
+    *("weft.tune.attempt", "weft.tune.worker", "weft.tune.foresight", "weft.tune.fit", "weft.tune.fusion"),
+    *("weft.tune.split", "torch._dynamo"),
+]
+"""What every process would import for its first estimate or its first step; optimizers ask for dynamo."""
 
 
 def started(name: str, threads: int | None, target: Callable[..., None], *args: Any) -> tuple[Any, Line]:
