@@ -21,6 +21,7 @@ from weft.errors import ConfigError, TrainError
 from weft.pipeline import Optimizer, Sequential
 from weft.pipeline.norms import GlobalNorm
 from weft.pipeline.residency import Residency, Resident
+from weft.pipeline.residency.mover import Plain
 from weft.pipeline.stage import Stage
 from weft.pipeline.state import layer_digest
 
@@ -250,6 +251,23 @@ def test_with_room_for_all_layers_nothing_is_copied_twice() -> None:
     used = {name for n in range(12) for name in (layer.name for layer in task.chain().route(task.stream[n][0]))}
     assert told["brought"] == sum(memory.homes[name].layout.weight_bytes for name in used if name in memory.homes)
     assert told["sent"] == 0
+
+
+@pytest.mark.parametrize(("mover", "ready"), [(Plain(), [1, 2]), (Early(), [2, 2])])
+def test_where_layers_are_still_on_their_way_the_next_ones_are_not_put_off(mover: Any, ready: list[int]) -> None:
+    task = make_task("text", steps=12, optimizer=ADAM)
+    sequential = Sequential(task.chain(), task.law, task.stream, CPU)
+    sequential.reside(Residency("1MiB", ahead=2), mover=mover)
+    memory = sequential.memory
+    assert memory is not None
+    if isinstance(mover, Early):
+        mover.memory = memory.device.memory
+    memory.begin(0, 12)
+    found = []
+    for n in range(2):
+        memory.start("F", n)
+        found.append(len(memory._queue.ready))
+    assert found == ready
 
 
 def test_what_did_not_change_is_not_written_back() -> None:

@@ -98,6 +98,8 @@ class Resident:
         self._of: dict[Item, list[Home]] = {}
         self._held = 0
         """Bytes of all layers that some micro-batch has at hand."""
+        self._pressed = False
+        """Whether layers of the last one that began were still on their way."""
         self._full = False
         """Whether the next one found no room when it was last tried, and none has been given back since."""
         self.begin(0, 0)
@@ -143,7 +145,9 @@ class Resident:
         if kind == "F":
             passed = [self.homes[name] for name in self._uses_of.move(n) if name in self.homes]
             self.device.later([block for home in passed for block in (home.main, *home.versions.values())])
-        self.uses += len(self._layers((kind, n)))
+        layers = self._layers((kind, n))
+        self.uses += len(layers)
+        self._pressed = not all(self.device.mover.done(home.main.arrival) for home in layers)
         self._advance_soon(kind)
 
     def finish(self, kind: str, n: int) -> None:
@@ -172,8 +176,9 @@ class Resident:
                 return
 
     def _advance_soon(self, kind: str) -> None:
-        """Where the next one has its layers, there is time until a backward; but a batch that is scored has none."""
-        if not self._full and (kind == "E" or not self._queue.ready):
+        """Where the next one has its layers, there is time until a backward; but not where this one's are still on
+        their way, since then copies are what all wait for, nor for a batch that is scored, which has none."""
+        if not self._full and (kind == "E" or len(self._queue.ready) < (CLOSE if self._pressed else 1)):
             self.advance()
 
     def update(self, group: Sequence[Weights], apply: Callable[[Sequence[Weights]], None]) -> None:
