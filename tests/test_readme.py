@@ -255,30 +255,35 @@ def test_every_figure_of_the_table_of_asynchronous_pipelines_is_in_a_result_file
 def test_every_figure_of_the_table_of_studies_is_in_a_result_file() -> None:
     words = {"a fourth of the device each": "fixed=4", "an eighth of the device each": "fixed=8", "packed": "packed"}
     words |= {"one at a time": "one", "packed, equal shapes fused": "fused"}
-    table = re.findall(
-        r"^\| (all 64|the 40[\w ]*) \| ([\w ,]+) \| (yes|no) \| (\S+) \| (\S+) \| (\d+) \|", README, re.M
-    )
+    parts = {"all 64": "ways", "the 40 that can be fused": "fusable", "64, of which 8 are huge": "uneven"}
+    table = re.findall(rf"^\| ({'|'.join(parts)}) \| ([\w ,]+) \| (yes|no) \| (\S+) \| (\S+) \| (\d+) \|", README, re.M)
     told = [
-        ("ways" if which == "all 64" else "fusable", words[way], mps == "yes", float(seconds), float(ratio), int(oom))
+        (parts[which], words[way], mps == "yes", seconds, ratio, int(oom))
         for which, way, mps, seconds, ratio, oom in table
     ]
-    measured = {(row["part"], row["way"], row["asked"]): row for row in rows("tune")}
+    measured = {(row["part"], row["way"], row["asked"]): row for row in (*rows("tune"), *rows("tune-uneven"))}
     for part, way, mps, seconds, ratio, oom in told:
         row = measured[part, way, "auto" if mps else "off"]
         assert row["mps"] is mps
-        assert (round(row["makespan_s"], 1), round(row["ratio"], 2), row["oom"]) == (seconds, ratio, oom)  # type: ignore[call-overload]
-    assert len(told) == len(measured) == 7
+        assert (f"{row['makespan_s'] + 1e-9:.1f}", f"{row['ratio']:.2f}", row["oom"]) == (seconds, ratio, oom)
+    assert len(told) == len(measured) == 13
 
 
-def test_what_the_readme_says_of_studies_with_graphs_is_in_a_result_file() -> None:
-    packed, fused, fusable = (row for row in rows("tune-graphs") if row["graphs"])
-    assert (packed["way"], fused["way"], fusable["part"]) == ("packed", "fused", "fusable")
-    assert f"packed {packed['makespan_s']:.1f} s\nwith {WORDS[packed['oom']]} trials out of memory" in README
-    assert f"fused {fused['makespan_s']:.1f} s with {WORDS[fused['oom']]}" in README
-    assert f"{fusable['makespan_s']:.1f} s, which is {fusable['ratio']:.1f} times" in README
-
-
-WORDS: dict[object, str] = {2: "two", 5: "five"}
+def test_what_the_readme_says_of_studies_is_in_a_result_file() -> None:
+    every = {name: {(row["part"], row["way"]): row for row in rows(name)} for name in ("tune", "tune-uneven")}
+    for name, part, ratio in (
+        ("tune", "ways", "with {:.2f} where all"),
+        ("tune-uneven", "uneven", "and {:.2f} where the"),
+    ):
+        taken = {way: row["makespan_s"] for (own, way), row in every[name].items() if own == part}
+        assert ratio.format(min(taken["fixed=4"], taken["fixed=8"]) / taken["fused"]) in README
+    packed = [row for found in every.values() for row in found.values() if row["way"] in ("packed", "fused")]
+    assert sum(row["oom"] for row in packed) == 0
+    assert f"{sum(row['trials'] for row in packed)} trials; 500 were asked for" in README
+    assert all(row["same"] == row["trials"] for row in packed if row["way"] == "packed")
+    (fixed,) = (row for row in rows("tune") if row["way"] == "fixed=8")
+    large = [seconds for number, _, _, seconds in fixed["spans"] if number % 8 == 7]
+    assert f"for {sum(large):.0f} s" in README
 
 
 def test_every_figure_of_the_table_of_residency_is_in_a_result_file() -> None:
@@ -296,6 +301,18 @@ def test_every_figure_of_the_table_of_residency_is_in_a_result_file() -> None:
         times = [f"{row['step_ms']:.1f}" for row in (resident, weft, demand)]
         assert told == [*times, f"{weft['ratio_to_bound']:.2f}", f"{100 * weft['hit_rate']:.1f}"]  # type: ignore[operator]
     assert len(table) == 8
+    again = [row for row in rows("residency-again") if row["way"] == "weft"]
+    for space, tokens, told in (("NLP", (512, 2048), "{} to {} % there"), ("NLP", (8192,), "{} to {} % at 8,192")):
+        beyond = [
+            100 * (row["ratio_to_bound"] - 1) for row in again if space in row["space"] and row["tokens"] in tokens
+        ]
+        digits = 0 if len(tokens) > 1 else 1
+        assert (
+            f"adds {told}".format(*(f"{pick(beyond):.{digits}f}" for pick in (min, max))).removeprefix("adds ")
+            in README
+        )
+    (wide,) = (row for row in again if (row["space"], row["tokens"]) == ("wide", 512))
+    assert f"{100 * (wide['ratio_to_bound'] - 1):.0f} % on the wide space at 512 tokens" in README
 
 
 def test_what_the_readme_says_of_estimates_is_in_a_result_file() -> None:

@@ -245,8 +245,9 @@ def residency(found: Found, _: Aims) -> Iterator[Table]:
             times = [others[0], f"{row['step_ms']:.1f}", others[1], f"{row['ratio_to_bound']:.2f}"]
             table.append([space, f"{tokens:,}", *sizes, *times, f"{row['hit_rate']:.1%}"])
     yield table
-    crossing = {space: at for space, at in found["crossing"].items() if at is not None}
-    yield [["space", "crossing, tokens a step"], *([space, f"{at:,.0f}"] for space, at in crossing.items())]
+    crossing = {space: at for space, at in found.get("crossing", {}).items() if at is not None}
+    if crossing:
+        yield [["space", "crossing, tokens a step"], *([space, f"{at:,.0f}"] for space, at in crossing.items())]
 
 
 def tune(found: Found, _: Aims) -> Iterator[Table]:
