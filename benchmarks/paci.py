@@ -4,7 +4,7 @@
 
 A GPT of 8 layers is trained on the characters of a text (tiny Shakespeare by --data, else Python's help) on two
 processes, each pinned to one core with one thread. All methods have the same weights to start from, the same
-micro-batches in the same order, AdamW (fused), and the same cut, balanced by measured costs.
+micro-batches in the same order, AdamW (fused) or Muon, and the same cut, balanced by measured costs.
 
 rows            time. For K micro-batches an update: `torch-1f1b` (Schedule1F1B; at K=1, which it refuses,
                 ScheduleGPipe, whose order is the same there), `torch-zbv` (ScheduleZBVZeroBubble, two stages a rank),
@@ -94,6 +94,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="where the rows go; those of other parts stay")
     parser.add_argument("--ks", nargs="+", type=int, metavar="K")
     parser.add_argument("--methods", nargs="+", metavar="NAME", default=list(paci_time.METHODS))
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--rows", type=int, default=6, help="of a micro-batch")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate at K=1; it grows with the root of K")
     parser.add_argument("--late-lr", type=float, default=1e-3, help="that of methods whose forwards see old weights")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the text")
@@ -105,7 +107,8 @@ def main() -> None:
     repeats = options.repeats or (1 if options.quick else 3)
     over = 16 if options.quick else 64
     length = 96 if options.quick else options.microbatches
-    task, costs = Task(length, lr=options.lr, late_lr=options.late_lr, seed=options.seed, path=options.data).profiled()
+    how = {"kind": options.optimizer, "rows": options.rows, "lr": options.lr, "late_lr": options.late_lr}
+    task, costs = Task(length, **how, seed=options.seed, path=options.data).profiled()
     found: dict[str, Any] = {}
     if options.json and Path(options.json).exists():
         kept = json.loads(Path(options.json).read_text())

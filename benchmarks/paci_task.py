@@ -36,6 +36,8 @@ class Task:
     heads: int = 4
     context: int = 64
     rows: int = 6
+    kind: str = "adamw"
+    """The optimizer: ``adamw``, or ``muon``, whose steps are made as long as AdamW's, with AdamW for vectors."""
     lr: float = 2e-3
     late_lr: float = 1e-3
     """The rate of methods whose forwards see old weights."""
@@ -55,7 +57,11 @@ class Task:
 
     def optimizer(self, k: int) -> Optimizer:
         """The learning rate grows with the root of the batch."""
-        return Optimizer("adamw", lr=self.lr * math.sqrt(k), betas=(0.9, 0.99), weight_decay=0.1)
+        lr = self.lr * math.sqrt(k)
+        adamw = Optimizer("adamw", lr=lr, betas=(0.9, 0.99), weight_decay=0.1)
+        if self.kind == "adamw":
+            return adamw
+        return Optimizer("muon", lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", others=adamw)
 
     def schedule(self, k: int) -> Schedule:
         """A warm-up, then down to a tenth along a cosine, over all micro-batches, however many of them are done."""

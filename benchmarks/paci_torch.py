@@ -44,7 +44,15 @@ class TorchPeer:
 
     def _optimizer(self) -> None:
         parameters = [p for module in self.modules for p in module.parameters()]
-        self.optimizer = torch.optim.AdamW(parameters, **self.task.optimizer(self.k).options, fused=True)
+        asked = self.task.optimizer(self.k)
+        if asked.others is None:
+            self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(parameters, **asked.options, fused=True)]
+        else:
+            matrices, rest = ([p for p in parameters if (p.dim() == 2) is wanted] for wanted in (True, False))
+            self.optimizers = [
+                torch.optim.Muon(matrices, **asked.options),
+                torch.optim.AdamW(rest, **asked.others.options, fused=True),
+            ]
 
     def warm(self, steps: int) -> None:
         """The first steps settle shapes, buffers and caches; then everything is as it was before them."""
@@ -72,10 +80,11 @@ class TorchPeer:
             target = {"target": batch["targets"]} if self.ends else {}
             self.schedule.step(*inputs, **target, return_outputs=False)
             began = time.perf_counter()
-            for group in self.optimizer.param_groups:
-                group["lr"] = base * schedule(step, steps)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = base * schedule(step, steps)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             self.meter.spans.append((began, time.perf_counter()))
 
     def _loss(self, outputs: Any, targets: Any) -> Any:
