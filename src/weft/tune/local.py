@@ -16,6 +16,7 @@ from weft.tune.devices import local_devices
 from weft.tune.job import Device, Ended, Event, Job, Lost
 from weft.tune.meeting import open_meeting
 from weft.tune.process import started
+from weft.tune.recipe import Recipe
 from weft.tune.trial import OUTPUT
 from weft.tune.wire import Message, event_of, job_message
 from weft.tune.worker import packed, serve
@@ -32,7 +33,7 @@ class LocalExecutor:
 
     def __init__(self, terms: Any, devices: Sequence[Device] | None = None, *, threads: int = 1) -> None:
         self.devices: Sequence[Device] = tuple(local_devices() if devices is None else devices)
-        self._payload = packed(terms)
+        self._payload, self._recipe = packed(terms), isinstance(terms.objective, Recipe)
         self._threads = threads
         self._workers: list[Worker] = []
         self._jobs: dict[str, Running] = {}
@@ -106,7 +107,8 @@ class LocalExecutor:
     def _spawn(self, place: int) -> Worker:
         name = self.devices[place].name
         threads = self._threads if name == "cpu" else None
-        process, line = started(f"weft-worker-{name}", threads, serve, self._payload, name, threads)
+        given = (self._payload, name, threads)
+        process, line = started(f"weft-worker-{name}", threads, serve, *given, recipe=self._recipe)
         worker = Worker(process, line, place)
         self._workers.append(worker)
         return worker

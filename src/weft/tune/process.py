@@ -16,20 +16,21 @@ from weft.tune.wire import Line, pair
 INSIDE = "WEFT_TRIAL"
 """The variable that tells a process, and scripts that it imports, that it belongs to a study."""
 
-PRELOADED = [
-    *("weft.tune.attempt", "weft.tune.worker", "weft.tune.foresight", "weft.tune.fit", "weft.tune.fusion"),
-    *("weft.tune.split", "torch._dynamo"),
-]
+PRELOADED = ("weft.tune.attempt", "weft.tune.worker")
+FOR_RECIPES = ("weft.tune.foresight", "weft.tune.fit", "weft.tune.fusion", "weft.tune.split", "torch._dynamo")
 """What every process would import for its first estimate or its first step; optimizers ask for dynamo."""
 
 
-def started(name: str, threads: int | None, target: Callable[..., None], *args: Any) -> tuple[Any, Line]:
-    """A process that calls ``target(line's other end, *args)`` with so many threads; and the line to it."""
+def started(
+    name: str, threads: int | None, target: Callable[..., None], *args: Any, recipe: bool = True
+) -> tuple[Any, Line]:
+    """A process that calls ``target(line's other end, *args)`` with so many threads; and the line to it. What a recipe
+    needs is imported beforehand, if this is the first one."""
     line, other = pair()
     variables = {INSIDE: "1"} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     with surroundings(variables):
         given = (target, os.getpid(), dict(os.environ), other, *args)
-        process = _context().Process(target=_begin, args=given, name=name)
+        process = _context(recipe).Process(target=_begin, args=given, name=name)
         process.start()
     other.close()
     return process, line
@@ -58,10 +59,10 @@ def _begin(
     target(end, *args)
 
 
-def _context() -> Any:
+def _context(recipe: bool) -> Any:
     """So that the next one starts in an instant."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*PRELOADED, *(FOR_RECIPES if recipe else ())])
     return context
