@@ -17,11 +17,13 @@ import pytest
 from weft.errors import TuneError
 from weft.tune import Device, Job, Terms
 from weft.tune.crew import Running
+from weft.tune.devices import reserve
 from weft.tune.job import Ended, Event, Lost, Reported
 from weft.tune.local import LocalExecutor
 from weft.tune.wire import event_message, event_of, job_message, job_of, pair
 
 Run = Callable[..., list[Event]]
+GIB = 2**30
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,25 @@ def run(executor: LocalExecutor, tmp_path: Path) -> Run:
         return found
 
     return run
+
+
+def test_idle_workers_stay_only_where_their_contexts_have_room() -> None:
+    device = Device("cuda:0", 10 * GIB)
+    each = reserve(device)
+    executor = LocalExecutor(Terms(objectives.act, ("v",), 0), [device, Device("cpu", None)])
+    small, large, whole = (
+        Job(name, (0,), ({},), (None,), (0,), memory, "", None)
+        for name, memory in (("small", GIB), ("large", 10 * GIB - 3 * each), ("whole", None))
+    )
+    assert executor._room(0, small) == (9 * GIB - each) // each
+    assert executor._room(0, large) == 2
+    assert executor._room(0, whole) == 0
+    executor._jobs["small"] = Running(small, [])
+    assert executor._room(0, large) == 0
+    executor._jobs["whole"] = Running(whole, [])
+    assert executor._room(0, small) == 0
+    executor._jobs.clear()
+    executor.close()
 
 
 def test_a_job_and_every_event_travel_as_json_and_come_back_equal() -> None:

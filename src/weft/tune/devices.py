@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import TuneError
+from weft.plan.memory.kernels import KERNELS
 from weft.tune.job import Device
 from weft.units import size_of
 
@@ -52,6 +53,11 @@ def nominal(memory: int | None, devices: Sequence[Device]) -> int | None:
         return memory
     known = [device.memory for device in devices if device.memory is not None]
     return min(known) if known and len(known) == len(devices) else None
+
+
+def reserve(device: Device) -> int:
+    """Bytes that a process takes of a device beside its tensors."""
+    return 0 if device.name == "cpu" else max(kernels.context for kernels in KERNELS.values())
 
 
 def most_together(devices: Sequence[Device]) -> int:

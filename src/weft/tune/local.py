@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.errors import TuneError
 from weft.tune.crew import Running, Worker, cause
-from weft.tune.devices import local_devices
+from weft.tune.devices import local_devices, reserve
 from weft.tune.job import Device, Ended, Event, Job, Lost
 from weft.tune.meeting import open_meeting
 from weft.tune.process import started
@@ -45,10 +45,9 @@ class LocalExecutor:
         crew = []
         for place in job.devices:
             idle = [w for w in self._workers if w.place == place and self._is_free(w) and w not in crew]
-            if job.memory is None and self.devices[place].name.startswith("cuda"):
-                for other in idle[1:]:  # each holds a context, and the job may want all that there is
-                    self._retire(other)
             crew.append(idle[0] if idle else self._spawn(place))
+            for other in idle[1 + self._room(place, job) :]:
+                self._retire(other)
         running = self._jobs[job.id] = Running(job, crew)
         told: dict[str, str] = {}
         if len(crew) > 1:
@@ -98,6 +97,16 @@ class LocalExecutor:
     def processes(self) -> dict[str, list[int]]:
         """The process ids of every job that runs, rank by rank."""
         return {id: [int(worker.process.pid or 0) for worker in running.crew] for id, running in self._jobs.items()}
+
+    def _room(self, place: int, job: Job) -> int:
+        """How many idle workers may stay beside a job and those that run there: each holds a context of its own."""
+        device, each = self.devices[place], reserve(self.devices[place])
+        if each == 0:
+            return len(self._workers)
+        running = [other.job for other in self._jobs.values() if place in other.job.devices]
+        if device.memory is None or any(one.memory is None for one in (job, *running)):
+            return 0  # it may want all that there is
+        return max(0, (device.memory - sum((one.memory or 0) + each for one in (job, *running))) // each)
 
     def _is_free(self, worker: Worker) -> bool:
         """Its last job is over, even if it has not said so yet: it takes the next one when it has."""

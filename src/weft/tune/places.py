@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from weft.plan.memory.kernels import KERNELS
-from weft.tune.devices import processors
+from weft.tune.devices import processors, reserve
 from weft.tune.executor import Executor
 from weft.tune.job import Device, Job
 from weft.tune.load import Capacity, Load
@@ -44,7 +43,7 @@ class Places:
 
     def shares(self, memory: int) -> bool:
         """Whether some device has room for a job of so many bytes beside what its process takes."""
-        return any(device.memory is None or memory + _reserve(device) <= device.memory for device in self.devices)
+        return any(device.memory is None or memory + reserve(device) <= device.memory for device in self.devices)
 
     def impossible(self, tasks: Mapping[str, Task]) -> list[str]:
         """Those that no device could ever run; none while some are away, since they may come back."""
@@ -80,16 +79,11 @@ class Places:
             else:
                 beside = sum(other.node == device.node for other in self._executor.devices)
                 most = max(1, cores // beside) if self._counted else 1
-        return Capacity(device.memory if self._counted else None, device.node, _reserve(device), most)
+        return Capacity(device.memory if self._counted else None, device.node, reserve(device), most)
 
     def _company(self, places: Iterable[int]) -> None:
         for place in places:
             self._moved[place] = time.monotonic()
-
-
-def _reserve(device: Device) -> int:
-    """Bytes that a process takes of a device beside its tensors."""
-    return 0 if device.name == "cpu" else max(kernels.context for kernels in KERNELS.values())
 
 
 def _load(task: Task) -> Load:
