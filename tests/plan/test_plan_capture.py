@@ -567,3 +567,65 @@ def test_experts_that_loop_over_data_are_grouped_and_it_says_so() -> None:
     assert {dim.name for dim in grouped[0].dims if dim.parts > 1} == {"n", "k"}
     logits = model(input_ids=tokens, use_cache=False).logits
     torch.testing.assert_close(run(captured, model, {"input_ids": tokens})[captured.results[0]], logits)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_what_reads_the_states_of_an_lstm_is_captured_in_the_shapes_that_it_has(both: bool) -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.LSTM(5, 4, num_layers=2, batch_first=True, bidirectional=both)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            _, (state, cell) = self.layers(x)
+            return self.head(state[-1]), state, cell
+
+    model, batch = Last(), torch.randn(6, 7, 5)
+    captured = capture(model, batch)
+    assert captured.way == "export"
+    wanted = model(batch)
+    found = {node.name: tuple(node.meta["val"].shape) for node in captured.nodes.nodes if node.name in captured.results}
+    assert [found[name] for name in captured.results] == [tuple(value.shape) for value in wanted]
+    values = run(captured, model, batch)
+    for name, whole in zip(captured.results, wanted, strict=True):
+        torch.testing.assert_close(values[name], whole)
+
+
+class Masked(nn.Module):
+    """Needs its mask, though the signature says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Perceptron()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.blocks(self.inner(x), mask)
+
+    def blocks(self, x: Tensor, which: Tensor | None) -> Tensor:
+        return x.reshape(*which.shape, -1)  # type: ignore[union-attr]
+
+
+def test_an_input_that_is_missing_is_named_with_what_needs_it() -> None:
+    batch = {"x": torch.randn(4, 6)}
+    with pytest.raises(PlanError, match=r"'mask' is None where blocks needs a tensor .*`return x.reshape.*give it in"):
+        capture(Masked(), batch)
+    assert capture(Masked(), {**batch, "mask": torch.ones(2, 2)}).way == "export"
+
+
+def test_a_tensor_that_the_model_hides_is_named_by_the_operator_that_reads_it() -> None:
+    class Hiding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(6, 8)
+            self.hidden = [torch.ones(1, 8)]
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            if torch.compiler.is_compiling():
+                return x * scale.sum()  # type: ignore[union-attr]
+            return torch.cat([self.up(x), self.hidden[0]])
+
+    with pytest.raises(PlanError, match="cannot be captured") as told:
+        capture(Hiding(), torch.randn(4, 6))
+    assert "'scale' is None where forward needs a tensor" in str(told.value)
+    assert "; by trace: aten.cat.default reads a tensor that is neither an input" in str(told.value)

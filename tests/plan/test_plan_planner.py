@@ -111,6 +111,25 @@ def test_stages_share_the_memory_of_a_model_that_one_device_cannot_hold(captured
     assert order == sorted(order)
 
 
+@pytest.mark.parametrize(("stages", "part"), [(2, 1.0), (4, 1.0), (2, 0.7), (4, 0.7)])
+def test_a_plan_of_several_stages_is_proven_within_a_hundredth(captured: Captured, stages: int, part: float) -> None:
+    free = plan_captured(captured, "2080ti", devices=4, stages=stages, microbatches=8, compare=False)
+    made = plan_captured(
+        captured, "2080ti", devices=4, stages=stages, microbatches=8, memory=part * free.cost.memory, compare=False
+    )
+    assert made.gap <= 0.01
+    assert made.cost.memory <= part * free.cost.memory
+    assert made.cost.step >= free.cost.bound * (1 - 1e-9)
+
+
+def test_a_number_of_bytes_is_a_limit_where_it_may_be_one(captured: Captured) -> None:
+    limit = 2**33
+    made = [
+        plan_captured(captured, devices=2, memory=m, compare=False) for m in (limit, str(limit), "8GiB", "8388608KiB")
+    ]
+    assert {plan.limit for plan in made} == {limit}
+
+
 def test_what_the_user_keeps_is_kept(captured: Captured) -> None:
     made = plan_captured(
         captured, "2080ti", devices=4, stages=1, keep={"head": "replicated", "layers.*.up": "n"}, compare=False
@@ -197,6 +216,8 @@ def test_what_no_cut_divides_is_what_each_device_needs_at_least() -> None:
         ({"devices": 4, "microbatches": 7}, "a batch of 48 is not 7 equal micro-batches"),
         ({"devices": 4, "mesh": (3,)}, "a mesh of 3 in 1 stages is not 4 devices"),
         ({"devices": 4, "memory": "lots"}, "'lots' is no size"),
+        ({"devices": 4, "memory": "80"}, r"a memory of '80' is 80 B: say 80GiB\?"),
+        ({"devices": 4, "memory": " 2.5 "}, r"a memory of ' 2.5 ' is 2 B: say 2.5GiB\?"),
         ({"devices": 4, "optimizer": "adamm"}, "unknown optimizer 'adamm'; did you mean 'adam'"),
         ({"devices": 4, "overlap": 2.0}, "from 0 to 1, not 2.0"),
         ({"devices": 4, "machine": "h1000"}, "h1000"),

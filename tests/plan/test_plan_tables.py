@@ -83,6 +83,49 @@ def test_strategies_cost_the_collectives_that_they_are_known_for() -> None:
     assert cost(graph, made, parts)[1] == 0.0
 
 
+class Twice(nn.Module):
+    """The head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.linear(self.embed(ids), self.embed.weight)
+
+
+def test_a_parameter_that_is_read_twice_sends_its_gradient_once_where_both_read_it_alike() -> None:
+    graph = capture(Twice(), torch.zeros(BATCH, 4, dtype=torch.long)).graph
+    link = MACHINE.axis_link((4,), 0)
+    (weight,) = (operator.name for operator in graph.operators if operator.kind == "parameter")
+    lookup, head = (operator.name for operator in graph.operators if operator.reads)
+    once = float(collective.all_reduce(4.0 * WIDTH * WIDTH, 4, *link))
+    batch = [operator.dims[dim or 0].name for operator, dim in zip(graph.operators, batch_dims(graph), strict=True)]
+    rows = {o.name: name for o, name in zip(graph.operators, batch, strict=True) if o.name in (lookup, head)}
+
+    def moved(chosen: dict[str, str], stages: int) -> float:
+        return cost(graph, tables(graph, Mesh((4,)), MACHINE, stages=stages), chosen)[1]
+
+    assert moved(rows, 1) == pytest.approx(once)
+    assert moved(rows, 2) == pytest.approx(2 * once)  # each stage for itself
+    # Read otherwise, each pays for itself; and what is spared is never more than what a reader pays.
+    other = {head: rows[head]}
+    assert moved(other, 1) == pytest.approx(moved(other, 2))
+    stored = {**rows, weight: "a0"}
+    assert once <= moved(stored, 1) <= moved(stored, 2)
+
+
+def test_what_is_spared_is_at_most_what_a_reader_pays() -> None:
+    graph = capture(Twice(), torch.zeros(BATCH, 4, dtype=torch.long)).graph
+    for mesh in (Mesh((4,)), Mesh((2, 2))):
+        one, more = (tables(graph, mesh, MACHINE, stages=stages) for stages in (1, 2))
+        for pick in every(*(range(len(own)) for own in one.splits)):
+            less = more.problem().cost(pick) - one.problem().cost(pick)
+            (source,) = (p for p, o in enumerate(graph.operators) if o.kind == "parameter")
+            paid = min(float(table[pick[i], pick[j]]) for (i, j), table in more.moves.items() if i == source)
+            assert -1e-15 <= less <= paid + 1e-15
+
+
 def test_memory_is_weights_gradients_states_and_what_the_backward_keeps() -> None:
     graph = two().graph
     made = tables(graph, Mesh((4,)), MACHINE, Training(state=8.0))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from weft.plan.cutting import Cutting, Load, cut, homes
+from weft.plan.cutting import Cutting, Load, cut
 from weft.plan.graph import PARAMETER, Graph
 from weft.plan.layout import Mesh
+from weft.plan.line import homes
 from weft.plan.machine import Machine
 from weft.plan.plan import Cost
 from weft.plan.solve import OverLimit, solve
@@ -35,6 +37,7 @@ class Candidate:
     pick: tuple[int, ...]
     cutting: Cutting
     cost: Cost
+    total: float = 0.0  # seconds that all stages together are not below, whatever the splits
     pressed: bool = False  # whether more memory would make it faster
 
 
@@ -51,29 +54,32 @@ def solved(
     beat: float = math.inf,
     seconds: float = SECONDS,
 ) -> Candidate:
-    """The best splits within the memory of each device; raises OverLimit, with the least that would do, if none fit,
-    and Slower if a step takes ``beat`` seconds or more."""
+    """Good splits within the memory of each device, the best ones on a single stage; raises OverLimit, with the least
+    that would do, if none fit, and Slower if a step takes ``beat`` seconds or more."""
     least = least_memory(shape, allowed)
     if least > shape.stages * limit:
         raise OverLimit(least / shape.stages, limit)
-    found = tables(shape.graph, shape.mesh, machine, shape.training, allowed)
+    found = tables(shape.graph, shape.mesh, machine, shape.training, allowed, shape.stages)
     free = solve(found.problem(), gap=gap, seconds=seconds)
-    if _stretched(shape, free.bound, found) >= beat:
+    bound = free.bound
+    if _stretched(shape, bound, found) >= beat:
         raise Slower
-    last: OverLimit | None = None
     # The memory of all stages together is a limit that is never too tight; then ever tighter, until a cut keeps each.
     for share in (1.0, 0.9, 0.8, 0.65, 0.5) if shape.stages > 1 else (1.0,):
         total = share * shape.stages * limit
+        if least > total:
+            break
         picked = free if found.weight(free.pick) <= total else solve(found.problem(total), gap=gap, seconds=seconds)
-        if _stretched(shape, picked.bound, found) >= beat:
-            raise Slower
-        try:
-            made = priced(shape, machine, found, picked.pick, limit, picked.bound)
-            return replace(made, pressed=picked is not free)
-        except OverLimit as problem:
-            last = problem
-    assert last is not None
-    raise last
+        if share == 1.0:
+            bound = max(bound, picked.bound)  # of a tighter limit than there is, it would be none
+            if _stretched(shape, bound, found) >= beat:
+                raise Slower
+        with suppress(OverLimit):
+            made = priced(shape, machine, found, picked.pick, limit, bound)
+            return replace(made, total=bound, pressed=picked is not free)
+    # If anything fits, then the lightest splits do.
+    light = tuple(int(memory.argmin()) for memory in found.memory)
+    return replace(priced(shape, machine, found, light, limit, bound), total=bound, pressed=True)
 
 
 def _stretched(shape: Shape, total: float, found: Tables) -> float:
@@ -89,18 +95,17 @@ def priced(
 ) -> Candidate:
     """What a pick costs; raises OverLimit where no cut into stages keeps the limit."""
     stages, count = shape.stages, shape.training.microbatches
-    loads = _loads(shape.graph, found, pick)
+    loads = _loads(shape, machine, found, pick)
     compute = math.fsum(float(costs[k]) for costs, k in zip(found.compute, pick, strict=True))
-    send = _send(machine, shape)
+    send = send_seconds(machine, shape)
     cutting = cut(shape.graph, loads, stages, count, limit, send)
     if cutting is None:
         least = sum(load.kept for load in loads) / stages
         raise OverLimit(max(least, math.nextafter(limit, math.inf)), limit)
-    slowest, total = max(cutting.seconds), sum(cutting.seconds)
-    waited = max(1.0, launches(shape, machine) / total) if total else 1.0  # for the host, which starts every kernel
-    slowest, total, compute = slowest * waited, total * waited, compute + total * (waited - 1)
+    total = math.fsum(cutting.seconds)
     # A step fills the pipeline once, and then the slowest stage goes on.
-    step = (total + (count - 1) * slowest) / count
+    step = (total + (count - 1) * max(cutting.seconds)) / count
+    moving = math.fsum(load.seconds for load in loads) - compute + math.fsum(cutting.sent)
     fullest = max(range(stages), key=lambda stage: cutting.memory[stage])
     kept = math.fsum(load.kept for load, stage in zip(loads, cutting.stage, strict=True) if stage == fullest)
     ideal = total / stages
@@ -111,8 +116,8 @@ def priced(
         cutting,
         Cost(
             step=step,
-            compute=compute / stages,
-            communication=(total - compute) / stages,
+            compute=(total - moving) / stages,  # and waiting for the host, which starts every kernel
+            communication=moving / stages,
             bubble=step - ideal,
             memory=cutting.memory[fullest],
             parameters=kept,
@@ -124,27 +129,33 @@ def priced(
 
 def launches(shape: Shape, machine: Machine) -> float:
     """Seconds that the hosts of all stages need to start the kernels of a step, which no split makes fewer."""
-    kernels = sum(
-        1 + (any(tensor.gradient for tensor in operator.outputs) and operator.kind != PARAMETER)
-        for operator in shape.graph.operators
+    return math.fsum(launches_of(shape, machine))
+
+
+def launches_of(shape: Shape, machine: Machine) -> list[float]:
+    """Seconds of each operator that a host needs to start its kernels."""
+    once = machine.device.launch * shape.training.microbatches
+    return [
+        once * (1 + (any(tensor.gradient for tensor in operator.outputs) and operator.kind != PARAMETER))
         if operator.flops or operator.moved or operator.kind == PARAMETER
-    )
-    return machine.device.launch * kernels * shape.training.microbatches
+        else 0.0
+        for operator in shape.graph.operators
+    ]
 
 
-def _loads(graph: Graph, found: Tables, pick: tuple[int, ...]) -> list[Load]:
+def _loads(shape: Shape, machine: Machine, found: Tables, pick: tuple[int, ...]) -> list[Load]:
     seconds = [float(costs[k]) for costs, k in zip(found.compute, pick, strict=True)]
     for (source, reader), table in found.moves.items():
         seconds[reader] += float(table[pick[source], pick[reader]])
     loads = []
-    for place, operator in enumerate(graph.operators):
+    for place, (operator, launch) in enumerate(zip(shape.graph.operators, launches_of(shape, machine), strict=True)):
         memory = float(found.memory[place][pick[place]])
         parameter = operator.kind == PARAMETER
-        loads.append(Load(seconds[place], memory if parameter else 0.0, 0.0 if parameter else memory))
+        loads.append(Load(seconds[place], memory if parameter else 0.0, 0.0 if parameter else memory, launch))
     return loads
 
 
-def _send(machine: Machine, shape: Shape) -> float:
+def send_seconds(machine: Machine, shape: Shape) -> float:
     """Seconds a byte of a tensor takes from one stage to the next: every device sends its part."""
     if shape.stages == 1:
         return 0.0

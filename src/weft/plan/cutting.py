@@ -1,4 +1,4 @@
-"""Where a graph is cut into the stages of a pipeline: the slowest stage as fast as can be, each within its memory."""
+"""Where a graph is cut into the stages of a pipeline: a step as fast as can be, each stage within its memory."""
 
 from __future__ import annotations
 
@@ -8,114 +8,99 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
+from weft.plan.division import Spans, divide
 from weft.plan.graph import Graph
+from weft.plan.line import Line, line
 
-_PLACES = 400  # the most places that are weighed for a cut
+_PLACES = 640  # the most places that are weighed for a cut
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one operator asks of its stage: seconds a step, bytes that stay, and bytes a micro-batch in flight."""
+    """What one operator asks of its stage: seconds a step, bytes that stay, bytes a micro-batch in flight, and seconds
+    a step of the host, which starts its kernels meanwhile."""
 
     seconds: float
     kept: float
     activations: float
+    launch: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """The stage of every operator, and of each stage its seconds a step and its bytes."""
+    """The stage of every operator, and of each stage its seconds a step, those of them that its messages to and from
+    other stages take, and its bytes."""
 
     stage: tuple[int, ...]
     seconds: tuple[float, ...]
+    sent: tuple[float, ...]
     memory: tuple[float, ...]
 
 
 def cut(
     graph: Graph, loads: Sequence[Load], stages: int, microbatches: int, limit: float, send: float
 ) -> Cutting | None:
-    """The cut into contiguous stages, None if none keeps the limit.
+    """The cut into contiguous stages at which a step takes least, None if none keeps the limit.
 
     ``send`` is seconds a byte between stages; a tensor that a gradient flows through crosses twice. Operators that read
     nothing (parameters, inputs) belong to the first stage that reads them. Stage s of S has at most S - s micro-batches
-    in flight.
+    in flight. A batch that is not divided, for which the slowest stage does not matter, is cut as one of two would be.
     """
-    home = homes(graph)
-    order = [place for place in range(len(graph)) if home[place] == place]
-    rank = {place: number for number, place in enumerate(order)}
-    count = len(order)
-    seconds, kept, flying = np.zeros(count), np.zeros(count), np.zeros(count)
-    for place, load in enumerate(loads):
-        number = rank[home[place]]
-        seconds[number] += load.seconds
-        kept[number] += load.kept
-        flying[number] += load.activations
-    crossing = _crossing(graph, home, rank, count)
-    places = sorted(np.argsort(crossing[1:], kind="stable")[:_PLACES] + 1)
+    row = line(graph)
+    places = _places(row, row.sums([load.seconds for load in loads]))
     if len(places) < stages - 1:
         return None
-    ends = np.array([0, *places, count])
-    time, still, held = (np.concatenate([[0.0], np.cumsum(values)])[ends] for values in (seconds, kept, flying))
-    sent = send * np.concatenate([[0.0], crossing[places], [0.0]])  # for each end: what crosses it in a micro-batch
-    spans = time[None, :] - time[:, None] + microbatches * (sent[:, None] + sent[None, :])
-    best = np.where(np.arange(len(ends)) == 0, 0.0, math.inf)
-    back: list[np.ndarray] = []
-    for stage in range(stages):
-        flights = min(microbatches, stages - stage)
-        memory = still[None, :] - still[:, None] + flights * (held[None, :] - held[:, None])
-        span = np.where(
-            (memory <= limit) & (np.arange(len(ends))[:, None] < np.arange(len(ends))[None, :]), spans, math.inf
+    ends = np.array([0, *places, len(row)])
+    time, still, held, launch = (
+        row.sums(values)[ends]
+        for values in (
+            [load.seconds for load in loads],
+            [load.kept for load in loads],
+            [load.activations for load in loads],
+            [load.launch for load in loads],
         )
-        worst = np.maximum(best[:, None], span)
-        back.append(worst.argmin(0))
-        best = worst.min(0)
-    if math.isinf(best[-1]):
+    )
+    sent = microbatches * send * np.concatenate([[0.0], row.crossing[places], [0.0]])
+    spans = np.maximum(between(time) + sent[:, None] + sent[None, :], between(launch))
+    spans[np.tril_indices(len(ends))] = math.inf
+    flights = [min(microbatches, stages - stage) for stage in range(stages)]
+    found = divide(within(spans, still, held, flights, limit), max(microbatches, 2))
+    if found is None:
         return None
-    marks = [len(ends) - 1]
-    for chosen in reversed(back):
-        marks.append(int(chosen[marks[-1]]))
-    marks.reverse()
-    bounds = [int(ends[mark]) for mark in marks]
-    of = np.searchsorted(bounds[1:], np.arange(count), side="right")
+    bounds = [int(ends[mark]) for mark in found.marks]
+    of = np.searchsorted(bounds[1:], row.ranks, side="right")
     return Cutting(
-        tuple(int(of[rank[home[place]]]) for place in range(len(graph))),
-        tuple(float(spans[a, b]) for a, b in pairwise(marks)),
+        tuple(map(int, of)),
+        tuple(float(spans[a, b]) for a, b in pairwise(found.marks)),
+        tuple(float(sent[a] + sent[b]) for a, b in pairwise(found.marks)),
         tuple(
-            float(still[b] - still[a] + min(microbatches, stages - stage) * (held[b] - held[a]))
-            for stage, (a, b) in enumerate(pairwise(marks))
+            float(still[b] - still[a] + flying * (held[b] - held[a]))
+            for flying, (a, b) in zip(flights, pairwise(found.marks), strict=True)
         ),
     )
 
 
-def homes(graph: Graph) -> list[int]:
-    """For each operator the one whose stage it shares: its own, or its first reader's where it reads nothing or no
-    gradient flows through it."""
-    home = list(range(len(graph)))
-    first: dict[int, int] = {}
-    for place in reversed(range(len(graph))):
-        for read in graph.operators[place].reads:
-            first[read.source] = place
-    for place in reversed(range(len(graph))):
-        operator = graph.operators[place]
-        moves = bool(operator.reads) and any(tensor.gradient for tensor in operator.outputs)
-        if not moves and place in first:
-            home[place] = home[first[place]]
-    return home
+def _places(row: Line, time: Spans) -> NDArray[np.intp]:
+    """Where the line may be cut: anywhere, or, where that is too much to weigh, once between two operators that take
+    time, where least is sent."""
+    places = np.arange(1, len(row))
+    if len(places) > _PLACES:
+        cheapest = places[np.lexsort((row.crossing[places], time[places]))]
+        places = cheapest[np.unique(time[cheapest], return_index=True)[1]]
+    return np.sort(places[np.argsort(row.crossing[places], kind="stable")[:_PLACES]])
 
 
-def _crossing(graph: Graph, home: list[int], rank: dict[int, int], count: int) -> np.ndarray:
-    """Bytes that cross before each place in the order, there and back: tensors with gradients; what has none is made
-    anew in each stage."""
-    change = np.zeros(count + 1)
-    last: dict[tuple[int, int], int] = {}
-    for place, operator in enumerate(graph.operators):
-        for read in operator.reads:
-            if read.tensor.gradient and graph.operators[read.source].reads:
-                key = (read.source, read.output)
-                last[key] = max(last.get(key, 0), rank[home[place]])
-    for (source, output), reader in last.items():
-        size = 2.0 * graph.operators[source].outputs[output].bytes
-        change[rank[home[source]] + 1] += size
-        change[reader + 1] -= size
-    return np.cumsum(change)[:count]
+def between(sums: Spans) -> Spans:
+    """What lies between every two ends."""
+    return np.asarray(sums[None, :] - sums[:, None], dtype=np.float64)
+
+
+def within(spans: Spans, still: Spans, held: Spans, flights: Sequence[int], limit: float) -> list[Spans]:
+    """The spans of each stage, ``inf`` where its memory would be above the limit."""
+    every = []
+    for flying in flights:
+        over = between(still) + flying * between(held) > limit
+        every.append(np.where(over, math.inf, spans) if over.any() else spans)
+    return every

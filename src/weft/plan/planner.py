@@ -20,12 +20,16 @@ from weft.plan.layout import Mesh
 from weft.plan.machine import Machine
 from weft.plan.machine import machine as machine_of
 from weft.plan.plan import Plan
+from weft.plan.refine import refined
 from weft.plan.request import STATES, Request, check
 from weft.plan.saved import checked, read_plan, read_splits
 from weft.plan.shapes import shapes
 from weft.plan.solve import OverLimit
 from weft.plan.tables import Allowed, Training, tables
 from weft.units import size, size_of
+
+_TRYING = 0.75  # the part of the time in which ways are tried; the rest is for those of several stages
+_REFINING = 2.0  # seconds that the plan of several stages is proven in, at least
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,7 +121,7 @@ def plan_captured(
     if kind not in computer.device.peak:
         known = computer.device.peak
         raise PlanError(f"machine '{computer.name}' has no peak for '{kind}'{nearest(kind, known)}")
-    limit = computer.device.capacity if memory is None else size_of(memory, PlanError)
+    limit = computer.device.capacity if memory is None else _bytes(memory)
     training = Training(kind, STATES[optimizer], overlap)
     request = Request(computer, devices, limit, training, keep=tuple((keep or {}).items()), **choices)
     check(captured.graph, request)
@@ -143,25 +147,39 @@ def plan_captured(
     )
 
 
+def _bytes(memory: str | float) -> float:
+    """The memory that a user said; text without a unit that is hardly meant in bytes is refused."""
+    found = size_of(memory, PlanError)
+    if isinstance(memory, str) and memory.strip()[-1:].isdigit() and found < 2**20:
+        raise PlanError(f"a memory of '{memory}' is {size(found)}: say {memory.strip()}GiB?")
+    return found
+
+
 def _best(graph: Graph, request: Request) -> tuple[Candidate, int]:
     """The fastest candidate, and how many ways were left untried when the time was up."""
     best: Candidate | None = None
-    rule, deadline = keeping(graph, request.keep), time.monotonic() + request.seconds
+    rivals: list[Candidate] = []  # of several stages: they may become faster yet
+    rule, started = keeping(graph, request.keep), time.monotonic()
+    deadline = started + request.seconds
     ways = shapes(graph, request)
-    for number, (least, shape) in enumerate(ways):
+    untried = 0
+    for least, shape in ways:
         beat = math.inf if best is None else best.cost.step
         if least >= beat:
             break  # and so are all that follow
-        if best is not None and time.monotonic() > deadline:
-            return best, sum(other < beat for other, _ in ways[number:])
         if best is not None and _needless(shape, best):
+            continue
+        if best is not None and time.monotonic() > started + _TRYING * request.seconds:
+            untried += 1
             continue
         with suppress(OverLimit, Slower):
             found = solved(shape, request.machine, request.limit, rule, request.gap, beat)
             best = found if found.cost.step < beat else best
+            rivals += [found] if shape.stages > 1 else []
     if best is None:
         raise PlanError(_nothing_fits(graph, request))
-    return _proven(best, request, rule, deadline - time.monotonic()), 0
+    best = _proven(best, request, rule, deadline - time.monotonic())
+    return _refined(best, rivals, request, deadline, untried)
 
 
 def _proven(best: Candidate, request: Request, rule: Allowed | None, seconds: float) -> Candidate:
@@ -172,6 +190,22 @@ def _proven(best: Candidate, request: Request, rule: Allowed | None, seconds: fl
     bound = max(best.cost.bound, again.cost.bound)
     better = again if again.cost.step < best.cost.step else best
     return replace(better, cost=replace(better.cost, bound=bound))
+
+
+def _refined(
+    best: Candidate, rivals: list[Candidate], request: Request, deadline: float, untried: int
+) -> tuple[Candidate, int]:
+    """The fastest when those of several stages that may be are made better, and how many were left as they were."""
+    for rival in sorted(rivals, key=lambda one: (one is not best, one.cost.bound)):
+        if rival is not best and rival.cost.bound * (1 + request.gap) >= best.cost.step:
+            continue
+        if rival is not best and time.monotonic() > deadline:
+            untried += 1
+            continue
+        seconds = max(deadline - time.monotonic(), _REFINING)
+        found = refined(rival, request.machine, request.limit, request.gap, seconds, best.cost.step)
+        best = found if rival is best or found.cost.step < best.cost.step else best
+    return best, untried
 
 
 def _needless(shape: Shape, best: Candidate) -> bool:
@@ -190,7 +224,7 @@ def _loaded(graph: Graph, request: Request, path: str | Path | Mapping[str, Any]
     stages = request.devices // mesh.devices
     training = replace(request.training, recompute=bool(found["recompute"]), microbatches=count)
     shape = Shape(microbatch(graph, count), mesh, stages, training)
-    made = tables(shape.graph, mesh, request.machine, training)
+    made = tables(shape.graph, mesh, request.machine, training, stages=stages)
     wanted = read_splits(shape.graph, mesh, found["splits"])
     pick = tuple(own.index(split) for own, split in zip(made.splits, wanted, strict=True))
     return priced(shape, request.machine, made, pick, math.inf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from weft.plan.layout import Layout, Mesh, Split, gradient_layout, layout, resul
 from weft.plan.machine import Machine
 from weft.plan.redistribution import Redistribution, settled
 from weft.plan.solve import Problem
+from weft.plan.tied import spared
 
 Table = NDArray[np.float64]
 
@@ -64,11 +66,17 @@ Allowed = Callable[[int, Split], bool]
 
 
 def tables(
-    graph: Graph, mesh: Mesh, machine: Machine, training: Training | None = None, allowed: Allowed | None = None
+    graph: Graph,
+    mesh: Mesh,
+    machine: Machine,
+    training: Training | None = None,
+    allowed: Allowed | None = None,
+    stages: int = 1,
 ) -> Tables:
     """The costs of one training step of the graph on the mesh.
 
-    ``allowed`` says whether the operator at a place may be split so; one of which nothing is left is refused.
+    ``allowed`` says whether the operator at a place may be split so; one of which nothing is left is refused. In one
+    stage a parameter is fetched once for all that read it alike, in several ``stages`` each reader is charged.
     """
     training = training or Training()
     builder = _Builder(mesh, machine, training)
@@ -97,6 +105,8 @@ def tables(
                 edges[key] = builder.edge(*ends, source.kind == PARAMETER)
             edge = (read.source, place)
             moves[edge] = moves[edge] + edges[key] if edge in moves else edges[key]
+    for edge, table in spared(graph, choices, mesh, partial(builder.edge, parameter=True)) if stages == 1 else ():
+        moves[edge] = moves[edge] + table if edge in moves else table
     return Tables(
         mesh,
         tuple(choices),
@@ -104,6 +114,20 @@ def tables(
         moves,
         tuple(memory[kind, own] for kind, own in zip(kinds, kept, strict=True)),
     )
+
+
+def narrowed(found: Tables, place: int, k: int) -> Tables:
+    """The tables in which one operator has one split alone."""
+    only = slice(k, k + 1)
+    moves = {
+        (source, reader): table[only] if source == place else table[:, only] if reader == place else table
+        for (source, reader), table in found.moves.items()
+    }
+    splits, compute, memory = (
+        (*values[:place], values[place][only], *values[place + 1 :])
+        for values in (found.splits, found.compute, found.memory)
+    )
+    return Tables(found.mesh, splits, compute, moves, memory)
 
 
 def memories(graph: Graph, mesh: Mesh, training: Training, allowed: Allowed | None = None) -> list[Table]:

@@ -16,6 +16,7 @@ from weft.errors import PlanError
 from weft.plan.capture.batch import Named
 from weft.plan.capture.refusal import refusal
 from weft.plan.capture.settle import Inapplicable, Loss, custom_functions, grouped_experts, settled, with_loss
+from weft.plan.capture.states import true_states
 from weft.plan.capture.tidy import detach, tidy
 from weft.plan.capture.trace import real, trace
 
@@ -41,7 +42,7 @@ class Program:
 def program(model: nn.Module, named: Named, loss: Loss | None) -> Program:
     """The first way that works; PlanError with the reason of the first that did not where none does."""
     problems: list[tuple[str, BaseException]] = []
-    with with_loss(model, named, loss), _quiet():
+    with with_loss(model, named, loss), _quiet(), true_states():
         for way, attempt in WAYS.items():
             try:
                 with custom_functions() as functions:
@@ -65,7 +66,9 @@ def program(model: nn.Module, named: Named, loss: Loss | None) -> Program:
                 log.warning("%s: %s", type(model).__name__, "; ".join(notes))
             return replace(found, way=way, notes=notes)
     tried = "; ".join(way for way, _ in problems)
-    text = f"{type(model).__name__} cannot be captured (tried: {tried}): {refusal(problems[0][1])}"
+    reasons = dict.fromkeys(refusal(problem) for _, problem in (problems[0], problems[-1]))
+    last = "".join(f"; by {problems[-1][0]}: {reason}" for reason in list(reasons)[1:])
+    text = f"{type(model).__name__} cannot be captured (tried: {tried}): {next(iter(reasons))}{last}"
     raise PlanError(text) from problems[0][1]
 
 

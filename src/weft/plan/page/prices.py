@@ -76,7 +76,8 @@ def _tables(plan: Plan, machine: Machine) -> Tables | None:
 
 
 def _priced(plan: Plan, machine: Machine) -> tuple[Tables, Cost]:
-    made = tables(plan.graph, plan.mesh, machine, plan.training, lambda place, split: split == plan.splits[place])
+    own = plan.splits
+    made = tables(plan.graph, plan.mesh, machine, plan.training, lambda at, split: split == own[at], plan.stages)
     shape = Shape(plan.graph, plan.mesh, plan.stages, plan.training)
     pick = (0,) * len(plan.graph)
     try:

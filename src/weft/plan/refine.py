@@ -1,0 +1,140 @@
+"""A candidate of several stages, proven, and made better where it is not near enough to what is proven."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+from weft.plan.candidate import Candidate, launches_of, priced, send_seconds
+from weft.plan.division import Division
+from weft.plan.graph import PARAMETER
+from weft.plan.line import line
+from weft.plan.machine import Machine
+from weft.plan.proof import Proof
+from weft.plan.solve import OverLimit, solve
+from weft.plan.solve.problem import EXACT
+from weft.plan.stretches import Stretches
+from weft.plan.tables import Tables, narrowed
+
+_SECONDS = 0.5  # for one stretch
+_SOON = 1.0  # seconds in which what is within the gap is proven exactly, or is not
+_PASSES = 3  # over all stages, each solved with the others as they are
+_WAYS = 64  # the most configurations that one operator is fixed to in turn
+
+
+def refined(
+    candidate: Candidate, machine: Machine, limit: float, gap: float, seconds: float, beat: float = math.inf
+) -> Candidate:
+    """The candidate, or a better one of its shape, with a bound on all of that shape.
+
+    The search ends when the step is proven best, or after a second when it is within the gap, or when all of the shape
+    are proven to take longer than ``beat``, or else after so many seconds.
+    """
+    started = time.monotonic()
+    best, bound = candidate, candidate.cost.bound
+    whole = _Case(candidate, machine, limit, gap, candidate.tables, Stretches.Kept())
+    cases = whole.parts(candidate, tied=True) or [whole]
+    while cases:
+        case = min(cases, key=lambda each: each.bound)
+        bound = max(bound, min(case.bound, best.cost.step))
+        enough = seconds if best.cost.step > bound * (1 + gap) else min(_SOON, seconds)
+        if best.cost.step <= bound * (1 + EXACT) or bound > beat or time.monotonic() - started > enough:
+            break
+        if case.settled:
+            cases.remove(case)
+            if not (parts := case.parts(best)):
+                break
+            cases += parts
+            continue
+        for cut in case.weighed():
+            if best.cost.step > case.bound * (1 + gap):
+                best = case.better(best, cut)
+    return replace(best, cost=replace(best.cost, bound=min(bound, best.cost.step)))
+
+
+class _Case:
+    """What is proven of all candidates with these tables, in which some operators may be fixed to one configuration.
+
+    Stages are bounded apart, so that each may wish for another layout of what several of them read. Where that leaves a
+    gap, such an operator is fixed to each of its configurations in turn.
+    """
+
+    def __init__(
+        self, of: Candidate, machine: Machine, limit: float, gap: float, found: Tables, kept: Stretches.Kept
+    ) -> None:
+        self._given = (machine, limit, gap)
+        self._kept = kept
+        self.found, self.settled = found, False
+        free = solve(found.problem(), gap=gap / 4, seconds=_SECONDS)
+        self._free = free.pick
+        row = line(of.shape.graph)
+        self.stretches = Stretches(of.shape.graph, row, found, limit, gap / 4, _SECONDS, kept)
+        self.proof = Proof(
+            self.stretches,
+            launches_of(of.shape, machine),
+            stages=of.shape.stages,
+            microbatches=of.shape.training.microbatches,
+            send=send_seconds(machine, of.shape),
+            total=max(free.bound, of.total),
+        )
+        self.bound = self.proof.best()
+        self._tried: set[tuple[int, ...]] = set()
+
+    def weighed(self) -> list[Division]:
+        """The cuts that seemed best, whose stages are now weighed; the case is settled where that told nothing new."""
+        cuts = self.proof.cuts
+        self.settled = not self.proof.raised()
+        if not self.settled:
+            self.bound = max(self.bound, self.proof.best())
+        return cuts
+
+    def parts(self, of: Candidate, tied: bool = False) -> list[_Case]:
+        """A case for each configuration of the operator, or tied parameter, whose readers in other stages have most to
+        lose by it."""
+        bounds = {end for cut in self.proof.cuts for end in self.proof.places(cut.marks)[1:]}
+        operators = of.shape.graph.operators
+        ranks = self.stretches.row.ranks
+        lost: dict[int, float] = {}
+        for (source, reader), table in self.found.moves.items():
+            if tied and operators[source].kind != PARAMETER:
+                continue
+            if 1 < len(table) <= _WAYS and any(ranks[source] < end <= ranks[reader] for end in bounds):
+                lost[source] = lost.get(source, 0.0) + float(table.max() - table.min())
+        if not any(lost.values()):
+            return []
+        place = max(lost, key=lambda each: lost[each])
+        cases = []
+        for k in range(len(self.found.splits[place])):
+            case = _Case(of, *self._given, narrowed(self.found, place, k), self._kept)
+            case.bound = max(case.bound, self.bound)
+            cases.append(case)
+        return cases
+
+    def better(self, best: Candidate, cut: Division) -> Candidate:
+        """The candidate, or one whose stages are each solved within the limit where this cut divides, if it is
+        faster."""
+        if cut.marks in self._tried:
+            return best
+        self._tried.add(cut.marks)
+        machine, limit, _ = self._given
+        shape, places = best.shape, self.proof.places(cut.marks)
+        pick = list(self._free)
+        passes: list[list[int]] = []
+        try:
+            while pick not in passes and len(passes) < _PASSES:
+                passes.append(list(pick))
+                for stage, (first, last) in enumerate(pairwise(places)):
+                    flights = min(shape.training.microbatches, shape.stages - stage)
+                    inside, found = self.stretches.solved(first, last, flights, pick)
+                    for place, k in zip(inside, found.pick, strict=True):
+                        pick[place] = k
+                own = zip(best.tables.splits, self.found.splits, pick, strict=True)
+                whole = tuple(every.index(left[k]) for every, left, k in own)
+                made = priced(shape, machine, best.tables, whole, limit, best.total)
+                if made.cost.step < best.cost.step:
+                    best = replace(made, total=best.total, pressed=True)
+        except OverLimit:
+            pass
+        return best
