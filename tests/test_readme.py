@@ -252,6 +252,23 @@ def test_every_figure_of_the_table_of_asynchronous_pipelines_is_in_a_result_file
     assert f"{max(row['ratio_to_flush'] for row in own):.2f} of the flush's at most" in README
 
 
+def test_what_the_readme_says_of_pipelines_with_muon_is_in_a_result_file() -> None:
+    found = {(row["k"], row["method"]): row for row in rows("paci-muon")}
+    sooner, step, zero = (
+        [f"{found[k, method][key]:.2f}" for k in (2, 4)]
+        for method, key in (
+            ("weft-bounded", "ratio_to_torch_1f1b"),
+            ("weft-bounded", "step_ratio_to_torch_1f1b"),
+            ("torch-zbv", "ratio_to_torch_1f1b"),
+        )
+    )
+    assert f"`bounded` is {' and '.join(sooner)} times as soon" in README
+    assert f"({' and '.join(step)} by step), torch's zero-bubble schedule {' and '.join(zero)}" in README
+    more = [found[k, "weft-bounded"]["steps_to_loss"] / found[k, "weft-flush"]["steps_to_loss"] - 1 for k in (2, 4)]
+    assert f"cost {100 * more[0]:.0f} % more steps at K = 2\nand {100 * more[1]:.0f} % at K = 4" in README
+    assert all(row["largest_difference"] == 0.0 for row in found.values() if row["method"].startswith("weft"))
+
+
 def test_every_figure_of_the_table_of_studies_is_in_a_result_file() -> None:
     words = {"a fourth of the device each": "fixed=4", "an eighth of the device each": "fixed=8", "packed": "packed"}
     words |= {"one at a time": "one", "packed, equal shapes fused": "fused"}

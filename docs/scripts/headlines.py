@@ -92,6 +92,9 @@ HEADLINES: dict[str, Headline] = {
             (README, "At K = 8 the rate of the flushes", "(to reach: 1.03)."),
         ),
     ),
+    "paci-muon": Headline(
+        "Asynchronous pipelines, with Muon", tables.paci, ((README, "With Muon and micro-batches of 16", "than one."),)
+    ),
     "delays": Headline(
         "What delay costs early in a training",
         tables.delays,

@@ -118,6 +118,8 @@ def paci(found: Found, _: Aims) -> Iterator[Table]:
         sooner = [shown(row["ratio_to_torch_1f1b"], ".2f") or "never" for row in own]
         table.append([method, *(f"{r['step_ratio_to_torch_1f1b']:.2f}, {s}" for r, s in zip(own, sooner, strict=True))])
     yield table
+    if "rows_simulator" not in found:
+        return
     equal = [
         r
         for r in found["rows_simulator"]
