@@ -153,7 +153,7 @@ HEADLINES: dict[str, Headline] = {
         ],
     ),
     "planner": Headline(
-        "The planner's solver", tables.planner, ((README, "A GPT-2 of 96 layers", "up to 13 times the optimum."),)
+        "The planner's solver", tables.planner, ((README, "A GPT-2 of 96 layers", "up to 12 times the optimum."),)
     ),
     "planner-capture": Headline("Models that are captured", tables.capture),
     "planner-published": Headline(
