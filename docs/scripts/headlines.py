@@ -93,7 +93,9 @@ HEADLINES: dict[str, Headline] = {
         ),
     ),
     "paci-muon": Headline(
-        "Asynchronous pipelines, with Muon", tables.paci, ((README, "With Muon and micro-batches of 16", "than one."),)
+        "Asynchronous pipelines, with Muon",
+        tables.paci,
+        ((README, "With Muon and micro-batches of 16", "not been found."),),
     ),
     "delays": Headline(
         "What delay costs early in a training",
