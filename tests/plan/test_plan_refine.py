@@ -20,9 +20,12 @@ from weft.plan.capture import capture
 from weft.plan.graph import PARAMETER, Dim, Graph, Operator, Read
 from weft.plan.graph import Tensor as Laid
 from weft.plan.layout import Mesh
+from weft.plan.line import line
 from weft.plan.machine import Device, Level, Machine
+from weft.plan.proof import Proof
 from weft.plan.refine import refined
 from weft.plan.solve import OverLimit
+from weft.plan.stretches import Stretches
 from weft.plan.tables import Tables, Training, narrowed
 
 DEVICE = Device({"float32": 1e13}, ((1e6, 0.1), (1e9, 0.8)), 1e12, 1e10, 0.0)
@@ -82,6 +85,28 @@ def test_the_best_of_all_cuts_and_picks_is_found_and_proven(seed: int, stages: i
     if count > 1:  # else what is cut evenly may send more than it must
         assert made.cost.step == pytest.approx(best, rel=1e-9)
         assert made.cost.bound == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("width", [1, 3, 7, 16])
+def test_stages_of_any_length_are_weighed_and_none_takes_less_than_is_proven(width: int) -> None:
+    graph = tied_chain(20)
+    rng = np.random.default_rng(0)
+    found = Tables(
+        Mesh((2,)),
+        tuple(((0,), (1,)) for _ in graph.operators),
+        tuple(rng.gamma(2.0, 1e-3, 2) for _ in graph.operators),
+        {(read.source, at): rng.gamma(1.0, 1e-3, (2, 2)) for at, o in enumerate(graph.operators) for read in o.reads},
+        tuple(np.ones(2) for _ in graph.operators),
+    )
+    stretches = Stretches(graph, line(graph), found, math.inf, 0.0, 1.0, Stretches.Kept())
+    given = {"stages": 3, "microbatches": 8, "send": 0.0, "total": 0.0}
+    proof = Proof(stretches, [0.0] * len(graph), **given)
+    before, proof._width = proof.best(), width
+    for first in range(len(proof.low) - 1):
+        for last in range(first + 1, len(proof.low)):
+            proof._weighed(1, first, last)
+    start = priced(Shape(graph, Mesh((2,)), 3, Training(microbatches=8)), MACHINE, found, (0,) * len(graph), math.inf)
+    assert before <= proof.best() <= refined(start, MACHINE, math.inf, 0.0, 5.0).cost.step * (1 + 1e-9)
 
 
 class Tied(nn.Module):

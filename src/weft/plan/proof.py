@@ -94,7 +94,7 @@ class Proof:
         width, flying = self._width, self._flights[stage]
         i = -(-first // width) * width
         j = last if last == len(self.low) - 1 else last // width * width
-        if self.low[j] <= self.high[i]:
+        if i > j or self.low[j] <= self.high[i]:  # no stretch of this width lies within
             return False
         known = float(self._alone[self.low[j]] - self._alone[self.high[i]])
         raised = False

@@ -18,7 +18,10 @@ def true_states() -> Iterator[None]:
     that it never has.
     """
     module: Any = decompositions
-    layer = module.one_layer_lstm
+    layer = getattr(module, "one_layer_lstm", None)
+    if layer is None:  # it is torch's own business where this is
+        yield
+        return
 
     def squeezed(value: Tensor, hidden: tuple[Tensor, Tensor], *rest: Any, **options: Any) -> Any:
         out, states = layer(value, hidden, *rest, **options)
