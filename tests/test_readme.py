@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -138,6 +139,26 @@ def test_every_figure_of_the_table_of_mixtures_is_in_a_result_file() -> None:
             ratios = (f"{row['ratio']:.2f}", f"{other['ratio']:.2f}", f"{row['memory_ratio']:.3f}")
             measured.append((names[str(row["space"])], device, f"{row['tokens']:,}", *ratios))
     assert table == measured
+
+
+def test_what_the_readme_says_of_mixtures_on_a_gpu_is_in_a_result_file() -> None:
+    own = [row for row in rows("elastic-gpu") if row["way"] == "ours"]
+    told = re.sub(r"\s+", " ", README)
+
+    def ratios(mode: str, tokens: Sequence[int], *what: str) -> str:
+        found = [r["ratio"] for r in own if r["mode"] == mode and r["tokens"] in tokens and r["what"] in what]
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    linear = ("fc1", "fc2", "qkv", "q", "proj")
+    assert f"({ratios('graph', (197, 3152, 50432), 'network')} times the plain time)" in told
+    assert f"linear ones take {ratios('graph', (3152,), *linear)} times the plain time at 3,152 tokens" in told
+    assert f"and {ratios('graph', (197,), *linear)} at 197" in told
+    assert f"layer norms {ratios('graph', (3152,), 'norm')} and {ratios('graph', (197,), 'norm')}" in told
+    assert (
+        sum(r["ratio"] > 1.1 for r in own if (r["mode"], r["tokens"]) == ("graph", 3152) and r["what"] in linear) == 3
+    )
+    assert {r["syncs"] for r in own} == {0}
+    assert max(r["memory_ratio"] for r in own if r["what"] == "network") <= 1.02
 
 
 GRADIENT, SAMPLED = ("darts", "drnas", "gdas"), ("spos", "fairnas", "sandwich")
