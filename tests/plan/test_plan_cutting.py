@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -14,16 +14,19 @@ from weft.plan.cutting import Load, cut
 from weft.plan.graph import PARAMETER, Dim, Graph, Operator, Read, Tensor
 
 
-def chain(sizes: list[int]) -> Graph:
-    """A parameter and an operator in turn; the k-th operator's output has sizes[k] elements."""
+def chain(sizes: list[int], bare: Collection[int] = ()) -> Graph:
+    """A parameter and an operator in turn, but for operators that are bare; the k-th one's output has sizes[k]
+    elements."""
     operators: list[Operator] = []
     for number, size in enumerate(sizes):
         dims = (Dim.free("n", size),)
         tensor = Tensor((size,), 4, (0,))
-        operators.append(Operator(f"p{number}", PARAMETER, "", dims, (), (tensor,)))
-        reads = [Read(len(operators) - 1, 0, tensor)]
+        before, reads = len(operators) - 1, []
+        if number not in bare:
+            operators.append(Operator(f"p{number}", PARAMETER, "", dims, (), (tensor,)))
+            reads.append(Read(len(operators) - 1, 0, tensor))
         if number:
-            reads.append(Read(len(operators) - 2, 0, Tensor((sizes[number - 1],), 4, (None,))))
+            reads.append(Read(before, 0, Tensor((sizes[number - 1],), 4, (None,))))
         operators.append(Operator(f"x{number}", "elementwise", "add", dims, tuple(reads), (tensor,)))
     return Graph("chain", tuple(operators))
 
@@ -87,3 +90,34 @@ def test_a_parameter_lies_where_it_is_first_read() -> None:
     found = cut(graph, [Load(1.0, 0.0, 0.0)] * len(graph), 2, 1, 1e9, 0.0)
     assert found is not None
     assert found.stage == (0, 0, 0, 0, 1, 1, 1, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(3, 7), st.integers(2, 4))
+def test_every_stage_has_parameters_where_there_are_enough(seed: int, count: int, stages: int) -> None:
+    rng = np.random.default_rng(seed)
+    bare = {int(n) for n in np.flatnonzero(rng.random(count) < 0.5) if n}
+    graph = chain([1] * count, bare)
+    places = [int(operator.name[1:]) for operator in graph.operators]
+    loads = [Load(float(n), 0.0, 0.0) for n in rng.integers(1, 9, len(places))]
+
+    def step(bounds: tuple[int, ...]) -> float:
+        own = [
+            sum(load.seconds for place, load in zip(places, loads, strict=True) if a <= place < b)
+            for a, b in pairwise((0, *bounds, count))
+        ]
+        return (sum(own) + 3 * max(own)) / 4
+
+    def empty(bounds: tuple[int, ...]) -> bool:
+        return any(all(place in bare for place in range(a, b)) for a, b in pairwise((0, *bounds, count)))
+
+    enough = count - len(bare) >= stages
+    every = [bounds for bounds in combinations(range(1, count), stages - 1) if not (enough and empty(bounds))]
+    found = cut(graph, loads, stages, 4, 1e9, 0.0)
+    assert (found is None) == (not every)
+    if found is not None:
+        assert (sum(found.seconds) + 3 * max(found.seconds)) / 4 == pytest.approx(min(map(step, every)))
+        owners = {
+            stage for stage, operator in zip(found.stage, graph.operators, strict=True) if operator.kind == PARAMETER
+        }
+        assert not enough or len(owners) == stages

@@ -341,6 +341,7 @@ def plain() -> tuple[nn.Module, tuple[Tensor, Tensor], Captured]:
 def test_a_plan_is_applied_to_a_model_and_trains_it_as_one_device_would(tmp_path: Path) -> None:
     model, batch, captured = plain()
     plan = plan_captured(captured, "cpu", devices=2, stages=2, microbatches=4, compare=False)
+    alone = plan_captured(captured, "cpu", devices=1, compare=False)
     single = copy.deepcopy(model)
     steps = torch.optim.AdamW(single.parameters(), lr=0.01)
     losses, norms = [], []
@@ -357,6 +358,8 @@ def test_a_plan_is_applied_to_a_model_and_trains_it_as_one_device_would(tmp_path
             plan.apply(model)
         with pytest.raises(PlanError, match="give the batch and the loss that it was planned with"):
             plan.apply(model, batch=batch)
+        with pytest.raises(PlanError, match="the plan is for 1 processes, and there are 2"):
+            alone.apply(model)
         other = init_device_mesh("cpu", (2,))
         with pytest.raises(PlanError, match="2 stages of a mesh of 1, but the devices form one of 2; make one of 2x1"):
             plan.apply(model, other, batch=batch, loss=squared)

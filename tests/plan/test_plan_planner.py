@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,6 +20,7 @@ from weft.plan import Machine, Plan
 from weft.plan.capture import Captured, capture
 from weft.plan.machine import machine
 from weft.plan.planner import plan_captured
+from weft.plan.shown import show
 from weft.units import size_of
 
 WIDTH, LENGTH, HEADS, BATCH = 512, 128, 4, 48
@@ -71,6 +74,34 @@ def test_a_plan_is_no_slower_than_what_it_is_compared_with(captured: Captured, d
     assert {row.name for row in made.rows} == {"data parallel", "fully sharded", "expert"}
     for row in made.rows:
         assert row.cost is None or row.cost.step >= made.cost.step * (1 - 1e-12)
+
+
+def test_more_devices_are_never_slower(captured: Captured) -> None:
+    steps = [plan_captured(captured, "a100", devices=n, compare=False).cost.step for n in range(1, 14)]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[6] < 0.9 * steps[3]  # a batch of 48 is not divided among 7
+
+
+def test_devices_that_nothing_can_be_divided_among_are_idle_and_told_so(captured: Captured, tmp_path: Path) -> None:
+    made = plan_captured(captured, "a100", devices=7)
+    assert (made.devices, made.idle, made.mesh.devices * made.stages) == (6, 1, 6)
+    assert made.cost.step <= min(row.cost.step for row in made.rows if row.cost is not None)
+    console = Console(width=120, record=True, file=StringIO())
+    show(made, console)
+    assert "a device is idle: 6 are faster than 7" in console.export_text()
+    made.save(tmp_path / "plan.json")
+    again = plan_captured(captured, "a100", devices=7, load=tmp_path / "plan.json")
+    assert (again.devices, again.idle, again.splits) == (made.devices, made.idle, made.splits)
+    with pytest.raises(PlanError, match="for 6 devices, and 8 are asked for"):
+        plan_captured(captured, "a100", devices=8, load=tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("stages", [5, 7])
+def test_stages_need_not_divide_the_batch(captured: Captured, stages: int) -> None:
+    made = plan_captured(captured, "a100", devices=stages, stages=stages, compare=False)
+    assert (made.stages, made.idle, BATCH % made.microbatches) == (stages, 0, 0)
+    alone = plan_captured(captured, "a100", devices=1, compare=False)
+    assert made.cost.step < 0.5 * alone.cost.step
 
 
 def test_weft_plan_takes_a_model_as_it_is() -> None:

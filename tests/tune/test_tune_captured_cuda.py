@@ -221,12 +221,13 @@ def test_graphs_take_hardly_more_memory(
     one = setting(recipe(data, built.get(model, MODELS[model]), batch_size=512), {})
     fit = Fit("accumulate", micro, 512 // micro, 1, 0, None, "")
     torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()  # what others in this process keep
     peaks = [run(replace(one, cuda_graphs=on), tmp_path / str(on), fit).peak or 0 for on in (False, True)]
     print(f"reserved, {model} of {micro}: {peaks[0] / 2**20:.0f} MiB as it is, {peaks[1] / 2**20:.0f} with graphs")
     assert peaks[1] <= 1.05 * peaks[0] + 64 * 2**20
     assert len(captures) == min(512 // micro, 2)
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() < 256 * 2**20  # a trial gives all of it back
+    assert torch.cuda.memory_reserved() < before + 256 * 2**20  # a trial gives all of it back
 
 
 def test_memory_that_graphs_lack_is_the_trials_own(data: Data, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def cut(
     ``send`` is seconds a byte between stages; a tensor that a gradient flows through crosses twice. Operators that read
     nothing (parameters, inputs) belong to the first stage that reads them. Stage s of S has at most S - s micro-batches
     in flight. A batch that is not divided, for which the slowest stage does not matter, is cut as one of two would be.
+    Every stage has parameters, where there are enough: an optimizer takes no empty list of them.
     """
     row = line(graph)
     places = _places(row, row.sums([load.seconds for load in loads]))
@@ -65,6 +66,8 @@ def cut(
     sent = microbatches * send * np.concatenate([[0.0], row.crossing[places], [0.0]])
     spans = np.maximum(between(time) + sent[:, None] + sent[None, :], between(launch))
     spans[np.tril_indices(len(ends))] = math.inf
+    if row.owned[-1] >= stages:
+        spans[between(row.owned[ends]) == 0] = math.inf
     flights = [min(microbatches, stages - stage) for stage in range(stages)]
     found = divide(within(spans, still, held, flights, limit), max(microbatches, 2))
     if found is None:

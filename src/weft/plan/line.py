@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.plan.graph import Graph
+from weft.plan.graph import PARAMETER, Graph
 
 Values = NDArray[np.float64]
 
@@ -16,10 +16,12 @@ Values = NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class Line:
     """``ranks`` has the place in the line of every operator. ``crossing`` has, for each place in the line, the bytes
-    that a micro-batch sends where the line is cut before it, there and back."""
+    that a micro-batch sends where the line is cut before it, there and back. ``owned`` counts the places before each
+    that have parameters; the last counts all."""
 
     ranks: NDArray[np.intp]
     crossing: Values
+    owned: Values
 
     def __len__(self) -> int:
         return len(self.crossing)
@@ -36,7 +38,9 @@ def line(graph: Graph) -> Line:
     order = sorted(set(home))
     rank = {place: number for number, place in enumerate(order)}
     ranks = np.array([rank[place] for place in home], dtype=np.intp)
-    return Line(ranks, _crossing(graph, ranks, len(order)))
+    owners = np.zeros(len(order))
+    owners[[ranks[place] for place, operator in enumerate(graph.operators) if operator.kind == PARAMETER]] = 1.0
+    return Line(ranks, _crossing(graph, ranks, len(order)), np.concatenate([[0.0], np.cumsum(owners)]))
 
 
 def homes(graph: Graph) -> list[int]:

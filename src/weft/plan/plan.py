@@ -53,7 +53,8 @@ class Row:
 class Plan:
     """A strategy for one stage of devices, the stage of every operator, and the costs.
 
-    ``graph`` is of one micro-batch. ``mesh`` is of the devices of one stage.
+    ``graph`` is of one micro-batch. ``mesh`` is of the devices of one stage. ``devices`` are those that it uses;
+    ``idle`` more were to be had.
     """
 
     model: str
@@ -70,6 +71,7 @@ class Plan:
     training: Training = Training()
     rows: tuple[Row, ...] = ()
     untried: int = 0
+    idle: int = 0
     captured: Captured | None = field(default=None, repr=False, compare=False)
     computer: Machine | None = field(default=None, repr=False, compare=False)  # what ``machine`` is the name of
 
@@ -128,11 +130,14 @@ class Plan:
             found, strategy, stage = microbatch_of(self, self.captured, model, batch, loss)
             chosen = {"weights": model, "recompute": self.recompute, "mesh": mesh, **options}
             return apply_stages(found, strategy, stage, self.microbatches, **chosen)
+        import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
         from weft.plan.execute import apply
 
         if mesh is None:
+            if (world := dist.get_world_size()) != self.devices:
+                raise PlanError(f"the plan is for {self.devices} processes, and there are {world}")
             kind = next((p.device.type for p in model.parameters()), "cpu")
             mesh = init_device_mesh(kind, self.mesh.sizes)
         return apply(self.captured, self.strategy, mesh, weights=model, **options)
@@ -144,6 +149,7 @@ class Plan:
             "model": self.model,
             "machine": self.machine,
             "devices": self.devices,
+            "idle": self.idle,
             "mesh": list(self.mesh.sizes),
             "stages": self.stages,
             "microbatches": self.microbatches,

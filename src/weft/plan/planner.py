@@ -65,7 +65,8 @@ def plan(
     (``"80GiB"``; the machine's by default), ``dtype`` that of matrix products (float32 by default). ``stages``,
     ``microbatches``, ``recompute`` and ``mesh`` settle what is chosen otherwise. ``keep`` maps patterns of module or
     parameter names to the dimensions that may be split: ``{"*.wte": "replicated"}`` or ``{"lm_head": "n"}``. ``load``
-    reads a plan that was saved, or takes what ``to_json`` gave, perhaps edited, and prices it anew. After ``seconds``
+    reads a plan that was saved, or takes what ``to_json`` gave, perhaps edited, and prices it anew. Where fewer devices
+    are faster, since nothing can be divided among all, ``Plan.idle`` says how many are not used. After ``seconds``
     no further way to use the devices is tried; ``Plan.untried`` says how many might have been better.
 
     Raises PlanError where nothing fits, by how much, and with what would.
@@ -126,11 +127,13 @@ def plan_captured(
     request = Request(computer, devices, limit, training, keep=tuple((keep or {}).items()), **choices)
     check(captured.graph, request)
     best, untried = (_loaded(captured.graph, request, load), 0) if load else _best(captured.graph, request)
-    rows = tuple(compared(captured.graph, request)) if compare else ()
+    used = best.shape.stages * best.shape.mesh.devices
+    rows = tuple(compared(captured.graph, replace(request, devices=used))) if compare else ()
     return Plan(
         model=captured.graph.name,
         machine=computer.name,
-        devices=devices,
+        devices=used,
+        idle=devices - used,
         graph=best.shape.graph,
         mesh=best.shape.mesh,
         splits=tuple(s[k] for s, k in zip(best.tables.splits, best.pick, strict=True)),
@@ -218,10 +221,10 @@ def _needless(shape: Shape, best: Candidate) -> bool:
 
 def _loaded(graph: Graph, request: Request, path: str | Path | Mapping[str, Any]) -> Candidate:
     found = checked(path) if isinstance(path, Mapping) else read_plan(path)
-    if found["devices"] != request.devices:
+    if found["devices"] + found.get("idle", 0) != request.devices:
         raise PlanError(f"the plan is for {found['devices']} devices, and {request.devices} are asked for")
     mesh, count = Mesh(tuple(found["mesh"])), int(found["microbatches"])
-    stages = request.devices // mesh.devices
+    stages = int(found["devices"]) // mesh.devices
     training = replace(request.training, recompute=bool(found["recompute"]), microbatches=count)
     shape = Shape(microbatch(graph, count), mesh, stages, training)
     made = tables(shape.graph, mesh, request.machine, training, stages=stages)

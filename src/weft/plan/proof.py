@@ -50,6 +50,8 @@ class Proof:
         self._waits = self._between(row.sums(launch))
         still, held = (self._between(row.sums(values)) for values in stretches.lightest())
         never = np.tril(np.ones(still.shape, dtype=bool), -1) | np.diag(self.high == self.low)
+        if row.owned[-1] >= stages:
+            never |= row.owned[self.high][None, :] <= row.owned[self.low][:, None]
         self._never = {flying: never | (still + flying * held > stretches.limit) for flying in self._flights}
         self._more = {flying: np.zeros(still.shape) for flying in self._flights}
         self._width = max(len(self.low) // (_FINER * stages), 1)

@@ -35,8 +35,11 @@ def shapes(graph: Graph, request: Request) -> list[tuple[float, Shape]]:
 def _ways(graph: Graph, request: Request) -> Iterator[tuple[int, Mesh, int, bool]]:
     size = batch_size(graph)
     again = [False, True] if request.recompute is None else [request.recompute]
-    for stages in [request.stages] if request.stages else _divisors(request.devices):
-        share = request.devices // stages
+    settled = bool(request.stages or request.mesh)
+    counts = [request.devices] if settled else _counts(graph, request.devices)
+    for stages, share in ((stages, n // stages) for n in counts for stages in _divisors(n)):
+        if request.stages not in (None, stages):
+            continue
         if request.mesh is not None:
             grids = [Mesh(request.mesh)] if math.prod(request.mesh) == share else []
         else:
@@ -47,10 +50,26 @@ def _ways(graph: Graph, request: Request) -> Iterator[tuple[int, Mesh, int, bool
                     yield stages, mesh, count, recompute
 
 
+def _counts(graph: Graph, devices: int) -> list[int]:
+    """How many devices are worth using: all; the most that most of the work can be divided among, which a batch of 48
+    cannot among 7; and the largest power of two, which suits most dimensions."""
+    work: dict[int, float] = {}
+    for operator in graph.operators:
+        parts = math.prod(dim.parts for dim in operator.dims)
+        work[parts] = work.get(parts, 0.0) + operator.flops
+    half = sum(work.values()) / 2
+    divided = next(
+        (n for n in range(devices, 0, -1) if sum(flops for parts, flops in work.items() if parts % n == 0) >= half), 1
+    )
+    return sorted({devices, divided, 2 ** (devices.bit_length() - 1)}, reverse=True)
+
+
 def _pieces(size: int, stages: int) -> list[int]:
-    """How many micro-batches are worth trying."""
-    wanted = [1, 2, 4, 8, 16] if stages == 1 else [8 * stages, 4 * stages, 2 * stages, stages]
-    return [count for count in wanted if size and size % count == 0] or ([1] if stages == 1 else [])
+    """How many micro-batches are worth trying: on several stages about one to eight for each."""
+    if stages == 1:
+        return [count for count in (1, 2, 4, 8, 16) if count == 1 or (size and size % count == 0)]
+    whole = _divisors(size) or [1]
+    return sorted({max(count for count in whole if count <= times * stages) for times in (1, 2, 4, 8)}, reverse=True)
 
 
 def _divisors(number: int) -> list[int]:

@@ -25,6 +25,9 @@ def show(plan: Plan, console: Console) -> None:
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
     facts.add_row("mesh", f"{plan.mesh}" + (f", in each of {plan.stages} stages" if plan.stages > 1 else ""))
+    if plan.idle:
+        told = "a device is idle" if plan.idle == 1 else f"{plan.idle} devices are idle"
+        facts.add_row("", f"{told}: {plan.devices} are faster than {plan.devices + plan.idle}")
     if plan.microbatches > 1 or plan.recompute:
         more = ", activations recomputed" if plan.recompute else ""
         facts.add_row("batch", f"in {plan.microbatches} micro-batches{more}")
