@@ -6,7 +6,8 @@ Candidates of benchmarks/tune_models.py whose batch does not fit into a part of 
 largest micro-batch (tune/fit, with its margin), ``true`` the largest that trains: found by halving, with real steps of
 real trainings under a limit that the allocator keeps. Each probe that runs out of memory is one that a user of weft
 never has. Rows are `family, width, depth, precision, optimizer, memory_gib, told, true, ratio, fits, probes`: `fits`
-says whether the one that was told trains. To reach: told at least 0.95 of true, and all that were told fit.
+says whether the one that was told trains; where nothing does, there is no ratio. To reach: told at least 0.95 of true,
+and all that were told fit.
 """
 
 from __future__ import annotations
@@ -69,9 +70,14 @@ def measured(case: tuple[Any, ...], device: str, batch: int) -> dict[str, Any]:
         probes += 1
         low, high = (middle, high) if trains(made, middle, device, room) else (low, middle)
     names = ("family", "width", "depth", "precision", "optimizer", "memory_gib")
-    row = {**dict(zip(names, case, strict=True)), "told": told, "true": low, "ratio": told / max(low, 1)}
+    row = {**dict(zip(names, case, strict=True)), "told": told, "true": low, "ratio": told / low if low else None}
     print(f"{row} fits {fits}, limit {size(room)}", flush=True)
     return {**row, "fits": fits, "probes": probes}
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
+    return {"median": median(ratios), "least": min(ratios), "over": sum(row["told"] > row["true"] for row in rows)}
 
 
 def main() -> None:
@@ -84,8 +90,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for case in QUICK if arguments.quick else CASES:
         rows.append(measured(case, arguments.device, 256 if arguments.quick else 4096))
-        ratios = [row["ratio"] for row in rows]
-        write(arguments.json, rows=rows, median=median(ratios), least=min(ratios), fit=sum(row["fits"] for row in rows))
+        write(arguments.json, rows=rows, **summary(rows))
 
 
 if __name__ == "__main__":

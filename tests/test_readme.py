@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -292,7 +294,7 @@ def test_what_the_readme_says_of_pipelines_with_muon_is_in_a_result_file() -> No
 
 def test_every_figure_of_the_table_of_studies_is_in_a_result_file() -> None:
     words = {"a fourth of the device each": "fixed=4", "an eighth of the device each": "fixed=8", "packed": "packed"}
-    words |= {"one at a time": "one", "packed, equal shapes fused": "fused"}
+    words |= {"one at a time": "one", "packed, equal shapes fused": "fused", "half of the device each": "fixed=2"}
     parts = {"all 64": "ways", "the 40 that can be fused": "fusable", "64, of which 8 are huge": "uneven"}
     table = re.findall(rf"^\| ({'|'.join(parts)}) \| ([\w ,]+) \| (yes|no) \| (\S+) \| (\S+) \| (\d+) \|", README, re.M)
     told = [
@@ -304,24 +306,42 @@ def test_every_figure_of_the_table_of_studies_is_in_a_result_file() -> None:
         row = measured[part, way, "auto" if mps else "off"]
         assert row["mps"] is mps
         assert (f"{row['makespan_s'] + 1e-9:.1f}", f"{row['ratio']:.2f}", row["oom"]) == (seconds, ratio, oom)
-    assert len(told) == len(measured) == 13
+    assert len(told) == len(measured) == 15
 
 
 def test_what_the_readme_says_of_studies_is_in_a_result_file() -> None:
-    every = {name: {(row["part"], row["way"]): row for row in rows(name)} for name in ("tune", "tune-uneven")}
-    for name, part, ratio in (
-        ("tune", "ways", "with {:.2f} where all"),
-        ("tune-uneven", "uneven", "and {:.2f} where the"),
-    ):
-        taken = {way: row["makespan_s"] for (own, way), row in every[name].items() if own == part}
-        assert ratio.format(min(taken["fixed=4"], taken["fixed=8"]) / taken["fused"]) in README
-    packed = [row for found in every.values() for row in found.values() if row["way"] in ("packed", "fused")]
+    for name, part, ratio in (("tune", "ways", "{:.2f}, since there"), ("tune-uneven", "uneven", "fit it, {:.2f};")):
+        taken = {row["way"]: row["makespan_s"] for row in rows(name) if row["part"] == part and row["mps"]}
+        best = min(seconds for way, seconds in taken.items() if way.startswith("fixed"))
+        assert ratio.format(best / taken["fused"]) in README
+    every = [row for name in ("tune", "tune-uneven", "tune-again") for row in rows(name)]
+    packed = [row for row in every if row["way"] in ("packed", "fused")]
     assert sum(row["oom"] for row in packed) == 0
-    assert f"{sum(row['trials'] for row in packed)} trials; 500 were asked for" in README
-    assert all(row["same"] == row["trials"] for row in packed if row["way"] == "packed")
+    assert f"none in {sum(row['trials'] for row in packed)}, with" in README
+    assert all(row["same"] in (row["trials"], None) for row in packed if row["way"] == "packed")
     (fixed,) = (row for row in rows("tune") if row["way"] == "fixed=8")
     large = [seconds for number, _, _, seconds in fixed["spans"] if number % 8 == 7]
     assert f"for {sum(large):.0f} s" in README
+    begun = [min(span[1] for span in row["spans"]) for row in packed if row["part"] != "fusable"]
+    assert 1.5 < min(begun) < max(begun) < 2.6
+    assert "it begins after 2 s" in README
+
+
+def test_what_the_readme_says_of_micro_batches_is_in_a_result_file() -> None:
+    found = [row for row in rows("microbatch") if row["true"]]
+    assert all(row["told"] <= row["true"] for row in found)
+    ratios = {
+        kind: [row["ratio"] for row in found if row["family"] == kind[0] and row["precision"] in kind[1:]]
+        for kind in (("transformer", "bf16", "fp32"), ("conv", "bf16"), ("conv", "fp32"))
+    }
+    words = (
+        "transformers {:.2f} to {:.2f} of it",
+        "convolutional nets {:.2f} to {:.2f} in bf16",
+        "and {:.2f} in float32",
+    )
+    for word, own in zip(words, ratios.values(), strict=True):
+        assert word.format(min(own), max(own)) in README
+    assert sum(map(len, ratios.values())) == len(found) == 7
 
 
 def test_every_figure_of_the_table_of_residency_is_in_a_result_file() -> None:
@@ -339,18 +359,18 @@ def test_every_figure_of_the_table_of_residency_is_in_a_result_file() -> None:
         times = [f"{row['step_ms']:.1f}" for row in (resident, weft, demand)]
         assert told == [*times, f"{weft['ratio_to_bound']:.2f}", f"{100 * weft['hit_rate']:.1f}"]  # type: ignore[operator]
     assert len(table) == 8
-    again = [row for row in rows("residency-again") if row["way"] == "weft"]
-    for space, tokens, told in (("NLP", (512, 2048), "{} to {} % there"), ("NLP", (8192,), "{} to {} % at 8,192")):
-        beyond = [
-            100 * (row["ratio_to_bound"] - 1) for row in again if space in row["space"] and row["tokens"] in tokens
-        ]
-        digits = 0 if len(tokens) > 1 else 1
-        assert (
-            f"adds {told}".format(*(f"{pick(beyond):.{digits}f}" for pick in (min, max))).removeprefix("adds ")
-            in README
-        )
-    (wide,) = (row for row in again if (row["space"], row["tokens"]) == ("wide", 512))
-    assert f"{100 * (wide['ratio_to_bound'] - 1):.0f} % on the wide space at 512 tokens" in README
+    again = {(row["space"], row["tokens"], row["way"]): row for row in rows("residency-again")}
+    beyond = {key: f"{100 * (row['ratio_to_bound'] - 1):.0f}".replace("-0", "0") for key, row in again.items()}
+    wide = again["wide", 512, "weft"]
+    assert f"{beyond['wide', 512, 'weft']} % on the wide space at 512 tokens" in README
+    assert f"{again['wide', 512, 'on-demand']['step_ms'] / wide['step_ms']:.1f} times as fast as on demand" in README
+    first, second, third = (beyond["NLP.c2", tokens, "weft"] for tokens in (512, 2048, 8192))
+    assert f"on NLP.c2 {first}, {second} and {third} % at" in README
+    apart = [
+        max(again["NLP.c2", 512, way]["rounds_ms"]) / min(again["NLP.c2", 512, way]["rounds_ms"]) - 1
+        for way in ("weft", "resident")
+    ]
+    assert apart == [pytest.approx(1 / 3, abs=0.1), pytest.approx(1 / 7, abs=0.05)]
 
 
 def test_what_the_readme_says_of_estimates_is_in_a_result_file() -> None:

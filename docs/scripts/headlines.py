@@ -182,18 +182,35 @@ HEADLINES: dict[str, Headline] = {
     "residency-again": Headline(
         "Layers that live on the host, a second run",
         tables.residency,
-        ((README, "A second run with less of that work", "half a step later."),),
+        ((README, "A run of two spaces with less of that work", "by a seventh."),),
     ),
     "tune": Headline(
         "A study of 64 candidates",
         tables.tune,
         (
-            (README, "To reach were 2 times one at a time", "on the GPU yet."),
-            (README, "One at a time of the first two", "than the rest."),
+            (README, "To reach were 2 times one at a time", "whoever runs them."),
+            (README, "One at a time of the two studies", "it begins after 2 s."),
         ),
     ),
+    "tune-again": Headline("A study of 64 candidates, a second run", tables.tune),
     "tune-uneven": Headline(
-        "A study with huge candidates", tables.tune, ((README, "missed, with 1.01 where all", "do not."),)
+        "A study with huge candidates",
+        tables.tune,
+        ((README, "1.3 times the best fixed fraction", "whoever runs them."),),
+    ),
+    "microbatch": Headline(
+        "The largest micro-batch that fits",
+        tables.rows(
+            family="family",
+            width="width",
+            depth="depth",
+            precision="precision",
+            memory_GiB="memory_gib",
+            told="told",
+            true="true",
+            ratio=("ratio", ".2f"),
+        ),
+        ((README, "The largest micro-batch that weft tells", "(to reach: 0.95)."),),
     ),
     "packing": Headline(
         "Packing, simulated",

@@ -38,7 +38,7 @@ def mixed_norm(
     """
     fused = norm_kernels(x, weight, chances, widths)
     run: Any = _Norm.apply if fused is None else fused.mixed_norm
-    if centred and few_widths(x, weight, chances, widths):
+    if few_widths(x, weight, chances, widths):
         run = few_norms
     out: Tensor = run(x, weight, bias, chances, tuple(widths), eps, centred)
     return out
