@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -17,10 +18,15 @@ from torch.nn import functional as F
 import weft
 from weft.errors import PlanError
 from weft.plan import Machine, Plan
+from weft.plan.candidate import solved
 from weft.plan.capture import Captured, capture
 from weft.plan.machine import machine
 from weft.plan.planner import plan_captured
+from weft.plan.request import Request
+from weft.plan.shapes import shapes
 from weft.plan.shown import show
+from weft.plan.solve import OverLimit
+from weft.plan.tables import Training
 from weft.units import size_of
 
 WIDTH, LENGTH, HEADS, BATCH = 512, 128, 4, 48
@@ -102,6 +108,18 @@ def test_stages_need_not_divide_the_batch(captured: Captured, stages: int) -> No
     assert (made.stages, made.idle, BATCH % made.microbatches) == (stages, 0, 0)
     alone = plan_captured(captured, "a100", devices=1, compare=False)
     assert made.cost.step < 0.5 * alone.cost.step
+
+
+@pytest.mark.parametrize("memory", ["80GiB", "900MiB", "330MiB"])
+def test_no_way_that_was_left_out_is_faster(captured: Captured, memory: str) -> None:
+    made = plan_captured(captured, "2080ti", devices=4, memory=memory, compare=False)
+    computer, limit = machine("2080ti"), size_of(memory)
+    steps = []
+    for _, shape in shapes(captured.graph, Request(computer, 4, limit, Training())):
+        with suppress(OverLimit):
+            steps.append(solved(shape, computer, limit).cost.step)
+    assert made.untried == 0
+    assert made.cost.step <= min(steps)
 
 
 def test_weft_plan_takes_a_model_as_it_is() -> None:

@@ -42,7 +42,11 @@ class Candidate:
 
 
 class Slower(Exception):
-    """The shape is proven to be no faster than what was to be beaten."""
+    """The shape is proven to be no faster than what was to be beaten; ``always``: with any memory."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always = always
 
 
 def solved(
@@ -60,10 +64,13 @@ def solved(
     if least > shape.stages * limit:
         raise OverLimit(least / shape.stages, limit)
     found = tables(shape.graph, shape.mesh, machine, shape.training, allowed, shape.stages)
+    alone = math.fsum(float(costs.min()) for costs in found.compute)
+    if _stretched(shape, alone, found) >= beat:
+        raise Slower(always=True)
     free = solve(found.problem(), gap=gap, seconds=seconds)
     bound = free.bound
     if _stretched(shape, bound, found) >= beat:
-        raise Slower
+        raise Slower(always=True)
     # The memory of all stages together is a limit that is never too tight; then ever tighter, until a cut keeps each.
     for share in (1.0, 0.9, 0.8, 0.65, 0.5) if shape.stages > 1 else (1.0,):
         total = share * shape.stages * limit
@@ -73,10 +80,13 @@ def solved(
         if share == 1.0:
             bound = max(bound, picked.bound)  # of a tighter limit than there is, it would be none
             if _stretched(shape, bound, found) >= beat:
-                raise Slower
+                raise Slower(always=False)
         with suppress(OverLimit):
             made = priced(shape, machine, found, picked.pick, limit, bound)
-            return replace(made, total=bound, pressed=picked is not free)
+            pressed = (
+                picked is not free or made.cost.step > priced(shape, machine, found, free.pick, math.inf).cost.step
+            )
+            return replace(made, total=bound, pressed=pressed)
     # If anything fits, then the lightest splits do.
     light = tuple(int(memory.argmin()) for memory in found.memory)
     return replace(priced(shape, machine, found, light, limit, bound), total=bound, pressed=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from weft.plan.tables import Allowed, Training, tables
 from weft.units import size, size_of
 
 _TRYING = 0.75  # the part of the time in which ways are tried; the rest is for those of several stages
+_EACH = 1.5  # seconds for one way of several stages, which may become better yet
 _REFINING = 2.0  # seconds that the plan of several stages is proven in, at least
 
 if TYPE_CHECKING:
@@ -164,21 +164,29 @@ def _best(graph: Graph, request: Request) -> tuple[Candidate, int]:
     rivals: list[Candidate] = []  # of several stages: they may become faster yet
     rule, started = keeping(graph, request.keep), time.monotonic()
     deadline = started + request.seconds
-    ways = shapes(graph, request)
+    roomy: set[tuple[int, Mesh, int]] = set()  # ways that more memory would not make faster
     untried = 0
-    for least, shape in ways:
+    for least, shape in shapes(graph, request):
         beat = math.inf if best is None else best.cost.step
-        if least >= beat:
-            break  # and so are all that follow
-        if best is not None and _needless(shape, best):
+        way = (shape.stages, shape.mesh, shape.training.microbatches)
+        if least >= beat or (best is not None and _needless(shape, best)):
             continue
+        if shape.training.recompute and way in roomy:
+            continue  # it saves memory alone
         if best is not None and time.monotonic() > started + _TRYING * request.seconds:
             untried += 1
             continue
-        with suppress(OverLimit, Slower):
-            found = solved(shape, request.machine, request.limit, rule, request.gap, beat)
+        seconds = SECONDS if shape.stages == 1 else _EACH
+        try:
+            found = solved(shape, request.machine, request.limit, rule, request.gap, beat, seconds)
+        except Slower as slower:
+            roomy |= {way} if slower.always else set()
+        except OverLimit:
+            pass
+        else:
             best = found if found.cost.step < beat else best
             rivals += [found] if shape.stages > 1 else []
+            roomy |= set() if found.pressed else {way}
     if best is None:
         raise PlanError(_nothing_fits(graph, request))
     best = _proven(best, request, rule, deadline - time.monotonic())
@@ -198,17 +206,31 @@ def _proven(best: Candidate, request: Request, rule: Allowed | None, seconds: fl
 def _refined(
     best: Candidate, rivals: list[Candidate], request: Request, deadline: float, untried: int
 ) -> tuple[Candidate, int]:
-    """The fastest when those of several stages that may be are made better, and how many were left as they were."""
-    for rival in sorted(rivals, key=lambda one: (one is not best, one.cost.bound)):
-        if rival is not best and rival.cost.bound * (1 + request.gap) >= best.cost.step:
-            continue
-        if rival is not best and time.monotonic() > deadline:
-            untried += 1
-            continue
-        seconds = max(deadline - time.monotonic(), _REFINING)
-        found = refined(rival, request.machine, request.limit, request.gap, seconds, best.cost.step)
-        best = found if rival is best or found.cost.step < best.cost.step else best
-    return best, untried
+    """The fastest when those of several stages that may be are made better, and how many were left as they were.
+
+    First the fastest so far, then a look at each of the others, which most of them are proven slower by, then those
+    that are left, the most promising first.
+    """
+
+    def better(one: Candidate, seconds: float) -> Candidate:
+        return refined(one, request.machine, request.limit, request.gap, seconds, best.cost.step)
+
+    def likely(one: Candidate) -> bool:
+        return one.cost.bound * (1 + request.gap) < best.cost.step
+
+    if best.shape.stages > 1:
+        rivals = [rival for rival in rivals if rival is not best]
+        best = better(best, max((deadline - time.monotonic()) / 2, _REFINING))
+    for seconds in (0.0, math.inf):
+        left = []
+        for rival in sorted(filter(likely, rivals), key=lambda one: one.cost.bound):
+            rest = deadline - time.monotonic()
+            if rest > 0 and likely(rival):
+                found = better(rival, min(seconds, rest))
+                best = found if found.cost.step < best.cost.step else best
+            left.append(found if rest > 0 and likely(rival) else rival)
+        rivals = left
+    return best, untried + sum(map(likely, rivals))
 
 
 def _needless(shape: Shape, best: Candidate) -> bool:

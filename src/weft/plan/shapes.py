@@ -21,15 +21,31 @@ _MANY = 16  # beyond so many devices in a stage meshes have two axes at most
 
 
 def shapes(graph: Graph, request: Request) -> list[tuple[float, Shape]]:
-    """Every way that was not ruled out, each with seconds that no plan of it is below, in ascending order of them."""
+    """Every way that was not ruled out, each with seconds that no plan of it is below, the most promising first."""
     small = lru_cache(maxsize=None)(lambda count: microbatch(graph, count))
     found = []
     for stages, mesh, count, recompute in _ways(graph, request):
         training = replace(request.training, recompute=recompute, microbatches=count)
         shape = Shape(small(count), mesh, stages, training)
         found.append((floor(shape, request.machine), shape))
-    # Among equals the simplest: few stages, few micro-batches, few axes.
-    return sorted(found, key=lambda one: (one[0], one[1].stages, one[1].training.microbatches, len(one[1].mesh.sizes)))
+
+    def promise(one: tuple[float, Shape]) -> tuple[float, int, int, int]:
+        least, shape = one
+        likely = least + _exchange(shape, request.machine)
+        # Among equals the simplest: few stages, few micro-batches, few axes.
+        return likely, shape.stages, shape.training.microbatches, len(shape.mesh.sizes)
+
+    return sorted(found, key=promise)
+
+
+def _exchange(shape: Shape, machine: Machine) -> float:
+    """Seconds that the gradients of all parameters take among the devices of their stage, if they are exchanged."""
+    count, sizes = shape.mesh.devices, (shape.stages, *shape.mesh.sizes)
+    if count == 1:
+        return 0.0
+    slowest = min(machine.axis_link(sizes, axis)[0] for axis in range(1, len(sizes)) if sizes[axis] > 1)
+    size = sum(o.outputs[0].bytes for o in shape.graph.operators if o.kind == PARAMETER)
+    return 2 * size * (count - 1) / count / shape.stages / slowest
 
 
 def _ways(graph: Graph, request: Request) -> Iterator[tuple[int, Mesh, int, bool]]:
