@@ -23,8 +23,7 @@ from transformer_law import (
 )
 
 import weft
-from weft.supernet.elastic import Embedding, LayerNorm, Leaf, Mixture, RMSNorm, normalise
-from weft.supernet.elastic.few_widths import few_norms
+from weft.supernet.elastic import Embedding, LayerNorm, Leaf, Mixture, RMSNorm, norm_chunks, normalise
 
 
 def widths(*values: int) -> tuple[weft.Space, object]:
@@ -84,7 +83,7 @@ def test_a_mixture_of_norms_is_the_expectation_of_padded_ones(kind: str) -> None
     agrees_with_the_definition(norm, noise(3, 5, 16) * 2.0 + 1.0, space, literal)
 
 
-WAYS = {"all widths at once": normalise._Norm.apply, "each by itself": few_norms}
+WAYS = {"all widths at once": normalise._Norm.apply, "by chunks": norm_chunks.chunked_norm}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -99,7 +98,6 @@ def test_the_backward_of_a_mixed_norm_is_the_derivative_of_its_forward(
     way: str, sizes: list[int], centred: bool, shifted: bool, seed: int
 ) -> None:
     sizes = sorted(sizes)
-    centred = centred or way == "each by itself"
     x = noise(4, sizes[-1], seed=seed).double().requires_grad_()
     weight = noise(sizes[-1], seed=seed + 1).double().requires_grad_()
     bias = noise(sizes[-1], seed=seed + 2).double().requires_grad_() if shifted and centred else None
@@ -133,18 +131,77 @@ def test_both_ways_agree_on_whatever_wants_a_gradient(wanted: set[int], biased: 
         close(one, other, 1e-12)
 
 
-def test_which_way_is_taken_depends_on_how_much_there_is() -> None:
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize(("tokens", "chunks"), [(1, 7), (3, 3), (4, 2), (6, 2), (7, 1), (8, 1)])
+def test_each_token_is_in_one_chunk(tokens: int, chunks: int, centred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_chunks, "_tokens", lambda _: tokens)
+    x, weight, bias = noise(7, 16).double() + 1, noise(16, seed=1).double(), noise(16, seed=2).double()
+    values = [x, weight, bias, torch.softmax(noise(3, seed=3).double(), 0)]
+    assert len(list(norm_chunks._chunks((x,), (None,)))) == chunks
+    results = []
+    for run in WAYS.values():
+        held = [value.clone().requires_grad_() for value in values]
+        out = run(*held, (5, 6, 16), 1e-5, centred)
+        results.append([out.detach(), *torch.autograd.grad(out, held, noise(7, 16, seed=4).double())])
+    for one, other in zip(*results, strict=True):
+        close(one, other, 1e-12)
+
+
+def test_no_tokens_give_no_output_and_gradients_of_zero() -> None:
+    space, width = widths(4, 8)
+    norm, x = LayerNorm(space, width), noise(0, 8).requires_grad_()
+    out = norm(x, pick=random_mixture(space))
+    out.sum().backward()
+    assert out.shape == (0, 8)
+    assert norm.weight.grad is not None
+    assert torch.equal(norm.weight.grad, torch.zeros(8))
+
+
+def test_only_plain_tensors_of_one_dtype_go_by_chunks() -> None:
     space, width = widths(4, 8)
     norm, mixture = LayerNorm(space, width), random_mixture(space)
-    few, many = (norm(noise(count, 8), pick=mixture).grad_fn for count in (4, 1 << 16))
-    assert (type(few).__name__, type(many).__name__) == ("_FewNormsBackward", "_NormBackward")
+    single, half = (norm(noise(4, 8).to(dtype), pick=mixture).grad_fn for dtype in (torch.float32, torch.bfloat16))
+    assert (type(single).__name__, type(half).__name__) == ("_ChunkedNormBackward", "_NormBackward")
 
 
-@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("kind", NORMS)
+def test_autocast_does_not_change_a_norm_of_single_precision(kind: str) -> None:
+    space, width = widths(64, 96, 128)
+    norm, mixture = randomise(NORMS[kind](space, width)), random_mixture(space)
+    results = []
+    for enabled in (False, True):
+        x = noise(64, 128).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = norm(x, pick=mixture)
+            results.append(
+                [out.detach(), *torch.autograd.grad(out, [x, norm.weight, mixture["width"]], noise(64, 128))]
+            )
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("smallest", [16, 64])
+def test_widths_far_apart_keep_the_accuracy_of_a_one_hot(smallest: int) -> None:
+    space, width = widths(smallest, 1024)
+    norm = LayerNorm(space, width)
+    x = noise(200, 1024)
+    x[:, smallest:] += 50.0  # so that the mean of the first width is far from that of the second
+    exact = F.layer_norm(x.double(), (1024,)).float()
+    out = norm(x, pick=Mixture.one_hot(space.last(), space))
+    assert (out - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+def test_a_token_of_equal_large_features_stays_finite() -> None:
+    space, width = widths(60, 113, 128)
+    x = (1e5 + 1e3 * noise(256, 1)).expand(256, 128).clone()
+    assert LayerNorm(space, width)(x, pick=random_mixture(space)).isfinite().all()
+
+
+@pytest.mark.parametrize("chunked", [True, False])
 def test_a_large_mean_costs_a_mixed_norm_no_more_accuracy_than_a_plain_one(
-    few: bool, monkeypatch: pytest.MonkeyPatch
+    chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(normalise, "few_widths", lambda *_: few)
+    monkeypatch.setattr(normalise, "by_chunks", lambda *_: chunked)
     space, width = widths(64, 128)
     norm = LayerNorm(space, width)
     x = noise(64, 128) + 300.0

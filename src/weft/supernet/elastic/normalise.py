@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.supernet.elastic.few_widths import few_norms, few_widths
 from weft.supernet.elastic.fused import norm_kernels
+from weft.supernet.elastic.norm_chunks import by_chunks, chunked_norm
 
 
 def mixed_norm(
@@ -38,8 +38,8 @@ def mixed_norm(
     """
     fused = norm_kernels(x, weight, chances, widths)
     run: Any = _Norm.apply if fused is None else fused.mixed_norm
-    if few_widths(x, weight, chances, widths):
-        run = few_norms
+    if by_chunks(x, weight, chances, widths):
+        run = chunked_norm
     out: Tensor = run(x, weight, bias, chances, tuple(widths), eps, centred)
     return out
 
