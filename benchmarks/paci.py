@@ -1,6 +1,6 @@
 """PACI, `bounded(K, S)`: time to a given loss against torch's pipelines, many stages simulated, and memory.
 
-    python benchmarks/paci.py [--quick] [--parts rates time simulator memory] [--data FILE] [--json FILE]
+    python benchmarks/paci.py [--quick] [--parts rates time steps simulator memory] [--data FILE] [--json FILE]
 
 A GPT of 8 layers is trained on the characters of a text (tiny Shakespeare by --data, else Python's help) on two
 processes, each pinned to one core with one thread. All methods have the same weights to start from, the same
@@ -11,16 +11,17 @@ rows            time. For K micro-batches an update: `torch-1f1b` (Schedule1F1B;
                 and in one runtime, each another setting of one rule: `weft-flush` (1F1B), `-gpipe`, `-zbh1` (put-off
                 gradients of weights), `-interleaved` (two stages a rank), `-bounded` (PACI: bounded(K, 2)),
                 `-bounded-w` (the same with put-off gradients of weights), `-stashed` (PipeDream), `-2bw`.
-                Every run has processes of its own, which are warm before the clock starts; the methods take turns in
-                short runs, which give `seconds_per_step`, and the ratios within a turn. How many steps a method needs
-                until the mean training loss of the last `over` micro-batches has come down to `target` (what a flush
-                reaches late in its run at the largest K) is found by the law on one device, whose losses those of the
-                short runs are compared with: `largest_difference` (0.0: the same bits; torch sums otherwise).
-                Methods with a flush have the rate `lr` of the task, the others its `late_lr`, times the root of K.
-                `seconds_to_loss` is the product, `ratio_to_torch_1f1b` that of both ratios. `utilisation` is the time
-                that both ranks worked, of that between their first operation and their last; `waited_share` how much
-                of the time others on the machine took. To reach: 1.35 at K=2, 1.15 at K=4, and never slower than
-                torch-zbv.
+                All are warm before the clock starts, and take turns of some seconds in the same two processes, which
+                give `seconds_per_step`, without the fill of a pipeline, and the ratios within a turn. How many
+                steps a method needs until the mean training loss of the last `over` micro-batches has come down to
+                `target` (what a flush reaches late in its run at the largest K) is found by the law on one device,
+                whose losses those of the turns are compared with: `largest_difference` (0.0: the same bits; torch sums
+                otherwise). Methods with a flush have the rate `lr` of the task, the others its `late_lr`, times the
+                root of K. `seconds_to_loss` is the product, `ratio_to_torch_1f1b` that of both ratios. `utilisation` is
+                the time that both ranks worked, of that between their first operation and their last; `waited_share`
+                how much of the time others on the machine took. To reach: 1.35 at K=2, 1.15 at K=4, and never slower
+                than torch-zbv.
+rows_steps      how many updates a flush and `bounded` need to a loss, for several seeds, by the law; `steps` has means.
 rows_rates      the mean loss of the last micro-batches of a longer run at K=4, by the law on one device, at some rates.
 rows_simulator  flush (1F1B) against bounded(K, depth) at many stages, with forward 1 : backward 2, and with the costs
                 of a stage as measured; messages arrive a share `communication` of a forward late. A depth of 2 S holds
@@ -42,12 +43,15 @@ from typing import Any
 
 import paci_memory
 import paci_simulator
+import paci_steps
 import paci_time
 import torch
 from machine import about, write
+from paci_law import FLUSH, target_of
 from paci_task import RANKS, Task
 
-PARTS = ("rates", "time", "simulator", "memory")
+PARTS = ("rates", "time", "steps", "simulator", "memory")
+STEPS = ("seed", "k", "target", "flush", "bounded", "more")
 TIME = (
     "k",
     "method",
@@ -99,12 +103,13 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate at K=1; it grows with the root of K")
     parser.add_argument("--late-lr", type=float, default=1e-3, help="that of methods whose forwards see old weights")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the text")
+    parser.add_argument("--seeds", type=int, default=5, help="how many, of part steps")
     parser.add_argument("--repeats", type=int, metavar="N")
     parser.add_argument("--microbatches", type=int, default=1024, help="of a whole run")
     options = parser.parse_args()
     torch.set_num_threads(1)
     ks = options.ks or ([2, 4] if options.quick else [1, 2, 4, 8])
-    repeats = options.repeats or (1 if options.quick else 3)
+    repeats = options.repeats or (1 if options.quick else 12)
     over = 16 if options.quick else 64
     length = 96 if options.quick else options.microbatches
     how = {"kind": options.optimizer, "rows": options.rows, "lr": options.lr, "late_lr": options.late_lr}
@@ -122,13 +127,20 @@ def main() -> None:
     if "time" in options.parts:
         print(f"cut {task.cut}, ZBV's {task.v_cut}; seconds of the stages {costs['stages']}", flush=True)
         told = {**asdict(task), "path": task.path and Path(task.path).name}
-        target = paci_time.find_target(task, max(ks), over)
+        known = paci_time.laws(task, ks, options.methods)
+        target = target_of(known[FLUSH, max(ks)], over)
         print(f"target: a mean training loss of {target:.4f} over {over} micro-batches", flush=True)
         table, rows = Table(*TIME), []
-        for row in paci_time.rows(task, ks, options.methods, repeats, target, over):
+        for row in paci_time.rows(task, ks, options.methods, repeats, known, target, over):
             rows.append(row)
             table.show(row)
             keep("time", rows=rows, task=told, costs=costs, target=target, over=over)
+    if "steps" in options.parts:
+        table, rows = Table(*STEPS), []
+        for row in paci_steps.rows(task, ks, range(1 if options.quick else options.seeds), over):
+            rows.append(row)
+            table.show(row)
+            keep("steps", rows_steps=rows, steps=paci_steps.summary(rows))
     if "rates" in options.parts:
         table, rows = Table("law", "lr", "loss"), []
         for row in paci_time.rates(replace(task, microbatches=2 * length), 4, (5e-4, 1e-3, 2e-3), over):
@@ -147,7 +159,7 @@ def main() -> None:
         # 25 M parameters and few tokens: most of the memory are weights, of which a copy more is seen.
         large = replace(task, width=512, heads=8, context=48, rows=2, microbatches=16 if options.quick else 32)
         table, rows = Table(*MEMORY), []
-        for row in paci_memory.rows(large, 2 * RANKS, repeats):
+        for row in paci_memory.rows(large, 2 * RANKS, min(repeats, 3)):
             rows.append(row)
             table.show(row)
         keep("memory", rows_memory=rows)

@@ -1,5 +1,5 @@
-"""Part `time` of `paci.py`: seconds until the training loss has come down to a target, every method in processes of
-its own."""
+"""Part `time` of `paci.py`: seconds until the training loss has come down to a target, methods in turn in the same two
+processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import resource
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,34 +17,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from machine import waiting
-from paci_task import RANKS, Steps, Task
+from paci_law import FLUSH, curves, reached
+from paci_task import RANKS, Task
 from paci_torch import TorchPeer
-from paci_weft import KINDS, WeftPeer
+from paci_weft import WeftPeer
 
-import weft
-from weft.pipeline import Law, Sequential
 from weft.pipeline.determinism import deterministic
 from weft.pipeline.launch import Call, connect, launch, ranks
-from weft.space import Fixed
 
 METHODS = (
     *("torch-1f1b", "torch-zbv", "weft-flush", "weft-gpipe", "weft-zbh1", "weft-interleaved"),
     *("weft-bounded", "weft-bounded-w", "weft-stashed", "weft-2bw"),
 )
-FLUSH = "weft-flush"
-"""Whose losses all methods with a flush have: those of the law that updates see all earlier ones."""
-
 FLUSHES = ("torch-1f1b", "torch-zbv", "weft-flush", "weft-gpipe", "weft-zbh1", "weft-interleaved")
-PACED = 96
-"""Micro-batches of a run that only says how fast a method is."""
-
-TARGET_AT = 0.8
-"""The target is what our flush at the largest K has reached after this share of the micro-batches."""
+PACED = 32
+"""Micro-batches of a turn, which only says how fast a method is: the machine's own pace drifts in seconds."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One run. ``losses`` of its micro-batches in order, ``known`` when each was there, in seconds from the start."""
+class Turn:
+    """A short run. ``losses`` of its micro-batches in order, ``known`` when each was there, in seconds."""
 
     method: str
     k: int
@@ -52,11 +44,14 @@ class Measured:
     known: list[float]
     busy: list[float]
     wall: float
-    resident: list[float]
-    """The most memory that each process had, in MiB."""
     waited: list[float]
     """Seconds that each process was ready to run and had no core: what others on the machine took from it."""
     figures: list[dict[str, Any]]
+
+    @property
+    def pace(self) -> float:
+        """Seconds a micro-batch, from the end of the first step to that of the last: a run fills its pipeline once."""
+        return (self.known[-1] - self.known[self.k - 1]) / (len(self.known) - self.k)
 
     @property
     def utilisation(self) -> float:
@@ -64,25 +59,20 @@ class Measured:
         return sum(self.busy) / (len(self.busy) * self.wall)
 
 
-def measure(task: Task, method: str, k: int, steps: int, work: Any = None) -> Measured:
-    """Runs a method in two new processes."""
+def turns(tasks: Mapping[str, Task], k: int, count: int, steps: int) -> dict[str, list[Turn]]:
+    """Runs each method ``count`` times, in turn, forwards and backwards, in two new processes."""
     with tempfile.TemporaryDirectory() as folder:
-        launch(RANKS, Call(work or member, (task, method, k, steps, folder)), restarts=0, threads=1)
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
-    began = min(own["began"] for own in found)
-    last = next(own for own in found if own["losses"])
-    first, end = (pick(edge(own["spans"]) for own in found) for pick, edge in ((min, _first), (max, _last)))
-    return Measured(
-        method,
-        k,
-        last["losses"],
-        [moment - began for moment in last["known"]],
-        [sum(b - a for a, b in own["spans"]) for own in found],
-        end - first,
-        [own["resident"] for own in found],
-        [own["waited"] for own in found],
-        [own["figures"] for own in found],
-    )
+        launch(RANKS, Call(member, (dict(tasks), k, count, steps, folder)), restarts=0, threads=1)
+        every = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
+    found: dict[str, list[Turn]] = {method: [] for method in tasks}
+    for both in zip(*every, strict=True):
+        last = next(own for own in both if own["losses"])
+        first, end = (pick(edge(own["spans"]) for own in both) for pick, edge in ((min, _first), (max, _last)))
+        busy = [sum(b - a for a, b in own["spans"]) for own in both]
+        waited, figures = ([own[key] for own in both] for key in ("waited", "figures"))
+        turn = Turn(last["method"], k, last["losses"], last["known"], busy, end - first, waited, figures)
+        found[turn.method].append(turn)
+    return found
 
 
 def pinned() -> tuple[int, int, Any]:
@@ -105,17 +95,24 @@ def peer_of(task: Task, method: str, k: int, rank: int, world: int, store: Any) 
     return WeftPeer(task, k, kind, rank, world, store, int(window) if window else None)
 
 
-def member(task: Task, method: str, k: int, steps: int, folder: str) -> None:
-    """One of the processes of a run."""
+def member(tasks: Mapping[str, Task], k: int, count: int, steps: int, folder: str) -> None:
+    """One of the processes."""
     rank, world, store = pinned()
+    told = []
     with deterministic(torch.device("cpu")):
-        peer = peer_of(task, method, k, rank, world, store)
-        peer.warm(max(2, 4 // k))
-        waited = waiting()
-        peer.train(steps)
-        waited = waiting() - waited
-    peer.close()
-    told = {**asdict(peer.meter), "figures": peer.figures(), "resident": most_resident(), "waited": waited}
+        peers = {method: peer_of(task, method, k, rank, world, store) for method, task in tasks.items()}
+        for peer in peers.values():
+            peer.warm(max(2, 4 // k))
+        order = list(peers.items())
+        for number in range(count):
+            for method, peer in order if number % 2 == 0 else order[::-1]:
+                waited = waiting()
+                peer.train(steps)
+                waited = waiting() - waited
+                told.append({"method": method, **asdict(peer.meter), "figures": peer.figures(), "waited": waited})
+    dist.barrier()
+    for peer in peers.values():
+        peer.close()
     Path(folder, f"{rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
 
@@ -125,78 +122,52 @@ def most_resident() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def find_target(task: Task, k: int, over: int) -> float:
-    """A loss that all reach: what our flush has reached late at the largest K, which makes the fewest updates."""
-    losses = curve(task, FLUSH, k)
-    n = round(TARGET_AT * len(losses))
-    return statistics.mean(losses[n - over : n])
-
-
-def curve(task: Task, method: str, k: int) -> list[float]:
-    """The losses of a whole run, by the law on one device: what two processes do has the same bits."""
-    chain = task.built()
-    kind = KINDS[method.removeprefix("weft-")]
-    promised = dict.fromkeys(chain.layers, kind.consistency(k, RANKS))
-    steps = task.microbatches // k
-    law = Law(steps, k, weft.cross_entropy, task.optimizer(k), task.schedule(k), task.seed, promised)
-    run = Sequential(chain, law, Fixed(chain.space, chain.largest()), torch.device("cpu"))
-    run.train_mode()
-    found: list[float] = []
-    with deterministic(torch.device("cpu")):
-        for step, batch in enumerate(Steps(task.draw(), task.rows * k).iterate(0, steps)):
-            found += [float(loss) for loss in run.step(step, batch).losses]
-    return found
-
-
-def reached(losses: Sequence[float], target: float, over: int) -> int | None:
-    """The first micro-batch with which the mean loss of the last ``over`` is at most the target."""
-    total = 0.0
-    for n, loss in enumerate(losses):
-        total += loss - (losses[n - over] if n >= over else 0.0)
-        if n + 1 >= over and total / over <= target:
-            return n
-    return None
-
-
 def rates(task: Task, k: int, tried: Sequence[float], over: int) -> Iterator[dict[str, Any]]:
     """What a flush and `bounded` come to with each learning rate."""
-    for law in (FLUSH, "weft-bounded"):
-        for lr in tried:
-            losses = curve(replace(task, lr=lr), law, k)
-            row = {"law": law, "k": k, "lr": lr, "microbatches": task.microbatches}
-            yield {**row, "loss": statistics.mean(losses[-over:])}
+    asked = {(law, lr): (replace(task, lr=lr), law, k) for law in (FLUSH, "weft-bounded") for lr in tried}
+    for (law, lr), losses in curves(asked).items():
+        row = {"law": law, "k": k, "lr": lr, "microbatches": task.microbatches}
+        yield {**row, "loss": statistics.mean(losses[-over:])}
+
+
+def laws(task: Task, ks: Sequence[int], methods: Sequence[str]) -> dict[tuple[str, int], list[float]]:
+    """The losses of all laws that the methods have, each with its own learning rate."""
+    late = replace(task, lr=task.late_lr)
+    wanted = dict.fromkeys([FLUSH, *map(law_of, methods)])
+    return curves({(law, k): (task if law == FLUSH else late, law, k) for law in wanted for k in ks})
+
+
+def law_of(method: str) -> str:
+    return FLUSH if method in FLUSHES else method.removesuffix("-w")
 
 
 def rows(
-    task: Task, ks: Sequence[int], methods: Sequence[str], repeats: int, target: float, over: int
+    task: Task,
+    ks: Sequence[int],
+    methods: Sequence[str],
+    repeats: int,
+    known: Mapping[tuple[str, int], list[float]],
+    target: float,
+    over: int,
 ) -> Iterator[dict[str, Any]]:
-    """By K and method, each with its own learning rate. Short runs in turn say how fast each is; how many steps it
-    needs, the law says."""
+    """By K and method. Short turns say how fast each is; how many steps it needs, its law does, whose losses are
+    ``known``."""
     late = replace(task, lr=task.late_lr)
     for k in ks:
-        runs: dict[str, list[Measured]] = {method: [] for method in methods}
-        for repeat in range(repeats):
-            for method in methods if repeat % 2 == 0 else methods[::-1]:
-                runs[method].append(measure(task if method in FLUSHES else late, method, k, max(PACED // k, 1)))
-        curves = {FLUSH: curve(task, FLUSH, k)}
+        runs = turns({name: task if name in FLUSHES else late for name in methods}, k, repeats, max(PACED // k, 4))
+        needed = reached(known[FLUSH, k], target, over)
         for method in methods:
-            law = FLUSH if method in FLUSHES else method.removesuffix("-w")
-            if law not in curves:
-                curves[law] = curve(late, law, k)
-            row = _row(k, method, runs, curves[law], target, over)
-            needed = reached(curves[FLUSH], target, over)
+            row = _row(k, method, runs, known[law_of(method), k], target, over)
             if row["steps_to_loss"] is not None and row["step_ratio_to_torch_1f1b"] is not None and needed is not None:
                 row["ratio_to_torch_1f1b"] = row["step_ratio_to_torch_1f1b"] * (needed // k + 1) / row["steps_to_loss"]
             yield row
 
 
 def _row(
-    k: int, method: str, runs: dict[str, list[Measured]], losses: list[float], target: float, over: int
+    k: int, method: str, runs: dict[str, list[Turn]], losses: list[float], target: float, over: int
 ) -> dict[str, Any]:
     found = runs[method]
-    paces = [one.known[-1] / len(one.known) for one in found]
-    theirs = [one.known[-1] / len(one.known) for one in runs.get("torch-1f1b", [])]
-    flush = [one.known[-1] / len(one.known) for one in runs.get(FLUSH, [])]
+    paces, theirs, flush = ([one.pace for one in runs.get(name, [])] for name in (method, "torch-1f1b", FLUSH))
     n = reached(losses, target, over)
     steps = None if n is None else n // k + 1
     pace, quicker = statistics.median(paces), [a / b for a, b in zip(theirs, paces, strict=False)]
@@ -214,7 +185,7 @@ def _row(
         "least_seconds_per_step": min(paces) * k,
         "least_step_ratio": min(theirs) / min(paces) if theirs else None,
         "busy_ms": [statistics.median(1e3 * one.busy[r] / len(one.losses) for one in found) for r in range(RANKS)],
-        "waited_share": statistics.median(sum(one.waited) / (RANKS * one.known[-1]) for one in found),
+        "waited_share": statistics.median(sum(one.waited) / (RANKS * one.wall) for one in found),
         "largest_difference": apart,
         "figures": found[0].figures,
         "repeats": len(found),

@@ -55,14 +55,15 @@ class TorchPeer:
             ]
 
     def warm(self, steps: int) -> None:
-        """The first steps settle shapes, buffers and caches; then everything is as it was before them."""
+        """The first steps settle shapes, buffers and caches."""
         self._train(steps)
+
+    def train(self, steps: int) -> None:
+        """From the first weights on."""
+        self.meter.clear()
         for module, state in zip(self.modules, self.initial, strict=True):
             module.load_state_dict(state)
         self._optimizer()
-        self.meter.clear()
-
-    def train(self, steps: int) -> None:
         dist.barrier()
         self.meter.began = time.perf_counter()
         self._train(steps)
@@ -71,7 +72,7 @@ class TorchPeer:
         return {"schedule": type(self.schedule).__name__}
 
     def close(self) -> None:
-        dist.barrier()
+        pass
 
     def _train(self, steps: int) -> None:
         schedule, base = self.task.schedule(self.k), self.task.optimizer(self.k).options["lr"]

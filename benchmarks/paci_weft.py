@@ -89,10 +89,10 @@ class WeftPeer:
     def warm(self, steps: int) -> None:
         """A stage of its own goes through the first steps, over the same links."""
         self._drive(steps)
-        self.stages = []
-        self.meter.clear()
 
     def train(self, steps: int) -> None:
+        """From the first weights on."""
+        self.meter.clear()
         self._drive(steps)
 
     def figures(self) -> dict[str, Any]:
@@ -101,7 +101,6 @@ class WeftPeer:
         return {"peak": self.peak, "deciding": self.deciding, "drifts": dict(drifts), "one_copy": one_copy}
 
     def close(self) -> None:
-        dist.barrier()
         self.watch.close()
         self.transport.close()
 

@@ -1,0 +1,70 @@
+"""What the laws of `paci.py`'s methods come to, each on one device: what two processes do has the same bits."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TypeVar
+
+import torch
+from paci_task import RANKS, Steps, Task
+from paci_weft import KINDS
+
+import weft
+from weft.pipeline import Law, Sequential
+from weft.pipeline.determinism import deterministic
+from weft.space import Fixed
+
+FLUSH = "weft-flush"
+"""Whose losses all methods with a flush have: those of the law that updates see all earlier ones."""
+
+TARGET_AT = 0.8
+"""The target is what our flush at the largest K has reached after this share of the micro-batches."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def curve(task: Task, method: str, k: int) -> list[float]:
+    """The losses of a whole run."""
+    chain = task.built()
+    kind = KINDS[method.removeprefix("weft-")]
+    promised = dict.fromkeys(chain.layers, kind.consistency(k, RANKS))
+    steps = task.microbatches // k
+    law = Law(steps, k, weft.cross_entropy, task.optimizer(k), task.schedule(k), task.seed, promised)
+    run = Sequential(chain, law, Fixed(chain.space, chain.largest()), torch.device("cpu"))
+    run.train_mode()
+    found: list[float] = []
+    with deterministic(torch.device("cpu")):
+        for step, batch in enumerate(Steps(task.draw(), task.rows * k).iterate(0, steps)):
+            found += [float(loss) for loss in run.step(step, batch).losses]
+    return found
+
+
+def curves(jobs: Mapping[Key, tuple[Task, str, int]]) -> dict[Key, list[float]]:
+    """Several of them, on as many cores as there are: nothing is timed."""
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn"), _begin) as pool:
+        found = {key: pool.submit(curve, *job) for key, job in jobs.items()}
+        return {key: each.result() for key, each in found.items()}
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+
+
+def target_of(losses: Sequence[float], over: int) -> float:
+    """A loss that all reach: what a flush has reached late at the largest K, which makes the fewest updates."""
+    n = round(TARGET_AT * len(losses))
+    return statistics.mean(losses[n - over : n])
+
+
+def reached(losses: Sequence[float], target: float, over: int) -> int | None:
+    """The first micro-batch with which the mean loss of the last ``over`` is at most the target."""
+    total = 0.0
+    for n, loss in enumerate(losses):
+        total += loss - (losses[n - over] if n >= over else 0.0)
+        if n + 1 >= over and total / over <= target:
+            return n
+    return None
