@@ -23,7 +23,7 @@ from weft.plan.layout import Mesh
 from weft.plan.line import line
 from weft.plan.machine import Device, Level, Machine
 from weft.plan.proof import Proof
-from weft.plan.refine import refined
+from weft.plan.refine import Refinement
 from weft.plan.solve import OverLimit
 from weft.plan.stretches import Stretches
 from weft.plan.tables import Tables, Training, narrowed
@@ -58,8 +58,10 @@ def best_of_all(shape: Shape, found: Tables, limit: float, machine: Machine) -> 
 
 
 @settings(max_examples=25)
-@given(st.integers(0, 10_000), st.integers(2, 3), st.integers(1, 6), st.sampled_from([1.0, 0.8, 0.6]))
-def test_the_best_of_all_cuts_and_picks_is_found_and_proven(seed: int, stages: int, count: int, part: float) -> None:
+@given(st.integers(0, 10_000), st.integers(2, 3), st.integers(1, 6), st.sampled_from([1.0, 0.8, 0.6]), st.booleans())
+def test_the_best_of_all_cuts_and_picks_is_found_and_proven(
+    seed: int, stages: int, count: int, part: float, broken_off: bool
+) -> None:
     rng = np.random.default_rng(seed)
     graph = tied_chain(4)
     sizes = [int(n) for n in rng.integers(1, 4, len(graph))]
@@ -78,7 +80,10 @@ def test_the_best_of_all_cuts_and_picks_is_found_and_proven(seed: int, stages: i
     least = priced(shape, machine, found, light, math.inf).cost
     limit = least.memory / part if part < 1 else math.inf
     start = priced(shape, machine, found, light, limit, 0.0)
-    made = refined(start, machine, limit, 0.0, 60.0)
+    refinement = Refinement(start, machine, limit, 0.0)
+    for seconds in [1e-4] * 20 * broken_off:
+        refinement.go_on(seconds)
+    made = refinement.go_on(60.0)
     best = best_of_all(shape, found, limit, machine)
     assert made.cost.bound <= best * (1 + 1e-9)
     assert made.cost.memory <= limit
@@ -106,7 +111,7 @@ def test_stages_of_any_length_are_weighed_and_none_takes_less_than_is_proven(wid
         for last in range(first + 1, len(proof.low)):
             proof._weighed(1, first, last)
     start = priced(Shape(graph, Mesh((2,)), 3, Training(microbatches=8)), MACHINE, found, (0,) * len(graph), math.inf)
-    assert before <= proof.best() <= refined(start, MACHINE, math.inf, 0.0, 5.0).cost.step * (1 + 1e-9)
+    assert before <= proof.best() <= Refinement(start, MACHINE, math.inf, 0.0).go_on(5.0).cost.step * (1 + 1e-9)
 
 
 class Tied(nn.Module):
@@ -133,7 +138,7 @@ def test_a_model_with_a_tied_parameter_is_planned_best_over_its_stages(part: flo
     except OverLimit:
         assert math.isinf(best_of_all(shape, free.tables, limit, MACHINE))
         return
-    made = refined(start, MACHINE, limit, 0.0, 60.0)
+    made = Refinement(start, MACHINE, limit, 0.0).go_on(60.0)
     assert made.cost.step == pytest.approx(best_of_all(shape, free.tables, limit, MACHINE))
     assert made.cost.bound == pytest.approx(made.cost.step)
 
@@ -141,7 +146,7 @@ def test_a_model_with_a_tied_parameter_is_planned_best_over_its_stages(part: flo
 def test_what_cannot_beat_another_is_left_soon() -> None:
     graph = microbatch(capture(Tied(), torch.zeros(8, 4, dtype=torch.long)).graph, 4)
     start: Candidate = solved(Shape(graph, Mesh((2,)), 2, Training(microbatches=4)), MACHINE, math.inf)
-    left = refined(start, MACHINE, math.inf, 0.0, 60.0, beat=start.cost.step / 1e6)
+    left = Refinement(start, MACHINE, math.inf, 0.0).go_on(60.0, beat=start.cost.step / 1e6)
     assert left.pick == start.pick
     assert start.cost.step / 1e6 < left.cost.bound <= left.cost.step
 

@@ -19,7 +19,7 @@ from weft.plan.layout import Mesh
 from weft.plan.machine import Machine
 from weft.plan.machine import machine as machine_of
 from weft.plan.plan import Plan
-from weft.plan.refine import refined
+from weft.plan.refine import Refinement
 from weft.plan.request import STATES, Request, check
 from weft.plan.saved import checked, read_plan, read_splits
 from weft.plan.shapes import shapes
@@ -211,26 +211,42 @@ def _refined(
     First the fastest so far, then a look at each of the others, which most of them are proven slower by, then those
     that are left, the most promising first.
     """
+    if not rivals:
+        return best, untried
+    under_way: dict[int, Refinement] = {}
 
-    def better(one: Candidate, seconds: float) -> Candidate:
-        return refined(one, request.machine, request.limit, request.gap, seconds, best.cost.step)
+    def rest() -> float:
+        return deadline - time.monotonic()
 
-    def likely(one: Candidate) -> bool:
-        return one.cost.bound * (1 + request.gap) < best.cost.step
+    def likely(place: int) -> bool:
+        return rivals[place].cost.bound * (1 + request.gap) < best.cost.step
 
-    if best.shape.stages > 1:
-        rivals = [rival for rival in rivals if rival is not best]
-        best = better(best, max((deadline - time.monotonic()) / 2, _REFINING))
-    for seconds in (0.0, math.inf):
-        left = []
-        for rival in sorted(filter(likely, rivals), key=lambda one: one.cost.bound):
-            rest = deadline - time.monotonic()
-            if rest > 0 and likely(rival):
-                found = better(rival, min(seconds, rest))
-                best = found if found.cost.step < best.cost.step else best
-            left.append(found if rest > 0 and likely(rival) else rival)
-        rivals = left
-    return best, untried + sum(map(likely, rivals))
+    def better(place: int, seconds: float) -> None:
+        nonlocal best
+        own = best is rivals[place]
+        if place not in under_way:
+            under_way[place] = Refinement(rivals[place], request.machine, request.limit, request.gap)
+        rivals[place] = under_way[place].go_on(seconds, math.inf if own else best.cost.step)
+        best = rivals[place] if own or rivals[place].cost.step < best.cost.step else best
+
+    def fastest() -> int | None:
+        return next((place for place, rival in enumerate(rivals) if rival is best), None)
+
+    def prove(seconds: float) -> None:
+        place = fastest()
+        if place is not None and (place not in under_way or likely(place)):
+            better(place, seconds)
+
+    prove(max(rest() / 3, _REFINING))
+    for place in sorted(range(len(rivals)), key=lambda place: rivals[place].cost.bound):
+        if place != fastest() and likely(place) and rest() > 0:
+            better(place, 0.0)
+    prove(2 / 3 * rest())
+    for place in sorted(range(len(rivals)), key=lambda place: rivals[place].cost.bound):
+        if place != fastest() and likely(place) and rest() > 0:
+            better(place, rest())
+    prove(rest())
+    return best, untried + sum(likely(place) for place in range(len(rivals)) if place != fastest())
 
 
 def _needless(shape: Shape, best: Candidate) -> bool:

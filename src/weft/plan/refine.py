@@ -24,34 +24,46 @@ _PASSES = 3  # over all stages, each solved with the others as they are
 _WAYS = 64  # the most configurations that one operator is fixed to in turn
 
 
-def refined(
-    candidate: Candidate, machine: Machine, limit: float, gap: float, seconds: float, beat: float = math.inf
-) -> Candidate:
-    """The candidate, or a better one of its shape, with a bound on all of that shape.
+class Refinement:
+    """A candidate of several stages on its way to a better one of its shape, with a bound on all of that shape."""
 
-    The search ends when the step is proven best, or after a second when it is within the gap, or when all of the shape
-    are proven to take longer than ``beat``, or else after so many seconds.
-    """
-    started = time.monotonic()
-    best, bound = candidate, candidate.cost.bound
-    whole = _Case(candidate, machine, limit, gap, candidate.tables, Stretches.Kept())
-    cases = whole.parts(candidate, tied=True) or [whole]
-    while cases:
-        case = min(cases, key=lambda each: each.bound)
-        bound = max(bound, min(case.bound, best.cost.step))
-        enough = seconds if best.cost.step > bound * (1 + gap) else min(_SOON, seconds)
-        if best.cost.step <= bound * (1 + EXACT) or bound > beat or time.monotonic() - started > enough:
-            break
-        if case.settled:
-            cases.remove(case)
-            if not (parts := case.parts(best)):
+    def __init__(self, candidate: Candidate, machine: Machine, limit: float, gap: float) -> None:
+        self._best, self._bound, self._gap = candidate, candidate.cost.bound, gap
+        whole = _Case(candidate, machine, limit, gap, candidate.tables, Stretches.Kept())
+        self._cases = whole.parts(candidate, tied=True) or [whole]
+        self._over = False
+        """Whether nothing is left to try."""
+
+    @property
+    def candidate(self) -> Candidate:
+        """The best so far."""
+        return replace(self._best, cost=replace(self._best.cost, bound=min(self._bound, self._best.cost.step)))
+
+    def go_on(self, seconds: float, beat: float = math.inf) -> Candidate:
+        """Ends when the step is proven best, or after a second when it is within the gap, or when all of the shape are
+        proven to take longer than ``beat``, or else after so many seconds."""
+        started = time.monotonic()
+        while self._cases and not self._over:
+            case = min(self._cases, key=lambda each: each.bound)
+            self._bound = max(self._bound, min(case.bound, self._best.cost.step))
+            step = self._best.cost.step
+            enough = seconds if step > self._bound * (1 + self._gap) else min(_SOON, seconds)
+            if step <= self._bound * (1 + EXACT) or self._bound > beat or time.monotonic() - started > enough:
                 break
-            cases += parts
-            continue
-        for cut in case.weighed():
-            if best.cost.step > case.bound * (1 + gap):
-                best = case.better(best, cut)
-    return replace(best, cost=replace(best.cost, bound=min(bound, best.cost.step)))
+            if case.settled:
+                self._divide(case)
+                continue
+            for cut in case.weighed():
+                if self._best.cost.step > case.bound * (1 + self._gap):
+                    self._best = case.better(self._best, cut)
+        return self.candidate
+
+    def _divide(self, case: _Case) -> None:
+        parts = case.parts(self._best)
+        self._over = not parts
+        if parts:
+            self._cases.remove(case)
+            self._cases += parts
 
 
 class _Case:
