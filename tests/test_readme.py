@@ -289,6 +289,14 @@ def test_what_the_readme_says_of_pipelines_with_muon_is_in_a_result_file() -> No
     assert f"({' and '.join(step)} by step), torch's zero-bubble schedule {' and '.join(zero)}" in README
     more = [found[k, "weft-bounded"]["steps_to_loss"] / found[k, "weft-flush"]["steps_to_loss"] - 1 for k in (2, 4)]
     assert f"cost {100 * more[0]:.0f} % more steps at K = 2\nand {100 * more[1]:.0f} % at K = 4" in README
+    every = json.loads((ROOT / "benchmarks" / "results" / "paci-muon.json").read_text())["steps"]
+    assert {own["seeds"] for own in every.values()} == {3}
+    assert f"(over three seeds {100 * every['2']['mean']:.0f} and {100 * every['4']['mean']:.0f})" in README
+    own = [f"{found[k, 'weft-bounded']['step_ratio_to_flush']:.2f}" for k in (2, 4)]
+    assert f"Over weft's own flush a step is {' and '.join(own)} times as fast" in README
+    slower = [100 * (1 / found[k, "weft-flush"]["step_ratio_to_torch_1f1b"] - 1) for k in (2, 4)]
+    assert [f"{more:.0f}" for more in slower] == ["4", "4"]
+    assert {row["repeats"] for row in found.values()} == {9}
     assert all(row["largest_difference"] == 0.0 for row in found.values() if row["method"].startswith("weft"))
 
 

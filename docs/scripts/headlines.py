@@ -95,7 +95,7 @@ HEADLINES: dict[str, Headline] = {
     "paci-muon": Headline(
         "Asynchronous pipelines, with Muon",
         tables.paci,
-        ((README, "With Muon and micro-batches of 16", "not been found."),),
+        ((README, "With Muon and micro-batches of 16", "has not been found."),),
     ),
     "delays": Headline(
         "What delay costs early in a training",
