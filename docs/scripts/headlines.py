@@ -134,7 +134,7 @@ HEADLINES: dict[str, Headline] = {
     "elastic-cpu": Headline(
         "Mixtures, one core",
         tables.elastic,
-        ((README, "On the core linear layers take", "one norm for each width."),),
+        ((README, "On the core linear layers take", "which has not been measured for this file)."),),
     ),
     "elastic-gpu": Headline(
         "Mixtures, one GPU",
