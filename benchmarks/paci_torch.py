@@ -72,7 +72,7 @@ class TorchPeer:
         return {"schedule": type(self.schedule).__name__}
 
     def close(self) -> None:
-        pass
+        """It holds nothing that would have to be given back."""
 
     def _train(self, steps: int) -> None:
         schedule, base = self.task.schedule(self.k), self.task.optimizer(self.k).options["lr"]

@@ -11,8 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -331,8 +329,7 @@ def test_what_the_readme_says_of_studies_is_in_a_result_file() -> None:
     large = [seconds for number, _, _, seconds in fixed["spans"] if number % 8 == 7]
     assert f"for {sum(large):.0f} s" in README
     begun = [min(span[1] for span in row["spans"]) for row in packed if row["part"] != "fusable"]
-    assert 1.5 < min(begun) < max(begun) < 2.6
-    assert "it begins after 2 s" in README
+    assert f"it begins after {min(begun):.1f} to {max(begun):.1f} s" in README
 
 
 def test_what_the_readme_says_of_micro_batches_is_in_a_result_file() -> None:
@@ -378,7 +375,7 @@ def test_every_figure_of_the_table_of_residency_is_in_a_result_file() -> None:
         max(again["NLP.c2", 512, way]["rounds_ms"]) / min(again["NLP.c2", 512, way]["rounds_ms"]) - 1
         for way in ("weft", "resident")
     ]
-    assert apart == [pytest.approx(1 / 3, abs=0.1), pytest.approx(1 / 7, abs=0.05)]
+    assert f"among themselves by {100 * apart[0]:.0f} % there, resident ones by {100 * apart[1]:.0f} %" in README
 
 
 def test_what_the_readme_says_of_estimates_is_in_a_result_file() -> None:

@@ -19,8 +19,8 @@ from weft.plan.layout import Mesh
 from weft.plan.machine import Machine
 from weft.plan.machine import machine as machine_of
 from weft.plan.plan import Plan
-from weft.plan.refine import Refinement
 from weft.plan.request import STATES, Request, check
+from weft.plan.rivals import decided
 from weft.plan.saved import checked, read_plan, read_splits
 from weft.plan.shapes import shapes
 from weft.plan.solve import OverLimit
@@ -29,7 +29,6 @@ from weft.units import size, size_of
 
 _TRYING = 0.75  # the part of the time in which ways are tried; the rest is for those of several stages
 _EACH = 1.5  # seconds for one way of several stages, which may become better yet
-_REFINING = 2.0  # seconds that the plan of several stages is proven in, at least
 
 if TYPE_CHECKING:
     from torch import nn
@@ -190,7 +189,8 @@ def _best(graph: Graph, request: Request) -> tuple[Candidate, int]:
     if best is None:
         raise PlanError(_nothing_fits(graph, request))
     best = _proven(best, request, rule, deadline - time.monotonic())
-    return _refined(best, rivals, request, deadline, untried)
+    best, open_still = decided(best, rivals, request, deadline)
+    return best, untried + open_still
 
 
 def _proven(best: Candidate, request: Request, rule: Allowed | None, seconds: float) -> Candidate:
@@ -201,52 +201,6 @@ def _proven(best: Candidate, request: Request, rule: Allowed | None, seconds: fl
     bound = max(best.cost.bound, again.cost.bound)
     better = again if again.cost.step < best.cost.step else best
     return replace(better, cost=replace(better.cost, bound=bound))
-
-
-def _refined(
-    best: Candidate, rivals: list[Candidate], request: Request, deadline: float, untried: int
-) -> tuple[Candidate, int]:
-    """The fastest when those of several stages that may be are made better, and how many were left as they were.
-
-    First the fastest so far, then a look at each of the others, which most of them are proven slower by, then those
-    that are left, the most promising first.
-    """
-    if not rivals:
-        return best, untried
-    under_way: dict[int, Refinement] = {}
-
-    def rest() -> float:
-        return deadline - time.monotonic()
-
-    def likely(place: int) -> bool:
-        return rivals[place].cost.bound * (1 + request.gap) < best.cost.step
-
-    def better(place: int, seconds: float) -> None:
-        nonlocal best
-        own = best is rivals[place]
-        if place not in under_way:
-            under_way[place] = Refinement(rivals[place], request.machine, request.limit, request.gap)
-        rivals[place] = under_way[place].go_on(seconds, math.inf if own else best.cost.step)
-        best = rivals[place] if own or rivals[place].cost.step < best.cost.step else best
-
-    def fastest() -> int | None:
-        return next((place for place, rival in enumerate(rivals) if rival is best), None)
-
-    def prove(seconds: float) -> None:
-        place = fastest()
-        if place is not None and (place not in under_way or likely(place)):
-            better(place, seconds)
-
-    prove(max(rest() / 3, _REFINING))
-    for place in sorted(range(len(rivals)), key=lambda place: rivals[place].cost.bound):
-        if place != fastest() and likely(place) and rest() > 0:
-            better(place, 0.0)
-    prove(2 / 3 * rest())
-    for place in sorted(range(len(rivals)), key=lambda place: rivals[place].cost.bound):
-        if place != fastest() and likely(place) and rest() > 0:
-            better(place, rest())
-    prove(rest())
-    return best, untried + sum(likely(place) for place in range(len(rivals)) if place != fastest())
 
 
 def _needless(shape: Shape, best: Candidate) -> bool:
