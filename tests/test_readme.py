@@ -161,7 +161,7 @@ def test_what_the_readme_says_of_mixtures_on_a_gpu_is_in_a_result_file() -> None
     assert max(r["memory_ratio"] for r in own if r["what"] == "network") <= 1.02
 
 
-GRADIENT, SAMPLED = ("darts", "drnas", "gdas"), ("spos", "fairnas", "sandwich")
+GRADIENT, SAMPLED = ("darts", "darts2", "drnas", "gdas"), ("spos", "fairnas", "sandwich")
 
 
 def picks(space: str, method: str, warm: float | None = None) -> list[dict[str, Any]]:
@@ -182,10 +182,9 @@ def test_every_figure_of_the_table_of_methods_is_in_a_result_file() -> None:
         measured = []
         for space in ("nas-bench-macro", "nas-bench-201"):
             own = picks(space, names.get(name, name))
-            seeds = 4 if (space, name) == ("nas-bench-201", "sandwich") else 5
-            assert [row["seed"] for row in own] == list(range(seeds))
+            assert [row["seed"] for row in own] == list(range(5))
             measured += [f"{median(row['regret'] for row in own):.2f}", f"{median(row['rank'] for row in own):,.0f}"]
-            measured.append(f"{sum(row['top1pct'] for row in own)} of {seeds}")
+            measured.append(f"{sum(row['top1pct'] for row in own)} of 5")
             measured.append("" if name in names else f"{median(row['tau'] for row in own):.2f}")
         assert shown == measured
 
@@ -195,19 +194,55 @@ def test_what_the_readme_says_of_the_methods_is_in_a_result_file() -> None:
         space: [sum(row["rank"] <= subnets / 2 for row in picks(space, m)) for m in (*GRADIENT, *SAMPLED)]
         for space, subnets in (("nas-bench-macro", 6561), ("nas-bench-201", 15625))
     }
-    assert better_half == {"nas-bench-macro": [5, 5, 5, 5, 5, 5], "nas-bench-201": [4, 5, 2, 1, 1, 4]}
-    later = [f"{median(row['regret'] for row in picks('nas-bench-201', m)[2:]):.2f}" for m in GRADIENT]
+    assert better_half == {"nas-bench-macro": [5] * 7, "nas-bench-201": [4, 2, 5, 2, 1, 1, 5]}
+    later = [
+        f"{median(row['regret'] for row in picks('nas-bench-201', m)[2:]):.2f}" for m in ("darts", "drnas", "gdas")
+    ]
     text = " ".join(README.split())
     assert "DARTS misses {}, DrNAS {} and GDAS {};".format(*later) in text
     short = [row["regret"] for row in picks("nas-bench-201", "darts", 0.2)]
     assert len(short) == 2
     assert f"DARTS missed {max(short):.2f} in one of two runs" in text
-    took = [row["seconds"] for s in ("nas-bench-macro", "nas-bench-201") for m in GRADIENT for row in picks(s, m)]
-    assert {round(seconds) for seconds in took} == {22, 23}
+    took = {
+        m: {round(row["seconds"]) for s in ("nas-bench-macro", "nas-bench-201") for row in picks(s, m)}
+        for m in GRADIENT
+    }
+    assert took["darts"] | took["drnas"] | took["gdas"] == {22, 23}
+    assert f"stopped after {min(took['darts2'])} to {max(took['darts2'])}" in text
+    lost = [row["pick"] for row in picks("nas-bench-201", "darts2") if row["rank"] > 15000]
+    assert all(pick[0] == pick[1] == pick[3] == "0" for pick in lost)  # nothing leaves the input
+    assert len(lost) == 3
     scored = [row["scored"] for s in ("nas-bench-macro", "nas-bench-201") for m in SAMPLED for row in picks(s, m)]
     assert f"the {min(scored)} to {max(scored)} subnets that evolution scored" in text
     assert [row["pick"] for row in picks("nas-bench-macro", "drnas")] == ["22222222"] * 5
     assert [row["pick"] for row in picks("nas-bench-201", "drnas")].count("333333") == 4
+    for method in ("drnas", "gdas", "darts"):
+        own = picks("nas-bench-macro-entangled", method)
+        ranks, taus = [f"{row['rank']:,}" for row in own], [f"{row['tau']:.2f}" for row in own]
+        assert re.search(rf"{ranks[0]} and {ranks[1]} with (a tau of )?{taus[0]} and {taus[1]}", text)
+
+
+def test_what_the_readme_says_of_steps_of_a_search_is_in_a_result_file() -> None:
+    found = rows("search-steps")
+    text = " ".join(README.split())
+
+    def ratios(graphs: bool, *tokens: int) -> str:
+        own = [row for row in found if row["graphs"] is graphs and row["tokens"] in tokens]
+        every = [row[f"{way}_ratio"] for row in own for way in ("weights", "architecture")]
+        return f"{min(every):.2f} to {max(every):.2f}"
+
+    assert f"a step takes {ratios(True, 197)} times" in text
+    assert f"{ratios(True, 3152)} at 3,152 and {ratios(True, 50432)} at 50,432" in text
+    assert f"it takes {ratios(False, 197, 3152, 50432)} times such a plain step" in text
+    key = ("network", "precision", "tokens")
+    timed = {(*(row[k] for k in key), row["graphs"]): row for row in found}
+    slower = [
+        timed[*case, False][way] / timed[*case, True][way]
+        for *case, graphs in timed
+        for way in ("weights_ms", "architecture_ms")
+        if graphs and (*case, False) in timed
+    ]
+    assert f"up to {max(slower):.0f} times as long" in text
 
 
 def test_every_figure_of_the_table_of_entangled_spaces_is_in_a_result_file() -> None:
@@ -307,7 +342,10 @@ def test_every_figure_of_the_table_of_studies_is_in_a_result_file() -> None:
         (parts[which], words[way], mps == "yes", seconds, ratio, int(oom))
         for which, way, mps, seconds, ratio, oom in table
     ]
-    measured = {(row["part"], row["way"], row["asked"]): row for row in (*rows("tune"), *rows("tune-uneven"))}
+    measured = {
+        (row["part"], row["way"], row["asked"]): row
+        for row in (*rows("tune"), *rows("tune-uneven"), *rows("tune-fusable"))
+    }
     for part, way, mps, seconds, ratio, oom in told:
         row = measured[part, way, "auto" if mps else "off"]
         assert row["mps"] is mps
@@ -320,7 +358,7 @@ def test_what_the_readme_says_of_studies_is_in_a_result_file() -> None:
         taken = {row["way"]: row["makespan_s"] for row in rows(name) if row["part"] == part and row["mps"]}
         best = min(seconds for way, seconds in taken.items() if way.startswith("fixed"))
         assert ratio.format(best / taken["fused"]) in README
-    every = [row for name in ("tune", "tune-uneven", "tune-again") for row in rows(name)]
+    every = [row for name in ("tune", "tune-uneven", "tune-again", "tune-fusable") for row in rows(name)]
     packed = [row for row in every if row["way"] in ("packed", "fused")]
     assert sum(row["oom"] for row in packed) == 0
     assert f"none in {sum(row['trials'] for row in packed)}, with" in README
@@ -328,8 +366,8 @@ def test_what_the_readme_says_of_studies_is_in_a_result_file() -> None:
     (fixed,) = (row for row in rows("tune") if row["way"] == "fixed=8")
     large = [seconds for number, _, _, seconds in fixed["spans"] if number % 8 == 7]
     assert f"for {sum(large):.0f} s" in README
-    begun = [min(span[1] for span in row["spans"]) for row in packed if row["part"] != "fusable"]
-    assert f"it begins after {min(begun):.1f} to {max(begun):.1f} s" in README
+    begun = [min(span[1] for span in row["spans"]) for row in packed]
+    assert f"the first trial begins {min(begun):.1f} to {max(begun):.1f} s after" in README
 
 
 def test_what_the_readme_says_of_micro_batches_is_in_a_result_file() -> None:
