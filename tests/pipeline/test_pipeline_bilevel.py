@@ -201,3 +201,12 @@ def test_the_log_has_the_phase_of_every_step(tmp_path: Path) -> None:
     for stages in (1, 2):
         events = train(tmp_path, steps=4, stages=stages).run.events.read()
         assert [e["phase"] for e in events if e["event"] == "step"] == ["weights", "architecture"] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", METHODS)
+def test_graphs_change_no_bit_of_a_search(method: str, tmp_path: Path) -> None:
+    as_it_is, captured = (
+        train(tmp_path / str(on), method, device="cuda", cuda_graphs=on).fingerprint for on in (False, True)
+    )
+    assert as_it_is == captured

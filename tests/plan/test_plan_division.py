@@ -66,3 +66,15 @@ def test_no_division_is_better_and_the_bound_is_below_all(
     if ends <= 5:  # so few values are all tried
         assert found.step == pytest.approx(best)
         assert found.bound == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_of_a_long_line_meets_the_division(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ends, stages = 200, 12
+    sums = np.concatenate([[0.0], np.cumsum(rng.gamma(0.5, 1.0, ends - 1))])
+    sent = np.array([0.0, *rng.choice([0.1, 0.5, 2.0], ends - 2), 0.0])
+    spans = np.where(np.tri(ends, dtype=bool), math.inf, sums[None, :] - sums[:, None] + sent[None, :] + sent[:, None])
+    found = divide([spans] * stages, 16)
+    assert found is not None
+    assert found.bound <= found.step <= found.bound * (1 + 2e-4)

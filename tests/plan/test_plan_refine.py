@@ -151,13 +151,13 @@ def test_what_cannot_beat_another_is_left_soon() -> None:
     assert start.cost.step / 1e6 < left.cost.bound <= left.cost.step
 
 
-def test_an_operator_is_narrowed_to_one_split_in_every_table() -> None:
+def test_an_operator_is_narrowed_to_some_splits_in_every_table() -> None:
     graph = capture(Tied(), torch.zeros(8, 4, dtype=torch.long)).graph
     found = solved(Shape(graph, Mesh((2,)), 1, Training()), MACHINE, math.inf).tables
     place = max(range(len(graph)), key=lambda each: len(found.splits[each]))
-    made = narrowed(found, place, 1)
-    assert made.splits[place] == (found.splits[place][1],)
-    pick = [0] * len(graph)
-    whole = [1 if each == place else 0 for each in range(len(graph))]
-    assert made.problem().cost(pick) == found.problem().cost(whole)
-    assert made.weight(pick) == found.weight(whole)
+    made = narrowed(found, place, [1, 2])
+    assert made.splits[place] == found.splits[place][1:3]
+    for k in (0, 1):
+        pick, whole = ([at if each == place else 0 for each in range(len(graph))] for at in (k, k + 1))
+        assert made.problem().cost(pick) == found.problem().cost(whole)
+        assert made.weight(pick) == found.weight(whole)

@@ -38,6 +38,9 @@ def plan(
     keep: Annotated[
         list[str] | None, typer.Option(help="What may be split in a module: 'lm_head=n', '*.wte=replicated'.")
     ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="What the search may take; the plan tells what was left untried.", min=0.0)
+    ] = 60.0,
     load: Annotated[str | None, typer.Option(help="A plan that was saved, to be priced anew.")] = None,
     save: Annotated[
         str | None, typer.Option(help="The file to save the plan in, or a name: runs/plans/NAME.json, for weft serve.")
@@ -74,6 +77,7 @@ def plan(
         stages=stages,
         microbatches=microbatches,
         recompute=recompute,
+        seconds=seconds,
         keep=rules,
         load=source,
     )

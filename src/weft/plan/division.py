@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Spans = NDArray[np.float64]
-_TRIES = 12  # limits on the slowest stage that are tried
+_TRIES = 48  # limits on the slowest stage that are tried, at most
+_CLOSE = 1e-4  # to the best, from where on nothing is worth a try
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +47,33 @@ def divide(spans: Sequence[Spans], microbatches: int, sums: Spans | None = None,
     if math.isinf(lowest):
         return None
     together, marks = least(lowest)
-    best = bound = step(together, lowest)
+    best = step(together, lowest)
     # What is left to win is a smaller sum under a higher limit, until even the least sum of all would not do.
     loosest, found = least(math.inf)
     if not rest:  # then the slowest counts among equals alone
         return Division(marks if together <= loosest else found, loosest, loosest)
     highest = (microbatches * best - loosest) / rest
     values = np.unique(np.concatenate([span[(span > lowest) & (span < highest)] for span in _distinct(spans)]))
-    places = np.unique(np.linspace(0, len(values) - 1, min(len(values), _TRIES)).astype(int))
-    for before, place in zip([-1, *places], places, strict=False):
-        together, found = least(float(values[place]))
-        # The slowest stage lies above the limit before, so at the value after that or above it.
-        bound = min(bound, step(together, float(values[before + 1])))
+    # Of a range of these, the slowest stage takes at least its first, and all stages together at least what they do
+    # within its last. The range that promises most is halved, until none promises more than is found.
+    settled, ranges = best, [(step(loosest, float(values[0])), 0, len(values) - 1, loosest)] if len(values) else []
+    for _ in range(_TRIES):
+        if not ranges or ranges[0][0] >= best * (1 - _CLOSE):
+            break
+        _, first, last, under = heapq.heappop(ranges)
+        middle = (first + last) // 2
+        together, found = least(float(values[middle]))
         slowest = max(float(span[a, b]) for span, (a, b) in zip(spans, pairwise(found), strict=True))
         if (value := step(together, slowest)) < best:
             best, marks = value, found
-    return Division(marks, best, bound)
+        promise = step(together, float(values[first]))
+        if first < middle:
+            heapq.heappush(ranges, (promise, first, middle, together))
+        else:
+            settled = min(settled, promise)
+        if middle < last:
+            heapq.heappush(ranges, (step(under, float(values[middle + 1])), middle + 1, last, under))
+    return Division(marks, best, min([settled, *(each[0] for each in ranges)]))
 
 
 def _distinct(spans: Sequence[Spans]) -> list[Spans]:

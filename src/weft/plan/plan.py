@@ -71,6 +71,9 @@ class Plan:
     training: Training = Training()
     rows: tuple[Row, ...] = ()
     untried: int = 0
+    within: float | None = None
+    """No other way to use the devices, of those that were tried, is faster by more than this part; None where none was
+    tried."""
     idle: int = 0
     captured: Captured | None = field(default=None, repr=False, compare=False)
     computer: Machine | None = field(default=None, repr=False, compare=False)  # what ``machine`` is the name of
@@ -155,6 +158,7 @@ class Plan:
             "microbatches": self.microbatches,
             "recompute": self.recompute,
             "untried": self.untried,
+            "within": self.within,
             "limit": None if self.limit == float("inf") else self.limit,
             "cost": {name: getattr(self.cost, name) for name in Cost.__slots__},
             "splits": {operator.name: list(self.names(place)) for place, operator in enumerate(self.graph.operators)},

@@ -144,6 +144,7 @@ def plan_captured(
         training=best.shape.training,
         rows=rows,
         untried=untried,
+        within=None if load else request.gap,
         captured=captured,
         computer=computer,
     )
@@ -161,6 +162,7 @@ def _best(graph: Graph, request: Request) -> tuple[Candidate, int]:
     """The fastest candidate, and how many ways were left untried when the time was up."""
     best: Candidate | None = None
     rivals: list[Candidate] = []  # of several stages: they may become faster yet
+    singles: list[Candidate] = []
     rule, started = keeping(graph, request.keep), time.monotonic()
     deadline = started + request.seconds
     roomy: set[tuple[int, Mesh, int]] = set()  # ways that more memory would not make faster
@@ -184,13 +186,15 @@ def _best(graph: Graph, request: Request) -> tuple[Candidate, int]:
             pass
         else:
             best = found if found.cost.step < beat else best
-            rivals += [found] if shape.stages > 1 else []
+            (rivals if shape.stages > 1 else singles).append(found)
             roomy |= set() if found.pressed else {way}
     if best is None:
         raise PlanError(_nothing_fits(graph, request))
     best = _proven(best, request, rule, deadline - time.monotonic())
     best, open_still = decided(best, rivals, request, deadline)
-    return best, untried + open_still
+    near = best.cost.step / (1 + request.gap)
+    loose = sum(each.shape is not best.shape and each.cost.bound < near for each in singles)
+    return best, untried + open_still + loose
 
 
 def _proven(best: Candidate, request: Request, rule: Allowed | None, seconds: float) -> Candidate:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+
+import numpy as np
 
 from weft.plan.candidate import Candidate, launches_of, priced, send_seconds
 from weft.plan.division import Division
@@ -40,15 +43,17 @@ class Refinement:
         return replace(self._best, cost=replace(self._best.cost, bound=min(self._bound, self._best.cost.step)))
 
     def go_on(self, seconds: float, beat: float = math.inf) -> Candidate:
-        """Ends when the step is proven best, or after a second when it is within the gap, or when all of the shape are
-        proven to take longer than ``beat``, or else after so many seconds."""
+        """Ends when the step is proven best, or after a second when it is within the gap, or when none of the shape
+        takes less than ``beat`` by more than the gap, or else after so many seconds."""
         started = time.monotonic()
         while self._cases and not self._over:
             case = min(self._cases, key=lambda each: each.bound)
             self._bound = max(self._bound, min(case.bound, self._best.cost.step))
             step = self._best.cost.step
             enough = seconds if step > self._bound * (1 + self._gap) else min(_SOON, seconds)
-            if step <= self._bound * (1 + EXACT) or self._bound > beat or time.monotonic() - started > enough:
+            if step <= self._bound * (1 + EXACT) or self._bound * (1 + self._gap) >= beat:
+                break
+            if time.monotonic() - started > enough:
                 break
             if case.settled:
                 self._divide(case)
@@ -70,7 +75,7 @@ class _Case:
     """What is proven of all candidates with these tables, in which some operators may be fixed to one configuration.
 
     Stages are bounded apart, so that each may wish for another layout of what several of them read. Where that leaves a
-    gap, such an operator is fixed to each of its configurations in turn.
+    gap, such an operator is held to each kind of its configurations in turn.
     """
 
     def __init__(
@@ -103,26 +108,41 @@ class _Case:
         return cuts
 
     def parts(self, of: Candidate, tied: bool = False) -> list[_Case]:
-        """A case for each configuration of the operator, or tied parameter, whose readers in other stages have most to
-        lose by it."""
+        """A case for each kind of configurations of the operator, or tied parameter, whose readers in other stages have
+        most to lose by it."""
         bounds = {end for cut in self.proof.cuts for end in self.proof.places(cut.marks)[1:]}
         operators = of.shape.graph.operators
         ranks = self.stretches.row.ranks
-        lost: dict[int, float] = {}
-        for (source, reader), table in self.found.moves.items():
+        read: dict[int, list[int]] = {}  # by stages that are not the source's own
+        for source, reader in self.found.moves:
             if tied and operators[source].kind != PARAMETER:
                 continue
-            if 1 < len(table) <= _WAYS and any(ranks[source] < end <= ranks[reader] for end in bounds):
-                lost[source] = lost.get(source, 0.0) + float(table.max() - table.min())
-        if not any(lost.values()):
+            if any(ranks[source] < end <= ranks[reader] for end in bounds):
+                read.setdefault(source, []).append(reader)
+        kinds = {source: self._kinds(source, readers) for source, readers in read.items()}
+        lost = {source: self._lost(of, source, read[source]) for source in read if 1 < len(kinds[source]) <= _WAYS}
+        if not any(max(both) for both in lost.values()):
             return []
         place = max(lost, key=lambda each: lost[each])
         cases = []
-        for k in range(len(self.found.splits[place])):
-            case = _Case(of, *self._given, narrowed(self.found, place, k), self._kept)
+        for kind in kinds[place]:
+            case = _Case(of, *self._given, narrowed(self.found, place, kind), self._kept)
             case.bound = max(case.bound, self.bound)
             cases.append(case)
         return cases
+
+    def _kinds(self, source: int, readers: Sequence[int]) -> list[list[int]]:
+        """The configurations of an operator, together those that are equal to these readers."""
+        rows = np.hstack([self.found.moves[source, reader] for reader in readers])
+        _, which = np.unique(rows, axis=0, return_inverse=True)
+        return [np.flatnonzero(which == kind).tolist() for kind in range(which.max() + 1)]
+
+    def _lost(self, of: Candidate, source: int, readers: Sequence[int]) -> tuple[float, float]:
+        """What the candidate pays for it in other stages beyond the least, and what could be paid at most."""
+        moves = self.found.moves
+        paid = [float(of.tables.moves[source, reader][of.pick[source], of.pick[reader]]) for reader in readers]
+        least, most = (sum(float(pick(moves[source, reader])) for reader in readers) for pick in (np.min, np.max))
+        return max(sum(paid) - least, 0.0), most - least
 
     def better(self, best: Candidate, cut: Division) -> Candidate:
         """The candidate, or one whose stages are each solved within the limit where this cut divides, if it is

@@ -116,17 +116,16 @@ def tables(
     )
 
 
-def narrowed(found: Tables, place: int, k: int) -> Tables:
-    """The tables in which one operator has one split alone."""
-    only = slice(k, k + 1)
+def narrowed(found: Tables, place: int, only: list[int]) -> Tables:
+    """The tables in which one operator has these of its splits alone."""
     moves = {
         (source, reader): table[only] if source == place else table[:, only] if reader == place else table
         for (source, reader), table in found.moves.items()
     }
-    splits, compute, memory = (
-        (*values[:place], values[place][only], *values[place + 1 :])
-        for values in (found.splits, found.compute, found.memory)
+    compute, memory = (
+        (*every[:place], every[place][only], *every[place + 1 :]) for every in (found.compute, found.memory)
     )
+    splits = tuple(tuple(own[k] for k in only) if at == place else own for at, own in enumerate(found.splits))
     return Tables(found.mesh, splits, compute, moves, memory)
 
 
