@@ -23,6 +23,7 @@ from paci_torch import TorchPeer
 from paci_weft import WeftPeer
 
 from weft.pipeline.determinism import deterministic
+from weft.pipeline.heap import keep_freed
 from weft.pipeline.launch import Call, connect, launch, ranks
 
 METHODS = (
@@ -99,6 +100,7 @@ def member(tasks: Mapping[str, Task], k: int, count: int, steps: int, folder: st
     """One of the processes."""
     rank, world, store = pinned()
     told = []
+    keep_freed(torch.device("cpu"))  # for torch's methods too: they share the process
     with deterministic(torch.device("cpu")):
         peers = {method: peer_of(task, method, k, rank, world, store) for method, task in tasks.items()}
         for peer in peers.values():

@@ -55,9 +55,17 @@ def weft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 def test_a_model_of_the_users_own_is_planned_saved_and_loaded(tmp_path: Path, weft: Weft) -> None:
     (tmp_path / "own.py").write_text(MODEL)
-    shown = weft("plan", "own:build", "--devices", "4", "--machine", "a100", "--save", "plan.json")
+    shown = weft("plan", "own:build", "--devices", "4", "--machine", "a100", "--save", "plan.json", "--seconds", "9")
     assert shown.returncode == 0, shown.stderr
-    for word in ("Sequential on 4 x A100", "data parallel", "fully sharded", "expert", "can be run", "plan.json"):
+    for word in (
+        "Sequential on 4 x A100",
+        "data parallel",
+        "fully sharded",
+        "expert",
+        "can be run",
+        "no other way",
+        "plan.json",
+    ):
         assert word in shown.stdout
     again = weft("plan", "own.py:build", "--devices", "4", "--machine", "a100", "--load", "plan.json", "--json")
     assert again.returncode == 0, again.stderr
@@ -99,6 +107,7 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, weft: Weft) -> None:
         ("plan", "own:build", "--devices", "2", "--machine", "machine.json"): "machine.json",
         ("plan", "own:build", "--devices", "2", "--memory", "1KiB"): "no plan fits on 2 devices",
         ("plan", "own:build", "--devices", "2", "--keep", "0"): "--keep takes a module",
+        ("plan", "own:build", "--devices", "2", "--seconds", "-1"): "greater than or equal to 0",
         ("plan", "own:build", "--devices", "2", "--memry", "1KiB"): "unknown option '--memry'",
         ("plan", "own:build", "--devices", "2", "--data.path=x"): "'--data.path=x' is a setting of a config.toml",
     }

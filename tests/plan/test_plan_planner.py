@@ -98,6 +98,7 @@ def test_devices_that_nothing_can_be_divided_among_are_idle_and_told_so(captured
     made.save(tmp_path / "plan.json")
     again = plan_captured(captured, "a100", devices=7, load=tmp_path / "plan.json")
     assert (again.devices, again.idle, again.splits) == (made.devices, made.idle, made.splits)
+    assert again.within is None
     with pytest.raises(PlanError, match="for 6 devices, and 8 are asked for"):
         plan_captured(captured, "a100", devices=8, load=tmp_path / "plan.json")
 
@@ -118,7 +119,7 @@ def test_no_way_that_was_left_out_is_faster(captured: Captured, memory: str) -> 
     for _, shape in shapes(captured.graph, Request(computer, 4, limit, Training())):
         with suppress(OverLimit):
             steps.append(solved(shape, computer, limit).cost.step)
-    assert made.untried == 0
+    assert (made.untried, made.within) == (0, 0.01)
     assert made.cost.step <= min(steps)
 
 

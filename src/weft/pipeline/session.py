@@ -23,6 +23,7 @@ from weft.pipeline.evaluate import Scores, evaluate, recalibrated
 from weft.pipeline.fingerprint import LossDigest, fingerprint
 from weft.pipeline.flow import check_flow, through
 from weft.pipeline.graphs import Graphs
+from weft.pipeline.heap import keep_freed
 from weft.pipeline.law import Law
 from weft.pipeline.logged import begun, drift, phase
 from weft.pipeline.readback import Readback, mean
@@ -89,6 +90,7 @@ class Session:
         s = self.settings
         self._emit("started", **begun(self.run, self.chain, self.start, s.steps))
         step = self.start
+        keep_freed(s.device)
         try:
             with deterministic(s.device), self.sequential.seeder.preserved(), stop_requests() as stop:
                 self.sequential.train_mode()

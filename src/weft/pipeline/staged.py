@@ -19,6 +19,7 @@ from weft.pipeline.evaluate import Calibration, Scores
 from weft.pipeline.fingerprint import LossDigest, fingerprint
 from weft.pipeline.flow import Evaluation, Flow
 from weft.pipeline.graphs import Graphs
+from weft.pipeline.heap import keep_freed
 from weft.pipeline.layers import Snapshot
 from weft.pipeline.ledger import Ledger
 from weft.pipeline.logged import begun, drift
@@ -138,6 +139,7 @@ class Staged:
         batches = {stage.index: self._batches(stage) for stage in self.stages if stage.reads_batch()}
         step = self.start
         try:
+            keep_freed(s.device)
             with deterministic(s.device), self.stages[0].seeder.preserved():
                 while step < s.steps:
                     end = self._next_stop(step)
