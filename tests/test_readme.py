@@ -309,28 +309,36 @@ def test_every_figure_of_the_table_of_asynchronous_pipelines_is_in_a_result_file
 
 
 def test_what_the_readme_says_of_pipelines_with_muon_is_in_a_result_file() -> None:
-    found = {(row["k"], row["method"]): row for row in rows("paci-muon")}
-    sooner, step, zero = (
-        [f"{found[k, method][key]:.2f}" for k in (2, 4)]
-        for method, key in (
-            ("weft-bounded", "ratio_to_torch_1f1b"),
-            ("weft-bounded", "step_ratio_to_torch_1f1b"),
-            ("torch-zbv", "ratio_to_torch_1f1b"),
-        )
+    text = " ".join(README.split())
+
+    def both(name: str, method: str, key: str) -> str:
+        found = {(row["k"], row["method"]): row for row in rows(name)}
+        return " and ".join(f"{found[k, method][key]:.2f}" for k in (2, 4))
+
+    def more(name: str) -> str:
+        found = {(row["k"], row["method"]): row["steps_to_loss"] for row in rows(name)}
+        parts = [found[k, "weft-bounded"] / found[k, "weft-flush"] - 1 for k in (2, 4)]
+        return " and ".join(f"{100 * part:.0f}" for part in parts)
+
+    sooner, step, flush = "ratio_to_torch_1f1b", "step_ratio_to_torch_1f1b", "step_ratio_to_flush"
+    large, small = (
+        (both(name, "weft-bounded", sooner), both(name, "weft-bounded", step), both(name, "torch-zbv", sooner))
+        for name in ("paci-muon-large", "paci-muon")
     )
-    assert f"`bounded` is {' and '.join(sooner)} times as soon" in README
-    assert f"({' and '.join(step)} by step), torch's zero-bubble schedule {' and '.join(zero)}" in README
-    more = [found[k, "weft-bounded"]["steps_to_loss"] / found[k, "weft-flush"]["steps_to_loss"] - 1 for k in (2, 4)]
-    assert f"cost {100 * more[0]:.0f} % more steps at K = 2\nand {100 * more[1]:.0f} % at K = 4" in README
-    every = json.loads((ROOT / "benchmarks" / "results" / "paci-muon.json").read_text())["steps"]
+    assert f"`bounded` is {large[0]} times as soon there as torch's 1F1B at K = 2 and 4 ({large[1]} by step," in text
+    assert f"with {more('paci-muon-large')} % more steps), torch's zero-bubble schedule {large[2]}." in text
+    assert f"it was {small[0]} times ({small[1]} by step), torch's zero-bubble schedule {small[2]};" in text
+    every = result("paci-muon")["steps"]
     assert {own["seeds"] for own in every.values()} == {3}
-    assert f"(over three seeds {100 * every['2']['mean']:.0f} and {100 * every['4']['mean']:.0f})" in README
-    own = [f"{found[k, 'weft-bounded']['step_ratio_to_flush']:.2f}" for k in (2, 4)]
-    assert f"Over weft's own flush a step is {' and '.join(own)} times as fast" in README
-    slower = [100 * (1 / found[k, "weft-flush"]["step_ratio_to_torch_1f1b"] - 1) for k in (2, 4)]
-    assert [f"{more:.0f}" for more in slower] == ["4", "4"]
-    assert {row["repeats"] for row in found.values()} == {9}
-    assert all(row["largest_difference"] == 0.0 for row in found.values() if row["method"].startswith("weft"))
+    means = [f"{100 * every[k]['mean']:.0f}" for k in ("2", "4")]
+    assert f"cost {more('paci-muon')} % more steps there, over three seeds {' and '.join(means)}." in text
+    assert f"a step with 32 rows is {both('paci-muon-large', 'weft-bounded', flush)} times as fast" in text
+    slower = [100 * (1 / float(ratio) - 1) for ratio in both("paci-muon-large", "weft-flush", step).split(" and ")]
+    assert f"takes {slower[0]:.0f} and {slower[1]:.0f} % longer than torch's" in text
+    found = [*rows("paci-muon-large"), *rows("paci-muon")]
+    assert {row["repeats"] for row in found} == {9}
+    assert all(row["largest_difference"] == 0.0 for row in found if row["method"].startswith("weft"))
+    assert result("paci-muon-large")["task"]["rows"] == 32
 
 
 def test_every_figure_of_the_table_of_studies_is_in_a_result_file() -> None:
