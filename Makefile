@@ -11,7 +11,7 @@ demo: $(VENV)/.demo
 	$(BIN)/weft demo
 
 test: $(VENV)/.dev $(VENV)/.browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
 test-all: $(VENV)/.dev $(VENV)/.browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -16,6 +16,13 @@ settings.load_profile("weft")
 # A shell starts what it runs in the background with Ctrl-C switched off, and processes would inherit that from here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Files of which a single test takes long: first, so that no worker is at one of them when the others have ended.
+FIRST = ("test_readme.py", "test_demo.py", "test_zoo_transformers.py", "test_docs_pages.py", "test_tune_split.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+
 
 @pytest.fixture(scope="session")
 def require() -> Callable[[str, bool, str], None]:

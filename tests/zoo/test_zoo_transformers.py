@@ -152,7 +152,7 @@ def test_a_language_model_looks_at_nothing_that_comes_later() -> None:
 
 @pytest.mark.parametrize(("mixed", "steps"), [(False, 100), pytest.param(True, 50, marks=pytest.mark.long)])
 def test_digits_are_learnt_by_random_subnets_and_by_a_mixture(mixed: bool, steps: int) -> None:
-    images, labels = digits().train.take(np.arange(128)).values()
+    images, labels = digits().train.take(np.arange(64)).values()
     chain = weft.initialise(zoo.vit_test, seed=0)
     judged = Mixture.uniform(chain.space) if mixed else chain.space.last()
     rng = generator(0, "digits")
