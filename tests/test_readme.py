@@ -161,6 +161,20 @@ def test_what_the_readme_says_of_mixtures_on_a_gpu_is_in_a_result_file() -> None
     assert max(r["memory_ratio"] for r in own if r["what"] == "network") <= 1.02
 
 
+def test_what_the_readme_says_of_mixtures_on_a_core_is_in_a_result_file() -> None:
+    own = [row for row in rows("elastic-cpu") if row["way"] == "ours"]
+    told = re.sub(r"\s+", " ", README)
+
+    def ratios(norm: bool, *tokens: int) -> str:
+        layers = [r for r in own if r["what"] != "network" and (r["what"] == "norm") is norm and r["tokens"] in tokens]
+        return f"{min(r['ratio'] for r in layers):.2f} to {max(r['ratio'] for r in layers):.2f}"
+
+    assert f"On the core linear layers take {ratios(False, 3152)} and {ratios(False, 197)} times" in told
+    assert f"{ratios(True, 197, 3152)} times up to 3,152 tokens and {ratios(True, 50432)} at 50,432" in told
+    kept = [r["memory_ratio"] for r in own if r["what"] == "network" and r["tokens"] == 197]
+    assert f"one image keeps {100 * min(kept) - 100:.0f} to {100 * max(kept) - 100:.0f} % more" in told
+
+
 GRADIENT, SAMPLED = ("darts", "darts2", "drnas", "gdas"), ("spos", "fairnas", "sandwich")
 
 

@@ -155,7 +155,7 @@ HEADLINES: dict[str, Headline] = {
     "elastic-cpu": Headline(
         "Mixtures, one core",
         tables.elastic,
-        ((README, "On the core linear layers take", "which has not been measured for this file)."),),
+        ((README, "On the core linear layers take", "against one."),),
     ),
     "elastic-gpu": Headline(
         "Mixtures, one GPU",
