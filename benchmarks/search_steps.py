@@ -2,11 +2,12 @@
 
     python benchmarks/search_steps.py [--quick] [--json FILE] [--tokens 197 3152 50432] [--precisions fp32 bf16]
 
-Both are trained as ``weft.search`` and ``weft.train`` train them: batches in, forward, backward and AdamW, with every
-layer that can be captured replayed as a CUDA graph (`graphs` yes) or not. `plain` is the largest subnet, extracted, a
-layer of it a layer of the chain; `weights` are the mixed steps that train the weights, `architecture` those that train
-the architecture (by DARTS, which draws nothing). All take turns in one process; times are medians of CUDA events over
-steps in a row, on a CPU the least of wall time over the repeats. `ratio` is to the plain step of the same row.
+Both run in the runtime of ``weft.search`` and ``weft.train``: forward, backward and AdamW on a batch that is at hand,
+with every layer that can be captured replayed as a CUDA graph (`graphs` yes) or not. `plain` is the largest subnet,
+extracted, a layer of it a layer of the chain; `weights` are the mixed steps that train the weights, `architecture`
+those that train the architecture (by DARTS, which draws nothing). All take turns in one process; times are medians of
+CUDA events over steps in a row, on a CPU the least of wall time over the repeats. `ratio` is to the plain step of the
+same row.
 """
 
 from __future__ import annotations

@@ -323,6 +323,8 @@ def test_what_is_not_proven_is_told(made: Plan) -> None:
     assert "within 5.0% of the best so cut" in page(short)
     assert "7 other ways to use the devices might be faster" in page(short)
     assert "might be faster" not in page(made)
+    assert "no other way to use the devices is faster by more than 1%" in page(made)
+    assert "no other way" not in page(short)
 
 
 def test_a_page_is_the_same_each_time(made: Plan) -> None:

@@ -72,8 +72,8 @@ class Plan:
     rows: tuple[Row, ...] = ()
     untried: int = 0
     within: float | None = None
-    """No other way to use the devices, of those that were tried, is faster by more than this part; None where none was
-    tried."""
+    """No other way to use the devices is faster by more than this part, unless it is among the ``untried``, which
+    counts those too that were not proven slower in time; None where others were not looked at."""
     idle: int = 0
     captured: Captured | None = field(default=None, repr=False, compare=False)
     computer: Machine | None = field(default=None, repr=False, compare=False)  # what ``machine`` is the name of

@@ -37,8 +37,8 @@ def show(plan: Plan, console: Console) -> None:
     facts.add_row(
         "proof", "the best with this mesh" if plan.gap < 1e-9 else f"within {plan.gap:.1%} of the best so cut"
     )
-    if plan.within is not None:
-        facts.add_row("", f"no other way to use the devices that was tried is faster by more than {plan.within:.0%}")
+    if plan.within is not None and not plan.untried:
+        facts.add_row("", f"no other way to use the devices is faster by more than {plan.within:.0%}")
     if plan.untried:
         facts.add_row("", f"the time was up: {plan.untried} other ways to use the devices might be faster")
     facts.add_row(

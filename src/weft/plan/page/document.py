@@ -79,8 +79,8 @@ def _head(plan: Plan) -> str:
         ("activations", "recomputed" if plan.recompute else "kept"),
         ("proof", "the best with this mesh" if plan.gap < 1e-9 else f"within {plan.gap:.1%} of the best so cut"),
     ]
-    if plan.within is not None:
-        facts.append(("others", f"no other way that was tried is faster by more than {plan.within:.0%}"))
+    if plan.within is not None and not plan.untried:
+        facts.append(("others", f"no other way to use the devices is faster by more than {plan.within:.0%}"))
     if plan.untried:
         facts.append(("untried", f"the time was up: {plan.untried} other ways to use the devices might be faster"))
     if plan.graph.unknown:
