@@ -3,10 +3,11 @@
     python benchmarks/memory.py --part measure [--set tuned|fresh] [--quick] --json FILE     on a GPU
     python benchmarks/memory.py --part estimate [--quick] --json FILE                        anywhere, on the same file
 
-`measure` runs three steps of each configuration with an empty allocator, one process a family, and adds its rows;
+`measure` runs three steps of each configuration, each in a process of its own, and adds its rows; several run beside
+each other with `--workers`, which changes no byte;
 `estimate` fills in what the estimator says for each row, and the summary. Sizes are in bytes: `allocated` and
-`reserved` are torch's own peaks, `phases` those allocated in the forward, backward and optimizer of the last step, and
-`left` what an earlier configuration of the process had left behind. Errors are estimate / measured - 1. The
+`reserved` are torch's own peaks, and `phases` those allocated in the forward, backward and optimizer of the last step.
+Errors are estimate / measured - 1. The
 parameter-only formulas: `accelerate` is four times the model's size (Adam), `deepspeed` 18 bytes a parameter,
 `korthikanti` 16 bytes a parameter and s b h L (34 + 5 a s / h) bytes of activations for transformers in half precision
 (twice that in float32).
@@ -23,17 +24,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import about, write
-from memory_configurations import FRESH, OPTIMIZERS, TUNED, Configuration, configurations
+from memory_configurations import OPTIMIZERS, SETS, Configuration, configurations
 from memory_models import build
 
 import weft
 
-KEPT = ("phases", "allocated", "reserved", "seconds", "left")
+KEPT = ("phases", "allocated", "reserved")
 
 
 def main() -> None:
@@ -41,7 +43,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("measure", "estimate"), default="estimate")
     parser.add_argument("--set", choices=("tuned", "fresh"), default="tuned")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--workers", type=int, default=1, help="processes that estimate")
+    parser.add_argument("--workers", type=int, default=1, help="processes beside each other")
     parser.add_argument("--again", action="store_true", help="estimate also what has an estimate")
     parser.add_argument("--json", metavar="FILE", required=True)
     options = parser.parse_args()
@@ -49,7 +51,7 @@ def main() -> None:
     have = json.loads(path.read_text()) if path.exists() else {}
     rows = have.get("rows", [])
     if options.part == "measure":
-        found = measure(options.set, options.quick)
+        found = measure(options.set, options.quick, options.workers)
         rows = [row for row in rows if row["name"] not in {new["name"] for new in found}] + found
         measured = {"measured": about() | {"cudnn": torch.backends.cudnn.version()}}
     else:
@@ -63,13 +65,17 @@ def main() -> None:
     print(json.dumps(summary(rows), indent=1))
 
 
-def measure(which: str, quick: bool) -> list[dict[str, Any]]:
-    """Rows of a set, a family after the other in a process of its own: a crash loses the rest of one family."""
-    families = list(dict.fromkeys(family for family, _, _ in (TUNED if which == "tuned" else FRESH)))
+def measure(which: str, quick: bool, workers: int) -> list[dict[str, Any]]:
+    """Rows of a set, a process for each model, which has one for each configuration."""
     script = Path(__file__).with_name("memory_measure.py")
+    numbers = range(len(SETS[which]))
     with tempfile.TemporaryDirectory() as folder:
-        for family in families[:2] if quick else families:
-            subprocess.run([sys.executable, str(script), which, family, folder], check=False, timeout=900)
+
+        def run(number: int) -> None:
+            subprocess.run([sys.executable, str(script), which, str(number), folder], check=False, timeout=900)
+
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(run, numbers[:2] if quick else numbers))
         return rows_of(which, Path(folder))
 
 
@@ -77,7 +83,7 @@ def rows_of(which: str, folder: Path) -> list[dict[str, Any]]:
     """The rows that processes left in a folder."""
     known = {config.name: config for config in configurations(which)}
     rows = []
-    for file in sorted(folder.glob("*.jsonl")):
+    for file in sorted(folder.glob("*.jsonl"), key=lambda file: int(file.stem)):
         for line in file.read_text().splitlines():
             found = json.loads(line)
             kept = {key: found[key] for key in KEPT if key in found}

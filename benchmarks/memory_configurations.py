@@ -35,7 +35,7 @@ def configurations(which: str) -> list[Configuration]:
     rows = []
     every = list(product(OPTIMIZERS, DTYPES, (False, True)))
     halves = [[every[i] for i in places] for places in ((0, 3, 5, 6), (1, 2, 4, 7))]
-    for turn, (family, size, batches) in enumerate(TUNED if which == "tuned" else FRESH):
+    for turn, (family, size, batches) in enumerate(SETS[which]):
         for place, batch in enumerate(batches):
             # The fresh set takes half of the combinations everywhere, in turn.
             part = every if which == "tuned" and not place else halves[(place + turn) % 2]
@@ -135,3 +135,5 @@ FRESH: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("rnn", rnn("gru", 2, 1280, 12000, 0.2, 64), (56,)),
     ("mlp", mlp(3072, 3000, 6, 0.2), (1024,)),
 ]
+
+SETS = {"tuned": TUNED, "fresh": FRESH}

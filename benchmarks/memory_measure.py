@@ -1,10 +1,13 @@
-"""Measures what training steps take on the GPU: peaks of each phase, and, beside them, what single operators take."""
+"""Measures what training steps take on the GPU: peaks of each phase, and, beside them, what single operators take.
+
+Each configuration has a process of its own: where the driver puts memory depends on what a process had before.
+"""
 
 from __future__ import annotations
 
 import copy
-import gc
 import json
+import multiprocessing
 import sys
 import time
 from contextlib import nullcontext
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory_configurations import OPTIMIZERS, Configuration, configurations
+from memory_configurations import OPTIMIZERS, SETS, Configuration, configurations
 from memory_models import Batch, Loss, build
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,16 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.plan.memory.recompute import recompute
 
 STEPS = 3
+FORK = multiprocessing.get_context("fork")
 MAKERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
 def measure(config: Configuration, model: nn.Module, batch: Batch, loss: Loss) -> dict[str, Any]:
-    """The peaks of a configuration, from an allocator that holds nothing: bytes allocated in each phase of each step,
-    and reserved at the end."""
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-    left = torch.cuda.memory_allocated()
+    """The peaks of a configuration: bytes allocated in each phase of each step, and reserved at the end."""
+    torch.cuda.synchronize()
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=400_000)
     began = time.time() * 1e6
     model = copy.deepcopy(model)
@@ -40,7 +40,6 @@ def measure(config: Configuration, model: nn.Module, batch: Batch, loss: Loss) -
     optimizer = MAKERS[config.optimizer](model.parameters(), **OPTIMIZERS[config.optimizer])
     peaks: list[list[int]] = []
     marks: list[float] = []
-    times: list[float] = []
 
     def boundary() -> int:
         peak = torch.cuda.max_memory_allocated()
@@ -50,7 +49,6 @@ def measure(config: Configuration, model: nn.Module, batch: Batch, loss: Loss) -
 
     for _ in range(STEPS):
         torch.cuda.synchronize()
-        start = time.perf_counter()
         boundary()
         optimizer.zero_grad(set_to_none=True)
         low = config.dtype == "bfloat16"
@@ -63,14 +61,11 @@ def measure(config: Configuration, model: nn.Module, batch: Batch, loss: Loss) -
         phases.append(boundary())
         peaks.append(phases)
         torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
         del value
     trace = torch.cuda.memory._snapshot()["device_traces"][0]
     torch.cuda.memory._record_memory_history(None)
     reserved = torch.cuda.memory_reserved()
-    found = {
-        "phases": peaks, "allocated": max(map(max, peaks)), "reserved": reserved, "seconds": min(times), "left": left,
-    }  # fmt: skip
+    found = {"phases": peaks, "allocated": max(map(max, peaks)), "reserved": reserved}
     return found | {"events": _events([e for e in trace if e["time_us"] >= began], marks)}
 
 
@@ -129,34 +124,52 @@ def probe(config: Configuration, model: nn.Module, batch: Batch, loss: Loss, fou
         value.backward()
 
 
-def main(which: str, family: str, folder: str, probed: bool) -> None:
-    """Measures a family; one line a configuration, so that a crash loses no more than one."""
-    torch.zeros(1, device="cuda")
+def measured(config: Configuration, model: nn.Module, batch: Batch, loss: Loss) -> dict[str, Any]:
+    """The row of a configuration, from a process that has never been on the device."""
+    here, there = FORK.Pipe(duplex=False)
+
+    def work() -> None:
+        try:
+            row = measure(config, model, batch, loss)
+        except Exception as error:
+            row = {"error": repr(error)[:500]}
+        there.send(row)
+
+    process = FORK.Process(target=work)
+    process.start()
+    there.close()
+    try:
+        row: dict[str, Any] = here.recv()
+    except EOFError:
+        row = {"error": "the process ended"}
+    process.join()
+    return row
+
+
+def main(which: str, number: int, folder: str, probed: bool) -> None:
+    """Measures a model of a set; one line a configuration, so that a crash loses no more than one."""
+    torch.set_num_threads(1)  # threads of a pool do not survive a fork
     before: tuple[str, Any] = ("", None)
-    found: dict[str, Any] = {}
-    seen = set()
+    todo: dict[str, Any] = {}
     out = Path(folder)
-    with (out / f"{family}.jsonl").open("w") as rows:
+    family, size, _ = SETS[which][number]
+    with (out / f"{number}.jsonl").open("w") as rows:
         for config in configurations(which):
-            if config.family != family:
+            if (config.family, config.size) != (family, size):
                 continue
             key = f"{config.size} {config.batch}"
             if before[0] != key:
                 torch.manual_seed(0)
                 before = (key, build(config.family, config.size, config.batch))
-            model, batch, loss = before[1]
-            try:
-                row = measure(config, model, batch, loss)
-                if probed and (key, config.dtype) not in seen:
-                    seen.add((key, config.dtype))
-                    probe(config, model, batch, loss, found)
-            except Exception as error:
-                row = {"error": repr(error)[:500]}
+            row = measured(config, *before[1])
+            todo.setdefault(f"{key} {config.dtype}", (config, *before[1]))
             print(json.dumps({"name": config.name} | row), file=rows, flush=True)
-    (out / f"{family}.probe.json").write_text(json.dumps(found))
-    free, total = torch.cuda.mem_get_info()
-    print("beside the allocator (if nobody else is on the device):", total - free - torch.cuda.memory_reserved())
+    if probed:
+        found: dict[str, Any] = {}
+        for case in todo.values():
+            probe(*case, found)
+        (out / f"{number}.probe.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], len(sys.argv) > 4)
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], len(sys.argv) > 4)

@@ -1,25 +1,29 @@
 """The largest micro-batch that fits a device: what weft says before anything runs, against what really does.
 
-    python benchmarks/microbatch.py [--device cuda:0|cpu] [--json FILE] [--quick]
+    python benchmarks/microbatch.py [--device cuda:0|cpu] [--families conv ...] [--json FILE] [--quick]
 
 Candidates of benchmarks/tune_models.py whose batch does not fit into a part of the device's memory. ``told`` is weft's
 largest micro-batch (tune/fit, with its margin), ``true`` the largest that trains: found by halving, with real steps of
 real trainings under a limit that the allocator keeps. Each probe that runs out of memory is one that a user of weft
-never has. Rows are `family, width, depth, precision, optimizer, memory_gib, told, true, ratio, fits, probes`: `fits`
-says whether the one that was told trains; where nothing does, there is no ratio. To reach: told at least 0.95 of true,
-and all that were told fit.
+never has. A convolution whose workspace does not fit is tried again by PyTorch with the next algorithm of cuDNN's list,
+so that a training may run on although its allocator has run out of memory, with other kernels and so with other bits
+than on a device with more: ``unforced`` is the largest micro-batch with which no request failed, by the allocator's own
+count. Rows are `family, width, depth, precision, optimizer, memory_gib, told, true, ratio, unforced, unforced_ratio,
+fits, probes`: `fits` says whether the one that was told trains; where nothing does, there is no ratio. With
+`--families`, rows that the file has of others stay. To reach: told at least 0.95 of true, and all that were told fit.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from machine import write
+from machine import read_rows, write
 from tune_models import recipe
 
 from weft.tune.fit import MARGIN
@@ -43,16 +47,30 @@ CASES = [
 QUICK = [("mlp", 64, 2, "fp32", "adamw", 0.01), ("conv", 32, 2, "fp32", "sgd", 0.02)]
 
 
-def trains(made: Setting, micro: int, device: str, memory: int) -> bool:
-    """Whether steps with micro-batches of this size keep to so much memory."""
+def trains(made: Setting, micro: int, device: str, memory: int) -> int | None:
+    """How many requests failed in steps with micro-batches of this size under so much memory; None: they ended."""
     parts = -(-made.batch_size // micro)
     fit = Fit("accumulate" if parts > 1 else "whole", micro, parts, 1, memory, None, "")
+    before = failed(device)
     with tempfile.TemporaryDirectory() as folder:
         try:
             train(made, fit, device=device, memory=memory, directory=Path(folder), report=lambda step, values: False)
         except OutOfMemory:
-            return False
-    return True
+            return None
+    return failed(device) - before
+
+
+def failed(device: str) -> int:
+    """Requests that the device's allocator could not meet since it began."""
+    return 0 if device == "cpu" else int(torch.cuda.memory_stats(device)["num_ooms"])
+
+
+def halved(low: int, high: int, runs: Callable[[int], bool]) -> int:
+    """The largest from ``low``, which runs, and below ``high``, which does not, to half a percent."""
+    while high - low > max(1, low // 200):
+        middle = (low + high) // 2
+        low, high = (middle, high) if runs(middle) else (low, middle)
+    return low
 
 
 def measured(case: tuple[Any, ...], device: str, batch: int) -> dict[str, Any]:
@@ -63,16 +81,31 @@ def measured(case: tuple[Any, ...], device: str, batch: int) -> dict[str, Any]:
     found, memory = peaks(made, "whole", kind, accumulate=True), int(gib * GIB)
     told = min(found.largest(int(memory * (1 - MARGIN)) - found.context), batch)
     room = memory - found.context
-    fits = told > 0 and trains(made, told, device, room)
-    low, high, probes = (told, min(2 * told, batch) + 1, 1) if fits else (0, max(told, 2), 1)
-    while high - low > max(1, low // 200):  # to half a percent
-        middle = (low + high) // 2
-        probes += 1
-        low, high = (middle, high) if trains(made, middle, device, room) else (low, middle)
+    found_out: dict[int, int | None] = {}
+
+    def run(micro: int) -> int | None:
+        if micro not in found_out:
+            found_out[micro] = trains(made, micro, device, room)
+        return found_out[micro]
+
+    fits = told > 0 and run(told) is not None
+    low, high = (told, min(2 * told, batch) + 1) if fits else (0, max(told, 2))
+    true = halved(low, high, lambda micro: run(micro) is not None)
+    calm = fits and run(told) == 0
+    unforced = halved(low if calm else 0, true + 1 if calm else max(low, 2), lambda micro: run(micro) == 0)
     names = ("family", "width", "depth", "precision", "optimizer", "memory_gib")
-    row = {**dict(zip(names, case, strict=True)), "told": told, "true": low, "ratio": told / low if low else None}
-    print(f"{row} fits {fits}, limit {size(room)}", flush=True)
-    return {**row, "fits": fits, "probes": probes}
+    row = {
+        **dict(zip(names, case, strict=True)),
+        "told": told,
+        "true": true,
+        "ratio": told / true if true else None,
+        "unforced": unforced,
+        "unforced_ratio": told / unforced if unforced else None,
+        "fits": fits,
+        "probes": len(found_out),
+    }
+    print(f"{row}, limit {size(room)}", flush=True)
+    return row
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -85,10 +118,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--families", nargs="*")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    for case in QUICK if arguments.quick else CASES:
+    asked = arguments.families
+    rows = [row for row in read_rows(arguments.json) if asked and row["family"] not in asked]
+    for case in QUICK if arguments.quick else [case for case in CASES if not asked or case[0] in asked]:
         rows.append(measured(case, arguments.device, 256 if arguments.quick else 4096))
         write(arguments.json, rows=rows, **summary(rows))
 

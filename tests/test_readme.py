@@ -181,7 +181,7 @@ GRADIENT, SAMPLED = ("darts", "darts2", "drnas", "gdas"), ("spos", "fairnas", "s
 def picks(space: str, method: str, warm: float | None = None) -> list[dict[str, Any]]:
     """The runs of twenty seconds that the README speaks of, by seed."""
     if warm is None:
-        warm = 0.5 if space == "nas-bench-201" and method in GRADIENT else 0.2
+        warm = 0.5 if space.startswith("nas-bench-201") and method in GRADIENT else 0.2
     wanted = (space, method, 20.0, warm)
     own = [r for r in rows("search-methods") if (r["space"], r["method"], r["budget_seconds"], r["warm"]) == wanted]
     return sorted(own, key=lambda row: int(str(row["seed"])))
@@ -234,6 +234,11 @@ def test_what_the_readme_says_of_the_methods_is_in_a_result_file() -> None:
         own = picks("nas-bench-macro-entangled", method)
         ranks, taus = [f"{row['rank']:,}" for row in own], [f"{row['tau']:.2f}" for row in own]
         assert re.search(rf"{ranks[0]} and {ranks[1]} with (a tau of )?{taus[0]} and {taus[1]}", text)
+        cells = picks("nas-bench-201-entangled", method)
+        assert len(cells) == (4 if method == "darts" else 5)
+        places, taus = sorted(row["rank"] for row in cells), sorted(row["tau"] for row in cells)
+        between = rf"{places[0]:,} to {places[-1]:,} with (a tau of )?{taus[0]:.2f} to {taus[-1]:.2f}"
+        assert re.search(between, text)
 
 
 def test_what_the_readme_says_of_steps_of_a_search_is_in_a_result_file() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.plan.memory.addresses import OneWay, Slots
 from weft.plan.memory.allocator import MIB, CachingAllocator, OutOfMemory, Rules
+from weft.plan.memory.steady import lasting
+from weft.plan.memory.tape import Tape
 
 SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 3 * MIB), st.integers(MIB, 40 * MIB))
 
@@ -119,7 +124,7 @@ class Simple:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(SIZES, st.integers(0, 5)), max_size=40))
 def test_it_reserves_and_allocates_exactly_as_the_simpler_one(script: list[tuple[int, int]]) -> None:
-    allocator, simple = CachingAllocator(), Simple()
+    allocator, simple = CachingAllocator(addresses=OneWay()), Simple()
     held = {}
     for number, (size, drop) in enumerate(script):
         held[number] = allocator.alloc(size)
@@ -142,3 +147,50 @@ def test_after_all_is_freed_the_whole_device_can_be_had_in_one_piece(sizes: list
         allocator.free(block)
     allocator.alloc(2000 * MIB)
     assert (allocator.allocated, allocator.reserved) == (2000 * MIB, 2000 * MIB)
+
+
+def test_segments_fill_the_holes_of_earlier_slots_the_lowest_first_and_those_that_were_given_back() -> None:
+    slots = Slots()
+    large, small = slots.place(50 * MIB), slots.place(20 * MIB)
+    assert small == large - 32 * MIB
+    assert slots.place(12 * MIB) == small + 20 * MIB
+    assert slots.place(14 * MIB) == large + 50 * MIB
+    assert slots.place(2 * MIB) < small
+    slots.back(large, 50 * MIB)
+    assert slots.place(40 * MIB) == large
+
+
+def tape_of(*steps: list[int]) -> Tape:
+    """A tape of forwards and updates whose events are block numbers, freed where negative; block n has n MiB."""
+    order, phases = [], ["setup"]
+    for number, events in enumerate(steps):
+        phases += ["forward", "optimizer"]
+        order += [0, *events, 0]
+        assert number < 2
+    count = max(abs(event) for event in order)
+    return Tape(
+        tuple(order), tuple(number * MIB for number in range(1, count + 1)), ("activations",) * count, ("",) * count,
+        tuple(phases),
+    )  # fmt: skip
+
+
+def test_a_third_step_is_the_second_once_more_with_what_that_one_left_in_place_of_what_it_found() -> None:
+    """Each step frees what the one before left (12, then 12 again, as block 24 of as many bytes) in its middle."""
+    tape = replace(tape_of([15, 12, -15], [18, -12, 24, -18]), sizes=tuple([12 * MIB] * 24))
+    more = lasting(tape, 4)
+    assert len(more.phases) == len(tape.phases) + 4
+    assert more.order[: len(tape.order)] == tape.order
+    assert more.order[len(tape.order) :] == (0, 25, -24, 26, -25, 0, 0, 27, -26, 28, -27, 0)
+    assert set(more.sizes) == {12 * MIB}
+    alive: set[int] = set()
+    for event in more.order:
+        if event > 0:
+            alive.add(event)
+        elif event < 0:
+            alive.remove(-event)
+    assert alive == {28}
+
+
+def test_a_step_that_leaves_other_blocks_than_it_found_is_not_repeated() -> None:
+    tape = tape_of([15, 12, -15], [18, -12, 14, -18])
+    assert lasting(tape, 3) is tape

@@ -20,6 +20,7 @@ from weft.plan.memory.workspaces import partial_sums
 
 MIB = 2**20
 BLAS = KERNELS["h200"].blas
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "memory.json"
 
 
 class Block(nn.Module):
@@ -212,6 +213,58 @@ def test_recurrent_layers_are_cudnns_and_convolutions_take_workspaces() -> None:
     assert found.parts["workspaces"] > 8 * 32 * 60 * 60 * 4
 
 
+class Turned(nn.Module):
+    """A linear layer over a tensor that does not lie in order, and attention by its formula with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bias = nn.Linear(30, 30), nn.Parameter(torch.zeros(1, 3, 64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x.transpose(1, 2))
+        q = y.view(len(y), 64, 3, 10).transpose(1, 2)  # heads of 10: none of the fused kernels takes them
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=self.bias)
+
+
+def test_biases_and_masks_are_added_in_place_as_with_tensors_that_hold_data() -> None:
+    x = torch.zeros(256, 30, 64)
+    found = estimate(Turned(), {"x": x}, optimizer="sgd")
+    tape, _ = found.tape(256)
+    squares = 256 * 3 * 64 * 64 * 4
+    forward = tape.order[: tape.order.index(0, tape.order.index(0) + 1)]
+    made = [tape.sizes[event - 1] for event in forward if event > 0]
+    assert made.count(squares) == 2  # the products, and their softmax
+    outputs = 256 * 64 * 30 * 4
+    inside = [tape.sizes[event - 1] for event in forward if event > 0 and tape.modules[event - 1] == "first"]
+    assert inside.count(outputs) == 2  # the copy in order, and the result
+
+
+def test_a_recurrent_model_reserves_what_was_measured_after_its_third_step() -> None:
+    """Two layers in both directions: only the third step finds no hole for its workspace."""
+    row = next(
+        r
+        for r in json.loads(RESULTS.read_text())["rows"]
+        if "bilstm" in r["name"] and "adamw float32 keep" in r["name"]
+    )
+    size = row["size"]
+
+    class Cells(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(size["vocabulary"], size["width"])
+            self.cell = nn.LSTM(size["width"], size["width"], size["layers"], batch_first=True, bidirectional=True)
+            self.head = nn.Linear(2 * size["width"], size["vocabulary"])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.cell(self.embed(x))[0])
+
+    with torch.device("meta"):
+        model, batch = Cells(), words(row["batch"], size["tokens"])
+    found = estimate(model, batch, loss=loss, optimizer="adamw", options={"lr": 1e-4})
+    assert found.allocated == pytest.approx(row["allocated"], rel=0.005)
+    assert found.reserved == pytest.approx(row["reserved"], rel=0.005)
+
+
 def test_values_that_the_model_asks_for_are_said_to_be_assumed() -> None:
     class Asking(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -283,9 +336,6 @@ def test_partial_sums_are_as_measured_up_to_their_semaphores(rows: int, columns:
 
 def test_estimate_is_public() -> None:
     assert weft.estimate is estimate
-
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "memory.json"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from weft.data import Data, Tensors, digits
 from weft.tune import Trial
 
 
@@ -116,6 +117,32 @@ def perceptron(params: Mapping[str, Any]) -> nn.Module:
     width = int(params["width"])
     inner = [layer for _ in range(2) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), *inner, nn.Linear(width, 10))
+
+
+class Waves(nn.Module):
+    """One row of many steps and hardly any weights: all but nothing of what it takes is what its forward keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = image.flatten(1).repeat(1, 64)
+        for _ in range(90):
+            x = (x * self.rate).sin()
+        out: torch.Tensor = self.head(x.unflatten(1, (64, 64)).mean(1))
+        return out
+
+
+def waves(params: Mapping[str, Any]) -> nn.Module:
+    return Waves()
+
+
+def few() -> Data:
+    """Sixteen digits."""
+    part = Tensors(**digits().train.take(np.arange(16)))
+    return Data("few", part, part)
 
 
 def _study(trial: Trial, name: str) -> Path:

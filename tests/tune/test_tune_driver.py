@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,20 @@ import objectives
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import weft
 from weft.errors import TuneError
 from weft.runs import Events
-from weft.tune import Device, Job, Terms, Tuned
+from weft.tune import Device, Job, Recipe, Terms, Tuned
 from weft.tune.attempt import attempt
 from weft.tune.board import Board, Row
 from weft.tune.devices import parse_devices
 from weft.tune.driver import Driver
-from weft.tune.job import Ended, Event, Lost, Reported
+from weft.tune.job import Ended, Event, Fit, Lost, Reported
 from weft.tune.needs import Need, groups, kind_of
 from weft.tune.study import Study
-from weft.tune.task import Way
+from weft.tune.task import Task, Way, alike
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -155,6 +156,15 @@ def test_trials_are_fused_by_shape_within_a_block_and_never_beyond_what_a_device
     assert groups({0: Need(10), 1: Need(10)}, 100) == [(0,), (1,)]
 
 
+def test_what_a_split_trial_took_says_nothing_of_others() -> None:
+    split = Fit("split", 4, 1, 2, 10, None, "")
+    families = [
+        alike(Task({number: {} for number in range(lanes)}, Need(10, fit, kind="k")))["family"]
+        for lanes, fit in ((1, None), (2, None), (1, split))
+    ]
+    assert families == ["alone", "fused", "split"]
+
+
 def test_trials_wait_for_those_of_their_kind_and_not_for_others_whose_need_is_unknown(tmp_path: Path) -> None:
     space = weft.Space()
     space.real("lr", 0.1, 1.0)
@@ -169,7 +179,7 @@ def test_trials_wait_for_those_of_their_kind_and_not_for_others_whose_need_is_un
         way = Way(fuse=4, memory=1000)
         driver = Driver(study, Shuffled(terms, 1, 0), terms, way, trials=4, path=tmp_path, events=events, board=board)
         trials = [{"lr": 0.1 * (1 + n), "width": 8 if n % 2 else 16} for n in range(4)]
-        known = {n: Need(10, shape=f"of {p['width']}", kind=kind_of(p)) for n, p in enumerate(trials)}
+        known = {n: Need(10 + n, shape=f"of {p['width']}", kind=kind_of(p)) for n, p in enumerate(trials)}
         board.rows = {n: Row(n, params) for n, params in enumerate(trials)}
         driver._newest = 3
         driver._block = {n: (trials[n], known[n]) for n in (0, 1, 3)}
@@ -178,6 +188,74 @@ def test_trials_wait_for_those_of_their_kind_and_not_for_others_whose_need_is_un
         driver._block[2] = (trials[2], known[2])
         driver._release({}, final=False)
         assert [set(task.trials) for task in driver._waiting.values()] == [{1, 3}, {0, 2}]
+        assert [task.need for task in driver._waiting.values()] == [known[3], known[2]]  # those that take most
+
+
+class Patient(Shuffled):
+    """One small device. Tells of nothing until all trials were proposed, and notes how many were, and how many jobs
+    ran, when each job started."""
+
+    def __init__(self, terms: Terms, memory: int, board: Board) -> None:
+        super().__init__(terms, 1, 0)
+        self.devices = (Device("cpu", memory),)
+        self.found: list[tuple[int, int]] = []
+        self._board = board
+
+    def start(self, job: Job) -> None:
+        self.found.append((len(self._board.rows), len(self._open)))
+        super().start(job)
+
+    def poll(self, timeout: float) -> list[Event]:
+        return [] if len(self._board.rows) < self._board.trials else super().poll(timeout)
+
+
+def run_recipe(folder: Path, model: Any, memory: int, trials: list[dict[str, Any]], way: Way) -> tuple[Any, Patient]:
+    """The trials of a recipe with that model, as they ended, and what ran them."""
+
+    def build(params: Mapping[str, Any]) -> nn.Module:  # no other process can import it: it is estimated here, in order
+        return model(params)
+
+    space = weft.Space()
+    space.categorical("width", sorted({one["width"] for one in trials}))
+    space.real("lr", 0.0, 1.0)
+    terms = Terms(Recipe(model=build, data=objectives.few, steps=2, batch_size=1), ("loss",), 0)
+    options: dict[str, Any] = {"directions": ("minimize",), "trials": len(trials), "window": len(trials), "seed": 0}
+    board = Board("s", len(trials), ("loss",), ("minimize",))
+    executor = Patient(terms, memory, board)
+    with (
+        Study.open("s", space, storage=f"sqlite:///{folder}/study.db", **options) as study,
+        Events(folder / "e") as events,
+    ):
+        for one in trials:
+            study.enqueue(one)
+        Driver(study, executor, terms, way, trials=len(trials), path=folder, events=events, board=board).run()
+        return study.trials(), executor
+
+
+def test_half_of_the_seats_are_kept_until_all_first_trials_are_known_and_then_the_largest_goes_first(
+    tmp_path: Path,
+) -> None:
+    """Seats for two: the first trial starts at once, the second waits, the third is large and overtakes it."""
+    trials = [{"width": width, "lr": 0.1} for width in (8, 8, 128)]
+    found, executor = run_recipe(tmp_path, objectives.perceptron, 2**22, trials, Way(workers=2))
+    assert [one.state for one in found] == ["complete"] * 3
+    assert [job.trials for job in executor.started] == [(0,), (2,), (1,)]
+    assert executor.found == [(1, 0), (3, 1), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("memory", "way", "jobs"), [(2800 * 2**10, "offload", [(0,), (1,)]), (2**27, "whole", [(0, 1)])]
+)
+def test_trials_that_fit_only_with_activations_on_the_host_are_never_fused(
+    tmp_path: Path, memory: int, way: str, jobs: list[tuple[int, ...]]
+) -> None:
+    """Lanes keep all that their forwards make: fused, these would take thirty times what was estimated."""
+    trials = [{"width": 1, "lr": lr} for lr in (0.1, 0.2)]
+    found, executor = run_recipe(tmp_path, objectives.waves, memory, trials, Way(fuse=2))
+    assert [job.trials for job in executor.started] == jobs  # each once: none was out of memory
+    for one in found:
+        assert (one.state, one.notes["fit"]["way"]) == ("complete", way)
+        assert one.notes["fit"]["memory"] < memory / 32
 
 
 def test_devices_are_written_by_name_and_memory() -> None:

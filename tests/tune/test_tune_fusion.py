@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.data import Data, digits
+from weft.errors import TuneError
 from weft.runs import Checkpoints
 from weft.tune.fusable import why_not
 from weft.tune.fusion import shape_key, train_fused
@@ -219,6 +220,12 @@ def test_a_batch_may_be_cut_into_micro_batches(data: Data, tmp_path: Path) -> No
     run_alone(settings, tmp_path, fit)
     run_fused(settings, tmp_path, fit)
     check_equal(tmp_path, [0, 1, 2])
+
+
+@pytest.mark.parametrize("way", ["recompute", "offload"])
+def test_trials_that_save_memory_another_way_are_refused(way: Any, data: Data, tmp_path: Path) -> None:
+    with pytest.raises(TuneError, match=f"that fit by '{way}' alone are not fused"):
+        run_fused(chosen(data, plain), tmp_path, Fit(way, 16, 1, 1, 0, None, ""))
 
 
 def test_bf16_is_within_its_own_tolerance(data: Data, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_candidates_that_fit_one_device_two_or_none_run_side_by_side_with_the_re
     assert small.trials[0].notes["refused"] is True
     assert [one.notes["fit"]["way"] for one in small.trials[1:]] == ["split", "whole"]
     assert small.trials[1].notes["devices"] == ["local/cpu", "local/cpu"]
+    assert [one.notes["attempts"] for one in small.trials[1:]] == [1, 1]
     for here, there in zip(small.trials[1:], large.trials[1:], strict=True):
         assert here.values == pytest.approx(there.values, rel=1e-4)
         assert here.reports.keys() == there.reports.keys() == {6}

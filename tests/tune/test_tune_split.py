@@ -53,12 +53,13 @@ def trial(**options: Any) -> Setting:
     return setting(recipe, {"width": 64})
 
 
-def split(stages: int, microbatches: int) -> Fit:
-    made = trial()
-    whole = Complete(made, made.bare(), tuple(example(made, BATCH)))
+def split(stages: int, microbatches: int, precision: str = "fp32") -> Fit:
+    made = trial(precision=precision)
+    batch = example(made, BATCH, "cpu")
+    whole = Complete(made, made.bare(), tuple(batch))
     found = plan(
-        whole, whole.tensors(example(made, BATCH)), "cpu", devices=2, stages=stages, microbatches=microbatches,
-        compare=False,
+        whole, whole.tensors(batch), "cpu", devices=2, stages=stages, microbatches=microbatches, compare=False,
+        dtype={"fp32": "float32", "bf16": "bfloat16"}[precision],
     )  # fmt: skip
     assert not found.reasons()
     return Fit("split", BATCH // microbatches, microbatches, 2, 0, None, "for the test", found.to_json())
@@ -70,6 +71,7 @@ class Case:
     folder: str
     port: int
     stop_at: int | None = None
+    precision: str = "fp32"
 
 
 def process(rank: int, cases: dict[str, Case], out: str) -> None:
@@ -87,7 +89,8 @@ def process(rank: int, cases: dict[str, Case], out: str) -> None:
 
         result: Result | None
         try:
-            result = train_split(trial(), case.fit, device="cpu", directory=Path(case.folder), report=report)
+            made = trial(precision=case.precision)
+            result = train_split(made, case.fit, device="cpu", directory=Path(case.folder), report=report)
         except Pruned as problem:
             result = problem.result
         assert result is not None
@@ -112,6 +115,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor
         "staged": Case(staged, str(out / "staged"), free_port()),
         "stopped": Case(staged, str(out / "stopped"), free_port(), stop_at=4),
         "resumed": Case(staged, str(out / "stopped"), free_port()),
+        "meshed16": Case(split(1, 1, "bf16"), str(out / "meshed16"), free_port(), precision="bf16"),
+        "staged16": Case(split(2, 2, "bf16"), str(out / "staged16"), free_port(), precision="bf16"),
     }
     start_processes(process, (cases, str(out)), nprocs=2, start_method="spawn")
     return [load_file(out / f"{rank}.safetensors") for rank in range(2)]
@@ -126,6 +131,24 @@ def test_two_processes_come_to_the_losses_of_one_device(
     for one in ran:
         torch.testing.assert_close(one[f"{name}.losses"], torch.tensor(alone.losses), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(one[f"{name}.values"], torch.tensor(alone.values), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "microbatches"), [("meshed16", 1), ("staged16", 2)])
+def test_in_bf16_two_processes_come_to_what_one_device_does_in_bf16(
+    ran: list[dict[str, torch.Tensor]], tmp_path: Path, name: str, microbatches: int
+) -> None:
+    """To the last bit in stages, where each operator computes as it does alone; where operators are cut, their parts
+    are rounded before they are added."""
+    fit = Fit("whole", BATCH // microbatches, microbatches, 1, 0, None, "")
+    alone, full = (
+        train(trial(precision=one), fit, device="cpu", directory=tmp_path / one, report=lambda step, values: False)
+        for one in ("bf16", "fp32")
+    )
+    tolerance = 0.0 if name == "staged16" else 2e-2
+    assert alone.losses != full.losses
+    for one in ran:
+        for key, wanted in (("losses", alone.losses), ("values", alone.values)):
+            torch.testing.assert_close(one[f"{name}.{key}"], torch.tensor(wanted), rtol=tolerance, atol=tolerance)
 
 
 def test_a_split_trial_that_ended_early_goes_on_from_its_checkpoint(ran: list[dict[str, torch.Tensor]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ class Cap:
 
     def __enter__(self) -> Cap:
         if self._cuda:
+            if torch.cuda.memory_allocated(self.device):
+                gc.collect()  # what a trial that failed left in circles would be counted as lasting, and end later
             self.release()
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = int(torch.cuda.memory_reserved(self.device))

@@ -19,7 +19,7 @@ from weft.tune.devices import kind, most_together, nominal
 from weft.tune.executor import Executor
 from weft.tune.foresight import Foresight, Place, Refused
 from weft.tune.job import Ended, Event, Job, Lost, Reported
-from weft.tune.needs import Need, fused_memory, groups, kind_of
+from weft.tune.needs import Need, groups, kind_of
 from weft.tune.places import Places
 from weft.tune.recipe import Recipe
 from weft.tune.task import Task, Way, alike, job_of_task, shown
@@ -64,7 +64,7 @@ class Driver:
         self._correction = Correction()
         self._newest = -1
         self._begun = not self._recipe
-        """Whether all of the first trials are known: until then half of the seats are kept for larger ones."""
+        """Whether all of the first trials are known: until then no more start once half of the seats are taken."""
         self._block: dict[int, tuple[dict[str, Any], Need]] = {}
         self._waiting: dict[str, Task] = {}
         self._running: dict[str, Task] = {}
@@ -134,14 +134,15 @@ class Driver:
         for needs in blocks.values():
             for numbers in groups(needs, self._nominal):
                 trials = {number: self._block.pop(number)[0] for number in numbers}
-                self._wait(Task(trials, needs[numbers[0]]))
+                # Where some have no momentum or dropout, lanes take what those with it do.
+                self._wait(Task(trials, max((needs[number] for number in numbers), key=lambda one: one.memory or 0)))
 
     def _wait(self, task: Task) -> None:
         first = min(task.trials)
         task.id = f"{first}-{task.attempts}-{self._token}"
         task.job, task.pace = None, None
         if not task.alone and task.need.memory is not None:
-            estimate = fused_memory(task.need.memory, len(task.trials))
+            estimate = task.need.of_lanes(len(task.trials))
             task.memory = max(task.floor, self._correction.corrected(estimate, **alike(task)))
             if self._recipe and not self._places.shares(task.memory):
                 task.memory = None  # a device by itself has room for what was fitted to it
@@ -164,7 +165,7 @@ class Driver:
         now = time.monotonic()
         task.attempts += 1
         numbers = tuple(sorted(task.trials))
-        capped = self._nominal if task.memory is None and self._recipe else task.memory
+        capped = self._nominal if task.whole and self._recipe else task.memory
         job = task.job = Job(
             task.id,
             numbers,
@@ -217,7 +218,7 @@ class Driver:
         row = self.board.rows[event.trial]
         row.peak = event.peak
         if task.need.memory is not None and event.peak and event.state in ("complete", "pruned"):
-            estimate = fused_memory(task.need.memory, len(job_of_task(task).trials))
+            estimate = task.need.of_lanes(len(job_of_task(task).trials))
             self._correction.observed(estimate, event.peak, **alike(task))
         state = event.state if event.state in ("complete", "pruned") else "failed"
         self._account(row, event.seconds)
@@ -253,7 +254,7 @@ class Driver:
         self.executor.stop(event.job)
         for number in task.trials:
             self._account(self.board.rows[number], event.seconds)
-        if task.alone or (task.memory is None and len(job.trials) == 1):
+        if task.alone or (task.whole and len(job.trials) == 1):
             task.trials.pop(event.trial, None)
             self._end(event.trial, "failed", None, {**self._notes(task, event), "error": event.error, "alone": True})
             if task.trials:
@@ -261,7 +262,7 @@ class Driver:
             return
         task.exceeded += 1
         if task.memory is not None and task.need.memory is not None:
-            estimate = fused_memory(task.need.memory, len(job.trials))
+            estimate = task.need.of_lanes(len(job.trials))
             task.floor = self._correction.exceeded(estimate, task.memory, needed=event.peak, **alike(task))
         if task.exceeded > 1 or task.memory is None or not self._recipe:
             # One by one: a fused training that takes too much is not tried as one again.
@@ -324,7 +325,7 @@ def _estimated(task: Task) -> int | None:
     """Bytes of each device that the job should take, also of one that has its devices to itself."""
     if task.memory is not None or task.need.memory is None:
         return task.memory
-    return fused_memory(task.need.memory, len(task.trials))
+    return task.need.of_lanes(len(task.trials))
 
 
 def _last_line(text: str) -> str:

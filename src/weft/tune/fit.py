@@ -42,7 +42,7 @@ def fit(setting: Setting, devices: int, memory: int, device: str = "h200") -> Fi
 
     ``device`` is the kind: ``cpu``, or a GPU's name. TuneError with all the figures where none fits.
     """
-    key = (_shape(setting), devices, memory, device)
+    key = (likeness(setting), devices, memory, device)
     if key not in _known:
         while len(_known) >= KNOWN:
             del _known[next(iter(_known))]
@@ -50,8 +50,8 @@ def fit(setting: Setting, devices: int, memory: int, device: str = "h200") -> Fi
     return _known[key]
 
 
-def _shape(setting: Setting) -> Hashable:
-    """All that a fit depends on: of what only scales numbers, whether it is there at all."""
+def likeness(setting: Setting) -> Hashable:
+    """All that a trial's memory depends on: of what only scales numbers, whether it is there at all."""
     params = {name: bool(value) if name in CONTINUOUS else value for name, value in setting.params.items()}
     made = setting.optimizer
     options = {name: bool(value) if name in CONTINUOUS else repr(value) for name, value in made.options.items()}

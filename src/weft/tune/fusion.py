@@ -23,14 +23,13 @@ from weft.data import Batch, Loader
 from weft.errors import TuneError
 from weft.pipeline.seeding import Seeder
 from weft.runs import Checkpoints
-from weft.tune.batched import Batched
 from weft.tune.cap import Cap, OutOfMemory
 from weft.tune.captured import Captured, Gradients, capturable
 from weft.tune.checkpoint import Kept, keep, newest
 from weft.tune.fusable import shape_key
 from weft.tune.job import Fit
 from weft.tune.lanes import Lanes
-from weft.tune.masks import drawn
+from weft.tune.lanestep import LaneStep
 from weft.tune.recorder import recorder
 from weft.tune.setting import Setting
 from weft.tune.training import Pruned, Result, on, parts, refuse_norms, train
@@ -41,9 +40,6 @@ __all__ = ["shape_key", "train_fused"]
 
 WRITERS = 8
 """Checkpoints that are written at once."""
-
-_MASK = "mask of dropout "
-"""Begins the names under which masks stand beside the entries of a batch."""
 
 Report = Callable[[int, int, tuple[float, ...]], bool]
 """Takes a lane, the number of steps done and the value of each objective; says whether the lane is to end here."""
@@ -118,6 +114,8 @@ class Fused:
     ) -> None:
         if len({shape_key(one) for one in settings}) != 1 or shape_key(settings[0]) is None:
             raise TuneError("trials that are fused must be of one shape, and of one that can be fused")
+        if fit is not None and fit.way not in ("whole", "accumulate"):
+            raise TuneError(f"trials that fit by '{fit.way}' alone are not fused: lanes keep what their forwards make")
         self._settings, self._device, self._cap, self._report, self._ended = settings, device, cap, report, ended
         self._folders = [directory / "checkpoints" for directory in directories]
         self._began = time.perf_counter()
@@ -139,7 +137,7 @@ class Fused:
         self.lanes = lanes = Lanes([self._settings[lane] for lane in self.alive], self._device)
         if self._micro < self._common.batch_size and not self._common.accumulate_norms:
             refuse_norms(lanes.module, self._common.batch_size, self._micro)
-        self._batched = Batched(self._common, lanes.module, self._device)
+        self._work = LaneStep(self._common, lanes, self._device, self._micro)
         self._losses = torch.zeros(len(self.alive), steps, device=self._device)
         for place, kept in enumerate(found):
             lanes.load(place, kept)
@@ -175,38 +173,20 @@ class Fused:
             raise _NotTogether(f"{type(problem).__name__}: {problem}") from problem
 
     def _step(self, step: int) -> None:
-        batch, self._shared = self._batch(step)
-        size, gradients = self._common.batch_size, None
+        batch, shared = self._batch(step)
         seeders, rates = self._own(self._seeders), [one.dropout for one in self._own(self._settings)]
-        for part, start in enumerate(range(0, size, self._micro)):
-            end = min(start + self._micro, size)
-            cut = batch if self._micro >= size else _cut(batch, start, end, self._shared)
-            draws = self._batched.draws(self.lanes.parameters, self.lanes.fixed, cut, self._shared)
-            masks = drawn(draws, seeders, rates, step, part, self._device)
-            # Masks are drawn out here, by each lane's own seed, which no graph could set.
-            given = {**cut, **{f"{_MASK}{number}": mask for number, mask in enumerate(masks)}}
+        gradients: Gradients | None = None
+        for given in self._work.micro_batches(batch, shared, seeders, rates, step):
             losses, gradients = self._captured(given, gradients)
             self._losses[:, step].add_(losses)
         assert gradients is not None
         assert gradients[0] is not None
         self.lanes.update(gradients[0], self._common.schedule(step, self._common.steps))
 
-    def _part(self, given: Batch, gradients: Gradients | None) -> tuple[Tensor, Gradients]:
-        """The losses of a micro-batch with its masks, and its gradients, in place, on top of those before it."""
-        batch = {name: value for name, value in given.items() if not name.startswith(_MASK)}
-        masks = [value for name, value in given.items() if name.startswith(_MASK)]
-        samples = next(iter(batch.values())).shape[0 if self._shared else 1]
-        losses = self._batched.losses(self.lanes.parameters, self.lanes.fixed, batch, lambda draws: masks, self._shared)
-        if self._micro < self._common.batch_size:
-            losses = losses * (samples / self._common.batch_size)
-        found = self.lanes.joined(torch.autograd.grad(losses.sum(), list(self.lanes.parameters.values())))
-        before = None if gradients is None else gradients[0]
-        return losses.detach(), [found if before is None else before.add_(found)]
-
     def _capturing(self, left: int) -> Captured:
         """What takes so many steps."""
         made = recorder(self._device) if capturable(self._common, left, self._memory) else None
-        return Captured(self._part, made, self.lanes.module, self._common.loss, self._cap.exceeded)
+        return Captured(self._work.part, made, self.lanes.module, self._common.loss, self._cap.exceeded)
 
     def _batch(self, step: int) -> tuple[Batch, bool]:
         """The batches of all lanes, (lanes, batch, ...); without lanes, and True, where all have the same."""
@@ -245,11 +225,11 @@ class Fused:
             return self._judged()
 
     def _judged(self) -> list[tuple[float, ...]]:
-        scores = self._batched.scores(len(self.alive))
+        scores = self._work.batched.scores(len(self.alive))
         loader = Loader(self._validation, self._micro, 0, shuffle=False, device=self._device)
         with torch.no_grad(), closing(loader.all()) as batches:
             for batch in batches:
-                outputs = self._batched.outputs(self.lanes.parameters, self.lanes.fixed, batch)
+                outputs = self._work.batched.outputs(self.lanes.parameters, self.lanes.fixed, batch)
                 for place, score in enumerate(scores):
                     with self._common.autocast(self._device):
                         score.add(_lane(outputs, place), batch)
@@ -277,7 +257,8 @@ class Fused:
     def _keep(self, step: int, values: Sequence[tuple[float, ...]] | None) -> None:
         """A checkpoint of each lane, written at once and beside the training: the disk is slow, not busy."""
         self._written()
-        lanes, losses = self.lanes.copied(), self._losses[:, :step].cpu().clone()
+        with self._cap.uncounted():  # in host memory
+            lanes, losses = self.lanes.copied(), self._losses[:, :step].cpu().clone()
 
         def write(place: int, lane: int) -> None:
             states, own = (lanes.states(place), None) if values is None else ({}, values[place])
@@ -298,10 +279,6 @@ class Fused:
 
     def _own(self, of_all: Sequence[Any]) -> list[Any]:
         return [of_all[lane] for lane in self.alive]
-
-
-def _cut(batch: Batch, start: int, end: int, shared: bool) -> Batch:
-    return {name: value[start:end] if shared else value[:, start:end] for name, value in batch.items()}
 
 
 def _lane(outputs: Any, place: int) -> Any:

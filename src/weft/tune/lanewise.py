@@ -77,7 +77,7 @@ class Lanewise:
 
         self._rate, self._decay = column("lr"), column("weight_decay")
         self._momentum, self._dampening = column("momentum"), column("dampening")
-        self._decays = bool((self._decay != 0).any())
+        self._decays = any(options.get("weight_decay") for options in self._options)
         self._common = self._options[0]
 
     def _sgd(self, weights: Tensor, gradients: Tensor, rate: Tensor) -> None:

@@ -26,25 +26,21 @@ LANE = 1 / 32
 
 
 BESIDE = 2
-"""What a lane of a fused training takes, by what the trial takes alone (1.3 to 1.8 times where it was measured): all
-gradients of all lanes are there at once."""
-
-
-def fused_memory(each: int, lanes: int) -> int:
-    """Bytes of a device that so many lanes take, of which one alone takes ``each``."""
-    return each * lanes * (BESIDE if lanes > 1 else 1)
+"""What a lane of a fused training is taken to need where that is not traced, as on a GPU, by what the trial takes alone
+(1.3 to 1.8 times where it was measured): all gradients of all lanes are there at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """``memory`` None: all of a device, or nothing that is counted. ``shape`` is equal for trials that can be fused,
-    ``kind`` for those that compute alike."""
+    ``kind`` for those that compute alike. ``lane`` is what it takes as one of several that are; None: not traced."""
 
     memory: int | None
     fit: Fit | None = None
     shape: str | None = None
     kind: str = ""
     steps: int | None = None
+    lane: int | None = None
 
     @property
     def degree(self) -> int:
@@ -55,6 +51,11 @@ class Need:
         """That the whole training should take, if that can be said."""
         step = None if self.fit is None else self.fit.seconds
         return None if step is None or self.steps is None else step * self.steps
+
+    def of_lanes(self, lanes: int) -> int:
+        """Bytes of a device that so many trials like it take as one; 0 where nothing is counted."""
+        alone = self.memory or 0
+        return alone if lanes == 1 else lanes * (alone * BESIDE if self.lane is None else self.lane)
 
 
 def need(terms: Terms, params: Mapping[str, Value], memory: int | None, devices: int, kind: str, fuse: bool) -> Need:
@@ -73,9 +74,23 @@ def need(terms: Terms, params: Mapping[str, Value], memory: int | None, devices:
 
     chosen.data()  # made once, here, where tensors are real
     found = fit(chosen, devices, memory, kind)
-    needed = min(int(found.memory * (1 + BEYOND)) + (TINY if kind == "cpu" else SLACK), memory)
-    lane = found.degree == 1 and found.memory <= memory * LANE
-    return Need(needed, found, _shape(chosen) if fuse and lane else None, kind_of(params), chosen.steps)
+    needed = min(_beyond(found.memory, kind), memory)
+    # Lanes keep all that their forwards make: what recomputes, or lies on the host, is small only while it does.
+    lane = found.way in ("whole", "accumulate") and found.memory <= memory * LANE
+    shape = _shape(chosen) if fuse and lane else None
+    each = None if shape is None or kind != "cpu" else _lane(chosen, found.micro_batch)
+    return Need(needed, found, shape, kind_of(params), chosen.steps, None if each is None else _beyond(each, kind))
+
+
+def _beyond(memory: int, kind: str) -> int:
+    """With what a trial may take beyond its estimate."""
+    return int(memory * (1 + BEYOND)) + (TINY if kind == "cpu" else SLACK)
+
+
+def _lane(chosen: Setting, micro: int) -> int | None:
+    from weft.tune.lanepeak import lane_peak
+
+    return lane_peak(chosen, micro)
 
 
 def _shape(chosen: Setting) -> str | None:
@@ -106,7 +121,7 @@ def groups(needs: Mapping[int, Need], memory: int | None) -> list[tuple[int, ...
         alike.setdefault(one.shape if one.shape is not None else number, []).append(number)
     found = []
     for numbers in alike.values():
-        each = max(needs[number].memory or 0 for number in numbers)
-        most = len(numbers) if memory is None or each == 0 else max(1, memory // (each * BESIDE))
+        each = max(needs[number].of_lanes(2) for number in numbers)
+        most = len(numbers) if memory is None or each == 0 else max(1, 2 * memory // each)
         found += [tuple(numbers[at : at + most]) for at in range(0, len(numbers), most)]
     return sorted(found)

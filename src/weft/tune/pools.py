@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from weft.plan.memory.addresses import Addresses, orders
 from weft.plan.memory.allocator import CachingAllocator, Rules
+from weft.plan.memory.steady import lasting
 from weft.plan.memory.tape import Tape
 
 
 def reserved_apart(tape: Tape, rules: Rules) -> int:
     """Bytes that are reserved at most: what one pool has free, the other cannot use.
 
-    The batch lies outside, with the weights and the optimizer's states. As in a replay of one pool, the larger figure
-    of both directions counts.
+    The batch lies outside, with the weights and the optimizer's states. Nobody knows where a worker's segments lie: the
+    largest figure counts.
     """
-    return max(_reserved(tape, rules, descending) for descending in (False, True))
+    tape = lasting(tape)
+    return max(_reserved(tape, rules, order) for order in orders())
 
 
-def _reserved(tape: Tape, rules: Rules, descending: bool) -> int:
-    outside, inside = (CachingAllocator(rules, descending=descending) for _ in range(2))
+def _reserved(tape: Tape, rules: Rules, addresses: Addresses) -> int:
+    outside, inside = (CachingAllocator(rules, addresses=addresses) for _ in range(2))
     blocks = {}
     phase = most = 0
     for event in tape.order:

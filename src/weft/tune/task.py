@@ -42,13 +42,19 @@ class Task:
     """When it last reported, and after which step."""
     id: str = field(default="")
 
+    @property
+    def whole(self) -> bool:
+        """Whether it has its devices to itself, and may take all that was counted on."""
+        return self.memory is None or self.need.degree > 1
+
 
 def alike(task: Task) -> dict[str, Any]:
     """By what its memory is corrected: what trials of its kind took, as many as train as one."""
     lanes = len(task.trials if task.job is None else task.job.trials)
     if not task.need.kind:
         return {"shape": None, "family": None}
-    return {"shape": f"{task.need.kind} x{lanes}", "family": "alone" if lanes == 1 else "fused"}
+    family = "split" if task.need.degree > 1 else "alone" if lanes == 1 else "fused"
+    return {"shape": f"{task.need.kind} x{lanes}", "family": family}
 
 
 def job_of_task(task: Task) -> Job:

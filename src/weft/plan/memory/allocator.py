@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from weft.errors import PlanError
+from weft.plan.memory.addresses import Addresses, Slots
 
 MIB = 2**20
 
@@ -32,10 +33,10 @@ class Rules:
 
 
 class _Block:
-    __slots__ = ("address", "after", "before", "free", "segment", "size", "small")
+    __slots__ = ("address", "after", "before", "free", "size", "small")
 
-    def __init__(self, address: int, size: int, segment: int, small: bool) -> None:
-        self.address, self.size, self.segment, self.small = address, size, segment, small
+    def __init__(self, address: int, size: int, small: bool) -> None:
+        self.address, self.size, self.small = address, size, small
         self.free = True
         self.before: _Block | None = None
         self.after: _Block | None = None
@@ -46,15 +47,16 @@ class CachingAllocator:
 
     ``allocated`` and ``reserved`` are bytes now, ``peak`` and ``reserved_peak`` the most so far. With a ``limit``,
     segments that hold nothing are given back when it is met, and `OutOfMemory` is raised if that does not help.
-    Of free blocks of one size that at the lowest address is taken: ``descending`` says that later segments lie lower.
+    Of free blocks of one size that at the lowest address is taken: ``addresses`` says where segments lie.
     """
 
-    def __init__(self, rules: Rules | None = None, limit: int | None = None, descending: bool = False) -> None:
+    def __init__(
+        self, rules: Rules | None = None, limit: int | None = None, addresses: Addresses | None = None
+    ) -> None:
         self.rules, self.limit = rules or Rules(), limit
-        self._sign = -1 if descending else 1
+        self._addresses = addresses or Slots()
         self.allocated = self.peak = self.reserved = self.reserved_peak = 0
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
-        self._next = 0
         self._ends: dict[bool, _Block] = {}
 
     def rounded(self, size: int) -> int:
@@ -74,7 +76,7 @@ class CachingAllocator:
         block.free = False
         left = block.size - size
         if left >= rules.granule if small or rules.expandable else left > rules.small:
-            rest = _Block(block.address + size, left, block.segment, small)
+            rest = _Block(block.address + size, left, small)
             rest.before, rest.after, block.after, block.size = block, block.after, rest, size
             if rest.after is not None:
                 rest.after.before = rest
@@ -112,8 +114,7 @@ class CachingAllocator:
         else:
             segment = -(-size // rules.rounding) * rules.rounding
         self._reserve(segment)
-        self._next += 1
-        return _Block((self._next << 48) * self._sign, segment, self._next, small)
+        return _Block(self._addresses.place(segment), segment, small)
 
     def _extend(self, size: int, small: bool) -> _Block:
         page = self.rules.small_segment if small else self.rules.large_segment
@@ -126,7 +127,7 @@ class CachingAllocator:
             end.size += grown
             return end
         address = (1 << 60) * (1 + small) if end is None else end.address + end.size
-        block = _Block(address, grown, -1 - small, small)
+        block = _Block(address, grown, small)
         block.before = end
         if end is not None:
             end.after = block
@@ -146,8 +147,14 @@ class CachingAllocator:
     def _release(self) -> None:
         """Segments of which nothing is in use go back to the device."""
         for small, free in self._free.items():
-            kept = [e for e in free if e[2].before is not None or e[2].after is not None or self.rules.expandable]
-            self.reserved -= sum(e[0] for e in free) - sum(e[0] for e in kept)
+            kept: list[tuple[int, int, _Block]] = []
+            for entry in free:
+                size, address, block = entry
+                if block.before is not None or block.after is not None or self.rules.expandable:
+                    kept.append(entry)
+                else:
+                    self.reserved -= size
+                    self._addresses.back(address, size)
             self._free[small] = kept
 
     def _put(self, block: _Block) -> None:

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from weft.plan.memory.addresses import orders
 from weft.plan.memory.allocator import CachingAllocator, OutOfMemory, Rules
+from weft.plan.memory.steady import lasting
 from weft.plan.memory.tape import PARTS, PHASES, Tape
 
 
@@ -24,11 +26,12 @@ class Peaks:
 def replay(tape: Tape, rules: Rules | None = None) -> Peaks:
     """The peaks of a tape on a device that has enough.
 
-    Nobody knows where the driver puts a segment, and which of two holes is filled first depends on that: the larger
-    figure of both directions is the one reserved."""
-    lower = CachingAllocator(rules, descending=True)
-    _run(tape, lower)
-    allocator = CachingAllocator(rules)
+    Where the driver puts a segment depends on all that the process ever mapped, and which of two holes is filled first
+    depends on that: the largest figure of several orders is the one reserved."""
+    tape = lasting(tape)
+    allocator, *others = (CachingAllocator(rules, addresses=order) for order in orders())
+    for other in others:
+        _run(tape, other)
     blocks = {}
     phases: dict[str, int] = {}
     phase = 0
@@ -54,15 +57,17 @@ def replay(tape: Tape, rules: Rules | None = None) -> Peaks:
         else:
             allocator.free(blocks.pop(-event))
     parts, modules = _held(tape, moment, allocator)
-    reserved = max(allocator.reserved_peak, lower.reserved_peak)
+    reserved = max(each.reserved_peak for each in (allocator, *others))
     return Peaks(allocator.peak, reserved, {n: phases.get(n, 0) for n in PHASES[1:]}, parts, modules)
 
 
 def fits(tape: Tape, memory: int, rules: Rules | None = None) -> bool:
-    """Whether the steps of a tape run within so many bytes, cached ones being given back where that helps."""
+    """Whether the steps of a tape run within so many bytes, cached ones being given back where that helps, wherever
+    the segments lie."""
+    tape = lasting(tape)
     try:
-        for descending in (False, True):
-            _run(tape, CachingAllocator(rules, memory, descending))
+        for order in orders():
+            _run(tape, CachingAllocator(rules, memory, order))
     except OutOfMemory:
         return False
     return True

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -40,7 +42,7 @@ def trace(training: Training, batch: Any, size: int | None = None, other: int | 
     tracer, counter = Tracer(training.kernels), Counter()
     with ExitStack() as stack:
         stack.enter_context(_ALONE)
-        stack.enter_context(as_on_gpu(training.kernels))
+        stack.enter_context(as_on_gpu(training.kernels, tracer.adding))
         stack.enter_context(as_on_cuda())
         stack.enter_context(fakes.unnoticed())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -65,8 +67,14 @@ def trace(training: Training, batch: Any, size: int | None = None, other: int | 
 
 
 def _steps(training: Training, model: nn.Module, batch: Any, tracer: Tracer, counter: Counter) -> None:
-    for name, tensor in fakes.in_order(model):
-        tracer.own(tensor, "weights", name)
+    recurrent = {name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)}
+    for name, group in groupby(fakes.in_order(model), key=itemgetter(0)):
+        weights = [tensor for _, tensor in group]
+        # A recurrent module's weights are moved one by one, and then into the block that they share.
+        moved = [torch.empty_like(tensor) for tensor in weights] if name in recurrent else []
+        for tensor in weights:
+            tracer.own(tensor, "weights", name)
+        del moved
     for tensor in tensors(batch):
         tracer.own(tensor, "batch")
     parameters = [p for p in model.parameters() if p.requires_grad]

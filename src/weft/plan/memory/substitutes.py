@@ -1,9 +1,9 @@
-"""The kernels that a GPU takes where the CPU has others: attention, dropout, recurrent layers."""
+"""The kernels that a GPU takes where the CPU, or a fake tensor, has others: attention, dropout, recurrent layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def as_on_gpu(kernels: Kernels) -> Iterator[None]:
-    """Within the block, operators on (fake) tensors of the CPU take the way that they take on this device."""
+def as_on_gpu(kernels: Kernels, adding: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Within the block, operators on (fake) tensors of the CPU take the way that they take on this device; within
+    ``adding``, sums would be formed in place if the tensors held data."""
     kept: list[Tensor] = []
 
     def attention(
@@ -48,7 +49,8 @@ def as_on_gpu(kernels: Kernels) -> Iterator[None]:
             operands = (query, key, value, mask, keeps, dropout_p, is_causal)
             return aten._scaled_dot_product_efficient_attention(*operands, scale=scale)[0]
         operands = (query, key, value, attn_mask, dropout_p, is_causal, None)
-        return aten._scaled_dot_product_attention_math(*operands, scale=scale, enable_gqa=enable_gqa)[0]
+        with adding():
+            return aten._scaled_dot_product_attention_math(*operands, scale=scale, enable_gqa=enable_gqa)[0]
 
     def dropout(input: Tensor, p: float, train: bool) -> Any:
         if train and 0 < p < 1 and input.numel():
@@ -57,7 +59,17 @@ def as_on_gpu(kernels: Kernels) -> Iterator[None]:
             return input
         return input * torch.zeros_like(input)
 
-    own: dict[str, Kernel | None] = {"scaled_dot_product_attention": attention, "dropout": dropout}
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        if bias is not None and input.is_contiguous():
+            flat = torch.addmm(bias, input.reshape(-1, input.shape[-1]), weight.t())
+            return flat if input.dim() == 2 else flat.view(*input.shape[:-1], weight.shape[0])
+        if bias is not None and input.dim() == 2:
+            return torch.addmm(bias, input, weight.t())
+        result = torch.matmul(input, weight.t())
+        # In place, as with tensors that hold data; with fake ones PyTorch would make another.
+        return result if bias is None else result.add_(bias)
+
+    own: dict[str, Kernel | None] = {"scaled_dot_product_attention": attention, "dropout": dropout, "linear": linear}
     own |= {f"{kind}.input": recurrent.operator(kind, kept) for kind in recurrent.GATES}
     with overriding(own, "AutogradCPU"):
         yield

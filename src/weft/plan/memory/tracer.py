@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls: list[Call] = []
         self._blocks: dict[int, int] = {}  # by storage
         self._sums: dict[int, tuple[int, ...]] = {}
+        self._adding = False
         self._seen: set[tuple[str, bool]] = set()  # lasting workspaces: by kind and whether of the backward's thread
 
     def begin(self, phase: str) -> None:
@@ -91,18 +93,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._lasting("product", self.kernels.blas)
             if name.startswith("aten.addmm."):
                 self._lasting("biased", self.kernels.blas_biased)
-        if name == "aten.add.Tensor" and self.phase == "backward" and fresh:
+        if name == "aten.add.Tensor" and (self.phase == "backward" or self._adding) and fresh:
             self._sum(fresh[0], args)
         if has_rule(name):
-            call = Call(len(self._sizes), name, sketched(args), sketched(result))
+            first = len(self._sizes)
+            call = Call(first, name, sketched(args), sketched(result))
             self._calls.append(call)
             for size in workspaces(name, call.args, call.result, self.kernels):
-                self._order += [len(self._sizes) + 1, -len(self._sizes) - 1]
                 self._add(size, "workspaces", self.module)
-            if name == "aten.convolution_backward.default" and args[10][0]:
-                # The images' gradient is done before the weights' is begun.
-                done, count = self._order[start:], len(fresh)
-                self._order[start:] = [done[0], *done[count : count + 2], *done[1:count], *done[count + 2 :]]
+            copies, *after = ((block + 1, -block - 1) for block in range(first, len(self._sizes)))
+            done = self._order[start:]
+            # The images' gradient is done before the weights' is begun.
+            early = 1 if name == "aten.convolution_backward.default" and args[10][0] else len(done)
+            rest = [event for pair in after[1:] for event in pair]
+            self._order[start:] = [copies[0], *done[:early], *after[0], *done[early:], *rest, copies[1]]
         if self.counter is not None:
             self.counter(func, args, kwargs, result)
         return result
@@ -127,6 +131,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int) -> None:
         self._order.append(-self._blocks.pop(key) - 1)
 
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Within the block, what is added to a tensor would be added in place if it held data."""
+        self._adding, before = True, self._adding
+        try:
+            yield
+        finally:
+            self._adding = before
+
     def _lasting(self, kind: str, size: int) -> None:
         """A library's workspace: made with the first call of each thread, and kept."""
         if (kind, self.phase == "backward") not in self._seen:
@@ -136,7 +149,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _sum(self, result: int, args: tuple[Any, ...]) -> None:
         pair = [a for a in args[:2] if isinstance(a, Tensor)]
-        if len(pair) == 2 and pair[0].shape == pair[1].shape and pair[0].dtype == pair[1].dtype:
+        if self._adding:
+            pair = pair[:1]
+        elif len(pair) < 2 or pair[0].shape != pair[1].shape or pair[0].dtype != pair[1].dtype:
+            pair = []
+        if pair:
             blocks = [self._blocks.get(one.untyped_storage()._cdata) for one in pair]
             self._sums[result] = tuple(b for b in blocks if b is not None and self._sizes[b] == self._sizes[result])
 

@@ -17,8 +17,9 @@ from weft.plan.memory.sketch import Sketch
 Arguments = tuple[Any, ...]
 
 
-SLOTS = 2
-"""Workspaces of an operator that has a rule, one after the other; those that it does not need are of 0 bytes."""
+SLOTS = 3
+"""Workspaces of an operator that has a rule: copies of its operands, which it makes before its results and keeps to the
+end, and two that come after the results, one after the other; those that it does not need are of 0 bytes."""
 
 
 def has_rule(name: str) -> bool:
@@ -28,8 +29,11 @@ def has_rule(name: str) -> bool:
 
 def workspaces(name: str, args: Arguments, result: Any, kernels: Kernels) -> tuple[int, ...]:
     """The workspaces of an operator that has a rule, from sketches of its arguments and results."""
-    found = _RULES[name.split(".")[1]](args, result, kernels)
-    return (*found, *(0,) * (SLOTS - len(found)))
+    rule, operands = _RULES[name.split(".")[1]]
+    given = [args[place] for place in operands if isinstance(args[place], Sketch)]
+    copies = sum(one.bytes for one in given if not one.is_contiguous())
+    found = rule(args, result, kernels)
+    return (copies, *found, *(0,) * (SLOTS - 1 - len(found)))
 
 
 def partial_sums(rows: int, columns: int, element: int, kernels: Kernels) -> int:
@@ -51,7 +55,7 @@ def partial_sums(rows: int, columns: int, element: int, kernels: Kernels) -> int
     values = -(-rows // height)
     grid = -(-outputs // width)
     room = kernels.processors * (kernels.threads // (width * height))
-    if values < 16 or grid > room:
+    if values < 256 or grid > room:
         return 0
     blocks = max(min(-(-room // grid), -(-values // 16)), -(-values // 256))
     return element * columns * blocks * width * vector if blocks > 1 else 0
@@ -71,14 +75,8 @@ def _sum(args: Arguments, result: Any, kernels: Kernels) -> list[int]:
     return [partial_sums(rows, tensor.numel() // rows, max(4, tensor.element_size()), kernels)]
 
 
-def _copies(*places: int) -> Callable[[Arguments, Any, Kernels], list[int]]:
-    """Of a kernel that wants these arguments contiguous, and copies those that are not."""
-
-    def rule(args: Arguments, result: Any, kernels: Kernels) -> list[int]:
-        given = [args[place] for place in places if isinstance(args[place], Sketch)]
-        return [sum(one.bytes for one in given if not one.is_contiguous())]
-
-    return rule
+def _none(args: Arguments, result: Any, kernels: Kernels) -> list[int]:
+    return []
 
 
 def _roll(args: Arguments, result: Any, kernels: Kernels) -> list[int]:
@@ -117,6 +115,10 @@ def _flash_backward(args: Arguments, result: Any, kernels: Kernels) -> list[int]
     return [batch * heads * rows * (columns * 4 + 4)]
 
 
+def _softmax_backward(args: Arguments, result: Any, kernels: Kernels) -> list[int]:
+    return [args[0].bytes]  # the products of the gradients and the results
+
+
 def _safe_softmax(args: Arguments, result: Any, kernels: Kernels) -> list[int]:
     return [args[0].numel() + 2 * args[0].numel() // max(1, args[0].shape[-1])]
 
@@ -131,25 +133,26 @@ def _power(number: int) -> int:
     return 1 << (max(1, number).bit_length() - 1)
 
 
-_RULES: dict[str, Callable[[Arguments, Any, Kernels], list[int]]] = {
-    "sum": _sum,
-    "mean": _sum,
-    "native_layer_norm": _copies(0),
-    "native_layer_norm_backward": _copies(0, 1),
-    "native_group_norm": _copies(0),
-    "native_group_norm_backward": _copies(0, 1),
-    "_softmax": _copies(0),
-    "_log_softmax": _copies(0),
-    "_softmax_backward_data": _copies(0, 1),
-    "_log_softmax_backward_data": _copies(0, 1),
-    "_safe_softmax": _safe_softmax,
-    "roll": _roll,
-    "embedding_dense_backward": _embedding_backward,
-    "index_put": _index_put,
-    "index_put_": _index_put,
-    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
-    "_scaled_dot_product_flash_attention_backward": _flash_backward,
-    "convolution": convolution,
-    "convolution_backward": convolution_backward,
+_RULES: dict[str, tuple[Callable[[Arguments, Any, Kernels], list[int]], tuple[int, ...]]] = {
+    "sum": (_sum, ()),
+    "mean": (_sum, ()),
+    "native_layer_norm": (_none, (0,)),
+    "native_layer_norm_backward": (_none, (0, 1)),
+    "native_group_norm": (_none, (0,)),
+    "native_group_norm_backward": (_none, (0, 1)),
+    "_softmax": (_none, (0,)),
+    "_log_softmax": (_none, (0,)),
+    "_softmax_backward_data": (_softmax_backward, (0, 1)),
+    "_log_softmax_backward_data": (_none, (0, 1)),
+    "_safe_softmax": (_safe_softmax, ()),
+    "roll": (_roll, ()),
+    "embedding_dense_backward": (_embedding_backward, ()),
+    "index_put": (_index_put, ()),
+    "index_put_": (_index_put, ()),
+    "_scaled_dot_product_efficient_attention_backward": (_efficient_backward, ()),
+    "_scaled_dot_product_cudnn_attention_backward": (_cudnn_attention_backward, ()),
+    "_scaled_dot_product_flash_attention_backward": (_flash_backward, ()),
+    "convolution": (convolution, (0, 1)),
+    "convolution_backward": (convolution_backward, (0, 1, 2)),
 }
+"""The rule of each operator, and the places of the operands that its kernel wants contiguous."""

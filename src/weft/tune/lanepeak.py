@@ -1,0 +1,65 @@
+"""What a lane of a fused training takes of a CPU at its peak, before anything runs."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Hashable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from weft.pipeline.seeding import Seeder
+from weft.search.storages import LiveStorages
+from weft.tune.captured import Gradients
+from weft.tune.complete import example
+from weft.tune.fit import KNOWN, likeness
+from weft.tune.lanes import Lanes
+from weft.tune.lanestep import LaneStep
+from weft.tune.setting import Setting
+
+log = logging.getLogger("weft.tune")
+_LANES = 2
+_known: dict[Hashable, int | None] = {}
+
+
+def lane_peak(setting: Setting, micro: int) -> int | None:
+    """Bytes of storages that are alive at once, for each lane of a batched step in parts of ``micro`` samples; None,
+    with the reason in the log, where it cannot be traced.
+
+    Every lane is taken to have a batch of its own: lanes of one seed share it, and take a little less.
+    """
+    key = (likeness(setting), micro)
+    if key not in _known:
+        while len(_known) >= KNOWN:
+            del _known[next(iter(_known))]
+        try:
+            _known[key] = -(-_traced(setting, micro) // _LANES)
+        except Exception as problem:
+            log.info("lanes like %s are not traced: %s: %s", dict(setting.params), type(problem).__name__, problem)
+            _known[key] = None
+    return _known[key]
+
+
+def _traced(setting: Setting, micro: int) -> int:
+    """Of the second step of all lanes: in the first, the dropouts of a forward are looked for."""
+    like, device = example(setting, setting.batch_size), torch.device("cpu")  # out here, where the data set is real
+    seeders = [Seeder(setting.seed, device)] * _LANES
+    with seeders[0].preserved(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.simplefilter("ignore")  # fake tensors warn of what nobody here does
+        lanes = Lanes([setting] * _LANES, device)
+        work = LaneStep(setting, lanes, device, micro)
+        batch = {name: torch.empty((_LANES, *part.shape), dtype=part.dtype) for name, part in like.items()}
+
+        def step() -> None:
+            gradients: Gradients | None = None
+            for given in work.micro_batches(batch, False, seeders, [setting.dropout] * _LANES, 0):
+                _, gradients = work.part(given, gradients)
+            assert gradients is not None
+            assert gradients[0] is not None
+            lanes.update(gradients[0], 1.0)
+
+        step()
+        with LiveStorages([*lanes.tensors(), *batch.values()]) as live:
+            step()
+    return int(live.peak)
