@@ -239,7 +239,7 @@ HEADLINES: dict[str, Headline] = {
             unforced="unforced",
             unforced_ratio=("unforced_ratio", ".2f"),
         ),
-        ((README, "The largest micro-batch that weft tells", "the workspaces of convolutions."),),
+        ((README, "The largest micro-batch that weft tells", "and the ratios are better."),),
     ),
     "convolutions": Headline(
         "Workspaces of convolutions",

@@ -19,6 +19,7 @@ import weft
 from weft.data import Data, digits
 from weft.plan.planner import plan
 from weft.tune.complete import Complete, example
+from weft.tune.fit import AT_ONCE
 from weft.tune.job import Fit
 from weft.tune.recipe import Recipe
 from weft.tune.setting import Setting, setting
@@ -72,6 +73,7 @@ class Case:
     port: int
     stop_at: int | None = None
     precision: str = "fp32"
+    memory: int | None = None
 
 
 def process(rank: int, cases: dict[str, Case], out: str) -> None:
@@ -90,12 +92,14 @@ def process(rank: int, cases: dict[str, Case], out: str) -> None:
         result: Result | None
         try:
             made = trial(precision=case.precision)
-            result = train_split(made, case.fit, device="cpu", directory=Path(case.folder), report=report)
+            given: Any = {"device": "cpu", "directory": Path(case.folder), "report": report, "memory": case.memory}
+            result = train_split(made, case.fit, **given)
         except Pruned as problem:
             result = problem.result
         assert result is not None
         assert bool(reports) == (rank == 0)
         told |= {f"{name}.values": torch.tensor(result.values), f"{name}.losses": torch.tensor(result.losses)}
+        told[f"{name}.peak"] = torch.tensor(result.peak or 0)
     save_file(told, f"{out}/{rank}.safetensors")
 
 
@@ -115,6 +119,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor
         "staged": Case(staged, str(out / "staged"), free_port()),
         "stopped": Case(staged, str(out / "stopped"), free_port(), stop_at=4),
         "resumed": Case(staged, str(out / "stopped"), free_port()),
+        "counted": Case(meshed, str(out / "counted"), free_port(), memory=2**40),
         "meshed16": Case(split(1, 1, "bf16"), str(out / "meshed16"), free_port(), precision="bf16"),
         "staged16": Case(split(2, 2, "bf16"), str(out / "staged16"), free_port(), precision="bf16"),
     }
@@ -149,6 +154,16 @@ def test_in_bf16_two_processes_come_to_what_one_device_does_in_bf16(
     for one in ran:
         for key, wanted in (("losses", alone.losses), ("values", alone.values)):
             torch.testing.assert_close(one[f"{name}.{key}"], torch.tensor(wanted), rtol=tolerance, atol=tolerance)
+
+
+def test_what_a_mesh_takes_is_not_more_than_is_told(ran: list[dict[str, torch.Tensor]]) -> None:
+    """Told are the planner's figure and two gradients of the largest parameter."""
+    planned = split(1, 1).plan
+    assert planned is not None
+    largest = max(parameter.nbytes for parameter in trial().bare().parameters())
+    told = planned["cost"]["memory"] + AT_ONCE * largest
+    most = max(int(one["counted.peak"]) for one in ran)
+    assert planned["cost"]["memory"] < most <= told <= 1.1 * most
 
 
 def test_a_split_trial_that_ended_early_goes_on_from_its_checkpoint(ran: list[dict[str, torch.Tensor]]) -> None:

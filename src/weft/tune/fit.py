@@ -29,8 +29,9 @@ _known: dict[Hashable, Fit] = {}
 MARGIN = 0.02
 """The share of a device that is left free: the allocator gives back what it caches before it fails, and what is
 allocated is known to one percent."""
-
-
+AT_ONCE = 2
+"""Gradients of the largest parameter, whole, that a split step holds for a while beside what the planner counts: as it
+comes out, and as it travels."""
 SECONDS = 20.0
 """Of a search for a plan."""
 
@@ -137,13 +138,15 @@ class _Fitting:
         except PlanError as problem:
             tried.append(f"it cannot be split: {problem}")
             return None
+        beside = AT_ONCE * max(parameter.nbytes for parameter in whole.parameters())
+        room = max(1, int((self.memory * (1 - MARGIN) - beside) / scale))
         while degree <= self.devices:
             try:
-                made = self._plan(whole, tensors, degree, int(self.memory * (1 - MARGIN) / scale))
+                made = self._plan(whole, tensors, degree, room)
             except PlanError as problem:
                 tried.append(f"over {degree} devices: {problem}")
             else:
-                needed = int(made.cost.memory * scale)
+                needed = int(made.cost.memory * scale) + beside
                 told = f"split over {degree} devices it takes {size(needed)} of each"
                 parts = made.microbatches
                 micro = self.setting.batch_size // parts
