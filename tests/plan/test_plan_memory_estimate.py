@@ -265,6 +265,25 @@ def test_a_recurrent_model_reserves_what_was_measured_after_its_third_step() -> 
     assert found.reserved == pytest.approx(row["reserved"], rel=0.005)
 
 
+def test_images_with_their_channels_last_are_not_copied_but_parts_of_others_are() -> None:
+    class Cut(nn.Module):
+        def __init__(self, channels: int) -> None:
+            super().__init__()
+            self.layer, self.channels = nn.Conv2d(32, 32, 3, padding=1), channels
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x[:, : self.channels]) if self.channels < x.shape[1] else self.layer(x)
+
+    def copies(model: nn.Module, x: Tensor) -> int:
+        tape, _ = estimate(model, {"x": x}, optimizer="sgd").tape(16)
+        return sum(tape.sizes[call.block] for call in tape.calls if call.name == "aten.convolution.default")
+
+    x = torch.zeros(16, 32, 24, 24)
+    assert copies(Cut(32), x) == 0
+    assert copies(Cut(32).to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)) == 0
+    assert copies(Cut(32), torch.zeros(16, 64, 24, 24)) == 2 * x.nbytes  # in each of two steps
+
+
 def test_values_that_the_model_asks_for_are_said_to_be_assumed() -> None:
     class Asking(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

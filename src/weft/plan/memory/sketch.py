@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +35,18 @@ class Sketch:
         return self.numel() * self.element
 
     def is_contiguous(self) -> bool:
+        return self._lies(range(self.dim()))
+
+    def has_channels_last(self) -> bool:
+        """Whether the numbers of a pixel lie side by side, and pixel after pixel."""
+        return self.dim() > 2 and self._lies((0, *range(2, self.dim()), 1))
+
+    def _lies(self, order: Sequence[int]) -> bool:
         step = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != step:
+        for dim in reversed(order):
+            if self.shape[dim] != 1 and self.strides[dim] != step:
                 return False
-            step *= size
+            step *= self.shape[dim]
         return True
 
 

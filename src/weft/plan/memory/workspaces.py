@@ -31,7 +31,8 @@ def workspaces(name: str, args: Arguments, result: Any, kernels: Kernels) -> tup
     """The workspaces of an operator that has a rule, from sketches of its arguments and results."""
     rule, operands = _RULES[name.split(".")[1]]
     given = [args[place] for place in operands if isinstance(args[place], Sketch)]
-    copies = sum(one.bytes for one in given if not one.is_contiguous())
+    either = name.startswith("aten.convolution")  # takes channels first or last, if all lies the same way
+    copies = sum(one.bytes for one in given if not one.is_contiguous() and not (either and one.has_channels_last()))
     found = rule(args, result, kernels)
     return (copies, *found, *(0,) * (SLOTS - 1 - len(found)))
 
