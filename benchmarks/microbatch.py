@@ -16,6 +16,8 @@ fits, probes`: `fits` says whether the one that was told trains; where nothing d
 from __future__ import annotations
 
 import argparse
+import gc
+import multiprocessing
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +53,7 @@ def trains(made: Setting, micro: int, device: str, memory: int) -> int | None:
     """How many requests failed in steps with micro-batches of this size under so much memory; None: they ended."""
     parts = -(-made.batch_size // micro)
     fit = Fit("accumulate" if parts > 1 else "whole", micro, parts, 1, memory, None, "")
+    gc.collect()  # of a probe that failed
     before = failed(device)
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -120,12 +123,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--families", nargs="*")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     asked = arguments.families
     rows = [row for row in read_rows(arguments.json) if asked and row["family"] not in asked]
-    for case in QUICK if arguments.quick else [case for case in CASES if not asked or case[0] in asked]:
-        rows.append(measured(case, arguments.device, 256 if arguments.quick else 4096))
-        write(arguments.json, rows=rows, **summary(rows))
+    batch = 256 if arguments.quick else 4096
+    # Each case has a process that begins: nothing that an earlier one left counts.
+    with multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,), maxtasksperchild=1) as pool:
+        for case in QUICK if arguments.quick else [case for case in CASES if not asked or case[0] in asked]:
+            rows.append(pool.apply(measured, (case, arguments.device, batch)))
+            write(arguments.json, rows=rows, **summary(rows))
 
 
 if __name__ == "__main__":
