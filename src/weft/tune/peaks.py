@@ -30,6 +30,9 @@ from weft.tune.setting import Setting
 GENEROUS = "h200"
 """Whose constants are taken for a GPU that has none: the largest workspaces that are known."""
 
+SCALARS = 4096
+"""Bytes of losses, counts and the like; a batch's numbers in the data set take 8 each beside."""
+
 _log = logging.getLogger("weft.tune")
 Step = Callable[[nn.Module, torch.optim.Optimizer, Any], None]
 
@@ -155,11 +158,16 @@ class _Counted:
             except ValueError:  # such as a batch norm's of a single sample
                 return sys.maxsize
             states = [value for state in optimizer.state.values() for value in state.values()]
-            held = [*model.parameters(), *model.buffers(), *batch.values()]
-            with LiveStorages([*held, *(value for value in states if isinstance(value, Tensor))]) as live:
+            kept = [*model.parameters(), *model.buffers(), *(value for value in states if isinstance(value, Tensor))]
+            with LiveStorages([*kept, *batch.values()]) as live:
                 step(model, optimizer, batch)
-        # The whole batch lies there, however it is cut, and the next one while it is made.
-        return int(live.peak) + (2 * self.setting.batch_size - samples) * _sample(like)
+            with LiveStorages(kept) as between:
+                pass
+        # The whole batch lies there, however it is cut; between two steps, while the next is made, two of them do.
+        sample, size = _sample(like), self.setting.batch_size
+        return (
+            SCALARS + 8 * size + max(int(live.peak) + (size - samples) * sample, int(between.now) + 2 * size * sample)
+        )
 
 
 def _sample(batch: Batch) -> int:
