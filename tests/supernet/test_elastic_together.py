@@ -210,6 +210,23 @@ def test_a_backward_goes_by_the_autocast_of_its_forward() -> None:
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("kind", ["ratio", "ratio down"])
+def test_a_mixed_layer_keeps_its_input_and_nothing_as_long_as_its_sides(kind: str) -> None:
+    space, (layer,) = made(kind)
+    mixture, x, kept = random_mixture(space), noise(2, layer.in_features), []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = layer(x.requires_grad_(), pick=mixture)
+    assert out.grad_fn is not None
+    there = {tensor.data_ptr() for tensor in (x, layer.weight, layer.bias)}
+    assert there < {tensor.data_ptr() for tensor in kept}
+    assert max(tensor.numel() for tensor in kept if tensor.data_ptr() not in there) <= 3  # options of a choice
+
+
 def test_a_layer_without_choices_is_a_plain_one_under_every_mixture() -> None:
     space = weft.Space()
     space.integer("width", [2, 3])

@@ -63,8 +63,7 @@ def _mixed(layers: Sequence[Linear], x: Tensor, mixture: Mixture) -> Sequence[Te
     sizes, weights = layers[0].sizes, [layer.weight for layer in layers]
     if not sizes.names:
         return [F.linear(x, layer.weight, layer.bias) for layer in layers]
-    # On a CPU, where starting an operation costs little, a single layer is better off with factors that others share.
-    if few_tokens(x, weights[0], sizes.rank) or (len(layers) == 1 and not x.is_cuda):
+    if few_tokens(x, weights[0], sizes.rank):
         rows, columns = sizes.factors(mixture)
         return [mixed_linear(x, layer.weight, layer.bias, rows, columns) for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]

@@ -56,7 +56,6 @@ def gradients(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
     chances: Chances,
-    factors: tuple[None, None],
     sizes: Sizes,
 ) -> tuple[Tensor | None, ...]:
     """As ``together`` has it; raw may be written over."""

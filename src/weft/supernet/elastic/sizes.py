@@ -18,8 +18,8 @@ Dim = int | Expr
 
 MOST_COMBINATIONS = 4096
 
-Chances = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Probabilities of the combinations of choices that rows and columns share, of the rows' own, of the columns' own."""
+Chances = tuple[Tensor | None, ...]
+"""Probabilities of the combinations of choices that dimensions share, and of each dimension's own; None: of none."""
 
 
 class Sizes:
@@ -68,13 +68,14 @@ class Sizes:
 
     def factors(self, mixture: Mixture) -> tuple[Tensor, ...]:
         """For each dimension a matrix: combinations of the shared choices, by the dimension's largest size."""
-        found: tuple[Tensor, ...] = mixture.known(("factors", self.key), lambda: self.make_factors(mixture))
+        found: tuple[Tensor, ...] = mixture.known(
+            ("factors", self.key), lambda: self.make_factors(*self.chances(mixture))
+        )
         return found
 
     def chances(self, mixture: Mixture) -> Chances:
-        """Of two dimensions, the probabilities of the combinations of shared choices, and of those of each alone."""
-        shared, first, second = (mixture.joint(names) if names else None for names in (self.shared, *self._own))
-        return shared, first, second
+        """The probabilities of the combinations of shared choices, and of those of each dimension alone."""
+        return tuple(mixture.joint(names) if names else None for names in (self.shared, *self._own))
 
     def distribution(self, mixture: Mixture, index: int = 0) -> Tensor:
         """The probability of each of ``values[index]``."""
@@ -100,16 +101,16 @@ class Sizes:
             self._known[key] = make()
         return self._known[key]
 
-    def make_factors(self, mixture: Mixture) -> tuple[Tensor, ...]:
-        """The factors, worked out anew."""
+    def make_factors(self, shared: Tensor | None, *own: Tensor | None) -> tuple[Tensor, ...]:
+        """The factors, worked out anew from the ``chances``."""
+        like = next((known for known in (shared, *own) if known is not None), torch.zeros(()))
         found = []
-        for index, own in enumerate(self._own):
-            like = mixture[self.names[0]] if self.names else torch.zeros(())
+        for index, chances in enumerate(own):
             table = self.table(index, like)
             # In this order autograd keeps the table and no copy.
-            found.append(torch.matmul(table, mixture.joint(own)) if own else table[:, :, 0])
-        if self.shared:
-            found[0] = found[0] * mixture.joint(self.shared)[:, None]
+            found.append(table[:, :, 0] if chances is None else torch.matmul(table, chances))
+        if shared is not None:
+            found[0] = found[0] * shared[:, None]
         return tuple(found)
 
     def _distribution(self, mixture: Mixture, index: int) -> Tensor:

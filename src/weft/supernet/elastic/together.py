@@ -7,12 +7,14 @@ the rows alone, and of b, those of the columns alone:
     A[s, r] = p(s) * sum over a of p(a) [r < rows(s, a)]      B[s, c] = sum over b of p(b) [c < columns(s, b)]
 
 So autograd sees one node from the probabilities to the output, and layers of the same sizes that read the same input
-(q, k and v) are one product.
+(q, k and v) are one product. A and B, which are large beside the activations of few tokens, are made again and not
+kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from weft.supernet.elastic.fused import linear_kernels
 from weft.supernet.elastic.mixture import Mixture
 from weft.supernet.elastic.sizes import Chances, Sizes
 
+Factors = tuple[Tensor, Tensor]
+
 
 def mixed_linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], sizes: Sizes, mixture: Mixture
@@ -32,11 +36,7 @@ def mixed_linears(
     """``F.linear`` with the expected weights and biases (as many, or none) of layers of these sizes, side by side."""
     chances = sizes.chances(mixture)
     fused = linear_kernels(weights, chances, sizes)
-    dtype = weights[0].dtype
-    factors = (
-        (None, None) if fused else mixture.known(("mask", sizes.key, dtype), lambda: _factors(sizes, mixture, dtype))
-    )
-    out: Tensor = _Together.apply(x, *chances, *factors, fused, sizes, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
+    out: Tensor = _Together.apply(x, *chances, fused, sizes, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -48,8 +48,6 @@ class _Together(torch.autograd.Function):
         shared: Tensor | None,
         first: Tensor | None,
         second: Tensor | None,
-        rows: Tensor | None,
-        columns: Tensor | None,
         fused: Any,
         sizes: Sizes,
         count: int,
@@ -59,39 +57,55 @@ class _Together(torch.autograd.Function):
         ctx.dtype, ctx.fused, ctx.sizes, ctx.count = x.dtype, fused, sizes, count
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))  # kept as the product uses it
-        saved = (x, shared, first, second, rows, columns, *held)
-        ctx.save_for_backward(*saved)
+        chances = (shared, first, second)
+        ctx.save_for_backward(x, *chances, *held)
         with passes.exactly(kind):
-            return F.linear(x, *_expected(ctx, saved, x.dtype, True))
+            factors = _factors(ctx, chances, held[0].dtype)
+            return F.linear(x, *_expected(ctx, held[:count], held[count:], chances, factors, x.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        saved, count = ctx.saved_tensors, ctx.count
-        x, chances, factors, held = saved[0], saved[1:4], saved[4:6], saved[6:]
-        wants = ctx.needs_input_grad
-        asked = (any(wants[9 : 9 + count]), any(wants[9 + count :]), *wants[1:4])
+        (x, *given), count, wants = ctx.saved_tensors, ctx.count, ctx.needs_input_grad
+        chances, weights, biases = tuple(given[:3]), given[3 : 3 + count], given[3 + count :]
+        asked = (any(wants[7 : 7 + count]), any(wants[7 + count :]), *wants[1:4])
         dx = None
-        found: tuple[Tensor | None, ...] = (None,) * (3 + len(held))
+        found: tuple[Tensor | None, ...] = (None,) * (3 + len(weights) + len(biases))
         with passes.exactly(x.device.type):
+            factors = _factors(ctx, chances, weights[0].dtype)
             if wants[0]:
-                dx = torch.matmul(gradient, _expected(ctx, saved, gradient.dtype, False)[0]).to(ctx.dtype)
+                expected, _ = _expected(ctx, weights, (), chances, factors, gradient.dtype)
+                dx = torch.matmul(gradient, expected).to(ctx.dtype)
             if any(asked):
                 inputs, outputs = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
                 raw = torch.mm(outputs.t(), inputs)
-                total = outputs.sum(0, dtype=held[0].dtype) if len(held) > count else None
-                of = _gradients if ctx.fused is None else ctx.fused.gradients
-                found = of(asked, raw, total, held[:count], held[count:], chances, factors, ctx.sizes)
-        return dx, *found[:3], None, None, None, None, None, *found[3:]
+                total = outputs.sum(0, dtype=weights[0].dtype) if biases else None
+                of = ctx.fused.gradients if factors is None else partial(_gradients, factors)
+                found = of(asked, raw, total, weights, biases, chances, ctx.sizes)
+        return dx, *found[:3], None, None, None, *found[3:]
 
 
-def _expected(ctx: Any, saved: Sequence[Any], dtype: torch.dtype, shifted: bool) -> tuple[Tensor, Tensor | None]:
-    """The expected weights one below the other, and biases if ``shifted``, in this dtype."""
-    weights, biases = saved[6 : 6 + ctx.count], saved[6 + ctx.count :] if shifted else ()
+def _factors(ctx: Any, chances: Chances, dtype: torch.dtype) -> Factors | None:
+    """A and B; None where fused kernels work them out as they go."""
     if ctx.fused is not None:
-        return ctx.fused.expected(weights, biases, saved[1:4], ctx.sizes, dtype)  # type: ignore[no-any-return]
+        return None
+    rows, columns = ctx.sizes.make_factors(*chances)
+    return rows.to(dtype), columns.to(dtype)
+
+
+def _expected(
+    ctx: Any,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    chances: Chances,
+    factors: Factors | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """The expected weights one below the other, and biases one behind the other, in this dtype."""
+    if factors is None:
+        return ctx.fused.expected(weights, biases, chances, ctx.sizes, dtype)  # type: ignore[no-any-return]
     pairs = [
-        passes.expected(weight, biases[index] if biases else None, saved[4], saved[5], dtype)
+        passes.expected(weight, biases[index] if biases else None, *factors, dtype)
         for index, weight in enumerate(weights)
     ]
     weight, bias = pairs[0] if len(pairs) == 1 else (_joined([w for w, _ in pairs]), _joined([b for _, b in pairs]))
@@ -103,19 +117,14 @@ def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return None if tensors[0] is None else torch.cat(tensors)  # type: ignore[arg-type]
 
 
-def _factors(sizes: Sizes, mixture: Mixture, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    with torch.no_grad():
-        return tuple(factor.to(dtype) for factor in sizes.make_factors(mixture))
-
-
 def _gradients(
+    factors: Factors,
     asked: tuple[bool, ...],
     raw: Tensor,
     total: Tensor | None,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
     chances: Chances,
-    factors: tuple[Tensor, Tensor],
     sizes: Sizes,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of chances, weights and biases, from those of the expected weights (raw) and biases (total)."""
