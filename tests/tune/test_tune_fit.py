@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from weft.data import Data, Tensors
 from weft.errors import TuneError
 from weft.tune.fit import MARGIN, fit
+from weft.tune.peaks import peaks
 from weft.tune.recipe import Recipe
 from weft.tune.setting import Setting, setting
 from weft.tune.training import OutOfMemory, train
@@ -137,3 +139,38 @@ def test_what_does_not_fit_one_device_is_split_over_two() -> None:
 def test_the_same_candidate_and_memory_give_the_same_fit() -> None:
     memory = int(needed(candidate()) * 0.7)
     assert fit(candidate(), 1, memory, "cpu") == fit(candidate(lr=0.5, seed=3), 1, memory, "cpu")
+
+
+def images() -> Data:
+    one = Tensors(x=torch.zeros(1024, 3, 32, 32), y=torch.zeros(1024, 1))
+    return Data("images", one, one)
+
+
+def convolutions(params: Mapping[str, Any]) -> nn.Module:
+    layers = [nn.Sequential(nn.Conv2d(*pair, 3, padding=1), nn.GELU()) for pair in pairwise((3, 64, 128, 64))]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 1))
+
+
+def test_on_a_gpu_large_trials_of_many_steps_get_the_micro_batch_of_those_of_few() -> None:
+    # Captures, which cannot give back what is cached, are for trials below 1 GiB alone.
+    room, found = 3 * 2**30, []
+    for steps in (3, 300):
+        recipe = Recipe(model=convolutions, data=images, loss=loss, steps=steps, batch_size=1024)
+        found.append(peaks(setting(recipe, {}), "whole", "h200", accumulate=True))
+    few, many = found
+    most = few.largest(room)
+    assert many.largest(room) == most
+    assert few.at(most) > room  # by giving back
+    assert many.fits(most, room)
+    assert not many.fits(round(1.02 * most), room)
+    small = 2**29
+    assert many.at(many.largest(small)) <= small < few.at(few.largest(small))
+
+
+def test_on_a_gpu_a_batch_that_fits_by_giving_back_is_left_whole() -> None:
+    recipe = Recipe(model=convolutions, data=images, loss=loss, steps=300, batch_size=1024)
+    found = peaks(setting(recipe, {}), "whole", "h200", accumulate=False)
+    memory = int((found.at(1024) - 2**20 + found.context) / (1 - MARGIN))
+    fitted = fit(setting(recipe, {}), 1, memory, "h200")
+    assert (fitted.way, fitted.micro_batch) == ("whole", 1024)
+    assert fitted.memory <= memory * (1 - MARGIN) - found.context < found.at(1024)

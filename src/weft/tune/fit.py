@@ -94,8 +94,8 @@ class _Fitting:
         room = int(self.memory * (1 - MARGIN)) - once.context
         what = {"whole": "the whole batch", "recompute": "recomputing", "offload": "with activations on the host"}[way]
         needed = once.at(batch)
-        if needed <= room:
-            return self._fit(way, once, batch, needed, tried, what)
+        if once.fits(batch, room):
+            return self._fit(way, once, batch, min(needed, room), tried, what)
         why = f"{what}, {batch} samples, it takes {size(needed)}"
         if not self.setting.accumulate_norms and (norm := batch_norm(shaped(self.setting))):
             tried.append(f"{why}, and batch norm '{norm}' forbids micro-batches")
@@ -107,7 +107,9 @@ class _Fitting:
             return None
         tried.append(f"{why}, and at most {largest} samples fit")
         micro = math.ceil(batch / math.ceil(batch / largest))
-        return self._fit("accumulate" if way == "whole" else way, several, micro, several.at(micro), tried, what)
+        return self._fit(
+            "accumulate" if way == "whole" else way, several, micro, min(several.at(micro), room), tried, what
+        )
 
     def _fit(self, way: Way, found: Peaks, micro: int, needed: int, tried: list[str], what: str) -> Fit:
         parts = math.ceil(self.setting.batch_size / micro)

@@ -43,6 +43,7 @@ class Peaks(Protocol):
     @property
     def context(self) -> int: ...
     def at(self, samples: int) -> int: ...
+    def fits(self, samples: int, room: int) -> bool: ...
     def largest(self, room: int) -> int: ...
     def seconds(self, samples: int) -> float | None: ...
 
@@ -98,10 +99,21 @@ class _Estimated:
         apart = reserved_apart(*self.estimate.tape(samples)) + self._beside(samples)
         return max(found, apart) + samples * self.sample
 
+    def fits(self, samples: int, room: int) -> bool:
+        """Also where what is cached has to be given back for it, as it can be unless steps are captured."""
+        needed, left = self.at(samples), room - self._beside(samples)
+        if needed <= room or left <= 0 or (self.graphs and needed <= SMALL):
+            return needed <= room
+        return self.estimate.at(samples).fits(left, context=False)
+
     def largest(self, room: int) -> int:
-        left = room - self._beside(0)
-        most = self.estimate.largest_batch(left, context=False, margin=0.0) if left > 0 else 0
-        least, beyond = (0, most + 1) if self.graphs else (most, most + 1)
+        most = 0
+        for _ in range(2):  # what is counted of a micro-batch does not lie beside it as well
+            left = room - self._beside(most)
+            most = self.estimate.largest_batch(left, context=False, margin=0.0) if left > 0 else 0
+        if not most or not self.graphs or self.at(most) > SMALL:
+            return most
+        least, beyond = 0, most + 1
         while beyond - least > 1:
             middle = (least + beyond) // 2
             least, beyond = (middle, beyond) if self.at(middle) <= room else (least, middle)
@@ -128,6 +140,9 @@ class _Counted:
         if samples not in self._known:
             self._known[samples] = self._traced(samples)
         return self._known[samples]
+
+    def fits(self, samples: int, room: int) -> bool:
+        return self.at(samples) <= room
 
     def largest(self, room: int) -> int:
         low, high = 0, self.setting.batch_size + 1
