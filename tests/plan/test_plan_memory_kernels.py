@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import gzip
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from weft.plan.memory.choices import PASSES, Shape, kind, pieces
-from weft.plan.memory.convolutions import FEW, workspace
+from weft.plan.memory.convolutions import FEW, convolution_backward, workspace
+from weft.plan.memory.kernels import kernels
 from weft.plan.memory.recurrent import workspace as recurrent
+from weft.plan.memory.sketch import Sketch
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -59,6 +62,26 @@ def test_trees_tell_workspaces_of_convolutions_that_they_were_not_fitted_to(
             close.append(abs(told - int(row[8 + PASSES.index(which)])) < 0.1 * moved)
     assert len(close) > 500
     assert sum(close) / len(close) > least
+
+
+def outline(element: int, *shape: int) -> Sketch:
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return Sketch(shape, tuple(strides), element)
+
+
+def test_filters_of_one_pixel_have_a_rule_for_the_gradients_of_their_weights(convolutions: list[list[str]]) -> None:
+    """Within a tenth of what a convolution reads and writes, where no pixel is skipped and images are aligned."""
+    close = []
+    for row in convolutions:
+        n, c, side, o, _, k, stride, element = map(int, row[:8])
+        if k == stride == 1 and side * side * element % 16 == 0:
+            grad, image, weight = (outline(element, *one, *size) for one, size in
+                (((n, o), (side, side)), ((n, c), (side, side)), ((o, c), (1, 1))))  # fmt: skip
+            given = (grad, image, weight, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (False, True, False))
+            told = convolution_backward(given, None, kernels("h200"))[1]
+            close.append(abs(told - int(row[10])) < 0.1 * (image.bytes + grad.bytes))
+    assert len(close) > 500
+    assert sum(close) / len(close) > 0.88
 
 
 def recurrent_errors(layers: list[list[str]]) -> list[float]:

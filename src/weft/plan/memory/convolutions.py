@@ -59,10 +59,17 @@ def _few(shape: Shape, turned: int, image: Sketch, grad: Sketch, weight: Sketch)
         return turned + weight.bytes, round(1.1 * turned) if half else image.bytes + _turned(grad)
     if shape.steps > 1:
         return turned, turned + sums
-    # A product for each image, and then their sum.
-    narrow = shape.channels <= 32 and shape.seen >= 56 * 56 and not half
+    # A product for each image, and then their sum, but for many pixels of few images of few channels in float32.
+    narrow = shape.channels <= 40 and shape.filters < 256 and shape.samples < 64 and shape.samples * shape.made >= 24000
+    square = shape.channels == 64 and shape.filters <= 64 and shape.seen >= 80 * 80
     each = shape.samples * sums
-    weights = turned if narrow else each if half and _aligned(image) else min(each, round(1.15 * turned))
+    weights = (
+        turned
+        if (narrow or square) and not half
+        else each
+        if half and _aligned(image)
+        else min(each, round(1.15 * turned))
+    )
     return 0 if _aligned(image) else turned, weights
 
 
