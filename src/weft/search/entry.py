@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, overload
 from weft.errors import SearchError, nearest
 from weft.pipeline import Optimizer, Trained
 from weft.search.cache import Cache
+from weft.search.cheap import CheapCosts
+from weft.search.expected import Expected
 from weft.search.front import Front
 from weft.search.loop import run_search
 from weft.search.method import METHODS
@@ -106,13 +108,15 @@ def search_trained(
     batch_size: int = 256,
     name: str = "search",
     on_score: Callable[[Scored, bool], None] | None = None,
+    expected: Iterable[Expected] = (),
 ) -> Front:
     """Scores up to ``budget`` subnets with inherited weights on the validation data and returns their front.
 
     Objectives and constraints (``"flops<=5e7"``) name ``loss``, a metric of the run, ``parameters``, ``flops``,
     ``latency`` or ``memory``. ``method`` is ``random``, ``evolution`` or ``nsga2`` (by default evolution for one
     objective, else NSGA-II). The search is a function of its seed; scores are kept in the run by subnet, so a search
-    that was stopped goes on where it was. The front is saved under ``results/<name>``.
+    that was stopped goes on where it was. The front is saved under ``results/<name>``. Tables of costs that are
+    ``expected`` already are not measured again.
     """
     check_name(name)
     if not maximize and not minimize:
@@ -145,7 +149,7 @@ def search_trained(
         budget=budget,
         seed=seed,
         cache=cache,
-        cheap=scorer.cheap if names & set(CHEAP) else None,
+        cheap=CheapCosts(scorer, budget, expected) if names & set(CHEAP) else None,
         on_score=on_score,
     )
     # Costs that nobody asked for take as long as scores: the members of the front alone get them.

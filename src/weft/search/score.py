@@ -39,7 +39,7 @@ class Scorer:
         self._validation = list(self._loader(data.validation, batch_size).all())
         train = self._loader(data.train, batch_size, shuffle=True)
         self.calibration = [train.batch(k) for k in range(recalibrate)]
-        self._example = {name: tensor[:1] for name, tensor in self._validation[0].items()}
+        self.example = {name: tensor[:1] for name, tensor in self._validation[0].items()}
         self._costs: dict[Subnet, dict[str, float]] = {}
 
     def quality(self, subnet: Subnet) -> dict[str, float]:
@@ -64,7 +64,7 @@ class Scorer:
         Weights that are tied are counted where they come first, so that parameters and FLOPs add up to the subnet's.
         """
         with at_hand(self.chain, subnet):
-            plain = extract(self.chain, subnet, self._example)
+            plain = extract(self.chain, subnet, self.example)
             flops = cost.flops_by_child(plain, self.inputs(subnet))
             self._costs[subnet] = {"parameters": cost.parameters(plain), "flops": sum(flops.values())}
             told, seen = [], set[int]()
@@ -89,7 +89,7 @@ class Scorer:
             return {}
         found: dict[str, float] = {}
         with at_hand(self.chain, subnet):
-            plain = extract(self.chain, subnet, self._example)
+            plain = extract(self.chain, subnet, self.example)
             if "latency" in names:
                 found["latency"] = cost.latency(plain, self.inputs(subnet))
             if "memory" in names:
@@ -99,14 +99,14 @@ class Scorer:
     def extract(self, subnet: Subnet) -> nn.Module:
         """The subnet as a plain module, its batch norms set as they were when it was scored."""
         with recalibrated(self.chain, subnet, self.calibration):
-            return extract(self.chain, subnet, self._example)
+            return extract(self.chain, subnet, self.example)
 
     def inputs(self, subnet: Subnet, batch: Mapping[str, Tensor] | None = None) -> tuple[Tensor, ...]:
         """A batch, or one sample if none is given, as the subnet's plain module takes it.
 
         What enters the chain comes first, then the side inputs by their first use.
         """
-        batch = self._example if batch is None else batch
+        batch = self.example if batch is None else batch
         names = self.chain.inputs or tuple(batch)[:1]
         side = dict.fromkeys(name for layer in self.chain.route(subnet) for name in layer.side)
         return tuple(batch[name] for name in dict.fromkeys((*names, *side)))

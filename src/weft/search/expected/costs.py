@@ -103,6 +103,7 @@ def measure_expected(
     metric: str,
     device: torch.device | str = "cpu",
     repeats: int = 20,
+    most: int | None = None,
 ) -> Expected:
     """The cost of every subnet of the chain, for one forward of the batch.
 
@@ -114,13 +115,14 @@ def measure_expected(
     right in the middle.
 
     What a composite does only for one rare combination of the choices that it asks for may be missed where these have
-    more than 256 combinations. Raises SearchError where a part depends on choices with more than 16,384.
+    more than 256 combinations. Raises SearchError where a part depends on choices with more than 16,384, and where
+    more than ``most`` subnets would have to be measured.
     """
     if metric not in METRICS:
         raise SearchError(f"no metric '{metric}' can be expected{nearest(metric, METRICS)}")
     meter = Meter(chain, batch, metric, torch.device(device), repeats)
     survey = Survey(chain, meter)
-    survey.cover()
+    survey.cover(most)
     rules = chain.space.rules
     tables = [pruned(table) for table in survey.tables()]
     if metric == "latency":

@@ -44,7 +44,8 @@ class Survey:
         self._rng = generator("expected", chain.space.id)
         self._counter = Counter(self.rules)
 
-    def cover(self) -> None:
+    def cover(self, most: int | None = None) -> None:
+        """Measures what is needed; raises SearchError where that is more than ``most`` subnets."""
         space = self.chain.space
         if not space.choices:
             self._see(space.subnet())
@@ -55,6 +56,8 @@ class Survey:
                 self._see(subnet)
         checked = 0
         while checked < CHECKS:
+            if most is not None and len(self.seen) >= most:
+                raise SearchError(f"{self.meter.metric} of {most} subnets do not tell those of all others")
             gap = self._gap()
             taught = self._see(gap or space.sample(self._rng))
             checked = 0 if gap or taught else checked + 1

@@ -169,6 +169,7 @@ def _by_samples(
         recalibrate=recalibrate,
         name=name,
         on_score=on_score,
+        expected=[target.expected for target in wanted],
     )
     best = front.best()
     return Found(trained, best.subnet, dict(best.scores), None, front)

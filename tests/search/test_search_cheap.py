@@ -1,0 +1,78 @@
+"""Costs of many subnets: counted at first, then read from tables, with the same figures."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import weft
+from weft.search.cheap import COUNTED, CheapCosts
+from weft.search.expected import measure_expected
+from weft.search.score import Scorer
+from weft.space import Subnet
+from weft.supernet import Chain
+
+
+class Residual(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 64))
+
+    def forward(self, x: object) -> object:
+        return x + self.body(x)
+
+
+def build() -> Chain:
+    space = weft.Space()
+    block = {"wide": lambda: Residual(32), "narrow": lambda: Residual(8), "skip": nn.Identity}
+    blocks = [weft.Choice(space, f"block{i}", block) for i in range(4)]
+    return weft.Chain(weft.Shared(nn.Flatten, "flat"), *blocks, weft.Shared(lambda: nn.Linear(64, 10), "head"))
+
+
+class Counting(Scorer):
+    """Remembers which subnets were counted."""
+
+    counted: list[Subnet]
+
+    def layers(self, subnet: Subnet) -> list[dict[str, object]]:
+        self.counted.append(subnet)
+        return super().layers(subnet)
+
+
+@pytest.fixture
+def scorer(tmp_path: Path) -> Counting:
+    run = weft.train(build, weft.data.digits(), steps=1, runs=tmp_path, run="one")
+    made = Counting(run.chain, run.data, run.settings)
+    made.counted = []
+    return made
+
+
+def test_after_a_few_subnets_costs_come_from_tables_and_are_the_same(scorer: Counting) -> None:
+    costs, every = CheapCosts(scorer, most=200), list(scorer.chain.space.enumerate())
+    found = [costs(subnet) for subnet in every]
+    assert scorer.counted == every[:COUNTED]
+    assert found == [scorer.cheap(subnet) for subnet in every]
+
+
+def test_tables_that_are_known_are_not_measured_but_compared(scorer: Counting) -> None:
+    right = [measure_expected(scorer.chain, scorer.example, metric) for metric in ("parameters", "flops")]
+    wrong = [measure_expected(scorer.chain, scorer.example, "parameters"), right[1]]
+    wrong[0].constant += 1
+    every = list(itertools.islice(scorer.chain.space.enumerate(), 2 * COUNTED))
+    for known, counted in ((right, COUNTED), (wrong, 2 * COUNTED)):
+        costs = CheapCosts(scorer, 200, known)
+        scorer.counted.clear()
+        scorer._costs.clear()
+        found = [costs(subnet) for subnet in every]
+        assert len(scorer.counted) == counted
+        assert found == [scorer.cheap(subnet) for subnet in every]
+
+
+def test_where_tables_take_more_subnets_than_are_asked_for_all_are_counted(scorer: Counting, caplog: object) -> None:
+    costs, every = CheapCosts(scorer, most=0), list(itertools.islice(scorer.chain.space.enumerate(), 2 * COUNTED))
+    costs._most = 3
+    assert [costs(subnet) for subnet in every] == [scorer.cheap(subnet) for subnet in every]
+    assert scorer.counted == every
