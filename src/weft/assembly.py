@@ -130,15 +130,14 @@ def gradient_arguments(config: Config, folder: Path) -> dict[str, Any]:
     The stream is the method's own: it says which subnets are trained.
     """
     s = config.search
-    if s.warmup < 0 or (s.rate is not None and not s.rate > 0):
+    if (s.warmup is not None and s.warmup < 0) or (s.rate is not None and not s.rate > 0):
         raise ConfigError(f"search.warmup is 0 or more and search.rate above 0, not {s.warmup} and {s.rate}")
     usual = Bilevel().optimizer
-    options = {**usual.options, **({} if s.rate is None else {"lr": s.rate})}
     return {
         **{name: value for name, value in train_arguments(config, folder).items() if name != "stream"},
         "method": s.method,
         "targets": s.targets,
-        "architecture": Optimizer(usual.kind, **options),
+        "architecture": None if s.rate is None else Optimizer(usual.kind, **{**usual.options, "lr": s.rate}),
         "warmup_weights": s.warmup,
         "budget": s.budget,
         "recalibrate": s.recalibrate,

@@ -96,10 +96,10 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch_size: int = 256
     name: str = "search"
     targets: Names = ()
-    warmup: int = 0
-    """Steps that train the weights alone, before the architecture learns too."""
+    warmup: int | None = None
+    """Steps that train the weights alone, before the architecture learns too; if not given, as suits the method."""
     rate: float | None = None
-    """The learning rate of the architecture."""
+    """The learning rate of the architecture; if not given, as suits the method and the number of steps."""
 
 
 class Residency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

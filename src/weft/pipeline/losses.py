@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -53,6 +54,20 @@ def follow(outputs: Tensor, taught: Tensor, batch: Batch) -> Tensor:
     """The cross-entropy with the teacher's own probabilities: what subnets learn from the largest one of their step."""
     wanted = F.softmax(taught.flatten(0, -2), -1)
     return F.cross_entropy(outputs.flatten(0, -2), wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """Half of it is the run's own loss, half follows the teacher.
+
+    By the teacher alone a supernet whose largest subnet has not learned yet may run away: all follow it, and it moves
+    with the weights that they share.
+    """
+
+    loss: Callable[[Tensor, Batch], Tensor]
+
+    def __call__(self, outputs: Tensor, taught: Tensor, batch: Batch) -> Tensor:
+        return (self.loss(outputs, batch) + follow(outputs, taught, batch)) / 2
 
 
 def distillation(

@@ -15,7 +15,7 @@ from weft.errors import ConsistencyError, TrainError, nearest
 from weft.pipeline.bilevel import Bilevel
 from weft.pipeline.consistency import Consistency, Exact, parse
 from weft.pipeline.law import Distil, Loss, Metric
-from weft.pipeline.losses import cross_entropy, follow
+from weft.pipeline.losses import Taught, cross_entropy
 from weft.pipeline.norms import GlobalNorm, delay_of, make_clip
 from weft.pipeline.optimizer import Optimizer
 from weft.pipeline.rate import Schedule, make_schedule
@@ -208,7 +208,7 @@ def make_settings(
         cuda_graphs=cuda_graphs,
         channels_last=images_last(chain, device) if channels_last is None else channels_last,
         bilevel=bilevel,
-        distil=follow if distil is True else distil or None,
+        distil=Taught(loss) if distil is True else distil or None,
         rescale=rescale,
         residency=Residency(residency) if isinstance(residency, str) else residency,
     )

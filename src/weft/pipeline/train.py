@@ -112,7 +112,7 @@ def train(
     own; if not given, this is done on a GPU where the supernet has 2-d convolutions, and never on a CPU. ``bilevel`` is
     for supernets with architecture parameters, as ``weft.search`` trains them. With ``distil`` and the sandwich stream
     every micro-batch of a step sees the whole batch, and all but the first, which is the largest subnet, follow its
-    outputs instead of the labels (``distil`` may be a loss of outputs, the largest's outputs and the batch). Over the
+    outputs as much as the labels (``distil`` may be a loss of outputs, the largest's outputs and the batch). Over the
     first ``rescale`` steps layers that see old weights learn at a smaller rate.
 
     With ``stages`` the chain is cut into that many parts, each in a process of its own, with the same result to the

@@ -50,7 +50,7 @@ def search(
     steps: int,
     targets: str | Iterable[str] = (),
     architecture: Optimizer | None = None,
-    warmup_weights: int = 0,
+    warmup_weights: int | None = None,
     seed: int = 0,
     budget: int = 200,
     recalibrate: int = 2,

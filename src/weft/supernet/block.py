@@ -49,6 +49,8 @@ class _Base:
         self.space = space
         self.side = tuple(side)
         self.consistency = None if consistency is None else str(consistency)
+        self.condition: Condition | None = None
+        """For which subnets the block is there; None: for all."""
 
 
 class Shared(_Base):
@@ -92,6 +94,7 @@ class Choice(_Base):
         self._names = {check_name(label, f"candidate of '{name}'"): f"{name}.{label}" for label in candidates}
         self._candidates = {self._names[label]: candidate for label, candidate in candidates.items()}
         space.categorical(name, list(candidates), when=when)
+        self.condition = None if when is None else Condition(space, when)
 
     def candidates(self) -> Mapping[str, Candidate]:
         return self._candidates
@@ -101,13 +104,20 @@ class Choice(_Base):
         return self._names[str(subnet[self.name])] if self.name in subnet.values else None
 
     def mixed(self, modules: Mapping[str, nn.Module], carry: Carry, mixture: Mixture, side: Mapping[str, Any]) -> Carry:
-        assert self.space is not None
-        found: list[Tensor] | None = None
+        found: Carry | None = None
         for chance, name in zip(mixture[self.name].unbind(), self._names.values(), strict=True):
             out = as_carry(modules[name](*carry, **side), name)
-            found = [chance * y for y in out] if found is None else [s + chance * y for s, y in zip(found, out)]  # noqa: B905
+            if found is not None and [x.shape for x in found] != [y.shape for y in out]:
+                raise SupernetError(
+                    f"choice '{self.name}' can be mixed only if its candidates give the same shapes: '{name}' gives "
+                    f"{[tuple(y.shape) for y in out]}, others {[tuple(x.shape) for x in found]}"
+                )
+            found = tuple(
+                (y if not y.is_floating_point() else chance * y if found is None else found[place] + chance * y)
+                for place, y in enumerate(out)
+            )
         assert found is not None
-        return _skipped(carry, tuple(found), _condition(self.space, self.name), mixture, self.name)
+        return _skipped(carry, found, self.condition, mixture, self.name)
 
 
 class Optional(_Base):
@@ -128,6 +138,7 @@ class Optional(_Base):
         # A choice with the single option True carries the condition, so that the subnet itself says what is switched
         # on.
         space.categorical(name, [False, True] if when is None else [True], when=when)
+        self.condition = None if when is None else Condition(space, when)
 
     def candidates(self) -> Mapping[str, Candidate]:
         return {self.name: self._layer}
@@ -140,7 +151,7 @@ class Optional(_Base):
         out = as_carry(modules[self.name](*carry, **side), self.name)
         if len(choice_options(self.space, self.name)) == 2:  # a choice of its own: skip it, or not
             return _blend(carry, out, mixture[self.name][1], self.name)
-        return _skipped(carry, out, _condition(self.space, self.name), mixture, self.name)
+        return _skipped(carry, out, self.condition, mixture, self.name)
 
 
 class Elastic(_Base):
@@ -176,10 +187,6 @@ class Elastic(_Base):
     def mixed(self, modules: Mapping[str, nn.Module], carry: Carry, mixture: Mixture, side: Mapping[str, Any]) -> Carry:
         out = as_carry(modules[self.name](*carry, **{**side, "pick": mixture}), self.name)
         return _skipped(carry, out, self.condition, mixture, self.name)
-
-
-def _condition(space: Space, name: str) -> Condition | None:
-    return Condition(space, space.conditions[name]) if name in space.conditions else None
 
 
 def _skipped(carry: Carry, out: Carry, condition: Condition | None, mixture: Mixture, name: str) -> Carry:

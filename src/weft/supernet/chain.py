@@ -13,6 +13,7 @@ from weft.space import Choice as SpaceChoice
 from weft.space import Space, Subnet, Value
 from weft.supernet.block import Block
 from weft.supernet.elastic import Mixture
+from weft.supernet.elastic.leaf import takes_pick
 from weft.supernet.layer import Carry, Layer, Unbuilt, as_carry, as_module, build_layer, run_layer, side_inputs
 from weft.supernet.tie import begin_alike, make_ties
 
@@ -52,7 +53,7 @@ class Chain(nn.Module):
                 )
                 self._register(name, as_module(candidate, name))
         self.ties = make_ties(tie, self.layers)
-        _refuse_tied(self)
+        _check_layers(self)
 
     def _register(self, name: str, module: nn.Module) -> None:
         block, _, label = name.partition(".")
@@ -180,7 +181,7 @@ def initialise(
         parent = net.get_submodule(block) if block else net
         parent.add_module(label, build_layer(net.module(name), name, seed, torch.device(device)))
     begin_alike(net, seed, built)
-    _refuse_tied(net)
+    _check_layers(net)
     return net
 
 
@@ -193,12 +194,19 @@ def _common_space(blocks: Sequence[Block]) -> Space:
     return spaces[0]
 
 
-def _refuse_tied(chain: Chain) -> None:
+def _check_layers(chain: Chain) -> None:
+    """Raises SupernetError for weights that are in two layers, and for elastic modules that nobody gives a pick."""
     owner: dict[int, str] = {}
-    for name in chain.layers:
+    for name, layer in chain.layers.items():
         module = chain.module(name)
         if isinstance(module, Unbuilt):
             continue
+        if takes_pick(module) and not layer.elastic and layer.runner is None:
+            raise SupernetError(
+                f"layer '{name}' is elastic ({type(module).__name__}) and needs the pick, which candidates of a choice "
+                "and shared layers do not get: put it into a weft.Elastic block, within an elastic.Switch if it is one "
+                "of several"
+            )
         # Buffers count too: batch statistics belong to one layer.
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):
             other = owner.setdefault(tensor.data_ptr() or id(tensor), name)

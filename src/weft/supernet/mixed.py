@@ -118,9 +118,6 @@ def _read_by(block: Block, chain: Chain) -> set[str]:
     found: set[str] = set()
     if block.name in chain.space.choices:
         found.add(block.name)
-        condition = chain.space.conditions.get(block.name)
-        if condition is not None:
-            found |= condition.substitute(chain.space.rules.layout.derived).names
     found |= set(getattr(getattr(block, "condition", None), "names", ()))
     for part in parts(block, chain):
         if isinstance(part, Module):

@@ -3,6 +3,7 @@ out."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,13 @@ from weft.runs.files import write_json
 from weft.search.entry import check_name, search_trained, told_choices
 from weft.search.expected import measure_expected
 from weft.search.front import Front
-from weft.search.gradient.method import GradientMethod, SampledMethod, make_gradient_method
+from weft.search.gradient.method import (
+    GradientMethod,
+    SampledMethod,
+    make_gradient_method,
+    usual_optimizer,
+    usual_warmup,
+)
 from weft.search.gradient.objective import Layout, MixedLoss, MixedMetric, Probabilities
 from weft.search.gradient.picture import write_picture
 from weft.search.objective import parse_objectives
@@ -33,7 +40,12 @@ from weft.space import Subnet
 from weft.supernet import Chain, Factory, initialise
 from weft.supernet.elastic import Mixture, Switch
 from weft.supernet.elastic.mixture import choice_options
+from weft.supernet.faithful import unfaithful
 from weft.supernet.mixed import PROGRESS, MixedChain, mix, mixed_factory, parts
+
+log = logging.getLogger("weft.search")
+LARGE = 200_000_000
+"""Parameters of a supernet that is not tried out before it trains."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,7 @@ def gradient_search(
     targets: str | Iterable[str] = (),
     penalties: Sequence[Penalty] = (),
     architecture: Optimizer | None = None,
-    warmup_weights: int = 0,
+    warmup_weights: int | None = None,
     seed: int = 0,
     budget: int = 200,
     recalibrate: int = 2,
@@ -75,12 +87,13 @@ def gradient_search(
 ) -> Found:
     """Learns weights and architecture together, and returns the subnet that it settles on.
 
-    ``steps`` counts steps of both kinds: after ``warmup_weights`` steps for the weights alone, every second one trains
-    the architecture on validation data. ``targets`` such as ``"parameters=5e6"`` or ``"flops=1e9"`` pull the expected
-    cost of the mixture there, and the subnet meets them within 2 %. ``architecture`` is the optimizer of the
-    architecture parameters. Methods that train by samples (``spos``, ``fairnas``, ``sandwich``) train their stream and
-    then search ``budget`` subnets by evolution, of which ``on_score`` is told. Other options are those of
-    ``weft.train``; the run resumes, runs on several stages and repeats to the bit as any other.
+    ``steps`` counts steps of both kinds: after ``warmup_weights`` steps for the weights alone (as many as suit the
+    method, if not given), every second one trains the architecture on validation data. ``targets`` such as
+    ``"parameters=5e6"`` or ``"flops=1e9"`` pull the expected cost of the mixture there, and the subnet meets them
+    within 2 %. ``architecture`` is the optimizer of the architecture parameters. Methods that train by samples
+    (``spos``, ``fairnas``, ``sandwich``) train their stream and then search ``budget`` subnets by evolution for the
+    least loss, of which ``on_score`` is told. Other options are those of ``weft.train``; the run resumes, runs on
+    several stages and repeats to the bit as any other.
     """
     chosen = make_gradient_method(method) if isinstance(method, str) else method
     given = {"steps": steps, "loss": loss, "metrics": dict(metrics or {}), "seed": seed, **options}
@@ -99,7 +112,12 @@ def gradient_search(
     wanted = _targets(net, loaded, targets, seed, str(options.get("device", "cpu")))
     if isinstance(chosen, SampledMethod):
         return _by_samples(net, data, chosen, given, wanted, budget, recalibrate, name, on_score)
-    bilevel = Bilevel(architecture or Bilevel().optimizer, warmup_weights, order=chosen.order)
+    warm = usual_warmup(chosen, steps) if warmup_weights is None else warmup_weights
+    bilevel = Bilevel(architecture or usual_optimizer(chosen, steps), warm, order=chosen.order)
+    if not any(bilevel.architecture(step) for step in range(warm, steps)):
+        raise SearchError(
+            f"of {steps} steps, {warm} of which train the weights alone, none trains the architecture: give more steps"
+        )
     side = (PROGRESS,) if chosen.anneals else ()
     mixed = mix(net, chosen, side)
     if chosen.name == "pc-darts" and not _is_partial(mixed.plain):
@@ -107,6 +125,7 @@ def gradient_search(
             "'pc-darts' mixes a part of the channels, which the supernet has to be built for: give its switches "
             "partial=4, as weft.zoo.darts(partial=4) does, or use 'darts'"
         )
+    _tell_unfaithful(net, loaded, seed)
     layout: Layout = tuple((n, len(choice_options(mixed.space, n))) for n in mixed.order)
     total = sum(count for _, count in layout)
     given |= {
@@ -134,6 +153,27 @@ def gradient_search(
     return _found(plain, subnet, mixture, recalibrate, name, chosen.name, layout)
 
 
+def _tell_unfaithful(net: Chain | Factory, data: Data, seed: int) -> None:
+    """Warns where a mixture that is certain is not its subnet: the search would learn from another network."""
+    chain = initialise(net, seed, only=())
+    held = (p.numel() for block in chain.blocks for part in parts(block, chain) for p in part.parameters(recurse=False))
+    if sum(held) > LARGE:
+        return
+    try:
+        found = unfaithful(initialise(net, seed), Loader(data.train, 2, 0, shuffle=False).batch(0))
+    except Exception as problem:  # which training would meet too, and tell with the layer's name
+        log.debug("mixtures were not tried out: %s", problem)
+        return
+    if found is not None:
+        block, subnet, off = found
+        log.warning(
+            "block '%s' under a mixture that is certain of '%s' is %.0f %% off what the subnet computes, so the search "
+            "learns from another network than it picks: its forward joins, cuts or sums features whose number varies; "
+            "use an elastic layer for each part instead",
+            block, subnet, 100 * off,
+        )  # fmt: skip
+
+
 def _is_partial(chain: Chain) -> bool:
     found = (part for block in chain.blocks for part in parts(block, chain))
     return any(isinstance(part, Switch) and part.partial is not None for part in found)
@@ -151,17 +191,18 @@ def _by_samples(
     on_score: Callable[[Scored, bool], None] | None,
 ) -> Found:
     given = {"stream": method.stream, **given}
-    if method.microbatches is not None:
-        given["microbatches"] = method.microbatches
+    if method.microbatches is not None and given.setdefault("microbatches", method.microbatches) != method.microbatches:
+        raise SearchError(
+            f"a step of '{method.name}' is {method.microbatches} micro-batches, one for each of its subnets: "
+            "leave microbatches out"
+        )
     if method.distils:
-        given["distil"] = True
+        given.setdefault("distil", True)
     trained = train(net, data, **given)
     bounds = [f"{t.expected.metric}{op}{t.value * (1 + s)}" for t in wanted for op, s in ((">=", -0.02), ("<=", 0.02))]
-    quality = next(iter(given["metrics"]), "loss")
     front = search_trained(
         trained,
-        maximize=() if quality == "loss" else quality,
-        minimize=quality if quality == "loss" else (),
+        minimize="loss",  # ranks subnets with inherited weights better than accuracy does, which is the same for many
         constraints=bounds,
         budget=budget,
         method="evolution",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ class GDAS:
     name: str = "gdas"
     order: int = 1
     anneals: bool = True
+    warm: ClassVar[float] = 0.3
+    quick: ClassVar[bool] = True
 
     def __call__(self, alpha: Tensor, training: bool, progress: Tensor | None) -> Tensor:
         if not training:

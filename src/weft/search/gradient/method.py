@@ -43,6 +43,23 @@ class GradientMethod(Protocol):
         ...
 
 
+def usual_warmup(method: GradientMethod, steps: int) -> int:
+    """The steps that train the weights alone, where a user does not say: the method's ``warm`` share of all, if any."""
+    return int(steps * getattr(method, "warm", 0.0)) // 2 * 2
+
+
+def usual_optimizer(method: GradientMethod, steps: int) -> Optimizer:
+    """The architecture's, where a user does not say.
+
+    Adam moves a parameter by about its rate a step. With that of DARTS, made for runs of many thousand steps, nothing
+    is decided in a short one: a method that is ``quick`` gets a rate that lets parameters go as far in any run.
+    """
+    usual = Bilevel().optimizer
+    if not getattr(method, "quick", False):
+        return usual
+    return Optimizer(usual.kind, **{**usual.options, "lr": min(0.03, max(usual.options["lr"], 15 / steps))})
+
+
 @runtime_checkable
 class SampledMethod(Protocol):
     """A way to train discrete subnets, of which evolution then finds the best."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -139,17 +140,18 @@ class Sizes:
     def _table(self, index: int, what: str) -> Tensor:
         """Sizes by combination of the shared choices and combination of the dimension's own."""
         expr = self._exprs[index]
+        count = math.prod(len(choice_options(self.space, name)) for name in (*self.shared, *self._own[index]))
+        if count > MOST_COMBINATIONS:
+            raise SupernetError(
+                f"a dimension of {what}, '{self.dims[index]}', has {count:,} combinations of options, more than "
+                f"{MOST_COMBINATIONS:,}: let it depend on fewer choices"
+            )
         rows = []
         for shared in combinations(self.space, self.shared):
             row = []
             for own in combinations(self.space, self._own[index]):
                 row.append(self._size(expr, {**shared, **own}, what))
             rows.append(row)
-        if len(rows) * len(rows[0]) > MOST_COMBINATIONS:
-            raise SupernetError(
-                f"a dimension of {what}, '{self.dims[index]}', has {len(rows) * len(rows[0]):,} combinations of "
-                f"options, more than {MOST_COMBINATIONS:,}: let it depend on fewer choices"
-            )
         return torch.tensor(rows, device="cpu")  # whatever the default device: these are numbers, not weights
 
     def _size(self, expr: Expr, values: dict[str, Value], what: str) -> int:
@@ -182,14 +184,21 @@ def _expanded(space: Space, dim: Dim) -> Expr:
 
 
 class Condition:
-    """An expression that holds for some subnets, and how likely it does under a mixture."""
+    """An expression that holds for some subnets, and how likely it does under a mixture.
+
+    It reads its own choices and those that decide whether these are active: without its choices it does not hold.
+    """
 
     def __init__(self, space: Space, expr: Expr) -> None:
         self.expr = _expanded(space, expr)
-        self.names = tuple(name for name in space.choices if name in self.expr.names)
-        self._holds = torch.tensor(
-            [float(bool(self.expr.value(c))) for c in combinations(space, self.names)], device="cpu"
-        )
+        self._rules, needed, found = space.rules, set(self.expr.names), set[str]()
+        while needed:
+            name = needed.pop()
+            found.add(name)
+            condition = self._rules.conditions.get(name)
+            needed |= set() if condition is None else set(condition.names) - found
+        self.names = tuple(name for name in space.choices if name in found)
+        self._space = space
         self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def holds(self, subnet: Subnet) -> bool:
@@ -197,13 +206,24 @@ class Condition:
         return self.expr.names <= subnet.values.keys() and bool(self.expr.value(subnet.values))
 
     def probability(self, mixture: Mixture) -> Tensor:
-        """How likely it holds, its choices taken as active."""
+        """How likely it holds."""
 
         def make() -> Tensor:
             joint = mixture.joint(self.names)
             key = (joint.device, joint.dtype)
             if key not in self._on:  # copied once: a copy from the host would make a GPU wait
-                self._on[key] = self._holds.to(joint)
+                self._on[key] = self._table().to(joint)
             return joint @ self._on[key]
 
         return mixture.known(("condition", self.expr.program), make)  # type: ignore[no-any-return]
+
+    def _table(self) -> Tensor:
+        """1 for the combinations of options of its choices for which it holds."""
+        holds = []
+        for values in combinations(self._space, self.names):
+            active: dict[str, Value] = {}
+            for name, value in values.items():
+                if self._rules.is_active(name, active):
+                    active[name] = value
+            holds.append(float(self.expr.names <= active.keys() and bool(self.expr.value(active))))
+        return torch.tensor(holds, device="cpu")

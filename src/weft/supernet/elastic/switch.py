@@ -57,6 +57,11 @@ class Switch(Module):
                 if option in self._labels:
                     raise SupernetError(f"the switch on '{self.choice}' has two modules for option {option!r}")
                 self._labels[option] = label
+            if label in self._places:
+                raise SupernetError(
+                    f"two modules of the switch on '{self.choice}' would both be called '{label}': choose options that "
+                    "differ in more than dots and types"
+                )
             self._places[label] = tuple(sorted(known.index(option) for option in options))
             self._told_apart[label] = any(self.choice in p.reads for p in module.modules() if isinstance(p, Module))
             try:
