@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from weft.search.gradient import (
 )
 from weft.search.gradient.drnas import DrNAS
 from weft.search.gradient.gdas import GDAS
+from weft.search.gradient.method import usual_optimizer, usual_warmup
 from weft.supernet import Chain
 
 RELAXED = [name for name in GRADIENT_METHODS if isinstance(make_gradient_method(name), GradientMethod)]
@@ -282,3 +284,81 @@ def test_a_search_on_two_stages_finds_what_one_finds(tmp_path: Path) -> None:
     assert (one.subnet, one.scores) == (two.subnet, two.scores)
     for name in one.mixture.names:
         assert torch.equal(one.mixture[name], two.mixture[name])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"method": 3}, "method is a name such as 'drnas', or a method itself, not 3"),
+        ({"method": None}, "method is a name"),
+        ({"steps": "20"}, "steps is a whole number of 1 or more, not '20'"),
+        ({"steps": 20.0}, "steps is a whole number"),
+        ({"warmup_weights": "5"}, "warmup_weights is a whole number of 0 or more"),
+        ({"warmup_weights": 30}, "of 20 steps, 30 of which train the weights alone, none trains the architecture"),
+        ({"metrics": "accuracy"}, "metrics are functions by name"),
+        ({"metrics": {"a": "accuracy"}}, "metrics are functions by name"),
+        ({"targets": 5000}, "targets are texts such as 'parameters=5e6', not 5000"),
+        ({"targets": None}, "targets are texts"),
+        ({"penalties": "parameters"}, "penalties are of weft.search.Penalty"),
+        ({"architecture": 0.1}, "architecture is an optimizer"),
+        ({"target": "parameters=5"}, "has no option 'target'; did you mean 'targets'"),
+        ({"step": 3}, "has no option 'step'"),
+        ({"method": "sandwich", "microbatches": 2}, "a step of 'sandwich' is 4 micro-batches"),
+    ],
+)
+def test_wrong_arguments_have_their_line(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
+    given = {"method": "drnas", "steps": 20, "runs": tmp_path, **wrong}
+    with pytest.raises(SearchError, match=re.escape(said)):
+        gradient_search(layered, weft.data.digits(), **given)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_module_that_is_no_chain_is_refused() -> None:
+    with pytest.raises(SearchError, match=r"takes a run that weft\.train made, or a supernet and its data, not Linear"):
+        weft.search(torch.nn.Linear(2, 2), weft.data.digits(), steps=2)
+
+
+def test_methods_that_decide_quickly_warm_up_and_learn_at_a_rate_that_suits_the_run() -> None:
+    darts, drnas = make_gradient_method("darts"), make_gradient_method("drnas")
+    assert (usual_warmup(darts, 500), usual_warmup(drnas, 500)) == (0, 150)
+    rates = [usual_optimizer(drnas, steps).options["lr"] for steps in (100, 500, 1500, 50_000)]
+    assert rates == [0.03, 0.03, 0.01, 0.003]
+    assert usual_optimizer(darts, 500).options["lr"] == 0.003
+
+
+def test_a_loss_of_ones_own_teaches_in_a_sandwich(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def taught(outputs: torch.Tensor, lesson: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append(len(outputs))
+        return weft.cross_entropy(outputs, batch)
+
+    gradient_search(layered, weft.data.digits(), method="sandwich", steps=2, distil=taught, budget=2, runs=tmp_path)
+    assert len(seen) == 2 * 3
+
+
+def test_what_a_mixture_gets_wrong_is_told_before_it_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "weft.search"):
+        gradient_search(chunked, weft.data.digits(), method="darts", steps=2, runs=tmp_path, run="wrong")
+        assert "block 'cut' under a mixture that is certain of 'width=4'" in caplog.text
+        caplog.clear()
+        gradient_search(layered, weft.data.digits(), method="darts", steps=2, runs=tmp_path, run="right")
+        assert not caplog.text
+
+
+class Chunked(weft.elastic.Module):
+    """Cuts features whose number varies into halves."""
+
+    def __init__(self, space: weft.Space, width: Any) -> None:
+        super().__init__()
+        self.up = weft.elastic.Linear(space, 64, 2 * width)
+        self.down = weft.elastic.Linear(space, width, 10)
+
+    def forward(self, x: torch.Tensor, pick: Any) -> torch.Tensor:
+        first, second = self.up(x.flatten(1), pick).chunk(2, -1)
+        return self.down(first * torch.sigmoid(second), pick)
+
+
+def chunked() -> Chain:
+    space = weft.Space()
+    return weft.Chain(weft.Elastic(space, "cut", partial(Chunked, space, space.integer("width", [4, 8]))))

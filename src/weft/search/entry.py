@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+from torch import nn
+
 from weft.errors import SearchError, nearest
 from weft.pipeline import Optimizer, Trained
 from weft.search.cache import Cache
@@ -79,7 +81,7 @@ def search(trained: Trained | Chain | Factory, data: Any = None, **options: Any)
         if data is not None:
             raise SearchError("a trained run has its own data: call weft.search(run, ...) without any")
         return search_trained(trained, **options)
-    if not isinstance(trained, Chain) and not callable(trained):
+    if not isinstance(trained, Chain) and (not callable(trained) or isinstance(trained, nn.Module)):
         raise SearchError(
             f"weft.search takes a run that weft.train made, or a supernet and its data, not {type(trained).__name__}"
         )

@@ -22,6 +22,7 @@ from weft.runs.files import write_json
 from weft.search.entry import check_name, search_trained, told_choices
 from weft.search.expected import measure_expected
 from weft.search.front import Front
+from weft.search.gradient.arguments import check_arguments
 from weft.search.gradient.method import (
     GradientMethod,
     SampledMethod,
@@ -96,6 +97,7 @@ def gradient_search(
     several stages and repeats to the bit as any other.
     """
     chosen = make_gradient_method(method) if isinstance(method, str) else method
+    check_arguments(chosen, steps, metrics, targets, penalties, architecture, warmup_weights, options)
     given = {"steps": steps, "loss": loss, "metrics": dict(metrics or {}), "seed": seed, **options}
     check_name(name)
     started = ranks()
