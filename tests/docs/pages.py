@@ -54,7 +54,7 @@ _SETTINGS = {
 }
 """What makes a command short; what it says of time and quality is not looked at."""
 
-_FEW = {r"\bsteps=\d{3,}": "steps=4", r"\btrials=\d+": "trials=2", r"\bbudget=\d+": "budget=4", r"\breport=\d+": "report=2"}  # fmt: skip # noqa: E501
+_FEW = {r"\bsteps=\d{3,}": "steps=4", r"\btrials=\d+": "trials=2", r"\bbudget=\d+": "budget=4", r"\breport=\d+": "report=2", r"\bwarmup_weights=\d+": "warmup_weights=0"}  # fmt: skip # noqa: E501
 
 
 @dataclass(frozen=True, slots=True)
