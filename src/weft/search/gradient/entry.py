@@ -193,11 +193,13 @@ def _by_samples(
     on_score: Callable[[Scored, bool], None] | None,
 ) -> Found:
     given = {"stream": method.stream, **given}
-    if method.microbatches is not None and given.setdefault("microbatches", method.microbatches) != method.microbatches:
-        raise SearchError(
-            f"a step of '{method.name}' is {method.microbatches} micro-batches, one for each of its subnets: "
-            "leave microbatches out"
-        )
+    if method.microbatches is not None:
+        if given.get("microbatches", 1) not in (1, method.microbatches):
+            raise SearchError(
+                f"a step of '{method.name}' is {method.microbatches} micro-batches, one for each of its subnets: "
+                "leave microbatches out"
+            )
+        given["microbatches"] = method.microbatches
     if method.distils:
         given.setdefault("distil", True)
     trained = train(net, data, **given)
