@@ -13,6 +13,7 @@ from torch import Tensor
 import weft
 from weft.data import Data, Tensors, open_data
 from weft.errors import TrainError
+from weft.pipeline.losses import follow
 
 OPTIONS: dict[str, Any] = {"batch_size": 16, "microbatches": 3, "stream": "sandwich:1", "distil": True}
 
@@ -50,16 +51,18 @@ def test_a_sandwich_with_its_teacher_is_the_same_on_any_number_of_stages(tmp_pat
     assert len(found) == 1
 
 
-def test_following_yourself_is_learning_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("distil", "share"), [(follow, 1 / 3), (True, 2 / 3)])
+def test_following_yourself_is_learning_nothing(distil: Any, share: float, tmp_path: Path) -> None:
     # With one subnet in the space the students are their teacher: the gradient of the soft cross-entropy is zero there.
     def one() -> weft.Chain:
         return layered(1, (8,), (2,))
 
     options = {"schedule": "constant", "optimizer": weft.Optimizer("sgd", lr=0.1), "runs": tmp_path, "batch_size": 16}
     data = open_data("digits")
-    taught = weft.train(one, data, steps=3, microbatches=3, stream="sandwich:1", distil=True, **options)
-    # The gradient of a step is the mean over its micro-batches, so a third of the rate is what the largest gets.
-    options["optimizer"] = weft.Optimizer("sgd", lr=0.1 / 3)
+    taught = weft.train(one, data, steps=3, microbatches=3, stream="sandwich:1", distil=distil, **options)
+    # The gradient of a step is the mean over its micro-batches, so a third of the rate is what the largest gets, and as
+    # much the two others together where half of what they learn is the labels.
+    options["optimizer"] = weft.Optimizer("sgd", lr=0.1 * share)
     alone = weft.train(one, data, steps=3, stream="iid", **options)
     for name, p in taught.chain.state_dict().items():
         torch.testing.assert_close(p, alone.chain.state_dict()[name], rtol=1e-5, atol=1e-6)
