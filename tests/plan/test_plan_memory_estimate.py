@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 import weft
 from weft.errors import PlanError
 from weft.plan.memory import KERNELS, recompute
+from weft.plan.memory.curve import Curve
 from weft.plan.memory.estimate import Estimate, estimate
-from weft.plan.memory.tape import Line, Tape, in_place
+from weft.plan.memory.tape import Tape, in_place
 from weft.plan.memory.workspaces import partial_sums
 
 MIB = 2**20
@@ -107,6 +109,44 @@ def test_estimates_at_other_batches_are_those_of_a_trace_there() -> None:
         assert found.parts == there.parts
         assert found.modules == there.modules
         assert found.seconds == pytest.approx(there.seconds)
+
+
+def nce(z: Tensor, batch: Any) -> Tensor:
+    """Of all pairs of samples."""
+    z = F.normalize(z, dim=-1)
+    return F.cross_entropy(z @ z.t(), torch.arange(len(z)))
+
+
+def tiled(z: Tensor, batch: Any) -> Tensor:
+    """A square of whole tiles, which no polynomial gives."""
+    tiles = -(-len(z) // 48)
+    return z.mean() + z.new_zeros(tiles * 48, tiles * 48).exp().mean()
+
+
+@pytest.mark.parametrize("loss", [nce, tiled])
+def test_what_is_no_straight_line_in_the_batch_is_what_a_trace_gives_there_all_the_same(loss: Any) -> None:
+    model = nn.Linear(64, 64)
+    found = estimate(model, torch.zeros(256, 64), loss=loss)
+    for size in (100, 4096):
+        there = estimate(model, torch.zeros(size, 64), loss=loss)
+        assert (found.at(size).allocated, found.at(size).reserved) == (there.allocated, there.reserved)
+        assert found.at(size).modules == there.modules
+        assert found.at(size).seconds == pytest.approx(there.seconds)
+    best = found.largest_batch("1GiB", context=False, margin=0.0)
+    assert estimate(model, torch.zeros(best, 64), loss=loss).fits("1GiB", context=False)
+    assert not estimate(model, torch.zeros(best + 1, 64), loss=loss).fits("1GiB", context=False)
+
+
+def test_only_a_batch_that_is_traced_far_away_shows_that_a_line_is_one() -> None:
+    class Pairs(nn.Linear):
+        """Takes batches of an even size alone."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two = super().forward(x).view(2, len(x) // 2, 8)
+            return one * two
+
+    found = estimate(Pairs(8, 8), torch.zeros(4, 8))
+    assert found.at(10).allocated == estimate(Pairs(8, 8), torch.zeros(10, 8)).allocated
 
 
 def test_the_largest_batch_fits_and_one_more_sample_does_not() -> None:
@@ -335,14 +375,19 @@ def test_a_sum_in_the_backward_takes_the_place_of_a_summand_that_ends_with_it() 
     )
 
 
-def test_a_line_goes_through_both_tapes_and_refuses_two_of_a_different_order() -> None:
+def test_a_curve_goes_through_its_tapes_and_refuses_two_of_a_different_order() -> None:
     first, second = (Tape((1, 2, -1, -2), sizes, ("batch",) * 2, ("",) * 2, ("setup",)) for sizes in ((10, 7), (30, 7)))
-    line = Line(first, 2, second, 4, KERNELS["h200"])
+    line = Curve({2: first, 4: second}, KERNELS["h200"])
     assert (line.at(2), line.at(4)) == (first, second)
     assert line.at(7).sizes == (60, 7)
+    squares = {batch: replace(first, sizes=(batch**2, 7)) for batch in (2, 4, 8)}
+    parabola = Curve(squares, KERNELS["h200"])
+    assert [parabola.at(batch).sizes for batch in (2, 3, 8, 1001)] == [(4, 7), (9, 7), (64, 7), (1001**2, 7)]
+    assert line.meets(7, replace(first, sizes=(60, 7)))
+    assert not line.meets(8, squares[8])
     other = Tape((1, -1, 2, -2), (10, 7), ("batch",) * 2, ("",) * 2, ("setup",))
     with pytest.raises(PlanError, match="in a different order"):
-        Line(first, 2, other, 4, KERNELS["h200"])
+        Curve({2: first, 4: other}, KERNELS["h200"])
 
 
 @pytest.mark.parametrize(

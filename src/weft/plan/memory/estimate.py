@@ -13,18 +13,21 @@ from weft.errors import PlanError
 from weft.plan.machine import Machine
 from weft.plan.machine import machine as machine_of
 from weft.plan.memory.allocator import Rules
+from weft.plan.memory.curve import Curve, shares
 from weft.plan.memory.fakes import batch_size
 from weft.plan.memory.kernels import Kernels, kernels
 from weft.plan.memory.replay import Peaks, fits, replay
 from weft.plan.memory.seconds import Work, step_seconds
 from weft.plan.memory.step import Trace, trace
-from weft.plan.memory.tape import Line, Tape
+from weft.plan.memory.tape import Tape
 from weft.plan.memory.training import Loss, Step, Training
 from weft.units import size as shown
 from weft.units import size_of
 
 MOST = 2**22
 """No batch above it is looked for."""
+FAR = (13, 5), (7, 3)
+"""Where a curve is compared with a trace: so many times the batch, and so many samples more, which few divide."""
 
 
 def estimate(
@@ -98,7 +101,8 @@ class Estimate:
     _source: _Source = field(repr=False, compare=False)
 
     def at(self, batch: int) -> Estimate:
-        """The estimate at another batch size, without a trace: each block is a straight line in it, from two."""
+        """The estimate at another batch size, the same as that of a trace there. None is needed where each block is a
+        straight line in the size, or a parabola, which is looked at once at a third and a fourth; else one is made."""
         if batch < 1:
             raise PlanError(f"a batch has at least 1 sample, not {batch}")
         return self if batch == self.batch else self._source.at(batch)
@@ -106,7 +110,7 @@ class Estimate:
     def tape(self, batch: int) -> tuple[Tape, Rules]:
         """What a step of so many samples takes and gives back, in order, and the rules of the allocator that it asks:
         for those who replay it another way."""
-        found = self._source.traced(batch).tape if batch == self.batch else self._source.line()[0].at(batch)
+        found = self._source.traced(batch).tape if batch == self.batch else self._source.tape(batch)
         return found, self._source.rules
 
     def fits(self, memory: float | str, *, context: bool = True) -> bool:
@@ -117,7 +121,7 @@ class Estimate:
     def largest_batch(self, memory: float | str, *, context: bool = True, margin: float = 0.02) -> int:
         """The largest batch size that fits, with this share of the memory left over; 0 if none does."""
         room = int(_bytes(memory) * (1 - margin)) - context * self.context
-        low, high = 0, 1
+        low, high = 0, 1 if self._source.curve() else self.batch  # a trace may want more than one sample
         while high <= MOST and self._source.fits(high, room):
             low, high = high, 2 * high
         while high - low > 1:
@@ -139,7 +143,7 @@ class _Source:
     size: int
     rules: Rules
     machine: Machine | str | None
-    lines: tuple[Line, Trace, Trace, int] | None = None
+    curves: list[Curve | None] = field(default_factory=list)
     traces: dict[int, Trace] = field(default_factory=dict)
 
     def traced(self, size: int) -> Trace:
@@ -154,26 +158,59 @@ class _Source:
         figures = (peaks.phases, peaks.parts, peaks.modules)
         return Estimate(size, peaks.allocated, peaks.reserved, own, *figures, seconds, why, found.assumed, self)
 
-    def line(self) -> tuple[Line, Trace, Trace, int]:
+    def curve(self) -> Curve | None:
+        """What all batches lie on; None if each has to be traced by itself."""
+        if not self.curves:
+            self.curves.append(self._curve())
+        return self.curves[0]
+
+    def tape(self, size: int) -> Tape:
+        curve = self.curve()
+        return self.traced(size).tape if curve is None else curve.at(size)
+
+    def at(self, size: int) -> Estimate:
+        curve = self.curve()
+        if curve is None:
+            return self.estimate(size, self.traced(size))
+        traces = [self.traced(batch) for batch in curve.tapes]
+        given, whole = shares(tuple(curve.tapes), size)
+        work = _between([trace.work for trace in traces], [share / whole for share in given])
+        return self.estimate(size, traces[0], replay(curve.at(size), self.rules), work)
+
+    def fits(self, size: int, memory: int) -> bool:
+        return memory > 0 and fits(self.tape(size), memory, self.rules)
+
+    def _curve(self) -> Curve | None:
         base = max(self.size, 2)
-        while self.lines is None:
-            first, second = self.traced(base), self.traced(2 * base)
+        while True:
             try:
-                self.lines = (Line(first.tape, base, second.tape, 2 * base, self.training.kernels), first, second, base)
+                line = self._through(base, 2 * base)
+                break
             except PlanError:
                 # Small batches may meet other kernels than large ones do.
                 base *= 2
                 if base > 8 * max(self.size, 2):
                     raise
-        return self.lines
+        (third, there), fourth = self._first(base, *FAR[0]), FAR[1]
+        if line.meets(third, there):
+            return line
+        try:
+            parabola = self._through(base, 2 * base, third)  # what is made of all pairs of samples, for example
+        except PlanError:
+            return None
+        return parabola if parabola.meets(*self._first(base, *fourth)) else None
 
-    def at(self, size: int) -> Estimate:
-        line, first, second, base = self.line()
-        work = _between(first.work, second.work, (size - base) / base)
-        return self.estimate(size, first, replay(line.at(size), self.rules), work)
+    def _through(self, *sizes: int) -> Curve:
+        return Curve({size: self.traced(size).tape for size in sizes}, self.training.kernels)
 
-    def fits(self, size: int, memory: int) -> bool:
-        return memory > 0 and fits(self.line()[0].at(size), memory, self.rules)
+    def _first(self, base: int, times: int, more: int) -> tuple[int, Tape]:
+        """A batch far from the base, and the first step with it; no more than a multiple where it must be one."""
+        for size in (times * base + more, times * base):
+            try:
+                return size, trace(self.training, self.batch, self.size, size, steps=1).tape
+            except PlanError as error:
+                problem = error
+        raise problem
 
     def _seconds(self, work: Work) -> tuple[float | None, str]:
         if self.machine is None:
@@ -185,15 +222,20 @@ class _Source:
             return None, str(error)
 
 
-def _between(first: Work, second: Work, share: float) -> Work:
-    if any(len(first[name]) != len(second.get(name, ())) for name in first):
+def _between(works: Sequence[Work], counts: Sequence[float]) -> Work:
+    first, *others = works
+    if any(len(rows) != len(other.get(name, ())) for name, rows in first.items() for other in others):
         return first
+
+    def one(values: Sequence[float]) -> float:
+        return max(0.0, sum(value * count for value, count in zip(values, counts, strict=True)))
+
     return {
         name: [
-            (max(0.0, a + share * (c - a)), max(0.0, b + share * (d - b)))
-            for (a, b), (c, d) in zip(rows, second[name], strict=True)
+            (one([row[0] for row in rows]), one([row[1] for row in rows]))
+            for rows in zip(*(work[name] for work in works), strict=True)
         ]
-        for name, rows in first.items()
+        for name in first
     }
 
 

@@ -59,14 +59,19 @@ def sketched(value: Any) -> Any:
     return value
 
 
-def between(first: Any, second: Any, share: float) -> Any:
-    """What lies so far on the way from the first to the second, and beyond if the share is above 1."""
+def combined(values: Sequence[Any], shares: Sequence[int], whole: int) -> Any:
+    """The sum of so many shares, of which there are ``whole``, of each value; what is no number is as in the first.
+
+    >>> combined([(2, "a"), (4, "a")], [-1, 2], 1)
+    (6, 'a')
+    """
+    first = values[0]
     if isinstance(first, Sketch):
-        shape = tuple(between(a, b, share) for a, b in zip(first.shape, second.shape, strict=True))
-        strides = tuple(between(a, b, share) for a, b in zip(first.strides, second.strides, strict=True))
-        return Sketch(shape, strides, first.element)
+        shape = combined([one.shape for one in values], shares, whole)
+        return Sketch(shape, combined([one.strides for one in values], shares, whole), first.element)
     if isinstance(first, tuple):
-        return tuple(between(a, b, share) for a, b in zip(first, second, strict=True))
-    if isinstance(first, int) and not isinstance(first, bool):
-        return max(0, round(first + share * (second - first)))
+        return tuple(combined(each, shares, whole) for each in zip(*values, strict=True))
+    if isinstance(first, int) and not isinstance(first, bool) and any(one != first for one in values):
+        total = sum(one * share for one, share in zip(values, shares, strict=True))
+        return max(0, (2 * total + whole) // (2 * whole))
     return first

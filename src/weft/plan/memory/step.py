@@ -37,8 +37,9 @@ class Trace:
     assumed: tuple[str, ...]
 
 
-def trace(training: Training, batch: Any, size: int | None = None, other: int | None = None) -> Trace:
-    """Two steps of the training with this batch, with ``other`` samples in place of ``size`` if given."""
+def trace(training: Training, batch: Any, size: int | None = None, other: int | None = None, steps: int = 2) -> Trace:
+    """Two steps of the training with this batch, with ``other`` samples in place of ``size`` if given; or the first
+    alone, which is all that the sizes of blocks depend on."""
     tracer, counter = Tracer(training.kernels), Counter()
     with ExitStack() as stack:
         stack.enter_context(_ALONE)
@@ -54,7 +55,7 @@ def trace(training: Training, batch: Any, size: int | None = None, other: int | 
         given = fakes.fake_batch(batch, size, other)
         stack.enter_context(tracer)
         try:
-            _steps(training, model, given, tracer, counter)
+            _steps(training, model, given, tracer, counter, steps)
         except WeftError:
             raise
         except Exception as error:
@@ -66,7 +67,7 @@ def trace(training: Training, batch: Any, size: int | None = None, other: int | 
     return Trace(found, counter.work, tuple(dict.fromkeys(tracer.assumed)))
 
 
-def _steps(training: Training, model: nn.Module, batch: Any, tracer: Tracer, counter: Counter) -> None:
+def _steps(training: Training, model: nn.Module, batch: Any, tracer: Tracer, counter: Counter, count: int) -> None:
     recurrent = {name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)}
     for name, group in groupby(fakes.in_order(model), key=itemgetter(0)):
         weights = [tensor for _, tensor in group]
@@ -106,8 +107,8 @@ def _steps(training: Training, model: nn.Module, batch: Any, tracer: Tracer, cou
     torch.Tensor.backward = backward  # type: ignore[assignment, method-assign]
     try:
         with _modules(model, tracer):
-            for first in (True, False):
-                tracer.counter = None if first else counter
+            for number in range(count):
+                tracer.counter = counter if number else None
                 tracer.begin("forward")
                 (training.step or usual_step(training))(model, optimizer, batch)
                 if tracer.phase != "optimizer":

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-from weft.errors import PlanError
-from weft.plan.memory.kernels import Kernels
-from weft.plan.memory.sketch import between
-from weft.plan.memory.workspaces import SLOTS, workspaces
 
 PHASES = ("setup", "forward", "backward", "optimizer")
 PARTS = ("weights", "gradients", "optimizer", "batch", "activations", "workspaces")
@@ -43,35 +38,6 @@ class Tape:
 
     def __len__(self) -> int:
         return len(self.sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Sizes that are straight lines in the batch size, from tapes of two batches with the same blocks in the same
-    order; workspaces follow their rules from shapes that are such lines."""
-
-    first: Tape
-    batch: int
-    second: Tape
-    other: int
-    kernels: Kernels
-
-    def __post_init__(self) -> None:
-        alike = [call.name for call in self.first.calls] == [call.name for call in self.second.calls]
-        if self.first.order != self.second.order or not alike:
-            raise PlanError(
-                f"steps with batches of {self.batch} and {self.other} allocate in a different order "
-                f"({len(self.first)} and {len(self.second)} blocks): estimate each batch by itself"
-            )
-
-    def at(self, batch: int) -> Tape:
-        share = (batch - self.batch) / (self.other - self.batch)
-        pairs = zip(self.first.sizes, self.second.sizes, strict=True)
-        sizes = [max(0, round(a + share * (b - a))) for a, b in pairs]
-        for one, two in zip(self.first.calls, self.second.calls, strict=True):
-            args, result = between((one.args, one.result), (two.args, two.result), share)
-            sizes[one.block : one.block + SLOTS] = workspaces(one.name, args, result, self.kernels)
-        return replace(self.first, sizes=tuple(sizes))
 
 
 def in_place(order: Sequence[int], sums: dict[int, tuple[int, ...]]) -> tuple[list[int], dict[int, int]]:
