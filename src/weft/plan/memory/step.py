@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.errors import PlanError, WeftError
 from weft.plan.memory import fakes
 from weft.plan.memory.autocast import as_on_cuda
+from weft.plan.memory.caches import emptied
 from weft.plan.memory.recompute import recompute
 from weft.plan.memory.seconds import Counter, Work
 from weft.plan.memory.substitutes import as_on_gpu
@@ -46,6 +47,7 @@ def trace(training: Training, batch: Any, size: int | None = None, other: int | 
         stack.enter_context(as_on_gpu(training.kernels, tracer.adding))
         stack.enter_context(as_on_cuda())
         stack.enter_context(fakes.unnoticed())
+        stack.enter_context(emptied(training.model, training.loss, training.step))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         model = fakes.fake_model(training.model)
         model.train(training.model.training)
