@@ -133,7 +133,7 @@ class Updater:
                 members.append([])
             members[kinds.index(special[name])].append(parameter)
         options = dict(spec.options)
-        if "fused" in inspect.signature(spec.cls).parameters and "foreach" not in options:
+        if fuses(spec.cls, options, parameters.values()):
             options.setdefault("fused", True)
         groups = [{"params": list(group), **kind} for group, kind in zip(members, kinds, strict=True)]
         try:
@@ -215,6 +215,12 @@ class Updater:
                     if saved := states.get(names[id(p)]):
                         restored = {key: _restored(key, value, p, counts_on_device) for key, value in saved.items()}
                         optimizer.state[p] = {key.removesuffix("!"): value for key, value in restored.items()}
+
+
+def fuses(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether an optimizer with these options has one kernel for all of these parameters, which are then real."""
+    known = "fused" in inspect.signature(kind).parameters and "foreach" not in options
+    return known and all(parameter.is_floating_point() for parameter in parameters)
 
 
 def _restored(key: str, value: Tensor, parameter: nn.Parameter, counts_on_device: bool) -> Any:

@@ -18,6 +18,9 @@ from weft.plan.memory.sketch import sketched
 from weft.plan.memory.tape import Call, Tape, in_place
 from weft.plan.memory.workspaces import has_rule, workspaces
 
+STEPS = 100.0
+"""What an optimizer reads of a tensor is taken to be so much, such as its count of steps: RAdam takes more from its
+sixth step on."""
 _PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.addmv.", "aten.mv.", "aten._cudnn_rnn")
 
 
@@ -159,13 +162,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _scalar(self, func: Any, args: tuple[Any, ...]) -> Any:
         if self.phase == "optimizer":
-            return 1.0  # the count of steps, which nothing has counted up
+            return STEPS
         try:
             return func(*args)
         except Exception:
-            kind = args[0].dtype
             self.assumed.append(f"a value that module '{self.module}' asks for is taken as 1")
-            return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
+            return made_up(args[0].dtype)
+
+
+def made_up(kind: torch.dtype) -> bool | float | int:
+    """What stands for a value that is asked for and that nobody knows."""
+    return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
 
 
 def _tensors(value: Any) -> list[Tensor]:
