@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def test_what_is_no_straight_line_in_the_batch_is_what_a_trace_gives_there_all_t
     assert not estimate(model, torch.zeros(best + 1, 64), loss=loss).fits("1GiB", context=False)
 
 
-def test_only_a_batch_that_is_traced_far_away_shows_that_a_line_is_one() -> None:
+def test_a_model_that_takes_even_batches_alone_is_estimated_at_others() -> None:
     class Pairs(nn.Linear):
         """Takes batches of an even size alone."""
 
@@ -361,6 +362,122 @@ def test_a_model_whose_shapes_depend_on_data_is_refused_by_name() -> None:
         estimate(Picky(), torch.zeros(2, 4))
     with pytest.raises(PlanError, match="no tensor with a first dimension"):
         estimate(Picky(), {"x": 3})
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    more: Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    x: Tensor
+    name: str = "rows"
+
+
+class Adding(nn.Linear):
+    def forward(self, x: Any, more: Tensor | None = None) -> Any:
+        return super().forward(x if more is None else x + more)
+
+
+class Holding(nn.Linear):
+    def forward(self, batch: Any) -> Any:
+        return Rows(super().forward(batch.x if isinstance(batch, Rows) else batch))
+
+
+def test_named_tuples_and_dataclasses_are_batches_and_outputs() -> None:
+    x = torch.zeros(64, 512)
+    plain = estimate(Adding(512, 4), x)
+    assert estimate(Holding(512, 4), x).phases == plain.phases
+    found = estimate(Holding(512, 4), Rows(x))
+    assert found.phases == plain.phases
+    assert found.at(128).phases == plain.at(128).phases
+    pair = estimate(Adding(512, 4), Pair(x, x))
+    assert pair.parts["batch"] == 2 * x.nbytes
+    assert pair.phases == estimate(Adding(512, 4), (x, x)).phases
+
+
+def test_a_dtype_of_torch_is_as_good_as_its_name() -> None:
+    assert of_net(dtype=torch.bfloat16) == of_net(dtype="bfloat16")
+
+
+class Nothing(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return str(super().forward(x).shape)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (torch.relu, "the model is a builtin_function_or_method: it must be an nn.Module"),
+        (nn.Sequential(nn.LazyLinear(4)), "module '0' has no shape before its first batch: call the model"),
+        (torch.jit.trace(nn.Linear(4, 4), torch.zeros(2, 4)), "module '' is scripted and cannot be traced"),
+        (Nothing(4, 4), "the model gives a str in which no tensor is found: give a loss"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_is_refused_in_one_line(model: Any, said: str) -> None:
+    with pytest.raises(PlanError, match=said) as refused:
+        estimate(model, torch.zeros(2, 4))
+    assert "\n" not in str(refused.value)
+
+
+class Keeping(nn.Linear):
+    """Holds tensors that are no buffers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.mask = torch.ones(width, width).tril()[0]
+        self.more = [torch.ones(width)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.mask + self.more[0])
+
+
+def test_tensors_that_are_plain_attributes_are_copied_and_left_as_they_are() -> None:
+    model = Keeping(8)
+    found = estimate(model, torch.zeros(2, 8))
+    assert found.parts["weights"] == 4 * (64 + 8)
+    assert torch.equal(model.mask, torch.ones(8, 8).tril()[0])
+    normed = nn.utils.weight_norm(nn.Linear(8, 8))
+    assert estimate(normed, torch.zeros(2, 8)).parts["weights"] == 4 * (64 + 8 + 8)
+
+
+@cache
+def causal(length: int) -> Tensor:
+    return torch.ones(length, length).tril()
+
+
+@cache
+def settings() -> dict[str, float]:
+    return {"scale": 1.0}
+
+
+class Remembering(nn.Linear):
+    @staticmethod
+    @lru_cache(maxsize=1)
+    def ramp(length: int) -> tuple[Tensor, ...]:
+        return (torch.arange(length).float(),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ causal(4) + self.ramp(4)[0] * settings()["scale"]
+
+
+def test_what_the_models_code_remembers_of_a_trace_is_forgotten() -> None:
+    model, x = Remembering(4, 4), torch.ones(2, 4)
+    found = estimate(model, x)
+    assert found.at(8).allocated == estimate(model, torch.ones(8, 4)).allocated
+    assert type(model(x)) is Tensor
+    assert causal.cache_info().currsize == 1
+    assert settings.cache_info().misses == 1  # what holds no tensor is left
+    estimate(nn.Linear(4, 4), x, loss=lambda outputs, batch: outputs.mean())
+    assert causal.cache_info().currsize == 1  # as is what no trace has touched
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Adafactor])
+def test_optimizers_that_read_their_counts_of_steps_are_traced(kind: Any) -> None:
+    found = estimate(nn.Linear(64, 64), torch.zeros(2, 64), optimizer=lambda parameters: kind(parameters, lr=0.1))
+    assert found.allocated > 0
+    assert found.parts["weights"] == 4 * (64 * 64 + 64)
 
 
 def test_a_sum_in_the_backward_takes_the_place_of_a_summand_that_ends_with_it() -> None:

@@ -38,7 +38,7 @@ def estimate(
     inputs: Sequence[str] | None = None,
     optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "adamw",
     options: Mapping[str, Any] | None = None,
-    dtype: str = "float32",
+    dtype: str | torch.dtype = "float32",
     recompute: bool | Callable[[nn.Module], None] = False,
     accumulate: int = 1,
     step: Step | None = None,
@@ -49,15 +49,17 @@ def estimate(
     """What a training step of the model takes on the device, from shapes alone: nothing is computed or allocated.
 
     Model and batch may be on any device, ``meta`` too. The batch is a tensor, a tuple or a mapping, whose first
-    dimensions count the samples. A mapping's entries ``inputs`` are the model's arguments in order; without them, all
-    but the targets (``label``, ``targets``, ``y``) if there is a ``loss``, which is called with the outputs and the
-    batch, else all by name, and the loss is the output's own, or its mean. ``bfloat16`` is autocast. ``recompute``
-    keeps only the inputs of blocks (`recompute.parts`); a function does it its own way to the model it is given.
-    ``step(model, optimizer, batch)`` takes the place of the usual step, with ``torch.autocast("cpu", ...)`` where it
-    casts. The optimizer is one of torch by name, or a function of the parameters.
+    dimensions count the samples, or a dataclass, which the model takes as a whole. A mapping's entries ``inputs`` are
+    the model's arguments in order; without them, all but the targets (``label``, ``targets``, ``y``) if there is a
+    ``loss``, which is called with the outputs and the batch, else all by name, and the loss is the output's own, or its
+    mean. ``bfloat16`` is autocast. ``recompute`` keeps only the inputs of blocks (`recompute.parts`); a function does
+    it its own way to the model it is given. ``step(model, optimizer, batch)`` takes the place of the usual step, with
+    ``torch.autocast("cpu", ...)`` where it casts. The optimizer is one of torch by name, or a function of the
+    parameters.
 
     `PlanError` names what cannot be traced. While it works, operators of the whole process have other kernels: let no
-    other thread compute on the CPU meanwhile.
+    other thread compute on the CPU meanwhile. Tensors that the model's code keeps by ``functools.cache`` are forgotten
+    afterwards, since there is no data in them; those that it keeps in a global variable are left there.
     """
     taken = Training(
         model,
@@ -66,7 +68,7 @@ def estimate(
         inputs,
         optimizer,
         options or {},
-        dtype,
+        str(dtype).removeprefix("torch."),
         recompute,
         accumulate,
         step,

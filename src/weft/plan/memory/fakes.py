@@ -6,16 +6,20 @@ import copy
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from weft.errors import PlanError
 
 
 def fake_model(model: nn.Module) -> nn.Module:
     """A copy within the fake mode that is on; weights of a recurrent module lie in one block, as cuDNN wants them."""
+    _check(model)
     memo: dict[int, Any] = {}
     with torch.no_grad():
         for module in model.modules():
@@ -24,12 +28,13 @@ def fake_model(model: nn.Module) -> nn.Module:
         for parameter in model.parameters():
             if id(parameter) not in memo:
                 memo[id(parameter)] = nn.Parameter(_like(parameter), parameter.requires_grad)
-        for buffer in model.buffers():
-            memo.setdefault(id(buffer), _like(buffer))
+        for tensor in (*model.buffers(), *_attributes(model)):
+            memo.setdefault(id(tensor), _like(tensor))
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
-        raise PlanError(f"the model cannot be copied: {error}; build it anew on the 'meta' device") from error
+        said = str(error).partition("\n")[0]
+        raise PlanError(f"the model cannot be copied: {said}; build it anew on the 'meta' device") from error
 
 
 def in_order(model: nn.Module, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -66,8 +71,26 @@ def fake_batch(batch: Any, size: int | None = None, other: int | None = None) ->
     if isinstance(batch, Mapping):
         return {key: fake_batch(value, size, other) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return type(batch)(fake_batch(value, size, other) for value in batch)
+        values = [fake_batch(value, size, other) for value in batch]
+        named = hasattr(batch, "_fields")
+        return type(batch)(*values) if named else tuple(values) if isinstance(batch, tuple) else values
+    if is_dataclass(batch):
+        made = copy.copy(batch)
+        for name, value in parts_of(batch):
+            object.__setattr__(made, name, fake_batch(value, size, other))  # frozen ones too
+        return made
     return batch
+
+
+def parts_of(value: Any) -> list[tuple[Any, Any]]:
+    """What lies in a mapping, a tuple, a list or a dataclass, by key, place or name; nothing in anything else."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (tuple, list)):
+        return list(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return []
 
 
 def batch_size(batch: Any) -> int:
@@ -75,11 +98,28 @@ def batch_size(batch: Any) -> int:
     if isinstance(batch, Tensor):
         if batch.dim():
             return batch.shape[0]
-    elif isinstance(batch, (Mapping, tuple, list)):
-        for value in batch.values() if isinstance(batch, Mapping) else batch:
-            if isinstance(value, (Tensor, Mapping, tuple, list)):
+    else:
+        for _, value in parts_of(batch):
+            if isinstance(value, Tensor) or parts_of(value):
                 return batch_size(value)
     raise PlanError("the batch holds no tensor with a first dimension to count samples by")
+
+
+def _check(model: nn.Module) -> None:
+    """PlanError for a model that has no shapes, or that no mode sees into."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PlanError(f"module '{name}' is scripted and cannot be traced: give the one that it was made from")
+        if any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
+            raise PlanError(f"module '{name}' has no shape before its first batch: call the model with one beforehand")
+
+
+def _attributes(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that modules keep as plain attributes."""
+    apart = ("_parameters", "_buffers", "_modules")
+    for module in model.modules():
+        kept = [value for name, value in vars(module).items() if name not in apart]
+        yield from (leaf for leaf in pytree.tree_leaves(kept) if isinstance(leaf, Tensor))
 
 
 def _like(tensor: Tensor) -> Tensor:

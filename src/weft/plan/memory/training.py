@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import PlanError, nearest
+from weft.plan.memory.fakes import parts_of
 from weft.plan.memory.kernels import Kernels
 
 Loss = Callable[[Any, Any], Tensor]
@@ -39,6 +40,8 @@ class Training:
     step: Step | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise PlanError(f"the model is a {type(self.model).__name__}: it must be an nn.Module")
         if self.dtype not in _DTYPES:
             raise PlanError(f"unknown dtype '{self.dtype}'{nearest(self.dtype, _DTYPES)}")
         if isinstance(self.optimizer, str) and self.optimizer.lower() not in OPTIMIZERS:
@@ -66,10 +69,10 @@ def usual_step(training: Training) -> Step:
 
 def _loss(training: Training, model: nn.Module, batch: Any) -> Tensor:
     loss = training.loss
-    if isinstance(batch, Tensor):
-        outputs = model(batch)
-    elif not isinstance(batch, Mapping):
+    if isinstance(batch, (tuple, list)):
         outputs = model(*batch)
+    elif not isinstance(batch, Mapping):  # a tensor, or a dataclass as a whole
+        outputs = model(batch)
     elif training.inputs is not None:
         outputs = model(*(batch[name] for name in training.inputs))
     elif loss is None:
@@ -81,7 +84,9 @@ def _loss(training: Training, model: nn.Module, batch: Any) -> Tensor:
     found = getattr(outputs, "loss", None)
     if isinstance(found, Tensor):
         return found
-    first = next(iter(tensors(outputs)))
+    first = next(tensors(outputs), None)
+    if first is None:
+        raise PlanError(f"the model gives a {type(outputs).__name__} in which no tensor is found: give a loss")
     return first if not first.dim() else first.float().mean()
 
 
@@ -103,9 +108,9 @@ def make_optimizer(training: Training, parameters: list[nn.Parameter]) -> torch.
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and mappings."""
+    """Every tensor in nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (Mapping, tuple, list)):
-        for one in value.values() if isinstance(value, Mapping) else value:
+    else:
+        for _, one in parts_of(value):
             yield from tensors(one)
