@@ -19,6 +19,7 @@ from weft.tune.peaks import peaks
 from weft.tune.recipe import Recipe
 from weft.tune.setting import Setting, setting
 from weft.tune.training import OutOfMemory, train
+from weft.tune.whole import Whole
 
 KIB, BATCH = 2**10, 64
 
@@ -96,6 +97,139 @@ def test_the_estimate_is_what_the_training_takes(model: Any, source: Any, tmp_pa
         assert 0.97 * found.memory <= done.peak <= found.memory
         with pytest.raises(OutOfMemory):
             train(made, found, device="cpu", memory=int(found.memory * 0.96), directory=tmp_path / "no", report=never)
+
+
+def numbers() -> Data:
+    made = torch.arange(512 * 256, dtype=torch.float32).reshape(512, 16, 16).sin()
+    return Data("numbers", Tensors(x=made, y=made[:, 0, :1]), Tensors(x=made, y=made[:, 0, :1]))
+
+
+class Last(nn.Module):
+    def __init__(self, cells: nn.Module, width: int) -> None:
+        super().__init__()
+        self.cells, self.head = cells, nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.cells(x)[0][:, -1])
+
+
+def lstm(params: Mapping[str, Any]) -> nn.Module:
+    return Last(nn.LSTM(16, 48, 2, batch_first=True, bidirectional=True), 96)
+
+
+def wide_layer(params: Mapping[str, Any]) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(256, 128), nn.Linear(128, 1))
+
+
+class Views(nn.Module):
+    """Judged by the mean over views of each sample, and trained with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(256, 4), nn.ReLU(), nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return self.body(x)
+        return self.body(torch.cat([x] * 8)).view(8, len(x), 1).mean(0)
+
+
+def views(params: Mapping[str, Any]) -> nn.Module:
+    return Views()
+
+
+@pytest.mark.parametrize(
+    ("model", "changed", "share"),
+    [
+        (lstm, {}, 0.97),
+        (lstm, {"precision": "bf16"}, 0.9),
+        (wide_layer, {"optimizer": "radam"}, 0.97),
+        (wide_layer, {"optimizer": "adafactor"}, 0.97),
+        (wide_layer, {"optimizer": "asgd"}, 0.8),  # as when it averages, which it does after a million steps
+        (wide_layer, {"optimizer": "nadam"}, 0.97),
+        (views, {}, 0.97),
+        (views, {"report": 2}, 0.97),
+    ],
+)
+def test_what_kernels_keep_what_later_steps_take_and_judging_are_estimated_too(
+    model: Any, changed: dict[str, Any], share: float, tmp_path: Path
+) -> None:
+    recipe = Recipe(model=model, data=numbers, loss=loss, **{"steps": 8, "batch_size": BATCH, **changed})
+    made = setting(recipe, {})
+    found = fit(made, 1, 2**30, "cpu")
+    done = train(made, found, device="cpu", memory=found.memory, directory=tmp_path, report=lambda *_: False)
+    assert done.peak is not None
+    assert share * found.memory <= done.peak <= found.memory
+
+
+def rates(params: Mapping[str, Any]) -> nn.Module:
+    return nn.Sequential(*(nn.Dropout(rate.item()) for rate in torch.linspace(0, 0.1, 3)), build({"width": 8}))
+
+
+def orthogonal(params: Mapping[str, Any]) -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), build({"width": 8}))
+
+
+def drawn(params: Mapping[str, Any]) -> nn.Module:
+    model = nn.Linear(8, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.from_numpy(model.weight.numpy() * 2))
+    return model
+
+
+def lazy(params: Mapping[str, Any]) -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(1))
+
+
+def weight_norm(params: Mapping[str, Any]) -> nn.Module:
+    return nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 1))
+
+
+class Masked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 1)
+        self.mask = torch.ones(8, 8).tril()[3]
+        self.share = float(self.mask.sum()) / 8
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.mask) / self.share
+
+
+def masked(params: Mapping[str, Any]) -> nn.Module:
+    return Masked()
+
+
+class Asking(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if x.abs().mean().item() > 0 else 1)
+
+
+def asking(params: Mapping[str, Any]) -> nn.Module:
+    return Asking(8, 1)
+
+
+@pytest.mark.parametrize("model", [rates, orthogonal, drawn, lazy, weight_norm, masked, asking])
+def test_models_that_read_values_as_they_are_built_are_estimated(model: Any, tmp_path: Path) -> None:
+    recipe = Recipe(model=model, data=data, loss=loss, steps=3, batch_size=BATCH)
+    made = setting(recipe, {})
+    found = fit(made, 1, 2**30, "cpu")
+    done = train(made, found, device="cpu", memory=found.memory, directory=tmp_path, report=lambda *_: False)
+    assert done.peak is not None
+    assert done.peak <= found.memory <= done.peak + 8 * KIB
+    assert fit(made, 1, 2**30, "h200").way == "whole"
+
+
+def complex_weights(params: Mapping[str, Any]) -> nn.Module:
+    model = Masked()
+    model.turn = nn.Parameter(torch.ones(8, dtype=torch.cfloat))
+    return model
+
+
+def test_complex_weights_have_an_optimizer_that_takes_them() -> None:
+    made = setting(Recipe(model=complex_weights, data=data, loss=loss, steps=3, batch_size=BATCH), {})
+    updater = Whole(made.optimizer, dict(made.build().named_parameters()))
+    assert not any(group.get("fused") for group in updater.optimizer(updater.parameters["turn"])[0].param_groups)
+    assert [fit(made, 1, 2**30, kind).way for kind in ("cpu", "h200")] == ["whole", "whole"]
 
 
 def test_recomputing_comes_before_splitting_and_after_micro_batches() -> None:

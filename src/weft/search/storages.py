@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -33,6 +34,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _see(self, tensor: Tensor, watch: bool) -> None:
+        if is_lazy(tensor):  # a weight that has no shape before its first batch
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._alive:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from weft.data import Batch, Loader
+from weft.plan.memory.caches import emptied
+from weft.tune.evaluation import judged
 from weft.tune.setting import Setting
+
+_log = logging.getLogger("weft.tune")
 
 
 class Complete(nn.Module):
@@ -35,7 +42,23 @@ def example(setting: Setting, size: int, device: str = "meta") -> Batch:
 def shaped(setting: Setting) -> nn.Module:
     """The trial's module for its shapes alone: without values where it can be built so."""
     try:
-        with torch.device("meta"):
-            return setting.bare()
-    except (NotImplementedError, RuntimeError):  # it computes with its weights as it builds them
-        return setting.bare()
+        with torch.device("meta"), emptied(setting.model):
+            made = setting.bare()
+        if not _waits(made):
+            return made
+    except Exception as problem:  # it computes with its weights as it builds them
+        _log.debug("the model is built with values: %s", problem)
+    return valued(setting)
+
+
+def valued(setting: Setting) -> nn.Module:
+    """The trial's module with values; one that waits for a batch to know its shapes has seen one."""
+    made = setting.build()
+    if _waits(made):
+        with torch.no_grad(), judged(made):
+            made(*setting.enter(example(setting, 2, "cpu")))
+    return made
+
+
+def _waits(module: nn.Module) -> bool:
+    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))

@@ -15,15 +15,20 @@ from weft.tune.setting import Setting
 
 def evaluate(setting: Setting, model: nn.Module, source: Source, size: int, device: torch.device) -> tuple[float, ...]:
     """The objectives in order, from batches of at most so many samples; the model lies on the device already."""
-    metrics = {name: metric for name, metric in setting.metrics.items() if name in setting.objectives}
-    scores = Scores(setting.loss if "loss" in setting.objectives else None, metrics)
+    found = scores(setting)
     loader = Loader(source, size, 0, shuffle=False, device=device)
     with torch.no_grad(), judged(model), closing(loader.all()) as batches:
         for batch in batches:
             with setting.autocast(device):
-                scores.add(model(*setting.enter(batch)), batch)
-    means = scores.means()
+                found.add(model(*setting.enter(batch)), batch)
+    means = found.means()
     return tuple(means[name] for name in setting.objectives)
+
+
+def scores(setting: Setting) -> Scores:
+    """Of the objectives alone."""
+    metrics = {name: metric for name, metric in setting.metrics.items() if name in setting.objectives}
+    return Scores(setting.loss if "loss" in setting.objectives else None, metrics)
 
 
 @contextmanager

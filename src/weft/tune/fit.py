@@ -16,7 +16,7 @@ from weft.errors import PlanError, TuneError
 from weft.tune.captured import capturable
 from weft.tune.complete import Complete, example, shaped
 from weft.tune.job import Fit, Way
-from weft.tune.peaks import Peaks, peaks
+from weft.tune.peaks import Peaks, paused, peaks
 from weft.tune.recipe import CONTINUOUS
 from weft.tune.setting import Setting
 from weft.tune.training import batch_norm
@@ -62,7 +62,7 @@ def likeness(setting: Setting) -> Hashable:
         setting.loss,
         tuple(sorted(params.items())),
         (setting.batch_size, setting.precision, bool(setting.dropout), setting.accumulate_norms, setting.inputs),
-        capturable(setting),
+        (capturable(setting), paused(setting), setting.objectives),
         (made.cls, tuple(sorted(options.items()))),
     )
 

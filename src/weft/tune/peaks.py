@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,12 +14,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.data import Batch
-from weft.errors import PlanError
+from weft.errors import PlanError, WeftError
+from weft.pipeline.optimizer import fuses
+from weft.plan.memory.caches import emptied
 from weft.plan.memory.estimate import Estimate, estimate
+from weft.plan.memory.fakes import fake_model
 from weft.plan.memory.kernels import kernels
 from weft.search.storages import LiveStorages
 from weft.tune.captured import SMALL, capturable
-from weft.tune.complete import example, shaped
+from weft.tune.complete import example, shaped, valued
+from weft.tune.evaluation import judged, scores
+from weft.tune.fakestep import FakeStorages
 from weft.tune.job import Way
 from weft.tune.pools import reserved_apart
 from weft.tune.resident import resident
@@ -64,6 +68,11 @@ def peaks(setting: Setting, way: Way, device: str, *, accumulate: bool) -> Peaks
     )
     graphs = way == "whole" and capturable(setting)
     return _Estimated(found, resident(setting.data()), setting.batch_size, _sample(batch), graphs)
+
+
+def paused(setting: Setting) -> bool:
+    """Whether the trial is judged before it ends, while its last batch lies there."""
+    return setting.report is not None and setting.report < setting.steps
 
 
 def known(device: str) -> str:
@@ -135,6 +144,7 @@ class _Counted:
     parts: int
     context: int = 0
     _known: dict[int, int] = field(default_factory=dict)
+    _valued: nn.Module | None = None
 
     def at(self, samples: int) -> int:
         if samples not in self._known:
@@ -160,29 +170,75 @@ class _Counted:
         return None
 
     def _traced(self, samples: int) -> int:
-        like = example(self.setting, samples)  # out here, where the data set is real
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            model = self.setting.bare()
+        setting, size = self.setting, self.setting.batch_size
+        like, data = example(setting, samples), setting.data()  # out here, where the data set is real
+        seen = samples if data.validation is None else min(samples, len(data.validation))
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        model = self._fake(mode)
+        with mode, emptied(model, setting.loss):
             if self.way == "recompute":
                 recompute(model)
-            optimizer = _optimizer(self.setting)(list(model.parameters()))
-            batch = {name: torch.empty(part.shape, dtype=part.dtype) for name, part in like.items()}
-            step = _step(self.setting, self.way, self.parts)
+            optimizer = _optimizer(setting)([p for p in model.parameters() if p.requires_grad])
             try:
-                step(model, optimizer, batch)  # from here on the optimizer has its state
-            except ValueError:  # such as a batch norm's of a single sample
-                return sys.maxsize
-            states = [value for state in optimizer.state.values() for value in state.values()]
-            kept = [*model.parameters(), *model.buffers(), *(value for value in states if isinstance(value, Tensor))]
-            with LiveStorages([*kept, *batch.values()]) as live:
-                step(model, optimizer, batch)
+                kept, peak = self._steps(model, optimizer, _empty(like, samples))
+            except ValueError as problem:  # such as a batch norm's of a single sample
+                if samples < size:
+                    return sys.maxsize
+                raise _untraceable(problem) from problem
+            except Exception as problem:
+                raise problem if isinstance(problem, WeftError) else _untraceable(problem) from problem
+            judging = self._judging(model, optimizer, kept, _empty(like, seen))
             with LiveStorages(kept) as between:
                 pass
-        # The whole batch lies there, however it is cut; between two steps, while the next is made, two of them do.
-        sample, size = _sample(like), self.setting.batch_size
-        return (
-            SCALARS + 8 * size + max(int(live.peak) + (size - samples) * sample, int(between.now) + 2 * size * sample)
+        # The whole batch lies there, however it is cut; between two steps, while the next is made, two of them do. So
+        # do two of those that a trial is judged by, which goes on with its own afterwards.
+        sample = _sample(like)
+        beside = size * sample if paused(setting) else 0
+        peaks = (
+            peak + (size - samples) * sample,
+            int(between.now) + 2 * size * sample,
+            int(between.now) + 2 * seen * sample + beside,
+            judging + beside,
         )
+        return SCALARS + 8 * size + max(peaks)
+
+    def _steps(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[list[Tensor], int]:
+        """What lasts from step to step, and the most that is there during the second."""
+        step = _step(self.setting, self.way, self.parts)
+        with FakeStorages(optimizer):
+            step(model, optimizer, batch)  # from here on the optimizer has its state
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        kept = [*model.parameters(), *model.buffers(), *(value for value in states if isinstance(value, Tensor))]
+        with FakeStorages(optimizer, [*kept, *batch.values()]) as live:
+            step(model, optimizer, batch)
+        return kept, int(live.peak)
+
+    def _judging(self, model: nn.Module, optimizer: torch.optim.Optimizer, kept: list[Tensor], batch: Batch) -> int:
+        """The most that is there while the trial is judged; what fails then, fails when it runs."""
+        setting, live = self.setting, FakeStorages(optimizer, [*kept, *batch.values()])
+        with live, suppress(Exception), torch.no_grad(), judged(model), setting.autocast(torch.device("cpu")):
+            scores(setting).add(model(*setting.enter(batch)), batch)
+        return int(live.peak)
+
+    def _fake(self, mode: FakeTensorMode) -> nn.Module:
+        """The module in fake tensors; one that reads values while it is built is built with them, once."""
+        if self._valued is None:
+            try:
+                with mode, emptied(self.setting.model):
+                    return self.setting.bare()
+            except Exception:
+                self._valued = valued(self.setting)  # whose failure is the trial's
+        with mode:
+            return fake_model(self._valued)
+
+
+def _empty(like: Batch, samples: int) -> Batch:
+    return {name: torch.empty((samples, *part.shape[1:]), dtype=part.dtype) for name, part in like.items()}
+
+
+def _untraceable(problem: Exception) -> PlanError:
+    said = str(problem).partition("\n")[0][:300]
+    return PlanError(f"the step cannot be traced without data: {type(problem).__name__}: {said}")
 
 
 def _sample(batch: Batch) -> int:
@@ -215,7 +271,7 @@ def _optimizer(setting: Setting) -> Callable[[list[nn.Parameter]], torch.optim.O
         if issubclass(made.cls, getattr(torch.optim, "Muon", ())):
             return torch.optim.AdamW(parameters, fused=True)  # Muon keeps less
         options = dict(made.options)
-        if "fused" in inspect.signature(made.cls).parameters and "foreach" not in options:
+        if fuses(made.cls, options, parameters):
             options.setdefault("fused", True)
         return made.cls(parameters, **options)
 
