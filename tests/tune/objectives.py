@@ -139,6 +139,26 @@ def waves(params: Mapping[str, Any]) -> nn.Module:
     return Waves()
 
 
+class Experts(nn.Module):
+    """Each sample goes to the one that a gate says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(64, 2), nn.ModuleList(nn.Linear(64, 10) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        gates, result = self.gate(x), x.new_zeros(len(x), 10)
+        for number, expert in enumerate(self.experts):
+            rows = (gates.argmax(1) == number).nonzero().squeeze(1)
+            result = result.index_copy(0, rows, expert(x[rows]) * gates[rows, number, None])
+        return result
+
+
+def experts(params: Mapping[str, Any]) -> nn.Module:
+    return Experts()
+
+
 def few() -> Data:
     """Sixteen digits."""
     part = Tensors(**digits().train.take(np.arange(16)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import objectives
@@ -112,6 +113,40 @@ def test_where_memory_is_not_counted_no_process_starts() -> None:
     foresight.ask(0, ASKED[0])
     assert foresight._seers == []
     assert [number for number, _ in foresight.told()] == [0]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "h200"])
+def test_a_model_whose_shapes_depend_on_data_has_a_device_to_itself(kind: str) -> None:
+    place = Place(2**33, 1, kind, True)
+    here = found(terms(model=objectives.experts), {}, place)
+    assert isinstance(here, Need)
+    assert (here.memory, here.fit, here.shape) == (None, None, None)
+    assert here.note.startswith("not estimated: the step cannot be traced without data: DynamicOutputShapeException")
+    foresight = Foresight(terms(model=objectives.experts), place, processes=1)
+    try:
+        foresight.ask(0, {})
+        assert answers(foresight, 1) == {0: here}
+    finally:
+        foresight.close()
+
+
+def test_a_model_that_cannot_be_built_is_its_trials_failure() -> None:
+    def broken(params: Mapping[str, Any]) -> torch.nn.Module:
+        raise RuntimeError("no such layer")
+
+    refused = found(terms(model=broken), {}, PLACE)
+    assert isinstance(refused, Refused)
+    assert "no such layer" in refused.why
+
+
+def test_trials_that_were_not_estimated_train_and_say_so(tmp_path: Path) -> None:
+    space = weft.Space()
+    space.real("lr", 0.01, 0.1)
+    recipe = terms(model=objectives.experts).objective
+    study = weft.tune(recipe, space, trials=2, minimize="loss", devices=["cpu=500MiB"], name="s", runs=tmp_path)
+    for record in study.trials:
+        assert record.state == "complete"
+        assert record.notes["estimate"].startswith("not estimated: the step cannot be traced without data")
 
 
 def test_processors_are_on_no_more_cores_than_there_are() -> None:

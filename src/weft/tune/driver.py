@@ -286,6 +286,7 @@ class Driver:
         devices = [self._places.devices[place] for place in places]
         found = {
             "fit": None if task.need.fit is None else asdict(task.need.fit),
+            "estimate": task.need.note or None,
             "devices": [f"{device.node}/{device.name}" for device in devices],
             "memory": task.memory if task.memory is not None else task.need.memory,
             "peak": None if event is None else event.peak,

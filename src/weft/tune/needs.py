@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weft.errors import PlanError
 from weft.space import Value
 from weft.tune.attempt import Terms
 from weft.tune.job import Fit
@@ -14,6 +16,8 @@ from weft.tune.recipe import CONTINUOUS, Recipe
 
 if TYPE_CHECKING:
     from weft.tune.setting import Setting
+
+log = logging.getLogger("weft.tune")
 
 BEYOND = 0.05
 """The part of its estimate that a trial may take beyond it, since others lie beside it."""
@@ -33,7 +37,8 @@ BESIDE = 2
 @dataclass(frozen=True, slots=True)
 class Need:
     """``memory`` None: all of a device, or nothing that is counted. ``shape`` is equal for trials that can be fused,
-    ``kind`` for those that compute alike. ``lane`` is what it takes as one of several that are; None: not traced."""
+    ``kind`` for those that compute alike. ``lane`` is what it takes as one of several that are; None: not traced.
+    ``note`` says why it was not estimated, where it should have been."""
 
     memory: int | None
     fit: Fit | None = None
@@ -41,6 +46,7 @@ class Need:
     kind: str = ""
     steps: int | None = None
     lane: int | None = None
+    note: str = ""
 
     @property
     def degree(self) -> int:
@@ -61,7 +67,8 @@ class Need:
 def need(terms: Terms, params: Mapping[str, Value], memory: int | None, devices: int, kind: str, fuse: bool) -> Need:
     """Of a recipe's candidate: how it fits devices of a kind with so much memory, as a function of these alone.
 
-    Raises TuneError, with the figures, for one that fits nowhere. A function needs what its study says.
+    Raises TuneError, with the figures, for one that fits nowhere. What cannot be traced, such as a model whose shapes
+    depend on data, gets all of a device as it is. A function needs what its study says.
     """
     if not isinstance(terms.objective, Recipe):
         return Need(memory)
@@ -73,7 +80,11 @@ def need(terms: Terms, params: Mapping[str, Value], memory: int | None, devices:
     from weft.tune.fit import fit
 
     chosen.data()  # made once, here, where tensors are real
-    found = fit(chosen, devices, memory, kind)
+    try:
+        found = fit(chosen, devices, memory, kind)
+    except PlanError as problem:
+        log.warning("a trial with %s has a device to itself, not estimated: %s", kind_of(params), problem)
+        return Need(None, None, None, kind_of(params), chosen.steps, note=f"not estimated: {problem}")
     needed = min(_beyond(found.memory, kind), memory)
     # Lanes keep all that their forwards make: what recomputes, or lies on the host, is small only while it does.
     lane = found.way in ("whole", "accumulate") and found.memory <= memory * LANE
