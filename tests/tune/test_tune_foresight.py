@@ -147,6 +147,11 @@ def test_trials_that_were_not_estimated_train_and_say_so(tmp_path: Path) -> None
     for record in study.trials:
         assert record.state == "complete"
         assert record.notes["estimate"].startswith("not estimated: the step cannot be traced without data")
+    asked: dict[str, Any] = {"trials": 1, "minimize": "loss", "devices": ["cpu=32KiB"], "name": "t", "runs": tmp_path}
+    (record,) = weft.tune(recipe, space, **asked).trials
+    assert (record.state, record.notes["attempts"], record.notes["alone"]) == ("failed", 1, True)
+    assert "out of memory" in record.notes["error"]
+    assert "estimate" in record.notes
 
 
 def test_processors_are_on_no_more_cores_than_there_are() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from weft.data import Data, digits
@@ -102,6 +103,31 @@ def test_a_trial_that_can_be_fused_needs_what_its_lane_takes_and_no_multiple_of_
     assert peak(settings, tmp_path / "all", found.of_lanes(4)) <= found.of_lanes(4)
     with pytest.raises(OutOfMemory):
         peak(settings, tmp_path / "less", found.of_lanes(3))
+
+
+class Views(nn.Module):
+    """Judged by the mean over views of each sample, and trained with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        return self.body(x) if self.training else self.body(torch.cat([x] * 16)).view(16, len(x), 10).mean(0)
+
+
+def views(params: Mapping[str, Any]) -> nn.Module:
+    return Views()
+
+
+@pytest.mark.parametrize("report", [None, 1])
+def test_lanes_that_take_more_while_they_are_judged_need_that(report: int | None, data: Data, tmp_path: Path) -> None:
+    for count in (2, 4):
+        settings = lanes(views, data, count, report=report)
+        traced = lane_peak(settings[0], BATCH)
+        assert traced is not None
+        assert 0.8 * count * traced <= peak(settings, tmp_path / str(count), 2**40) <= count * traced + TINY
 
 
 def test_what_was_not_traced_is_taken_to_need_twice_what_it_needs_alone() -> None:

@@ -24,7 +24,8 @@ from weft.units import size
 
 KNOWN = 512
 """Fits that are remembered: trials of one shape are common, and a trace takes seconds."""
-_known: dict[Hashable, Fit] = {}
+_known: dict[Hashable, Fit | str] = {}
+"""How it fits, or why that cannot be estimated."""
 
 MARGIN = 0.02
 """The share of a device that is left free: the allocator gives back what it caches before it fails, and what is
@@ -41,14 +42,21 @@ def fit(setting: Setting, devices: int, memory: int, device: str = "h200") -> Fi
     micro-batches, whose gradients add up to the batch's; the same with activations recomputed; a plan that splits the
     candidate over 2, 4, ... devices; activations in host memory.
 
-    ``device`` is the kind: ``cpu``, or a GPU's name. TuneError with all the figures where none fits.
+    ``device`` is the kind: ``cpu``, or a GPU's name. TuneError with all the figures where none fits, PlanError where
+    the step cannot be traced.
     """
     key = (likeness(setting), devices, memory, device)
     if key not in _known:
         while len(_known) >= KNOWN:
             del _known[next(iter(_known))]
-        _known[key] = _Fitting(setting, devices, memory, device).first()
-    return _known[key]
+        try:
+            _known[key] = _Fitting(setting, devices, memory, device).first()
+        except PlanError as problem:
+            _known[key] = str(problem)
+    found = _known[key]
+    if isinstance(found, str):
+        raise PlanError(found)
+    return found
 
 
 def likeness(setting: Setting) -> Hashable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Hashable
+from contextlib import suppress
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,6 +17,7 @@ from weft.tune.complete import example
 from weft.tune.fit import KNOWN, likeness
 from weft.tune.lanes import Lanes
 from weft.tune.lanestep import LaneStep
+from weft.tune.peaks import paused
 from weft.tune.setting import Setting
 
 log = logging.getLogger("weft.tune")
@@ -42,8 +44,10 @@ def lane_peak(setting: Setting, micro: int) -> int | None:
 
 
 def _traced(setting: Setting, micro: int) -> int:
-    """Of the second step of all lanes: in the first, the dropouts of a forward are looked for."""
+    """Of the second step of all lanes, since in the first the dropouts of a forward are looked for; or of judging them,
+    if that takes more."""
     like, device = example(setting, setting.batch_size), torch.device("cpu")  # out here, where the data set is real
+    validation = setting.data().validation
     seeders = [Seeder(setting.seed, device)] * _LANES
     with seeders[0].preserved(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")  # fake tensors warn of what nobody here does
@@ -62,4 +66,10 @@ def _traced(setting: Setting, micro: int) -> int:
         step()
         with LiveStorages([*lanes.tensors(), *batch.values()]) as live:
             step()
-    return int(live.peak)
+        seen = micro if validation is None else min(micro, len(validation))
+        shown = {name: torch.empty((seen, *part.shape[1:]), dtype=part.dtype) for name, part in like.items()}
+        beside = batch.values() if paused(setting) else ()
+        judging = LiveStorages([*lanes.tensors(), *shown.values(), *beside])
+        with judging, suppress(Exception), torch.no_grad():  # what fails then, fails when it runs
+            work.batched.outputs(lanes.parameters, lanes.fixed, shown)
+    return int(max(live.peak, judging.peak))
