@@ -138,6 +138,19 @@ def test_what_is_no_straight_line_in_the_batch_is_what_a_trace_gives_there_all_t
     assert not estimate(model, torch.zeros(best + 1, 64), loss=loss).fits("1GiB", context=False)
 
 
+def test_a_step_that_makes_more_blocks_for_a_larger_batch_is_traced_but_not_searched() -> None:
+    class Pieces(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([super(Pieces, self).forward(piece) for piece in x.split(8)])
+
+    found = estimate(Pieces(8, 8), torch.zeros(16, 8))
+    assert found.fits("2GiB")
+    there = estimate(Pieces(8, 8), torch.zeros(50, 8))
+    assert (found.at(50).phases, found.at(50).reserved) == (there.phases, there.reserved)
+    with pytest.raises(PlanError, match="allocate in a different order"):
+        found.largest_batch("2GiB")
+
+
 def test_a_model_that_takes_even_batches_alone_is_estimated_at_others() -> None:
     class Pairs(nn.Linear):
         """Takes batches of an even size alone."""

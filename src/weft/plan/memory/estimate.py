@@ -112,8 +112,7 @@ class Estimate:
     def tape(self, batch: int) -> tuple[Tape, Rules]:
         """What a step of so many samples takes and gives back, in order, and the rules of the allocator that it asks:
         for those who replay it another way."""
-        found = self._source.traced(batch).tape if batch == self.batch else self._source.tape(batch)
-        return found, self._source.rules
+        return self._source.tape(batch), self._source.rules
 
     def fits(self, memory: float | str, *, context: bool = True) -> bool:
         """Whether it runs on a device with so much memory (bytes, or text such as ``80GiB``), which the allocator
@@ -121,7 +120,8 @@ class Estimate:
         return self._source.fits(self.batch, _bytes(memory) - context * self.context)
 
     def largest_batch(self, memory: float | str, *, context: bool = True, margin: float = 0.02) -> int:
-        """The largest batch size that fits, with this share of the memory left over; 0 if none does."""
+        """The largest batch size that fits, with this share of the memory left over; 0 if none does. `PlanError` where
+        larger batches make more blocks, not larger ones: to trace them all might take for ever."""
         room = int(_bytes(memory) * (1 - margin)) - context * self.context
         low, high = 0, 1 if self._source.curve() else self.batch  # a trace may want more than one sample
         while high <= MOST and self._source.fits(high, room):
@@ -167,11 +167,14 @@ class _Source:
         return self.curves[0]
 
     def tape(self, size: int) -> Tape:
-        curve = self.curve()
+        curve = None if size in self.traces else self.curve()
         return self.traced(size).tape if curve is None else curve.at(size)
 
     def at(self, size: int) -> Estimate:
-        curve = self.curve()
+        try:
+            curve = self.curve()
+        except PlanError:  # such as of a step that makes more blocks for a larger batch
+            curve = None
         if curve is None:
             return self.estimate(size, self.traced(size))
         traces = [self.traced(batch) for batch in curve.tapes]
