@@ -359,3 +359,211 @@ def test_what_cannot_be_fused_has_no_shape_and_says_why(
         assert shape_key(one) is None
     assert reason in (why_not(one) or "")
     assert "not fused" in caplog.text
+
+
+class Odd(nn.Module):
+    """Two layers, and between them what a test makes of it."""
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(64, 16), nn.Linear(16, 10)
+        self.made(params)
+
+    def made(self, params: Mapping[str, Any]) -> None: ...
+
+    def between(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, image: Tensor) -> Tensor:
+        out: Tensor = self.head(self.between(self.enter(image.flatten(1))))
+        return out
+
+
+class Assigns(Odd):
+    """A buffer that is replaced, and not written into."""
+
+    def made(self, params: Mapping[str, Any]) -> None:
+        self.register_buffer("mean", torch.zeros(16))
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return (x - self.mean).relu()
+
+
+class Writes(Assigns):
+    """The same, where it lies."""
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0) * 0.1)
+        return (x - self.mean).relu()
+
+
+class Keeps(Odd):
+    """By the dropout."""
+
+    def made(self, params: Mapping[str, Any]) -> None:
+        self.scale = 1 - params["dropout"]
+
+    def between(self, x: Tensor) -> Tensor:
+        return x.relu() * self.scale
+
+
+class Rated(Keeps):
+    """By the learning rate."""
+
+    def made(self, params: Mapping[str, Any]) -> None:
+        self.scale = 1 + 10 * params["lr"]
+
+
+class Configured(Keeps):
+    """By the learning rate, in a configuration."""
+
+    def made(self, params: Mapping[str, Any]) -> None:
+        self.params = {"all": [dict(params)]}
+
+    def between(self, x: Tensor) -> Tensor:
+        return x.relu() * (1 + 10 * self.params["all"][0]["lr"])
+
+
+class Closes(Keeps):
+    """By the learning rate, in a function."""
+
+    def made(self, params: Mapping[str, Any]) -> None:
+        self.between = lambda x: x.relu() * (1 + 10 * params["lr"])  # type: ignore[method-assign]
+
+
+class Drawn(Odd):
+    """A plain tensor, drawn as the seed says."""
+
+    def made(self, params: Mapping[str, Any]) -> None:
+        self.noise = torch.randn(16)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x.relu() * self.noise
+
+
+class Fixed(Drawn):
+    """A plain tensor that is the same in every trial."""
+
+    def made(self, params: Mapping[str, Any]) -> None:
+        self.noise = torch.arange(16) / 16
+
+
+class Counts(Odd):
+    """Forwards, in Python."""
+
+    def made(self, params: Mapping[str, Any]) -> None:
+        self.seen = 0
+
+    def between(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x.relu() * (1 + 0.1 * (self.seen % 2))
+
+
+class CountsInTensors(Odd):
+    """Forwards, in a tensor that is no buffer."""
+
+    def made(self, params: Mapping[str, Any]) -> None:
+        self.seen = torch.zeros(())
+
+    def between(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return x.relu() / self.seen
+
+
+class Caches(Odd):
+    """A tensor that the first forward makes."""
+
+    def made(self, params: Mapping[str, Any]) -> None:
+        self.table: Tensor | None = None
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, 16, device=x.device)
+        return x.relu() * self.table
+
+
+class Drops(Odd):
+    """By a function that is told how often."""
+
+    def made(self, params: Mapping[str, Any]) -> None:
+        self.dropout = params["dropout"]
+
+    def between(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x.relu(), self.dropout, self.training)
+
+
+class DropsAndScales(Drops):
+    def between(self, x: Tensor) -> Tensor:
+        return super().between(x) * (1 + self.dropout)
+
+
+class Aliases(Writes):
+    """A buffer under a second name."""
+
+    def made(self, params: Mapping[str, Any]) -> None:
+        super().made(params)
+        self.other = [self.mean]
+
+    def between(self, x: Tensor) -> Tensor:
+        super().between(x)
+        return (x - self.other[0]).relu()
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (Assigns, "mean"),
+        (Keeps, "scale"),
+        (Rated, "scale"),
+        (Configured, "params"),
+        (Closes, "between"),
+        (Drawn, "noise"),
+        (Counts, "seen"),
+        (CountsInTensors, "seen"),
+        (DropsAndScales, "dropout"),
+        (Aliases, "other"),
+    ],
+)
+def test_trials_whose_models_are_more_than_their_weights_are_not_fused(
+    model: Any, name: str, data: Data, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "weft.tune"):
+        shapes = [shape_key(one) for one in chosen(data, model)]
+    assert len({shape for shape in shapes if shape is not None}) == len([one for one in shapes if one is not None])
+    assert f"'{name}'" in caplog.text
+
+
+@pytest.mark.parametrize("model", [Assigns, Keeps, Rated, Drawn, Counts, CountsInTensors, Aliases])
+def test_such_trials_train_one_by_one_where_they_are_fused_all_the_same(
+    model: Any, data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = chosen(data, model)
+    alone, fused = run_alone(settings, tmp_path), run_fused(settings, tmp_path)
+    assert [fused[lane].losses for lane in range(LANES)] == [result.losses for result in alone]
+    assert "train one after another" in caplog.text
+
+
+@pytest.mark.parametrize("model", [Writes, Fixed, Caches, Drops])
+def test_what_lanes_can_share_or_have_each_for_itself_is_fused(model: Any, data: Data, tmp_path: Path) -> None:
+    settings = chosen(data, model)
+    assert len({shape_key(one) for one in settings}) == 1
+    assert shape_key(settings[0]) is not None
+    alone, fused = run_alone(settings, tmp_path), run_fused(settings, tmp_path)
+    check_equal(tmp_path, [0, 1, 2])
+    for lane, result in enumerate(alone):
+        assert fused[lane].losses == pytest.approx(result.losses, rel=1e-5)
+
+
+def test_a_model_that_leaves_out_a_dropout_of_rate_0_is_of_the_shape_of_the_others(data: Data, tmp_path: Path) -> None:
+    def model(params: Mapping[str, Any]) -> nn.Module:
+        drop = nn.Dropout(params["dropout"]) if params["dropout"] else nn.Identity()
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), drop, nn.Linear(16, 10))
+
+    settings = chosen(data, model)
+    assert len({shape_key(one) for one in settings}) == 1
+    run_alone(settings, tmp_path)
+    run_fused(settings, tmp_path)
+    check_equal(tmp_path, [0, 1, 2])

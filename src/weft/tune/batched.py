@@ -13,11 +13,17 @@ from torch.func import functional_call, vmap
 from weft.data import Batch
 from weft.errors import TuneError
 from weft.pipeline.evaluate import Scores
+from weft.tune.attributes import held
 from weft.tune.masks import Draw, masking, recording
 from weft.tune.setting import Setting
+from weft.tune.steady import Seen
 
 Tensors = Mapping[str, Tensor]
 Drawing = Callable[[Sequence[Draw]], Sequence[Tensor]]
+
+
+class NotTogether(Exception):
+    """What lanes cannot do together, although each might alone."""
 
 
 class Batched:
@@ -49,17 +55,24 @@ class Batched:
         return found
 
     def draws(self, trained: Tensors, fixed: Tensors, batch: Batch, shared: bool = False) -> list[Draw]:
-        """The dropouts of a forward of such a batch, in order: found once, by a forward that changes nothing."""
+        """The dropouts of a forward of such a batch, in order: found once, by a forward that changes nothing.
+
+        NotTogether names what a forward changes beyond buffers in place, since lanes would share it.
+        """
         self._module.train()
         kind = tuple((name, tuple(value.shape if shared else value.shape[1:])) for name, value in batch.items())
         if kind not in self._draws:
             spare = {name: value.clone() for name, value in fixed.items()}
             one = {name: value if shared else value[0] for name, value in batch.items()}
-            draws = self._draws[kind] = []
-            with torch.no_grad(), recording(draws), self._setting.autocast(self._device):
-                first = {name: value[0] for name, value in {**trained, **spare}.items()}
-                outputs = functional_call(self._module, first, self._setting.enter(one))
-                self._setting.loss(outputs, one)
+            first = {f"module.{name}": value[0] for name, value in {**trained, **spare}.items()}
+            # Twice at first: a forward may fill a cache, which is no matter, but must leave it alone from then on.
+            for _ in range(1 if self._draws else 2):
+                draws, watched = list[Draw](), _Watched(self._module, self._setting.loss)
+                with torch.no_grad(), recording(draws), self._setting.autocast(self._device):
+                    functional_call(watched, first, (self._setting.enter(one), one))
+            if watched.changed is not None:
+                raise NotTogether(f"its forward changes '{watched.changed}', which lanes would share")
+            self._draws[kind] = draws
         return self._draws[kind]
 
     def outputs(self, trained: Tensors, fixed: Tensors, batch: Batch) -> Any:
@@ -87,6 +100,28 @@ class Batched:
                 return mapped(*args)
 
         return run
+
+
+class _Watched(nn.Module):
+    """A forward with its loss; ``changed`` then names what it changed. Buffers may be written into where they lie."""
+
+    changed: str | None = None
+
+    def __init__(self, module: nn.Module, loss: Any) -> None:
+        super().__init__()
+        self.module, self._loss = module, [loss]  # in a list, since weights of a loss are not the model's
+
+    def forward(self, inputs: tuple[Tensor, ...], batch: Batch) -> None:
+        before, versions = Seen(self.module, self._loss[0]), self._versions()
+        self._loss[0](self.module(*inputs), batch)
+        written = next((name for name, version in self._versions().items() if versions.get(name) != version), None)
+        self.changed = Seen(self.module, self._loss[0]).changed(before) or written
+
+    def _versions(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for name, tensor in held(self.module):
+            found.setdefault(name, []).append(tensor._version)
+        return found
 
 
 @contextmanager

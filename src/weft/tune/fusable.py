@@ -7,6 +7,7 @@ import json
 import logging
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,32 +16,56 @@ from torch import Tensor
 
 from weft.errors import TuneError
 from weft.keys import torch_seeded
-from weft.tune.batched import Batched
+from weft.tune.attributes import UNKNOWN, aliased, attributes, difference
+from weft.tune.batched import Batched, NotTogether
 from weft.tune.lanes import template
 from weft.tune.lanewise import refused
+from weft.tune.masks import OWN, recording
 from weft.tune.recipe import CONTINUOUS
 from weft.tune.setting import Setting
 
 log = logging.getLogger("weft.tune")
 _LANES, _SAMPLES = 2, 2
+_OTHER = 0.25
+"""A dropout other than the one that stands for a lane's own."""
+_BY_DROPOUT = "'{}' of its model goes by the dropout, and lanes share it"
 _tried: dict[tuple[Any, ...], str | None] = {}
+_first: dict[tuple[Any, ...], dict[str, str]] = {}
+_parted: set[tuple[Any, ...]] = set()
 
 
 def shape_key(setting: Setting) -> str | None:
-    """Equal for trials that can train as one; None, with the reason in the log, for one that cannot be fused."""
-    told = _told(setting)
+    """Equal for trials that can train as one; None, with the reason in the log, for one that cannot be fused.
+
+    Forwards are traced on fake tensors, which a cache of the model may keep: not for a process that trains.
+    """
+    told = outline(setting)
     which = (told, _identity(setting.model), _identity(setting.loss))  # functions may go by one name, as lambdas do
     if which not in _tried:
         _tried[which] = why_not(setting)
         if _tried[which]:
             log.info("trials like %s are not fused: %s", dict(setting.params), _tried[which])
-    return None if _tried[which] else told
+    if _tried[which]:
+        return None
+    try:
+        shared, name = _shared(setting)
+    except Exception as problem:
+        log.info("trial %s is not fused: %s", dict(setting.params), _said(problem))
+        return None
+    if name is not None:
+        log.info("trial %s is not fused: %s", dict(setting.params), _BY_DROPOUT.format(name))
+        return None
+    first = _first.setdefault(which, shared)
+    if (name := difference(first, shared, None)) is not None and which not in _parted:
+        _parted.add(which)
+        log.info("trials like %s are not fused with others whose '%s' is not the same", dict(setting.params), name)
+    return told + _digest("\n".join(f"{name}={text}" for name, text in sorted(shared.items())))
 
 
 def why_not(setting: Setting) -> str | None:
     """Why trials of this shape cannot be fused, or None: found with two lanes of two samples, on fake tensors."""
-    if problem := refused(setting.optimizer):
-        return problem
+    if why := refused(setting.optimizer):
+        return why
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fake tensors warn of what nobody here does
@@ -48,14 +73,41 @@ def why_not(setting: Setting) -> str | None:
     except TuneError:
         raise
     except Exception as problem:
-        return f"{type(problem).__name__}: {str(problem).strip().splitlines()[0] if str(problem).strip() else ''}"
+        return _said(problem)
+
+
+def _shared(setting: Setting) -> tuple[dict[str, str], str | None]:
+    """The attributes of the module that lanes share, and the name of one that is otherwise in the trial's own."""
+    found = []
+    for build in (partial(template, setting), setting.bare)[: 1 if setting.dropout is None else 2]:
+        with _fake(), torch_seeded(setting.seed, "init"):
+            told = attributes(build())
+        if any(UNKNOWN in text for text in told.values()):
+            with torch_seeded(setting.seed, "init"):
+                told = attributes(build())
+        found.append(told)
+    return found[0], difference(found[0], found[-1], setting.dropout)
+
+
+def _rated(setting: Setting) -> str | None:
+    """Why an attribute that holds the dropout is not only what masks are drawn by; None if all are."""
+    with _fake():
+        holding = [name for name, text in attributes(template(setting)).items() if repr(OWN) in text]
+    if not holding:
+        return None
+    batch = setting.data().train.take(np.arange(_SAMPLES))
+    losses = []
+    for rate in (OWN, _OTHER):
+        with torch_seeded(setting.seed, "init"), torch.no_grad(), recording([]):
+            module = template(setting, rate)
+            losses += [setting.loss(module.train(mode)(*setting.enter(batch)), batch) for mode in (True, False)]
+    same = all(torch.equal(one, other) for one, other in zip(losses[:2], losses[2:], strict=True))
+    return None if same else _BY_DROPOUT.format(holding[0])
 
 
 def _tried_out(setting: Setting) -> str | None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     batch = {name: value.cpu() for name, value in setting.data().train.take(np.arange(_SAMPLES)).items()}
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch_seeded(setting.seed, "init"):
+    with _fake() as fake, torch_seeded(setting.seed, "init"):
         module = template(setting).train()
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if len({p.dtype for p in trained.values()}) != 1:
@@ -68,7 +120,22 @@ def _tried_out(setting: Setting) -> str | None:
         losses = batched.losses(stacked, fixed, lanes, lambda draws: [_ones(draw) for draw in draws])
         gradients = torch.autograd.grad(losses.sum(), list(stacked.values()), allow_unused=True)
     unused = [name for name, gradient in zip(stacked, gradients, strict=True) if gradient is None]
-    return f"'{unused[0]}' gets no gradient" if unused else None
+    if unused:
+        return f"'{unused[0]}' gets no gradient"
+    if (name := aliased(module)) is not None:
+        return f"'{name}' holds a weight or a buffer under another name, where lanes would not find it"
+    return _rated(setting)
+
+
+def _fake() -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _said(problem: Exception) -> str:
+    first = next(iter(str(problem).strip().splitlines()), "")
+    return first if isinstance(problem, NotTogether) else f"{type(problem).__name__}: {first}"
 
 
 def _stacked(tensor: Tensor) -> Tensor:
@@ -79,8 +146,8 @@ def _ones(draw: Any) -> Tensor:
     return torch.ones(_LANES, *draw.shape, dtype=draw.dtype)
 
 
-def _told(setting: Setting) -> str:
-    """All that must be equal, as text."""
+def outline(setting: Setting) -> str:
+    """All that must be equal and is said by the setting itself, as text; the model is not looked into."""
     options: Mapping[str, Any] = {n: v for n, v in setting.optimizer.describe().items() if n not in CONTINUOUS}
     told = {
         "params": {name: value for name, value in sorted(setting.params.items()) if name not in CONTINUOUS},
@@ -97,7 +164,10 @@ def _told(setting: Setting) -> str:
         "dropout": setting.dropout is None,
         "every": (setting.report, setting.checkpoint),
     }
-    text = json.dumps(told, sort_keys=True, default=str)
+    return _digest(json.dumps(told, sort_keys=True, default=str))
+
+
+def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 

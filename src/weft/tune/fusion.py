@@ -23,13 +23,15 @@ from weft.data import Batch, Loader
 from weft.errors import TuneError
 from weft.pipeline.seeding import Seeder
 from weft.runs import Checkpoints
+from weft.tune.batched import NotTogether
 from weft.tune.cap import Cap, OutOfMemory
 from weft.tune.captured import Captured, Gradients, capturable
 from weft.tune.checkpoint import Kept, keep, newest
-from weft.tune.fusable import shape_key
+from weft.tune.fusable import outline, shape_key
 from weft.tune.job import Fit
 from weft.tune.lanes import Lanes
 from weft.tune.lanestep import LaneStep
+from weft.tune.lanewise import refused
 from weft.tune.recorder import recorder
 from weft.tune.setting import Setting
 from weft.tune.training import Pruned, Result, on, parts, refuse_norms, train
@@ -71,7 +73,7 @@ def train_fused(
             fused = Fused(settings, fit, device, directories, cap, report, ended)
             fused.run()
         return
-    except _NotTogether as problem:
+    except NotTogether as problem:
         failure = str(problem)
     except Exception as problem:
         exceeded = cap.exceeded(problem)
@@ -95,10 +97,6 @@ def train_fused(
             ended(lane, result)
 
 
-class _NotTogether(Exception):
-    """A step that lanes cannot take together on this device, although each might alone."""
-
-
 class Fused:
     """One batched training. ``alive`` are the numbers of the lanes that go on, in the order in which they stand."""
 
@@ -112,7 +110,8 @@ class Fused:
         report: Report,
         ended: End,
     ) -> None:
-        if len({shape_key(one) for one in settings}) != 1 or shape_key(settings[0]) is None:
+        # By what they say alone: a trace, as was made to find their shape, would leave fake tensors in this process.
+        if len({outline(one) for one in settings}) != 1 or refused(settings[0].optimizer):
             raise TuneError("trials that are fused must be of one shape, and of one that can be fused")
         if fit is not None and fit.way not in ("whole", "accumulate"):
             raise TuneError(f"trials that fit by '{fit.way}' alone are not fused: lanes keep what their forwards make")
@@ -170,7 +169,7 @@ class Fused:
         except (RuntimeError, NotImplementedError) as problem:
             if self._cap.exceeded(problem) is not None:
                 raise
-            raise _NotTogether(f"{type(problem).__name__}: {problem}") from problem
+            raise NotTogether(f"{type(problem).__name__}: {problem}") from problem
 
     def _step(self, step: int) -> None:
         batch, shared = self._batch(step)

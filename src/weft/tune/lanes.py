@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.keys import torch_seeded
+from weft.tune.attributes import aliased, attributes, difference
+from weft.tune.batched import NotTogether
 from weft.tune.checkpoint import Kept
 from weft.tune.lanewise import Lanewise
 from weft.tune.masks import OWN
@@ -20,24 +22,28 @@ ALIGNED = 64
 """Weights begin at multiples of so many elements, as kernels like them."""
 
 
-def template(setting: Setting) -> nn.Module:
+def template(setting: Setting, rate: float = OWN) -> nn.Module:
     """The module that lanes share, for its forward alone: dropouts stand for the lane's own, weights for any."""
     if setting.dropout is None:
         return setting.bare()
-    own = {**setting.params, "dropout": OWN}
-    return replace(setting, params=own, dropout=OWN).bare()
+    own = {**setting.params, "dropout": rate}
+    return replace(setting, params=own, dropout=rate).bare()
 
 
 class Lanes:
     """The weights, buffers and optimizer of several trials on a device; lanes are numbered as they stand now.
 
-    ``parameters`` are views into the matrix, (lanes, ...), so that one update of it updates all.
+    ``parameters`` are views into the matrix, (lanes, ...), so that one update of it updates all. Raises NotTogether for
+    trials whose models differ in more than weights and dropout.
     """
 
     def __init__(self, settings: Sequence[Setting], device: torch.device) -> None:
         self.device = device
         with torch_seeded(settings[0].seed, "init"):
             self.module = template(settings[0])
+        shared = attributes(self.module)
+        if (name := aliased(self.module)) is not None:
+            raise NotTogether(f"'{name}' holds a weight or a buffer under another name, where lanes would not find it")
         self._trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self._starts: dict[str, int] = {}
         width = 0
@@ -49,6 +55,8 @@ class Lanes:
         built: list[dict[str, Tensor]] = []
         for lane, setting in enumerate(settings):
             module = setting.build()
+            if (name := difference(shared, attributes(module), setting.dropout)) is not None:
+                raise NotTogether(f"'{name}' is not the same in all of their models, and lanes would share it")
             given = dict(module.named_parameters())
             for name in self._trained:
                 self._view(name, self.matrix)[lane].copy_(given[name].detach())

@@ -140,7 +140,7 @@ def setting(recipe: Recipe, params: Mapping[str, Value]) -> Setting:
 def dropouts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Every part of a module that drops, with the attribute that says how often."""
     for part in module.modules():
-        if isinstance(part, _DROPOUTS):
+        if isinstance(part, DROPOUTS):
             yield part, "p"
         elif isinstance(part, nn.MultiheadAttention) or (isinstance(part, nn.RNNBase) and part.num_layers > 1):
             yield part, "dropout"
@@ -153,7 +153,7 @@ def set_dropout(module: nn.Module, rate: float) -> None:
         setattr(part, attribute, rate)
 
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def _optimizer(recipe: Recipe, params: Mapping[str, Value]) -> Optimizer:

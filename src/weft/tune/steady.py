@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _SAME = (Tensor, nn.Module, type)
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_ABSENT = object()
 
 
 class Seen:
@@ -25,14 +27,26 @@ class Seen:
 
     def __init__(self, model: nn.Module, loss: Any) -> None:
         self._held: list[Any] = []  # an id stays that of its thing while the thing is there
-        holders = [*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else [loss])]
-        self._values = [self._seen(vars(holder)) for holder in holders if hasattr(holder, "__dict__")]
-        self._values.append((random.getstate(), pickle.dumps(np.random.get_state())))  # noqa: NPY002
+        judges = loss.named_modules(prefix="the loss") if isinstance(loss, nn.Module) else [("the loss", loss)]
+        holders = [(name, part) for name, part in [*model.named_modules(), *judges] if hasattr(part, "__dict__")]
+        self._values = {(name, key): self._seen(value) for name, part in holders for key, value in vars(part).items()}
+        self._values["", "a generator of the host"] = (random.getstate(), pickle.dumps(np.random.get_state()))  # noqa: NPY002
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Seen) and self._values == other._values
 
     __hash__ = None  # type: ignore[assignment]
+
+    def changed(self, before: Seen) -> str | None:
+        """The name of something that differs from what it was before; None if nothing does."""
+        for name, key in (*self._values, *before._values):
+            now, then = (one._values.get((name, key), _ABSENT) for one in (self, before))
+            if [now] == [then]:  # as lists compare, which a number that is not one equals itself by
+                continue
+            if key in _REGISTERED and isinstance(now, list) and isinstance(then, list):
+                key = next((str(item[0]) for item in (*now, *then) if (item in now) != (item in then)), key)
+            return f"{name}.{key}" if name else key
+        return None
 
     def _seen(self, value: Any) -> Any:
         if isinstance(value, _PLAIN):

@@ -1,0 +1,148 @@
+"""What a model is beyond its weights: the attributes of its parts, as text that two models can be compared by."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft.tune.masks import OWN
+from weft.tune.setting import DROPOUTS, dropouts
+
+UNKNOWN = "a tensor without values"
+"""Stands for a tensor that has none, such as a fake one."""
+
+_BARE = frozenset(vars(nn.Module()))
+_OMITTED = (*DROPOUTS, nn.Identity)
+"""Masks are drawn by each trial's own rate, and a model may leave out a dropout whose rate is 0."""
+_DEPTH = 5
+
+
+def attributes(model: nn.Module) -> dict[str, str]:
+    """The class and the attributes of every part, by qualified name: equal for two models that compute alike with the
+    same weights. How often dropouts drop is left out."""
+    rates = {(id(part), name) for part, name in dropouts(model)}
+    names: dict[int, str] = {id(part): name for name, part in model.named_modules()}
+    names |= {id(tensor): name for name, tensor in _registered(model)}
+    found: dict[str, str] = {}
+    for name, part in model.named_modules():
+        if isinstance(part, _OMITTED):
+            continue
+        found[name] = _named(type(part))
+        for attribute, value in _own(part):
+            if (id(part), attribute) not in rates:
+                found[_joined(name, attribute)] = _text(value, names, ())
+    return found
+
+
+def difference(shared: Mapping[str, str], own: Mapping[str, str], rate: float | None) -> str | None:
+    """The name of an attribute that a trial's model has otherwise than the one that lanes share; None if there is none.
+
+    Where the shared one has what stands for the dropout of a lane, the trial's has its ``rate``.
+    """
+    for name in (*shared, *own):
+        expected = shared.get(name)
+        if expected is not None and rate is not None:
+            expected = expected.replace(repr(OWN), repr(rate))
+        if expected != own.get(name):
+            return name
+    return None
+
+
+def aliased(model: nn.Module) -> str | None:
+    """The name of an attribute that holds a weight or a buffer as a plain tensor, which lanes would not find there."""
+    storages = {tensor.untyped_storage()._cdata for _, tensor in _registered(model)}
+    for name, tensor in held(model):
+        if tensor.untyped_storage()._cdata in storages:
+            return name
+    return None
+
+
+def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that are neither parameters nor buffers, each with the name of the attribute that holds it."""
+    for name, part in model.named_modules():
+        for attribute, value in _own(part):
+            if not (isinstance(part, nn.RNNBase) and attribute == "_flat_weights"):  # which torch keeps up to date
+                yield from ((_joined(name, attribute), tensor) for tensor in _tensors(value))
+
+
+def _own(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in vars(part).items() if name not in _BARE)
+
+
+def _registered(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+
+
+def _text(value: Any, names: Mapping[int, str], within: tuple[int, ...]) -> str:
+    """``names`` are those of parts, weights and buffers; ``within`` says what holds the value."""
+    if isinstance(value, Tensor | nn.Module) and id(value) in names:
+        return f"'{names[id(value)]}' itself"
+    if isinstance(value, Tensor | np.ndarray):
+        return _numbers(value)
+    if id(value) in within or len(within) > _DEPTH:
+        return _named(type(value))
+    inner = functools.partial(_text, names=names, within=(*within, id(value)))
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{inner(key)}: {inner(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}({', '.join(map(inner, value))})"
+    if isinstance(value, set | frozenset):
+        return f"set({', '.join(sorted(map(inner, value)))})"
+    if isinstance(value, functools.partial):
+        return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
+    if isinstance(value, types.MethodType):
+        return f"{inner(value.__func__)} of {inner(value.__self__)}"
+    if isinstance(value, types.FunctionType):
+        return f"{_named(value)} {value.__code__.co_code.hex()} {inner(_bound(value))}"
+    told = _named(value) if callable(value) and hasattr(value, "__qualname__") else repr(value)
+    if " at 0x" not in told:
+        return told
+    return f"{_named(type(value))} {inner(vars(value)) if hasattr(value, '__dict__') else ''}"
+
+
+def _bound(function: types.FunctionType) -> list[Any]:
+    """The values that a function brings with it."""
+    plain = [constant for constant in function.__code__.co_consts if not isinstance(constant, types.CodeType)]
+    given = [plain, function.__code__.co_names, function.__defaults__, function.__kwdefaults__]
+    for cell in function.__closure__ or ():
+        try:
+            given.append(cell.cell_contents)
+        except ValueError:  # it is empty so far
+            given.append(None)
+    return given
+
+
+def _numbers(value: Tensor | np.ndarray[Any, Any]) -> str:
+    if isinstance(value, np.ndarray):
+        raw = repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()
+    elif isinstance(value, FakeTensor) or value.is_meta or value.layout != torch.strided:
+        return f"{UNKNOWN} {value.dtype} {tuple(value.shape)}"
+    else:
+        raw = (
+            value.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
+    return f"{value.dtype} {tuple(value.shape)} {hashlib.blake2b(raw, digest_size=12).hexdigest()}"
+
+
+def _named(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+
+
+def _joined(name: str, attribute: str) -> str:
+    return f"{name}.{attribute}" if name else attribute
