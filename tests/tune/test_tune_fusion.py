@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import objectives
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft.data import Data, digits
@@ -567,3 +569,26 @@ def test_a_model_that_leaves_out_a_dropout_of_rate_0_is_of_the_shape_of_the_othe
     run_alone(settings, tmp_path)
     run_fused(settings, tmp_path)
     check_equal(tmp_path, [0, 1, 2])
+
+
+def test_lanes_leave_no_fake_tensor_in_what_a_model_caches(data: Data, tmp_path: Path) -> None:
+    settings = chosen(data, lambda params: objectives.Remembers(16), dropout=False)
+    objectives.causal.cache_clear()
+    fused = run_fused(settings, tmp_path)
+    assert type(objectives.causal(8)) is Tensor
+    alone = run_alone(settings, tmp_path)
+    for lane, result in enumerate(alone):
+        assert fused[lane].losses == pytest.approx(result.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("run", [run_alone, run_fused])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_fake_tensor_that_a_trace_left_is_told_of(run: Any, strict: bool, data: Data, tmp_path: Path) -> None:
+    objectives.causal.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=not strict):
+        objectives.causal(8)
+    try:
+        with pytest.raises(TuneError, match="the model computes with a FakeTensor"):
+            run(chosen(data, lambda params: objectives.Remembers(16), dropout=False), tmp_path)
+    finally:
+        objectives.causal.cache_clear()

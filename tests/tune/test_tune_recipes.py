@@ -20,14 +20,8 @@ def study(folder: Path, name: str, widths: list[int], recipe: Mapping[str, Any],
     space = weft.Space()
     space.integer("width", [16, 64, 192, 512])
     space.real("lr", 1e-3, 1e-1, log=True)
-    made = Recipe(
-        model=objectives.perceptron,
-        data=weft.data.digits,
-        metrics={"accuracy": weft.accuracy},
-        objectives=("loss", "accuracy"),
-        batch_size=64,
-        **recipe,
-    )
+    fields: dict[str, Any] = {"model": objectives.perceptron, "batch_size": 64, **recipe}
+    made = Recipe(data=weft.data.digits, metrics={"accuracy": weft.accuracy}, objectives=("loss", "accuracy"), **fields)
     enqueued = [{"width": width, "lr": 0.01 + 0.001 * at} for at, width in enumerate(widths)]
     wanted: dict[str, Any] = {"trials": len(widths), "enqueue": enqueued, "sampler": "random", **asked}
     return weft.tune(made, space, minimize="loss", maximize="accuracy", name=name, runs=folder, **wanted)
@@ -62,6 +56,12 @@ def test_trials_of_one_shape_train_as_one_with_the_results_that_they_have_alone(
     for here, there in zip(fused.trials, alone.trials, strict=True):
         assert here.state == there.state == "complete"
         assert here.values == pytest.approx(there.values, rel=1e-5)
+
+
+def test_fused_trials_find_in_a_cache_of_their_model_what_they_put_there_themselves(tmp_path: Path) -> None:
+    recipe = {"model": objectives.remembers, "steps": 4}
+    found = study(tmp_path, "fused", [16, 16], recipe, fuse=2, window=1, devices=["cpu=64MiB"])
+    assert [(one.state, one.notes["fused"]) for one in found.trials] == [("complete", 2)] * 2
 
 
 def test_an_estimate_that_is_too_low_kills_only_its_own_trial_which_is_tried_again_with_more(

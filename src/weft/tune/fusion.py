@@ -34,7 +34,7 @@ from weft.tune.lanestep import LaneStep
 from weft.tune.lanewise import refused
 from weft.tune.recorder import recorder
 from weft.tune.setting import Setting
-from weft.tune.training import Pruned, Result, on, parts, refuse_norms, train
+from weft.tune.training import FAKE, Pruned, Result, met_fake, on, parts, refuse_norms, train
 
 log = logging.getLogger("weft.tune")
 
@@ -77,6 +77,8 @@ def train_fused(
         failure = str(problem)
     except Exception as problem:
         exceeded = cap.exceeded(problem)
+        if exceeded is None and not isinstance(problem, TuneError) and met_fake(problem):
+            raise TuneError(FAKE) from problem
         if exceeded is None:
             raise
     finally:
@@ -177,6 +179,8 @@ class Fused:
         gradients: Gradients | None = None
         for given in self._work.micro_batches(batch, shared, seeders, rates, step):
             losses, gradients = self._captured(given, gradients)
+            if met_fake(losses):
+                raise TuneError(FAKE)
             self._losses[:, step].add_(losses)
         assert gradients is not None
         assert gradients[0] is not None

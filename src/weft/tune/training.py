@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the common base of batch norms
 
 from weft.data import Batch, Data, Loader, Source
@@ -81,6 +82,8 @@ def train(
             return Training(setting, fit, device, directory, cap).run(report)
     except Exception as problem:
         exceeded = cap.exceeded(problem)
+        if exceeded is None and not isinstance(problem, TuneError) and met_fake(problem):
+            raise TuneError(FAKE) from problem
         if exceeded is None and _CHANCE in str(problem):
             raise TuneError(
                 f"'{str(problem).split(_CHANCE)[0]}' has no deterministic kernel on {device.type}, and a trial's "
@@ -96,6 +99,18 @@ def train(
 
 _CHANCE = " does not have a deterministic implementation"
 """So torch says it."""
+
+FAKE = (
+    "the model computes with a FakeTensor, which has no values: something that outlives a model, such as a function "
+    "under lru_cache, was first called while it was traced in this process, and kept what it made there"
+)
+
+
+def met_fake(found: object) -> bool:
+    """Whether a tensor is a fake one, or a failure the work of one."""
+    if isinstance(found, BaseException):
+        return type(found).__module__ == FakeTensor.__module__ or "FakeTensor" in str(found)
+    return isinstance(found, FakeTensor)
 
 
 class Training:
@@ -170,6 +185,8 @@ class Training:
         self._give(gradients)
         with self._saving(), self.setting.autocast(self.device):
             loss = self.setting.loss(self.model(*self.setting.enter(part)), part)
+        if met_fake(loss):
+            raise TuneError(FAKE)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise TuneError(f"the loss must return a tensor with one number, not {got}")
