@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -64,6 +65,14 @@ def doomed(trial: Trial) -> float:
 
 
 def hanging(trial: Trial) -> float:
+    time.sleep(1000)
+    return 0.0
+
+
+def starting(trial: Trial) -> float:
+    """A process of its own, and then hangs."""
+    started = subprocess.Popen(["sleep", "77"])
+    (trial.directory / "started").write_text(str(started.pid))
     time.sleep(1000)
     return 0.0
 

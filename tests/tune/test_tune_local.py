@@ -20,6 +20,8 @@ from weft.tune.crew import Running
 from weft.tune.devices import reserve
 from weft.tune.job import Ended, Event, Lost, Reported
 from weft.tune.local import LocalExecutor
+from weft.tune.process import end as ended
+from weft.tune.process import started
 from weft.tune.wire import event_message, event_of, job_message, job_of, pair
 
 Run = Callable[..., list[Event]]
@@ -174,6 +176,26 @@ def test_a_trial_that_hangs_meets_its_limit(run: Run) -> None:
     assert isinstance(end, Ended)
     assert end.state == "timeout"
     assert "limit of 0.3 s" in str(end.error)
+
+
+def test_what_a_trial_started_ends_with_it_at_its_limit(run: Run, tmp_path: Path) -> None:
+    (end,) = run("starting", seconds=1.0)
+    assert isinstance(end, Ended)
+    assert end.state == "timeout"
+    _until(lambda: not _lives(int((tmp_path / "trials" / "3" / "started").read_text())), 10.0)
+
+
+def test_a_process_that_leads_no_group_is_ended_alone() -> None:
+    with subprocess.Popen(["sleep", "77"]) as beside:  # of the group of this very process
+        process, line = started("sleeps", None, _sleeping, recipe=False)
+        ended(process)
+        line.close()
+        assert beside.poll() is None
+        beside.kill()
+
+
+def _sleeping(line: Any) -> None:
+    time.sleep(1000)
 
 
 def test_a_job_that_is_stopped_is_heard_of_no_more_and_its_process_is_gone(

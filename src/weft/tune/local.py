@@ -15,7 +15,7 @@ from weft.tune.crew import Running, Worker, cause
 from weft.tune.devices import local_devices, reserve
 from weft.tune.job import Device, Ended, Event, Job, Lost
 from weft.tune.meeting import open_meeting
-from weft.tune.process import started
+from weft.tune.process import end, started
 from weft.tune.recipe import Recipe
 from weft.tune.trial import OUTPUT
 from weft.tune.wire import Message, event_of, job_message
@@ -127,8 +127,7 @@ class LocalExecutor:
         if worker in self._workers:
             self._workers.remove(worker)
         worker.line.close()
-        worker.process.kill()
-        worker.process.join()
+        end(worker.process)
         worker.job = None
 
     def _hear(self, worker: Worker) -> None:

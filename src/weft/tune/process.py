@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from weft.pipeline.parent import PARENT, die_with_parent
@@ -34,6 +34,23 @@ def started(
         process.start()
     other.close()
     return process, line
+
+
+def lead() -> None:
+    """This process, and what it starts from now on, become a group of their own, which can be ended as one."""
+    if hasattr(os, "setpgid"):
+        with suppress(OSError):  # it leads one already
+            os.setpgid(0, 0)
+
+
+def end(process: Any) -> None:
+    """Kill a process that was ``started`` and wait for it; if it leads a group, then with all that it started."""
+    if hasattr(os, "killpg") and process.is_alive():
+        with suppress(OSError):  # it ended just now
+            if os.getpgid(process.pid) == process.pid:  # no one else's: it has not yet ended, so the number is its own
+                os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 @contextmanager

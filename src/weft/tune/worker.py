@@ -15,7 +15,7 @@ from typing import Any
 from weft.errors import TrainError, TuneError
 from weft.pipeline.call import Call, pickled
 from weft.tune.job import Ended, Job, Reported
-from weft.tune.process import surroundings
+from weft.tune.process import lead, surroundings
 from weft.tune.wire import Line, event_message, job_of
 
 LEFT = 128 * 2**20
@@ -37,6 +37,7 @@ def unpacked(payload: bytes) -> Any:
 
 def serve(end: socket.socket, payload: bytes, device: str, threads: int | None) -> None:
     """What the process does, until it is told to quit or the other end of its line is gone."""
+    lead()
     line = Line(end)
     try:
         terms = unpacked(payload)
