@@ -128,6 +128,13 @@ def test_a_tensor_that_cannot_be_saved_is_named(tmp_path: Path, tensor: Tensor) 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_no_tensor_is_named(tmp_path: Path) -> None:
+    extra: Any = {"seen": 3}
+    with pytest.raises(CheckpointError, match=r"cannot hold 'stem\._extra_state', a dict: it takes tensors"):
+        Checkpoints(tmp_path).save(1, {"stem._extra_state": extra}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_only_the_last_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (5, 10, 100_000_000, 20):

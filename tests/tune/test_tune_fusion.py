@@ -158,7 +158,8 @@ def run_fused(settings: list[Setting], folder: Path, fit: Fit | None = None, rep
 def check_equal(folder: Path, lanes: list[int], step: int | None = None, tolerance: float = 1e-5) -> None:
     """Every tensor of every checkpoint, each relative to its size."""
     for lane in lanes:
-        alone = Checkpoints(folder / f"alone{lane}" / "checkpoints").load(step).tensors
+        whole = Checkpoints(folder / f"alone{lane}" / "checkpoints").load(step).tensors
+        alone = {name: tensor for name, tensor in whole.items() if not name.startswith("attributes.")}  # a cache
         fused = Checkpoints(folder / f"fused{lane}" / "checkpoints").load(step).tensors
         assert alone.keys() == fused.keys()
         for name, tensor in alone.items():
@@ -402,6 +403,14 @@ class Writes(Assigns):
         return (x - self.mean).relu()
 
 
+class Hides(Writes):
+    """A buffer that no state_dict has, and one that stays as it is."""
+
+    def made(self, params: Mapping[str, Any]) -> None:
+        self.register_buffer("mean", torch.zeros(16), persistent=False)
+        self.register_buffer("table", torch.ones(64, 64), persistent=False)
+
+
 class Keeps(Odd):
     """By the dropout."""
 
@@ -502,6 +511,15 @@ class DropsAndScales(Drops):
         return super().between(x) * (1 + self.dropout)
 
 
+class Extra(Fixed):
+    """A state of its own kind."""
+
+    def get_extra_state(self) -> Any:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
 class Aliases(Writes):
     """A buffer under a second name."""
 
@@ -527,6 +545,7 @@ class Aliases(Writes):
         (CountsInTensors, "seen"),
         (DropsAndScales, "dropout"),
         (Aliases, "other"),
+        (Extra, "_extra_state"),
     ],
 )
 def test_trials_whose_models_are_more_than_their_weights_are_not_fused(
@@ -538,7 +557,7 @@ def test_trials_whose_models_are_more_than_their_weights_are_not_fused(
     assert f"'{name}'" in caplog.text
 
 
-@pytest.mark.parametrize("model", [Assigns, Keeps, Rated, Drawn, Counts, CountsInTensors, Aliases])
+@pytest.mark.parametrize("model", [Assigns, Keeps, Rated, Drawn, Counts, CountsInTensors, Aliases, Extra])
 def test_such_trials_train_one_by_one_where_they_are_fused_all_the_same(
     model: Any, data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -548,7 +567,7 @@ def test_such_trials_train_one_by_one_where_they_are_fused_all_the_same(
     assert "train one after another" in caplog.text
 
 
-@pytest.mark.parametrize("model", [Writes, Fixed, Caches, Drops])
+@pytest.mark.parametrize("model", [Writes, Hides, Fixed, Caches, Drops])
 def test_what_lanes_can_share_or_have_each_for_itself_is_fused(model: Any, data: Data, tmp_path: Path) -> None:
     settings = chosen(data, model)
     assert len({shape_key(one) for one in settings}) == 1
@@ -557,6 +576,28 @@ def test_what_lanes_can_share_or_have_each_for_itself_is_fused(model: Any, data:
     check_equal(tmp_path, [0, 1, 2])
     for lane, result in enumerate(alone):
         assert fused[lane].losses == pytest.approx(result.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("goes_on", ["fused", "alone"])
+def test_a_buffer_that_no_state_dict_has_is_kept_of_every_lane(goes_on: str, data: Data, tmp_path: Path) -> None:
+    settings = chosen(data, Hides)
+    alone = run_alone(settings, tmp_path)
+
+    def report(lane: int, step: int, values: tuple[float, ...]) -> bool:
+        if step == 12:
+            raise Stop
+        return (lane, step) == (0, 4)  # what the others hold is moved together
+
+    with pytest.raises(Stop):
+        run_fused(settings, tmp_path, report=report)
+    names = Checkpoints(tmp_path / "fused1" / "checkpoints").names(8)
+    assert [name for name in names if name.startswith("buffers.")] == ["buffers.mean"]
+    check_equal(tmp_path, [1, 2], step=8)
+    if goes_on == "fused":
+        found = run_fused(settings, tmp_path)[2]
+    else:
+        found = train(settings[2], None, device="cpu", directory=tmp_path / "fused2", report=lambda *_: False)
+    assert found.losses == pytest.approx(alone[2].losses, rel=1e-5)
 
 
 def test_a_model_that_leaves_out_a_dropout_of_rate_0_is_of_the_shape_of_the_others(data: Data, tmp_path: Path) -> None:

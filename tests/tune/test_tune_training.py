@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import math
 from dataclasses import replace
 
@@ -14,11 +16,13 @@ from torch.nn import functional as F
 
 import weft
 from weft.data import Data, Tensors
-from weft.errors import TuneError
+from weft.errors import CheckpointError, TuneError
 from weft.keys import generator
 from weft.pipeline import cross_entropy
+from weft.runs import Checkpoints
 from weft.tune.job import Fit
 from weft.tune.recipe import Recipe
+from weft.tune.remainder import decoded, encoded
 from weft.tune.resident import SMALL, resident
 from weft.tune.saving import parts, recomputing
 from weft.tune.setting import setting
@@ -354,3 +358,156 @@ def test_a_part_that_the_model_holds_in_evaluation_mode_stays_so(tmp_path):
     assert built[-1].training
     assert not built[-1][1].training
     assert torch.equal(built[-1][1].running_mean, torch.zeros(8))
+
+
+class Beyond(nn.Module):
+    """Two layers, and a state between them that is no weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.ends = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 3)])
+        self.inner = self.made()
+
+    def made(self):
+        return nn.Identity()
+
+    def forward(self, x):
+        return self.ends[1](self.between(self.ends[0](x)))
+
+
+class Hidden(Beyond):
+    """A buffer that the state_dict does not have."""
+
+    def made(self):
+        inner = nn.Identity()
+        inner.register_buffer("mean", torch.zeros(8), persistent=False)
+        return inner
+
+    def between(self, x):
+        if self.training:
+            self.inner.mean.mul_(0.5).add_(x.detach().mean(0))
+        return x - self.inner.mean
+
+
+class Replaced(Hidden):
+    """The same, assigned."""
+
+    def between(self, x):
+        if self.training:
+            self.inner.mean = self.inner.mean * 0.5 + x.detach().mean(0)
+        return x - self.inner.mean
+
+
+class Late(Beyond):
+    """Buffers that the first forward makes, or makes larger."""
+
+    def made(self):
+        inner = nn.Identity()
+        inner.register_buffer("first", None)
+        inner.register_buffer("hidden", None, persistent=False)
+        inner.register_buffer("mean", torch.zeros(1))
+        return inner
+
+    def between(self, x):
+        if self.inner.first is None:
+            self.inner.first = self.inner.hidden = x.detach().mean(0)
+        if self.training:
+            self.inner.mean = self.inner.mean + x.detach().mean(0)
+        return x - self.inner.first + self.inner.hidden * self.inner.mean
+
+
+class Counting(Beyond):
+    """Numbers, a text, a list and a tensor, as attributes of parts."""
+
+    def made(self):
+        inner = nn.Identity()
+        inner.count, inner.rate, inner.odd, inner.name = 0, 1.0, False, ""
+        inner.past, inner.last = [(0, 1.0)], torch.zeros(8)
+        return inner
+
+    def between(self, x):
+        inner = self.inner
+        if self.training:
+            inner.count, inner.rate, inner.odd = inner.count + 1, inner.rate / 3 + 0.1, not inner.odd
+            inner.name = (inner.name + "a")[-3:]
+            inner.past = [*inner.past[-2:], (inner.count, inner.rate)]
+            inner.last = inner.last / 2 + x.detach().mean(0)
+        factor = 1 + inner.rate * (inner.count % 3) + len(inner.name) + inner.past[0][1]
+        return (-x if inner.odd else x - inner.last) * factor
+
+
+class Extra(Beyond):
+    """What it counts is an extra state."""
+
+    def __init__(self, state=None):
+        super().__init__()
+        self.state = [state or {"count": 0, "rate": float("-inf"), 3: (True, torch.zeros(8))}]
+
+    def get_extra_state(self):
+        return self.state[0]
+
+    def set_extra_state(self, state):
+        self.state[0] = state
+
+    def between(self, x):
+        if self.training:
+            mean = self.state[0][3][1] / 2 + x.detach().mean(0)
+            self.state[0] = {"count": self.state[0]["count"] + 1, "rate": float("-inf"), 3: (True, mean)}
+        return x * (self.state[0]["count"] % 3 + 1) - self.state[0][3][1]
+
+
+class Lazy(nn.Module):
+    """Layers that are made in the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Dropout(0.2), nn.LazyLinear(3))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.parametrize("model", [Hidden, Replaced, Late, Counting, Extra, Lazy, Skipping])
+def test_a_trial_whose_model_is_more_than_its_weights_goes_on_to_the_same_bits(model, tmp_path):
+    recipe = replace(RECIPE, model=lambda params: model(), optimizer="sgd", options={"lr": 0.01}, checkpoint=3)
+    alone, told = run(recipe, {"momentum": 0.9}, tmp_path / "alone")
+    for when in (4, 8):  # twice, so that what was put back is kept again
+
+        def report(step, values, when=when):
+            if step == when:
+                raise Killed
+            return False
+
+        with pytest.raises(Killed):
+            train(setting(recipe, {"momentum": 0.9}), None, device="cpu", directory=tmp_path / "cut", report=report)
+    resumed, again = run(recipe, {"momentum": 0.9}, tmp_path / "cut")
+    assert resumed.losses == alone.losses
+    assert again == told[1:]
+
+
+def test_of_a_plain_model_nothing_but_its_weights_is_kept(tmp_path):
+    run(replace(RECIPE, model=normed), {}, tmp_path)
+    kept = Checkpoints(tmp_path / "checkpoints").load()
+    assert set(kept.meta) == {"law", "values"}  # as always: older checkpoints are these
+    assert {name.split(".")[0] for name in kept.tensors} == {"weights", "losses"}
+
+
+def test_an_extra_state_that_would_have_to_be_pickled_is_refused(tmp_path):
+    class Refused(Extra):
+        def get_extra_state(self):
+            return {"when": [datetime.date(2026, 1, 1)]}
+
+    with pytest.raises(CheckpointError, match=r"'_extra_state' of the model's state_dict: .* cannot hold a date: "):
+        run(replace(RECIPE, model=lambda params: Refused()), {}, tmp_path)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.integers() | st.text(), inner),
+        max_leaves=8,
+    )
+)
+def test_a_plain_value_comes_back_from_json_as_it_was(value):
+    told = json.loads(json.dumps(encoded(value, {}, ""), allow_nan=False))
+    assert repr(decoded(told, {}, torch.device("cpu"))) == repr(value)

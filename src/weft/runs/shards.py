@@ -62,6 +62,9 @@ def layer_of(name: str) -> str:
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> ShardEntry:
     """Write and sync one shard; at most one tensor is copied to the host at a time. No file is left by a failure."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"a checkpoint cannot hold '{name}', a {type(tensor).__name__}: it takes tensors")
     # Wide types first, as safetensors does, so that every tensor is aligned; then by name, so that order is no matter.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {}

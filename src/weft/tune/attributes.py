@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from weft.tune.masks import OWN
 from weft.tune.setting import DROPOUTS, dropouts
@@ -30,15 +31,15 @@ def attributes(model: nn.Module) -> dict[str, str]:
     same weights. How often dropouts drop is left out."""
     rates = {(id(part), name) for part, name in dropouts(model)}
     names: dict[int, str] = {id(part): name for name, part in model.named_modules()}
-    names |= {id(tensor): name for name, tensor in _registered(model)}
+    names |= {id(tensor): name for name, tensor in registered(model)}
     found: dict[str, str] = {}
     for name, part in model.named_modules():
         if isinstance(part, _OMITTED):
             continue
         found[name] = _named(type(part))
-        for attribute, value in _own(part):
+        for attribute, value in own(part):
             if (id(part), attribute) not in rates:
-                found[_joined(name, attribute)] = _text(value, names, ())
+                found[joined(name, attribute)] = _text(value, names, ())
     return found
 
 
@@ -58,35 +59,40 @@ def difference(shared: Mapping[str, str], own: Mapping[str, str], rate: float | 
 
 def aliased(model: nn.Module) -> str | None:
     """The name of an attribute that holds a weight or a buffer as a plain tensor, which lanes would not find there."""
-    storages = {tensor.untyped_storage()._cdata for _, tensor in _registered(model)}
-    for name, tensor in held(model):
-        if tensor.untyped_storage()._cdata in storages:
-            return name
-    return None
+    storages = {storage(tensor) for _, tensor in registered(model)}
+    return next((name for name, tensor in held(model) if storage(tensor) in storages), None)
 
 
 def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors that are neither parameters nor buffers, each with the name of the attribute that holds it."""
     for name, part in model.named_modules():
-        for attribute, value in _own(part):
+        for attribute, value in own(part):
             if not (isinstance(part, nn.RNNBase) and attribute == "_flat_weights"):  # which torch keeps up to date
-                yield from ((_joined(name, attribute), tensor) for tensor in _tensors(value))
+                yield from ((joined(name, attribute), tensor) for tensor in tensors_of(value))
 
 
-def _own(part: nn.Module) -> Iterator[tuple[str, Any]]:
+def storage(tensor: Tensor) -> object:
+    """Equal for tensors that lie in the same memory; of no meaning for one that has not been made yet."""
+    return id(tensor) if is_lazy(tensor) or tensor.layout != torch.strided else tensor.untyped_storage()._cdata
+
+
+def own(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes of a part that a bare module does not have."""
     return ((name, value) for name, value in vars(part).items() if name not in _BARE)
 
 
-def _registered(model: nn.Module) -> list[tuple[str, Tensor]]:
+def registered(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The weights and buffers, by name."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
 
 
 def _text(value: Any, names: Mapping[int, str], within: tuple[int, ...]) -> str:
@@ -144,5 +150,5 @@ def _named(thing: Any) -> str:
     return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
 
 
-def _joined(name: str, attribute: str) -> str:
+def joined(name: str, attribute: str) -> str:
     return f"{name}.{attribute}" if name else attribute

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch import Tensor
 from weft.errors import CheckpointError
 from weft.runs import Checkpoints
 from weft.runs.files import plain
+from weft.tune.remainder import decoded, encoded
 
-_WEIGHT, _STATE, _LOSSES = "weights.", "optimizer.", "losses"
+_WEIGHT, _BUFFER, _STATE, _LOSSES = "weights.", "buffers.", "optimizer.", "losses"
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,27 +24,49 @@ class Kept:
     """A trial after ``step`` steps. ``values`` are there once it is done, and the optimizer's state until then."""
 
     step: int
-    weights: Mapping[str, Tensor]
-    """Parameters and buffers by name, as ``state_dict`` has them."""
+    weights: Mapping[str, Any]
+    """Parameters, buffers and extra states by name, as ``state_dict`` has them."""
     states: Mapping[str, Mapping[str, Tensor]]
     """The optimizer's, by the name of the parameter."""
     losses: Tensor
     """Of the steps so far."""
     values: tuple[float, ...] | None = None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    """Those that training changed and ``state_dict`` leaves out."""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    """Those of the model's parts that training changed."""
 
 
 def keep(directory: Path, law: Mapping[str, Any], kept: Kept) -> None:
-    """Writes a checkpoint, whole or not at all. ``law`` is what must be equal where it is to be taken up again."""
-    tensors = {f"{_WEIGHT}{name}": tensor for name, tensor in kept.weights.items()}
+    """Writes a checkpoint, whole or not at all. ``law`` is what must be equal where it is to be taken up again.
+
+    CheckpointError names an extra state that is not of plain values and tensors.
+    """
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in kept.weights.items():
+        if isinstance(value, Tensor):
+            tensors[f"{_WEIGHT}{name}"] = value
+            continue
+        try:
+            extra[name] = encoded(value, tensors, f"extra.{name}")
+        except CheckpointError as problem:
+            raise CheckpointError(f"'{name}' of the model's state_dict: {problem}") from None
+    tensors |= {f"{_BUFFER}{name}": tensor for name, tensor in kept.buffers.items()}
+    attributes = {name: encoded(value, tensors, f"attributes.{name}") for name, value in kept.attributes.items()}
     for name, state in kept.states.items():
         tensors |= {f"{_STATE}{name}#{key}": tensor for key, tensor in state.items()}
     tensors[_LOSSES] = kept.losses
     values = None if kept.values is None else [float(value).hex() for value in kept.values]
-    Checkpoints(directory, keep=2).save(kept.step, tensors, {"law": law, "values": values})
+    beyond = {name: given for name, given in (("extra", extra), ("attributes", attributes)) if given}
+    Checkpoints(directory, keep=2).save(kept.step, tensors, {"law": law, "values": values, **beyond})
 
 
-def newest(directory: Path, law: Mapping[str, Any]) -> Kept | None:
-    """The newest whole checkpoint of this trial; None where there is none, or only ones of another law."""
+def newest(directory: Path, law: Mapping[str, Any], device: torch.device = _CPU) -> Kept | None:
+    """The newest whole checkpoint of this trial; None where there is none, or only ones of another law.
+
+    Tensors are on the host, but for those in attributes that lay on the ``device``.
+    """
     checkpoints = Checkpoints(directory, keep=2)
     try:
         if not checkpoints.steps():
@@ -52,15 +76,21 @@ def newest(directory: Path, law: Mapping[str, Any]) -> Kept | None:
         return None  # all are damaged: the trial begins anew
     if found.meta.get("law") != plain(law):
         return None
-    weights: dict[str, Tensor] = {}
+    tensors, given = found.tensors, found.meta.get("extra", {})
+    weights: dict[str, Any] = {name: decoded(value, tensors, _CPU) for name, value in given.items()}
+    told = found.meta.get("attributes", {})
+    attributes = {name: decoded(value, tensors, device) for name, value in told.items()}
+    buffers: dict[str, Tensor] = {}
     states: dict[str, dict[str, Tensor]] = {}
     for name, tensor in found.tensors.items():
         if name.startswith(_WEIGHT):
             weights[name.removeprefix(_WEIGHT)] = tensor
+        elif name.startswith(_BUFFER):
+            buffers[name.removeprefix(_BUFFER)] = tensor
         elif name.startswith(_STATE):
             parameter, _, key = name.removeprefix(_STATE).rpartition("#")
             states.setdefault(parameter, {})[key] = tensor
     losses = found.tensors.get(_LOSSES, torch.empty(0))
     values = found.meta.get("values")
     done = None if values is None else tuple(float.fromhex(value) for value in values)
-    return Kept(found.step, weights, states, losses, done)
+    return Kept(found.step, weights, states, losses, done, buffers, attributes)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from weft.errors import TuneError
 from weft.keys import torch_seeded
-from weft.tune.attributes import UNKNOWN, aliased, attributes, difference
+from weft.tune.attributes import UNKNOWN, attributes, difference
 from weft.tune.batched import Batched, NotTogether
-from weft.tune.lanes import template
+from weft.tune.lanes import template, unfit
 from weft.tune.lanewise import refused
 from weft.tune.masks import OWN, recording
 from weft.tune.recipe import CONTINUOUS
@@ -122,9 +122,7 @@ def _tried_out(setting: Setting) -> str | None:
     unused = [name for name, gradient in zip(stacked, gradients, strict=True) if gradient is None]
     if unused:
         return f"'{unused[0]}' gets no gradient"
-    if (name := aliased(module)) is not None:
-        return f"'{name}' holds a weight or a buffer under another name, where lanes would not find it"
-    return _rated(setting)
+    return unfit(module) or _rated(setting)
 
 
 def _fake() -> Any:

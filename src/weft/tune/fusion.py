@@ -265,7 +265,7 @@ class Fused:
 
         def write(place: int, lane: int) -> None:
             states, own = (lanes.states(place), None) if values is None else ({}, values[place])
-            kept = Kept(step, lanes.weights(place), states, losses[place], own)
+            kept = Kept(step, lanes.weights(place), states, losses[place], own, lanes.buffers(place))
             keep(self._folders[lane], self._laws[lane], kept)
 
         self._writes = [self._writers.submit(write, place, lane) for place, lane in enumerate(self.alive)]

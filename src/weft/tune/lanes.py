@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.keys import torch_seeded
-from weft.tune.attributes import aliased, attributes, difference
+from weft.tune.attributes import aliased, attributes, difference, registered
 from weft.tune.batched import NotTogether
 from weft.tune.checkpoint import Kept
 from weft.tune.lanewise import Lanewise
 from weft.tune.masks import OWN
+from weft.tune.remainder import unkept
 from weft.tune.setting import Setting
 
 ALIGNED = 64
@@ -30,6 +30,17 @@ def template(setting: Setting, rate: float = OWN) -> nn.Module:
     return replace(setting, params=own, dropout=rate).bare()
 
 
+def unfit(module: nn.Module) -> str | None:
+    """Why a module cannot be that of several lanes, by what it holds; None if it can."""
+    if (name := aliased(module)) is not None:
+        return f"'{name}' holds a weight or a buffer under another name, where lanes would not find it"
+    known = {id(tensor) for _, tensor in registered(module)}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if id(value) not in known:
+            return f"'{name}' of its state_dict is neither a weight nor a buffer"
+    return None
+
+
 class Lanes:
     """The weights, buffers and optimizer of several trials on a device; lanes are numbered as they stand now.
 
@@ -42,8 +53,8 @@ class Lanes:
         with torch_seeded(settings[0].seed, "init"):
             self.module = template(settings[0])
         shared = attributes(self.module)
-        if (name := aliased(self.module)) is not None:
-            raise NotTogether(f"'{name}' holds a weight or a buffer under another name, where lanes would not find it")
+        if (why := unfit(self.module)) is not None:
+            raise NotTogether(why)
         self._trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self._starts: dict[str, int] = {}
         width = 0
@@ -55,8 +66,8 @@ class Lanes:
         built: list[dict[str, Tensor]] = []
         for lane, setting in enumerate(settings):
             module = setting.build()
-            if (name := difference(shared, attributes(module), setting.dropout)) is not None:
-                raise NotTogether(f"'{name}' is not the same in all of their models, and lanes would share it")
+            if (other := difference(shared, attributes(module), setting.dropout)) is not None:
+                raise NotTogether(f"'{other}' is not the same in all of their models, and lanes would share it")
             given = dict(module.named_parameters())
             for name in self._trained:
                 self._view(name, self.matrix)[lane].copy_(given[name].detach())
@@ -64,6 +75,8 @@ class Lanes:
             built.append({**constant, **dict(module.named_buffers())})
         self.fixed = {name: torch.stack([one[name] for one in built]).to(device) for name in built[0]}
         self.optimizer = Lanewise([setting.optimizer for setting in settings], self.matrix)
+        self._written: frozenset[str] = frozenset()
+        self._versions = {name: self.fixed[name]._version for name in unkept(self.module) if name in self.fixed}
         self._expose()
 
     def joined(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -83,14 +96,17 @@ class Lanes:
 
     def keep(self, lanes: Sequence[int]) -> None:
         """Only these go on; the memory of the others is free again."""
+        self._note()
         chosen = torch.tensor(list(lanes), device=self.device, dtype=torch.long)
         self.matrix = self.matrix[chosen]
         self.fixed = {name: value[chosen] for name, value in self.fixed.items()}
+        self._versions = {name: self.fixed[name]._version for name in self._versions}
         self.optimizer.keep(chosen)
         self._expose()
 
     def copied(self) -> Lanes:
         """As they are now, on the host, in few copies: what is kept of lanes while they train on."""
+        self._note()
         other = copy(self)
         other.matrix = _host(self.matrix)
         other.fixed = {name: _host(value) for name, value in self.fixed.items()}
@@ -104,11 +120,15 @@ class Lanes:
 
     def weights(self, lane: int) -> dict[str, Tensor]:
         """As the ``state_dict`` of the lane's own module."""
-        first = {id(tensor): name for name, tensor in [*self._named(self.module)]}
+        first = {id(tensor): name for name, tensor in registered(self.module)}
         return {
             name: self._tensor(first[id(tensor)])[lane]
             for name, tensor in self.module.state_dict(keep_vars=True).items()
         }
+
+    def buffers(self, lane: int) -> dict[str, Tensor]:
+        """Those that were changed and that the ``state_dict`` leaves out."""
+        return {name: self.fixed[name][lane] for name in sorted(self._written)}
 
     def states(self, lane: int) -> dict[str, dict[str, Tensor]]:
         """As torch.optim has them, by the name of the parameter."""
@@ -125,11 +145,18 @@ class Lanes:
         with torch.no_grad():
             for name, tensor in self.weights(lane).items():
                 tensor.copy_(kept.weights[name])
+            for name, tensor in kept.buffers.items():
+                self.fixed[name][lane].copy_(tensor)
             for name, state in kept.states.items():
                 for key in self.optimizer.has(lane):
                     if key in state:
                         self._view(name, self.optimizer.state[key])[lane].copy_(state[key])
         self.optimizer.steps = kept.step
+
+    def _note(self) -> None:
+        """Which buffers were written into by now, before they lie elsewhere."""
+        now = {name for name, version in self._versions.items() if self.fixed[name]._version != version}
+        self._written |= now
 
     def _expose(self) -> None:
         self.parameters: Mapping[str, Tensor] = {
@@ -142,10 +169,6 @@ class Lanes:
 
     def _tensor(self, name: str) -> Tensor:
         return self._view(name, self.matrix) if name in self._trained else self.fixed[name]
-
-    @staticmethod
-    def _named(module: nn.Module) -> list[tuple[str, Any]]:
-        return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _host(tensor: Tensor) -> Tensor:

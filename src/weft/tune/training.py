@@ -25,6 +25,7 @@ from weft.tune.checkpoint import Kept, keep, newest
 from weft.tune.evaluation import evaluate
 from weft.tune.job import Fit
 from weft.tune.recorder import recorder, streamed
+from weft.tune.remainder import Remainder, restore
 from weft.tune.resident import resident
 from weft.tune.saving import offloading, recomputing
 from weft.tune.setting import Setting
@@ -127,6 +128,7 @@ class Training:
         if self.micro < setting.batch_size and not setting.accumulate_norms:
             refuse_norms(self.model, setting.batch_size, self.micro)
         self.model.to(device)
+        self._remainder = Remainder(self.model)
         self.updater = Whole(setting.optimizer, {n: p for n, p in self.model.named_parameters() if p.requires_grad})
         self._trained = list(self.updater.parameters.values())
         self.losses = torch.zeros(setting.steps, device=device)
@@ -134,7 +136,7 @@ class Training:
 
     def run(self, report: Report) -> Result:
         setting, seeder = self.setting, Seeder(self.setting.seed, self.device)
-        kept = newest(self._directory, self._law)
+        kept = newest(self._directory, self._law, self.device)
         if kept is not None:
             self._restore(kept)
         if kept is not None and kept.values is not None:
@@ -221,13 +223,14 @@ class Training:
     def _keep(self, step: int, values: tuple[float, ...] | None) -> None:
         """A trial that is done needs no optimizer any more."""
         states = {name: self.updater.state(p) for name, p in self.updater.parameters.items()} if values is None else {}
-        keep(self._directory, self._law, Kept(step, self.model.state_dict(), states, self.losses[:step], values))
+        beyond = self._remainder.changed(self.model)
+        kept = Kept(step, self.model.state_dict(), states, self.losses[:step], values, *beyond)
+        keep(self._directory, self._law, kept)
 
     def _restore(self, kept: Kept) -> None:
-        with torch.no_grad():
-            for name, tensor in self.model.state_dict().items():
-                tensor.copy_(kept.weights[name])
-            self.losses[: kept.step].copy_(kept.losses)
+        """As the trial was, also where it made weights as late as in its first step."""
+        restore(self.model, kept.weights, kept.buffers, kept.attributes)
+        self.losses[: kept.step].copy_(kept.losses)
         self.updater.load(kept.states)
 
     def _result(self, values: tuple[float, ...], steps: int | None = None) -> Result:
