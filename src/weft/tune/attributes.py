@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from weft.tune.masks import OWN
 from weft.tune.setting import DROPOUTS, dropouts
@@ -29,16 +30,16 @@ _DEPTH = 5
 def attributes(model: nn.Module) -> dict[str, str]:
     """The class and the attributes of every part, by qualified name: equal for two models that compute alike with the
     same weights. How often dropouts drop is left out."""
-    rates = {(id(part), name) for part, name in dropouts(model)}
+    left = {(id(part), name) for part, name in dropouts(model)}
+    left |= {(id(part), "inplace") for part in model.modules() if type(part) in _OMITTED}
     names: dict[int, str] = {id(part): name for name, part in model.named_modules()}
     names |= {id(tensor): name for name, tensor in registered(model)}
     found: dict[str, str] = {}
     for name, part in model.named_modules():
-        if isinstance(part, _OMITTED):
-            continue
-        found[name] = _named(type(part))
+        if type(part) not in _OMITTED:
+            found[name] = _named(type(part))
         for attribute, value in own(part):
-            if (id(part), attribute) not in rates:
+            if (id(part), attribute) not in left:
                 found[joined(name, attribute)] = _text(value, names, ())
     return found
 
@@ -48,11 +49,10 @@ def difference(shared: Mapping[str, str], own: Mapping[str, str], rate: float | 
 
     Where the shared one has what stands for the dropout of a lane, the trial's has its ``rate``.
     """
+    rates = () if rate is None else (repr(rate),) if rate else ("0.0", "0")
     for name in (*shared, *own):
-        expected = shared.get(name)
-        if expected is not None and rate is not None:
-            expected = expected.replace(repr(OWN), repr(rate))
-        if expected != own.get(name):
+        expected = shared.get(name, "")
+        if own.get(name) not in (shared.get(name), *(expected.replace(repr(OWN), told) for told in rates)):
             return name
     return None
 
@@ -108,6 +108,8 @@ def _text(value: Any, names: Mapping[int, str], within: tuple[int, ...]) -> str:
         return f"{{{', '.join(f'{inner(key)}: {inner(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"{type(value).__name__}({', '.join(map(inner, value))})"
+    if isinstance(value, RemovableHandle):  # numbered as they are made, whatever makes them
+        return _named(type(value))
     if isinstance(value, set | frozenset):
         return f"set({', '.join(sorted(map(inner, value)))})"
     if isinstance(value, functools.partial):

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_SAME = (Tensor, nn.Module, type)
+_SAME = (Tensor, nn.Module, type, RemovableHandle)
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
 
