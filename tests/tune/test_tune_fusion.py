@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -568,7 +569,18 @@ def test_such_trials_train_one_by_one_where_they_are_fused_all_the_same(
     assert "train one after another" in caplog.text
 
 
-@pytest.mark.parametrize("model", [Writes, Hides, Fixed, Caches, Drops])
+class Normed(Fixed):
+    """A weight that is made anew before every forward, as a plain tensor."""
+
+    def made(self, params: Mapping[str, Any]) -> None:
+        super().made(params)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch has a newer kind, but models use this one
+            nn.utils.weight_norm(self.enter)
+
+
+@pytest.mark.parametrize("model", [Writes, Hides, Fixed, Caches, Drops, Normed])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_what_lanes_can_share_or_have_each_for_itself_is_fused(model: Any, data: Data, tmp_path: Path) -> None:
     settings = chosen(data, model)
     assert len({shape_key(one) for one in settings}) == 1

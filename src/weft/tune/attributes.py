@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from weft.tune.masks import OWN
@@ -77,8 +78,14 @@ def storage(tensor: Tensor) -> object:
 
 
 def own(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes of a part that a bare module does not have."""
-    return ((name, value) for name, value in vars(part).items() if name not in _BARE)
+    """The attributes of a part that a bare module does not have, and that are not made anew before every forward."""
+    left = {*_BARE, *recomputed(part)}
+    return ((name, value) for name, value in vars(part).items() if name not in left)
+
+
+def recomputed(part: nn.Module) -> list[str]:
+    """The attributes of a part that weight norms of the old kind make anew of its weights before every forward."""
+    return [hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
 
 
 def registered(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from torch.func import functional_call, vmap
 from weft.data import Batch
 from weft.errors import TuneError
 from weft.pipeline.evaluate import Scores
-from weft.tune.attributes import held
+from weft.tune.attributes import held, recomputed
 from weft.tune.masks import Draw, masking, recording
 from weft.tune.setting import Setting
 from weft.tune.steady import Seen
@@ -115,7 +115,8 @@ class _Watched(nn.Module):
         before, versions = Seen(self.module, self._loss[0]), self._versions()
         self._loss[0](self.module(*inputs), batch)
         written = next((name for name, version in self._versions().items() if versions.get(name) != version), None)
-        self.changed = Seen(self.module, self._loss[0]).changed(before) or written
+        anew = {(name, one) for name, part in self.module.named_modules() for one in recomputed(part)}
+        self.changed = Seen(self.module, self._loss[0]).changed(before, besides=anew) or written
 
     def _versions(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,9 +38,12 @@ class Seen:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def changed(self, before: Seen) -> str | None:
-        """The name of something that differs from what it was before; None if nothing does."""
+    def changed(self, before: Seen, besides: Container[tuple[str, str]] = ()) -> str | None:
+        """The name of something that differs from what it was before; None if nothing does besides what is expected
+        to, given by the names of the part and of its attribute."""
         for name, key in (*self._values, *before._values):
+            if (name, key) in besides:
+                continue
             now, then = (one._values.get((name, key), _ABSENT) for one in (self, before))
             if [now] == [then]:  # as lists compare, which a number that is not one equals itself by
                 continue
