@@ -309,7 +309,7 @@ def test_in_python_too_a_run_is_not_resumed_by_another_method(tmp_path: Path) ->
 
     run("darts")
     for other in ("drnas", "gdas", GDAS(first=5.0)):
-        with pytest.raises(weft.WeftError, match="run 'r' was made with (bilevel|loss)"):
+        with pytest.raises(weft.WeftError, match=r"run 'r' was made with (bilevel|loss)"):
             run(other, resume=True)
     assert run("darts", resume=True).trained.fingerprint
 

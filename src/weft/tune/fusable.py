@@ -16,6 +16,7 @@ from torch import Tensor
 
 from weft.errors import TuneError
 from weft.keys import torch_seeded
+from weft.plan.memory.caches import emptied
 from weft.tune.attributes import UNKNOWN, attributes, difference
 from weft.tune.batched import Batched, NotTogether
 from weft.tune.lanes import template, unfit
@@ -37,8 +38,14 @@ _parted: set[tuple[Any, ...]] = set()
 def shape_key(setting: Setting) -> str | None:
     """Equal for trials that can train as one; None, with the reason in the log, for one that cannot be fused.
 
-    Forwards are traced on fake tensors, which a cache of the model may keep: not for a process that trains.
+    Forwards are traced on fake tensors, which what a model keeps in a global variable may hold on to: not for a process
+    that trains.
     """
+    with emptied(setting.model, setting.loss):
+        return _key(setting)
+
+
+def _key(setting: Setting) -> str | None:
     told = outline(setting)
     which = (told, _identity(setting.model), _identity(setting.loss))  # functions may go by one name, as lambdas do
     if which not in _tried:
