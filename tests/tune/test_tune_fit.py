@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -308,3 +309,22 @@ def test_on_a_gpu_a_batch_that_fits_by_giving_back_is_left_whole() -> None:
     fitted = fit(setting(recipe, {}), 1, memory, "h200")
     assert (fitted.way, fitted.micro_batch) == ("whole", 1024)
     assert fitted.memory <= memory * (1 - MARGIN) - found.context < found.at(1024)
+
+
+class Noisy(nn.Module):
+    """Draws on the host, which a graph would do once and for all."""
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.inner = build(params)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) * (1.0 + random.random())
+        return out
+
+
+def test_a_model_that_draws_on_the_host_is_not_split() -> None:
+    recipe = Recipe(model=Noisy, data=data, loss=loss, steps=3, batch_size=BATCH, options={"lr": 1e-2})
+    made = setting(recipe, {"width": 256})
+    with pytest.raises(TuneError, match="cannot be split: its model draws from Python's or NumPy's generator"):
+        fit(made, 2, int(needed(made) * 0.62), "cpu")

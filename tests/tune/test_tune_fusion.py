@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import objectives
 import pytest
 import torch
@@ -104,6 +105,18 @@ class Idle(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         out: Tensor = self.head(image.flatten(1))
+        return out
+
+
+class Noisy(nn.Module):
+    """Draws on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, image: Tensor) -> Tensor:
+        out: Tensor = self.head(image.flatten(1)) * float(np.random.rand())  # noqa: NPY002
         return out
 
 
@@ -353,6 +366,7 @@ def test_only_continuous_choices_leave_the_shape_as_it_is(data: Data) -> None:
         (lambda params: Chooses(), "sgd", "DataDependent"),
         (lambda params: Recurrent(), "sgd", "lstm"),
         (lambda params: Idle(), "sgd", "'spare.weight' gets no gradient"),
+        (lambda params: Noisy(), "sgd", "its model draws from Python's or NumPy's generator"),
         (lambda params: plain({}), "rmsprop", "RMSprop has no form for lanes"),
     ],
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -20,6 +22,7 @@ from weft.errors import CheckpointError, TuneError
 from weft.keys import generator
 from weft.pipeline import cross_entropy
 from weft.runs import Checkpoints
+from weft.tune.drawing import seed, standing
 from weft.tune.job import Fit
 from weft.tune.recipe import Recipe
 from weft.tune.remainder import decoded, encoded
@@ -269,6 +272,48 @@ def test_nothing_drawn_elsewhere_changes_a_trial(tmp_path):
     assert first.losses == second.losses
     other, _ = run(RECIPE, {"drop": 0.5, "seed": 1}, tmp_path / "c")
     assert first.losses != other.losses
+
+
+class Noisy(nn.Module):
+    """Draws from Python's and NumPy's global generators, which nobody should use, when it is built and as it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Sequential(*(NoisyRow() for _ in range(3)), nn.Linear(6, 3))
+
+    def forward(self, x):
+        return self.rows(x)
+
+
+class NoisyRow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 6), random.random()
+
+    def forward(self, x):
+        return self.linear(x) * (self.scale + float(np.random.rand()) + random.random())  # noqa: NPY002
+
+
+def noisy(params):
+    return Noisy()
+
+
+@pytest.mark.parametrize("fit", [None, way("accumulate", 5), way("recompute", 16), way("offload", 16)])
+def test_what_a_model_draws_on_the_host_follows_from_the_trial_also_after_a_crash(fit, tmp_path):
+    recipe = replace(RECIPE, model=noisy)
+    alone, told = run(recipe, {}, tmp_path / "alone", fit)
+    seed(99)
+    before = standing()
+    with pytest.raises(Pruned):
+        run(recipe, {}, tmp_path / "killed", fit, prune_at=8)
+    assert standing() == before
+    resumed, again = run(recipe, {}, tmp_path / "killed", fit)
+    assert resumed.losses == alone.losses
+    assert again == told[1:]
+    other, _ = run(recipe, {"seed": 1}, tmp_path / "other", fit)
+    assert alone.losses != other.losses
+    if fit is not None and fit.way != "accumulate":
+        assert alone.losses == run(recipe, {}, tmp_path / "whole")[0].losses
 
 
 def test_batch_norms_refuse_micro_batches_unless_asked_for(tmp_path):

@@ -27,12 +27,16 @@ class Seeder:
 
     def set(self, step: int, microbatch: int, layer: str) -> None:
         """From here on the default generators draw what belongs to this layer in this micro-batch."""
+        number = self.number(step, microbatch, layer)
+        for generator in self._generators:
+            generator.manual_seed(number)
+
+    def number(self, step: int, microbatch: int, layer: str) -> int:
+        """What generators are seeded with there."""
         base = self._layers.get(layer)
         if base is None:
             base = self._layers[layer] = key(self._seed, "layer", layer)
-        number = _mix(_mix(base + step) + microbatch) >> 1
-        for generator in self._generators:
-            generator.manual_seed(number)
+        return _mix(_mix(base + step) + microbatch) >> 1
 
     @contextmanager
     def preserved(self) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import sys
 import time
 import traceback
@@ -176,11 +175,11 @@ def _judged(problem: BaseException) -> tuple[State, str, int | None]:
 
 def _seed(seed: int) -> None:
     """What draws from a global generator depends on the trial alone, not on what this process ran before."""
-    import numpy as np
     import torch
 
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
+    from weft.tune import drawing
+
+    drawing.seed(seed)
     torch.manual_seed(seed)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from weft.errors import PlanError, TuneError
 from weft.tune.captured import capturable
 from weft.tune.complete import Complete, example, shaped
+from weft.tune.drawing import standing
 from weft.tune.job import Fit, Way
 from weft.tune.peaks import Peaks, paused, peaks
 from weft.tune.recipe import CONTINUOUS
@@ -143,10 +144,16 @@ class _Fitting:
         batch = example(self.setting, self.setting.batch_size, "cpu")
         whole = Complete(self.setting, self.setting.bare(), tuple(batch))
         degree, tensors = 2, whole.tensors(batch)
+        stand = standing()
         try:
             scale = self._scale(whole, tensors)
         except PlanError as problem:
             tried.append(f"it cannot be split: {problem}")
+            return None
+        if standing() != stand:
+            tried.append(
+                "it cannot be split: its model draws from Python's or NumPy's generator, and a graph would not"
+            )
             return None
         beside = AT_ONCE * max(parameter.nbytes for parameter in whole.parameters())
         room = max(1, int((self.memory * (1 - MARGIN) - beside) / scale))

@@ -19,6 +19,7 @@ from weft.keys import torch_seeded
 from weft.plan.memory.caches import emptied
 from weft.tune.attributes import UNKNOWN, attributes, difference
 from weft.tune.batched import Batched, NotTogether
+from weft.tune.drawing import restored, standing
 from weft.tune.lanes import template, unfit
 from weft.tune.lanewise import refused
 from weft.tune.masks import OWN, recording
@@ -114,7 +115,10 @@ def _rated(setting: Setting) -> str | None:
 
 def _tried_out(setting: Setting) -> str | None:
     batch = {name: value.cpu() for name, value in setting.data().train.take(np.arange(_SAMPLES)).items()}
-    with _fake() as fake, torch_seeded(setting.seed, "init"):
+    stand = standing()
+    with _fake() as fake, torch_seeded(setting.seed, "init"), restored(stand):
+        if "seed" in setting.params:  # lanes share all of a module but its weights
+            setting.model(setting.params)
         module = template(setting).train()
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if len({p.dtype for p in trained.values()}) != 1:
@@ -126,6 +130,8 @@ def _tried_out(setting: Setting) -> str | None:
         batched = Batched(setting, module, torch.device("cpu"))
         losses = batched.losses(stacked, fixed, lanes, lambda draws: [_ones(draw) for draw in draws])
         gradients = torch.autograd.grad(losses.sum(), list(stacked.values()), allow_unused=True)
+        if standing() != stand:
+            return "its model draws from Python's or NumPy's generator, where lanes could not draw each its own"
     unused = [name for name, gradient in zip(stacked, gradients, strict=True) if gradient is None]
     if unused:
         return f"'{unused[0]}' gets no gradient"

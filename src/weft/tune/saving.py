@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.pipeline.statistics import running_norms
 from weft.plan.memory.recompute import parts
+from weft.tune.drawing import restored, stand_at, standing
 
 
 @contextmanager
@@ -66,20 +67,24 @@ def offloading(
 def _again(part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not (part.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    contexts = lambda: (nullcontext(), _unmoved(part))  # noqa: E731
+    stand = standing()
+    contexts = lambda: (nullcontext(), _unmoved(part, stand))  # noqa: E731
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @contextmanager
-def _unmoved(part: nn.Module) -> Iterator[None]:
-    """Within the block, the norms' running statistics are copies: those of a second forward are not to count."""
+def _unmoved(part: nn.Module, stand: Hashable) -> Iterator[None]:
+    """Within the block, the norms' running statistics are copies: those of a second forward are not to count. And what
+    it draws on the host is drawn again from where the generators stood."""
     norms = running_norms(part)
     before = [dict(norm._buffers) for norm in norms]
     for norm in norms:
         for name, buffer in norm._buffers.items():
             norm._buffers[name] = None if buffer is None else buffer.clone()
     try:
-        yield
+        with restored(standing()):
+            stand_at(stand)
+            yield
     finally:
         for norm, buffers in zip(norms, before, strict=True):
             norm._buffers.update(buffers)

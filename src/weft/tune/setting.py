@@ -18,6 +18,7 @@ from weft.pipeline.law import Loss, Metric
 from weft.pipeline.optimizer import Optimizer, Updater
 from weft.pipeline.rate import Schedule, make_schedule
 from weft.space import Value
+from weft.tune.drawing import seeded
 from weft.tune.recipe import Recipe
 from weft.zoo.language import Attention as LanguageAttention
 
@@ -58,11 +59,13 @@ class Setting:
         try:
             return _made(self.source)
         except TypeError:  # what cannot be hashed cannot be remembered
-            return as_data(self.source)
+            return _fresh(self.source)
 
     def bare(self) -> nn.Module:
-        """The module, its weights drawn from wherever torch draws now: for who needs shapes alone."""
-        module = self.model(self.params)
+        """The module, its weights drawn from wherever torch draws now: for who needs shapes alone. What it draws from
+        Python's and NumPy's generators, which shapes may follow from, is keyed by the trial's seed."""
+        with seeded(self.seed, "init"):
+            module = self.model(self.params)
         if not isinstance(module, nn.Module):
             raise TuneError(f"the recipe's model returned a {type(module).__name__}: it must return an nn.Module")
         if self.dropout is not None:
@@ -197,6 +200,11 @@ def _blame(own: Mapping[str, Value], params: Mapping[str, Value]) -> str:
 @lru_cache(maxsize=1)
 def _made(source: Any) -> Data:
     try:
-        return as_data(source)
+        return _fresh(source)
     except TypeError as problem:  # not to be taken for a source that cannot be hashed
         raise TuneError(f"the recipe's data cannot be had: {problem}") from problem
+
+
+def _fresh(source: Any) -> Data:
+    with seeded("data"), torch_seeded("data"):  # the same in each process: all of its trials share it
+        return as_data(source)

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from weft.data import Batch, Loader
 from weft.errors import TuneError
 from weft.pipeline.determinism import deterministic
-from weft.pipeline.seeding import Seeder
 from weft.plan.execute import Staged
 from weft.plan.planner import plan as make_plan
 from weft.tune.cap import Cap, OutOfMemory
 from weft.tune.checkpoint import Kept, keep, newest
 from weft.tune.complete import Complete
+from weft.tune.drawing import Drawing
 from weft.tune.evaluation import evaluate
 from weft.tune.job import Fit
 from weft.tune.setting import Setting
@@ -104,7 +104,7 @@ class _Split:
         self.losses = torch.zeros(setting.steps)
 
     def run(self, report: Report) -> Result:
-        setting, kept, seeder = self.setting, self._kept, Seeder(self.setting.seed, self.device)
+        setting, kept, seeder = self.setting, self._kept, Drawing(self.setting.seed, self.device)
         if kept is not None:
             self.losses[: kept.step].copy_(kept.losses)
             self.updater.load({n: self._spread(n, s) for n, s in kept.states.items() if n in self._parts})
@@ -143,7 +143,7 @@ class _Split:
             values.copy_(torch.tensor(found, dtype=torch.float64))
         return tuple(self._from_first(values).tolist())
 
-    def _step(self, step: int, batch: Batch, seeder: Seeder) -> None:
+    def _step(self, step: int, batch: Batch, seeder: Drawing) -> None:
         loss = self.staged.step(self._whole.tensors(batch), lambda number: seeder.set(step, number, "model"))
         self.losses[step] = loss.detach().float().cpu()
         for name, shard in self._shards.items():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pickle
-import random
 from collections.abc import Container, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from weft.tune.drawing import standing
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _SAME = (Tensor, nn.Module, type, RemovableHandle)
@@ -31,7 +31,7 @@ class Seen:
         judges = loss.named_modules(prefix="the loss") if isinstance(loss, nn.Module) else [("the loss", loss)]
         holders = [(name, part) for name, part in [*model.named_modules(), *judges] if hasattr(part, "__dict__")]
         self._values = {(name, key): self._seen(value) for name, part in holders for key, value in vars(part).items()}
-        self._values["", "a generator of the host"] = (random.getstate(), pickle.dumps(np.random.get_state()))  # noqa: NPY002
+        self._values["", "a generator of the host"] = standing()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Seen) and self._values == other._values

@@ -18,10 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the common bas
 from weft.data import Batch, Data, Loader, Source
 from weft.errors import TuneError
 from weft.pipeline.determinism import deterministic
-from weft.pipeline.seeding import Seeder
 from weft.tune.cap import Cap, OutOfMemory
 from weft.tune.captured import Captured, Gradients, capturable
 from weft.tune.checkpoint import Kept, keep, newest
+from weft.tune.drawing import Drawing
 from weft.tune.evaluation import evaluate
 from weft.tune.job import Fit
 from weft.tune.recorder import recorder, streamed
@@ -135,7 +135,7 @@ class Training:
         self._law = {**setting.describe(), "micro_batch": self.micro, "device": device.type}
 
     def run(self, report: Report) -> Result:
-        setting, seeder = self.setting, Seeder(self.setting.seed, self.device)
+        setting, seeder = self.setting, Drawing(self.setting.seed, self.device)
         kept = newest(self._directory, self._law, self.device)
         if kept is not None:
             self._restore(kept)
@@ -170,7 +170,7 @@ class Training:
         with self._captured.beside():
             return evaluate(self.setting, self.model, self._validation, self.micro, self.device)
 
-    def _step(self, step: int, batch: Batch, seeder: Seeder) -> None:
+    def _step(self, step: int, batch: Batch, seeder: Drawing) -> None:
         size, gradients = self.setting.batch_size, None
         for number, start in enumerate(range(0, size, self.micro)):
             part = batch if self.micro >= size else {k: v[start : start + self.micro] for k, v in batch.items()}
