@@ -271,6 +271,18 @@ def test_what_does_not_fit_one_device_is_split_over_two() -> None:
     assert "split over 2 devices" in found.why
 
 
+def test_a_split_candidate_with_batch_norms_has_one_micro_batch_unless_asked_for() -> None:
+    made = candidate(width=256, norm=True)
+    memory = int(needed(made) * 0.7)
+    found = fit(made, 2, memory, "cpu")
+    assert (found.way, found.degree, found.accumulate, found.micro_batch) == ("split", 2, 1, BATCH)
+    assert found.plan is not None
+    assert found.plan["microbatches"] == 1
+    assert fit(replace(made, accumulate_norms=True), 2, memory, "cpu").accumulate > 1
+    with pytest.raises(TuneError, match=r"over 2 devices, where batch norm '1' forbids micro-batches: no plan fits"):
+        fit(made, 2, int(memory * 0.75), "cpu")
+
+
 def test_the_same_candidate_and_memory_give_the_same_fit() -> None:
     memory = int(needed(candidate()) * 0.7)
     assert fit(candidate(), 1, memory, "cpu") == fit(candidate(lr=0.5, seed=3), 1, memory, "cpu")

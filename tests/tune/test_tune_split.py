@@ -17,6 +17,7 @@ from torch.multiprocessing import start_processes
 
 import weft
 from weft.data import Data, digits
+from weft.errors import TuneError
 from weft.plan.planner import plan
 from weft.tune.complete import Complete, example
 from weft.tune.fit import AT_ONCE
@@ -171,3 +172,14 @@ def test_a_split_trial_that_ended_early_goes_on_from_its_checkpoint(ran: list[di
         assert len(one["stopped.losses"]) == 4
         assert torch.equal(one["resumed.losses"], one["staged.losses"])
         assert torch.equal(one["resumed.values"], one["staged.values"])
+
+
+def test_batch_norms_are_not_cut_into_micro_batches_unless_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    recipe = Recipe(model=lambda params: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64)), data=data, batch_size=BATCH)
+    fit = Fit("split", BATCH // 2, 2, 2, 0, None, "for the test", {})
+    with pytest.raises(TuneError, match=f"batch norm '1' would see {BATCH // 2} samples at a time"):
+        train_split(setting(recipe, {}), fit, device="cpu", directory=tmp_path, report=lambda step, values: False)

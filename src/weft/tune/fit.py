@@ -106,7 +106,7 @@ class _Fitting:
         if once.fits(batch, room):
             return self._fit(way, once, batch, min(needed, room), tried, what)
         why = f"{what}, {batch} samples, it takes {size(needed)}"
-        if not self.setting.accumulate_norms and (norm := batch_norm(shaped(self.setting))):
+        if (norm := self._forbidding()) is not None:
             tried.append(f"{why}, and batch norm '{norm}' forbids micro-batches")
             return None
         several = peaks(self.setting, way, self.device, accumulate=True)
@@ -119,6 +119,10 @@ class _Fitting:
         return self._fit(
             "accumulate" if way == "whole" else way, several, micro, min(several.at(micro), room), tried, what
         )
+
+    def _forbidding(self) -> str | None:
+        """The name of a batch norm that would see less in a micro-batch, where that was not asked for."""
+        return None if self.setting.accumulate_norms else batch_norm(shaped(self.setting))
 
     def _fit(self, way: Way, found: Peaks, micro: int, needed: int, tried: list[str], what: str) -> Fit:
         parts = math.ceil(self.setting.batch_size / micro)
@@ -157,11 +161,14 @@ class _Fitting:
             return None
         beside = AT_ONCE * max(parameter.nbytes for parameter in whole.parameters())
         room = max(1, int((self.memory * (1 - MARGIN) - beside) / scale))
+        norm = self._forbidding()
+        choices = {} if norm is None else {"microbatches": 1}
         while degree <= self.devices:
             try:
-                made = self._plan(whole, tensors, degree, room)
+                made = self._plan(whole, tensors, degree, room, **choices)
             except PlanError as problem:
-                tried.append(f"over {degree} devices: {problem}")
+                why = "" if norm is None else f", where batch norm '{norm}' forbids micro-batches"
+                tried.append(f"over {degree} devices{why}: {problem}")
             else:
                 needed = int(made.cost.memory * scale) + beside
                 told = f"split over {degree} devices it takes {size(needed)} of each"

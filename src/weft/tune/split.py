@@ -26,7 +26,7 @@ from weft.tune.drawing import Drawing
 from weft.tune.evaluation import evaluate
 from weft.tune.job import Fit
 from weft.tune.setting import Setting
-from weft.tune.training import Pruned, Report, Result
+from weft.tune.training import Pruned, Report, Result, refuse_norms
 from weft.tune.whole import Whole
 
 
@@ -76,6 +76,8 @@ class _Split:
         self._source = data.validation
         self._loader = Loader(data.train, setting.batch_size, setting.seed)
         model = setting.build()
+        if fit.accumulate > 1 and not setting.accumulate_norms:
+            refuse_norms(model, setting.batch_size, fit.micro_batch)
         if self._kept is not None:
             model.load_state_dict(dict(self._kept.weights))
         batch = self._loader.batch(0)
