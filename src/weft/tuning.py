@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from weft import assembly
-from weft.config import Config, Source, Train, locate
+from weft.config import Config, DataSource, Source, Train, locate
 from weft.data import Data, Loader, as_data
 from weft.errors import ConfigError
 from weft.space import Value
@@ -22,12 +21,24 @@ from weft.tune import Recipe
 from weft.tuneconfig import StudyConfig, Training, space_of
 
 
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Reads the data that a config names."""
+
+    source: str | DataSource
+    folder: Path = field(repr=False)
+    """Of the config; it may move."""
+
+    def __call__(self) -> Data:
+        return assembly.data_of(Config(supernet="digits-conv", data=self.source), self.folder)
+
+
 @dataclass(frozen=True)
 class Subnets:
     """Makes the module of a trial: the subnet that its values pick from a supernet, with fresh weights."""
 
     supernet: Factory
-    data: Callable[[], Data] | None = None
+    data: Callable[[], Data] | None = field(default=None, repr=False)
     """Whence an example batch comes, for supernets that take several inputs."""
 
     def __call__(self, params: Mapping[str, Value]) -> nn.Module:
@@ -65,7 +76,7 @@ def _recipe(config: StudyConfig, t: Training, folder: Path) -> tuple[Recipe, Cha
         data=t.data,
         train=Train(loss=t.loss, metrics=t.metrics, seed=t.seed),
     )
-    load = partial(assembly.data_of, plain, folder.resolve())
+    load = Reading(t.data, folder.resolve())
     found = assembly.train_arguments(plain, folder)
     chain: Chain | None = None
     model: Callable[[Mapping[str, Value]], nn.Module]

@@ -15,17 +15,18 @@ from weft.runs.run import Run, fresh_name
 from weft.space import Space, Value
 from weft.tune.attempt import Objective, Terms
 from weft.tune.board import Board
-from weft.tune.devices import nominal, parse_devices
+from weft.tune.devices import parse_devices
 from weft.tune.driver import Driver
 from weft.tune.executor import Executor
 from weft.tune.job import Device
+from weft.tune.law import agree, law_of
 from weft.tune.mps import shared
 from weft.tune.process import INSIDE
 from weft.tune.recipe import Recipe
 from weft.tune.storage import default_url
 from weft.tune.task import Way
 from weft.tune.tuned import Tuned
-from weft.units import size, size_of
+from weft.units import size_of
 
 if TYPE_CHECKING:
     from weft.tune.study import Study
@@ -93,7 +94,7 @@ def tune(
             stack.enter_context(shared(mps))
         if made is not executor:
             stack.callback(made.close)  # before MPS ends, which waits for the processes that it serves
-        law = _law(terms, way, made.devices)
+        law = law_of(terms, way, made.devices, threads, space)
         run, new = _directory(Path(runs), name)
         try:
             url = storage or default_url(run.path)
@@ -111,7 +112,8 @@ def tune(
                 resume=resume,
             )
             stack.callback(study.close)
-            _agree(run, law, resume)
+            if resume:
+                agree(name, run.manifest.get("study"), law)
             for params in () if resume else enqueue:  # a resumed study has them
                 study.enqueue(params)
         except BaseException:
@@ -257,18 +259,6 @@ def _executor(wanted: str | Executor, terms: Terms, devices: list[Device] | None
     raise TuneError(f"unknown executor '{wanted}'{nearest(wanted, ('local', 'ray'))}")
 
 
-def _law(terms: Terms, way: Way, devices: Sequence[Device]) -> dict[str, Any]:
-    """What results depend on beside the study's own definition."""
-    recipe = terms.objective if isinstance(terms.objective, Recipe) else None
-    called = recipe.model if recipe is not None else terms.objective
-    return {
-        "objective": f"{getattr(called, '__module__', '')}:{getattr(called, '__qualname__', type(called).__name__)}",
-        "names": list(terms.objectives),
-        "fuse": way.fuse,
-        "memory": nominal(way.memory, devices) if recipe is not None else None,
-    }
-
-
 def _shown(url: str) -> str:
     """A storage URL without its password."""
     from sqlalchemy.engine import make_url
@@ -283,17 +273,3 @@ def _directory(root: Path, name: str) -> tuple[Run, bool]:
     if run.manifest.get("kind") != "study":
         raise RunError(f"'{run.path}' holds a run that is no study: choose another name")
     return run, new
-
-
-def _agree(run: Run, law: Mapping[str, Any], resume: bool) -> None:
-    """TuneError where a resumed study would go on under another law."""
-    before = run.manifest.get("study")
-    for key, value in law.items() if resume and isinstance(before, dict) else ():
-        old = before.get(key) if isinstance(before, dict) else None
-        if old != value:
-            shown = [size(v) if key == "memory" and isinstance(v, int) else repr(v) for v in (old, value)]
-            remedy = f"; give memory={old!r}" if key == "memory" and old is not None else ""
-            raise TuneError(
-                f"study '{run.name}' cannot be resumed with another {key}: it was {shown[0]}, and is now {shown[1]}"
-                f"{remedy}, or use another name"
-            )
