@@ -142,6 +142,7 @@ def test_a_subnet_is_checked_when_it_is_made():
         ({"depth": 2}, "choice 'width' has no value"),
         ({"depth": 1, "width": 16}, "choice 'width' is inactive here, since 'depth == 2' is false; leave it out"),
         ({"depth": 1, "cost": 3}, r"'cost' is derived from 'depth \* width'; leave it out"),
+        ({"depth": 2, "width": 16, "cost": 3}, r"'cost' is derived from 'depth \* width'; leave it out"),
         ({"depth": 2, "width": 32}, r"the constraint 'cost <= 32' \(too wide\) does not hold with cost=64"),
     ]:
         with pytest.raises(SpaceError, match=message):
@@ -149,6 +150,7 @@ def test_a_subnet_is_checked_when_it_is_made():
     with pytest.raises(SpaceError, match="'depth' is given twice"):
         space.subnet({"depth": 1}, depth=1)
     assert dict(space.subnet(depth=2, width=16).values) == {"depth": 2, "width": 16}
+    assert space.subnet(depth=2, width=16, cost=32) == space.subnet(depth=2, width=16)
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,48 @@ def test_trials_that_fit_only_with_activations_on_the_host_are_never_fused(
         assert one.notes["fit"]["memory"] < memory / 32
 
 
+def hidden(params: Mapping[str, Any]) -> nn.Module:
+    width = int(params["width"])
+    inner = [nn.Linear(width, params["hidden"]), nn.ReLU(), nn.Linear(params["hidden"], 10)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), *inner)
+
+
+def test_derived_dimensions_are_read_in_trials_and_are_no_parameters_of_the_study(tmp_path: Path) -> None:
+    space = weft.Space()
+    width = space.integer("width", [2, 3])
+    deep = space.integer("deep", 0, 1)
+    inner = space.integer("inner", [5, 7], when=deep == 1)
+    space.derive("hidden", 4 * width)
+    space.derive("sometimes", 10 * inner)
+
+    def read(trial: weft.tune.Trial) -> float:
+        assert ("sometimes" in trial.params) == (trial["deep"] == 1)
+        assert space.subnet(trial.params)["hidden"] == trial["hidden"]
+        return float(trial["hidden"]) + float(trial.params.get("sometimes", 0))
+
+    recipe = Recipe(model=hidden, data=objectives.few, steps=2, batch_size=8)
+    for name, objective in {"function": read, "recipe": recipe}.items():
+        executor = Shuffled(Terms(objective, ("loss",), 0), 1, 0)
+        memory = "1GiB" if name == "recipe" else None
+        enqueue = [{"width": w, "deep": d} for w in (2, 3) for d in (0, 1)]
+        options: dict[str, Any] = {"minimize": "loss", "executor": executor, "enqueue": enqueue, "memory": memory}
+        found = weft.tune(objective, space, trials=4, name=name, runs=tmp_path, **options)
+        assert [one.state for one in found.trials] == ["complete"] * 4, [one.notes for one in found.trials]
+        assert [set(one.params) - {"inner"} for one in found.trials] == [{"width", "deep"}] * 4
+        for record in found.trials if name == "function" else ():
+            assert record.values == (4 * record.params["width"] + 10 * record.params.get("inner", 0),)
+
+
+def test_a_derived_dimension_that_cannot_be_fails_its_trial_alone(tmp_path: Path) -> None:
+    space = weft.Space()
+    space.derive("part", 1 // space.integer("x", 0, 1))
+    options: dict[str, Any] = {"minimize": "v", "sampler": "grid", "runs": tmp_path, "name": "s", "window": 0}
+    terms = Terms(objectives.act, ("v",), 0)
+    found = weft.tune(objectives.act, space, trials=2, executor=Shuffled(terms, 1, 0), **options)
+    assert {one.params["x"]: one.state for one in found.trials} == {0: "failed", 1: "complete"}
+    assert any("cannot evaluate '1 // x' with x=0" in one.notes.get("error", "") for one in found.trials)
+
+
 def test_devices_are_written_by_name_and_memory() -> None:
     assert parse_devices(["cpu=2KiB", "cpu"]) == [Device("cpu", 2048), Device("cpu", None)]
     assert parse_devices({"cpu": "1KiB"}) == [Device("cpu", 1024)]

@@ -136,12 +136,17 @@ class Space:
     # -- subnets
 
     def subnet(self, values: Mapping[str, Value] | None = None, /, **named: Value) -> Subnet:
-        """The subnet with these values: one for every active choice and none for an inactive one."""
+        """The subnet with these values: one for every active choice and none for an inactive one. A derived dimension
+        may stand beside them with the value that it has, as in the values of a trial."""
         given = {**(values or {}), **named}
         if values and (twice := sorted(values.keys() & named.keys())):
             raise SpaceError(f"'{twice[0]}' is given twice")
-        for name in given:
+        for name in [*given]:
             if name in self._derived:
+                meaning = self._meaning[name]
+                if meaning.names <= given.keys() and meaning.value(given) == given[name]:
+                    del given[name]
+                    continue
                 raise SpaceError(f"'{name}' is derived from '{self._derived[name]}'; leave it out")
             if name not in self._choices:
                 raise SpaceError(f"unknown choice '{name}'{nearest(str(name), self._choices)}")

@@ -48,6 +48,12 @@ def distributions(space: Space, params: Mapping[str, Value]) -> dict[str, Any]:
     return {name: distribution(space.choices[name]) for name in params}
 
 
+def readable(space: Space, params: Mapping[str, Value]) -> dict[str, Value]:
+    """What a trial reads: its choices, and after them the derived dimensions that are active with these."""
+    subnet = space.rules.subnet(dict(params))
+    return {**params, **{name: subnet[name] for name in space.derived if name in subnet}}
+
+
 def suggest(space: Space, trial: Any) -> dict[str, Value]:
     """Ask an Optuna trial for every choice that turns out active, in order; constraints are not checked."""
 

@@ -10,12 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.errors import SpaceError
 from weft.keys import key
 from weft.runs.events import Events
 from weft.tune.attempt import Terms
 from weft.tune.board import Board, Row
 from weft.tune.correction import Correction
 from weft.tune.devices import kind, most_together, nominal
+from weft.tune.distributions import readable
 from weft.tune.executor import Executor
 from weft.tune.foresight import Foresight, Place, Refused
 from weft.tune.job import Ended, Event, Job, Lost, Reported
@@ -66,6 +68,8 @@ class Driver:
         self._begun = not self._recipe
         """Whether all of the first trials are known: until then no more start once half of the seats are taken."""
         self._block: dict[int, tuple[dict[str, Any], Need]] = {}
+        self._readable: dict[int, dict[str, Any]] = {}
+        """The values of trials whose need is not known yet, with derived dimensions."""
         self._waiting: dict[str, Task] = {}
         self._running: dict[str, Task] = {}
         self._token = f"{key(os.getpid(), time.time_ns()) & 0xFFFF:04x}"
@@ -105,15 +109,20 @@ class Driver:
     def _take(self, number: int, params: dict[str, Any]) -> None:
         self.board.rows[number] = Row(number, params)
         self._note("proposed", number, params=params)
-        self._foresight.ask(number, params)
+        try:
+            self._readable[number] = readable(self.study.definition.space, params)
+        except SpaceError as problem:  # such as a division by 0
+            self._end(number, "failed", None, {"error": str(problem), "refused": True})
+            return
+        self._foresight.ask(number, self._readable[number])
 
     def _foreseen(self, number: int, found: Need | Refused) -> None:
         if isinstance(found, Refused):
+            del self._readable[number]
             self._end(number, "failed", None, {"error": found.why, "refused": True})
             return
-        row = self.board.rows[number]
-        row.memory = found.memory
-        self._block[number] = (dict(row.params), found)
+        self.board.rows[number].memory = found.memory
+        self._block[number] = (self._readable.pop(number), found)
 
     def _release(self, open: Mapping[int, Mapping[str, Any]], final: bool) -> None:
         """Let whole blocks of consecutive trials wait for devices, those of one shape as one.

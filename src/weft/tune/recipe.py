@@ -19,10 +19,11 @@ CONTINUOUS = ("lr", "weight_decay", "momentum", "dropout", "seed")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """``model(params)`` builds the module of a trial from its values, anywhere and on any device.
+    """``model(params)`` builds the module of a trial from its values, those of derived dimensions among them, anywhere
+    and on any device.
 
-    A choice of the space that has the name of a field below, or of an option of the optimizer (``lr``,
-    ``weight_decay``, ``momentum``), takes its place in that trial; ``dropout`` sets every dropout of the model.
+    What the space has under the name of a field below, or of an option of the optimizer (``lr``, ``weight_decay``,
+    ``momentum``), takes its place in that trial; ``dropout`` sets every dropout of the model.
     """
 
     model: Callable[[Mapping[str, Value]], nn.Module]

@@ -25,6 +25,7 @@ class Trial:
 
     number: int
     params: Mapping[str, Value]
+    """Of its choices, and of the derived dimensions of the space."""
     directory: Path
     """Of this trial alone. What is written here is there again when the trial is taken up after a crash."""
     device: str
