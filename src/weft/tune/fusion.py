@@ -32,6 +32,7 @@ from weft.tune.job import Fit
 from weft.tune.lanes import Lanes
 from weft.tune.lanestep import LaneStep
 from weft.tune.lanewise import refused
+from weft.tune.means import refuse_sums
 from weft.tune.recorder import recorder
 from weft.tune.setting import Setting
 from weft.tune.training import FAKE, Pruned, Result, met_fake, on, parts, refuse_norms, train
@@ -135,6 +136,9 @@ class Fused:
         first, found = self._resume()
         if not self.alive:
             return
+        if self._micro < self._common.batch_size and not found:
+            refuse_sums(self._common, self._common.build().to(self._device), self._train, self._micro, self._device)
+            self._cap.release()
         self.lanes = lanes = Lanes([self._settings[lane] for lane in self.alive], self._device)
         if self._micro < self._common.batch_size and not self._common.accumulate_norms:
             refuse_norms(lanes.module, self._common.batch_size, self._micro)

@@ -25,6 +25,7 @@ from weft.tune.complete import Complete
 from weft.tune.drawing import Drawing
 from weft.tune.evaluation import evaluate
 from weft.tune.job import Fit
+from weft.tune.means import refuse_sums
 from weft.tune.setting import Setting
 from weft.tune.training import Pruned, Report, Result, refuse_norms
 from weft.tune.whole import Whole
@@ -80,6 +81,8 @@ class _Split:
             refuse_norms(model, setting.batch_size, fit.micro_batch)
         if self._kept is not None:
             model.load_state_dict(dict(self._kept.weights))
+        elif fit.accumulate > 1:
+            refuse_sums(setting, model, data.train, fit.micro_batch, torch.device("cpu"))
         batch = self._loader.batch(0)
         self._whole = Complete(setting, model, tuple(batch))
         assert fit.plan is not None

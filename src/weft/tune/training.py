@@ -24,6 +24,7 @@ from weft.tune.checkpoint import Kept, keep, newest
 from weft.tune.drawing import Drawing
 from weft.tune.evaluation import evaluate
 from weft.tune.job import Fit
+from weft.tune.means import refuse_sums
 from weft.tune.recorder import recorder, streamed
 from weft.tune.remainder import Remainder, restore
 from weft.tune.resident import resident
@@ -142,6 +143,9 @@ class Training:
         if kept is not None and kept.values is not None:
             report(setting.steps, kept.values)
             return self._result(kept.values)
+        if kept is None and self.micro < setting.batch_size:
+            refuse_sums(setting, self.model, self._train, self.micro, self.device)
+            self._cap.release()
         first = 0 if kept is None else kept.step
         states = (state for p in self.updater.parameters.values() for state in self.updater.state(p).values())
         held = [*self.model.parameters(), *self.model.buffers(), *states, self.losses]
