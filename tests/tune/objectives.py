@@ -97,6 +97,12 @@ def text(trial: Trial) -> str:
     return "good"
 
 
+def late(trial: Trial) -> float:
+    """Reports after more steps than databases have room for."""
+    trial.report(1.0, 2**31)
+    return 1.0
+
+
 def drawn(trial: Trial) -> float:
     """From the global generators, which nobody should use."""
     return float(np.random.rand()) + torch.rand(()).item()  # noqa: NPY002

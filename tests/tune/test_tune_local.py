@@ -115,6 +115,7 @@ def test_a_trial_that_is_told_to_end_is_pruned(run: Run) -> None:
         ("leaving", "SystemExit: 3"),
         ("nothing", "must return a number, not nothing (None)"),
         ("nan", "'v' is nan at the end"),
+        ("late", "a report is made after 0 to 2147483647 steps"),
         ("text", "must return a number, not 'good'"),
     ],
 )

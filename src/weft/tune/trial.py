@@ -15,6 +15,9 @@ from weft.space import Value
 Report = Callable[[int, tuple[float, ...]], bool]
 """Takes a step and the values after it; True: the trial is to end here."""
 
+LAST = 2**31 - 1
+"""The largest step that every storage has room for."""
+
 OUTPUT = "output.txt"
 """What a trial's code prints goes into this file of its directory."""
 
@@ -52,8 +55,8 @@ class Trial:
         from weft.tune.training import Pruned
 
         number = operator.index(step)
-        if number < 0:
-            raise TuneError(f"a report is made after 0 or more steps, not {number}")
+        if not 0 <= number <= LAST:
+            raise TuneError(f"a report is made after 0 to {LAST} steps, as databases can keep them, not {number}")
         if self.tell(number, numbers(values, self.objectives, "report")):
             raise Pruned
 
