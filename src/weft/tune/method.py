@@ -37,6 +37,18 @@ KNOWN: dict[Kind, dict[str, tuple[str, tuple[str, ...]]]] = {
 }
 """Our names, the classes of Optuna that they stand for, and those of its options that can be written down."""
 
+_LEAST = {
+    **dict.fromkeys(("n_startup_trials", "min_early_stopping_rate", "bootstrap_count", "n_warmup_steps"), 0),
+    **dict.fromkeys(("n_ei_candidates", "min_resource", "max_resource", "interval_steps", "n_min_trials"), 1),
+    **dict.fromkeys(("popsize", "population_size", "points", "reduction_factor"), 2),
+}
+"""Options that are whole numbers, from these on: Optuna looks at most only when it needs them."""
+_PARTS = ("mutation_prob", "crossover_prob", "swapping_prob")
+"""Options that are numbers from 0 to 1; all others are true or false."""
+_WORDS = {("asha", "min_resource"): "auto", ("hyperband", "max_resource"): "auto"}
+_UNSET = ("popsize", "mutation_prob", "multivariate")
+"""Options that may be None."""
+
 _FIXED: dict[str, dict[str, Value]] = {
     "cmaes": {"warn_independent_sampling": False},
     "gp": {"warn_independent_sampling": False},
@@ -72,14 +84,26 @@ def method(kind: Kind, given: Given) -> Method:
         if option not in known:
             hint = nearest(option, known) or "; it has none"
             raise TuneError(f"the {kind} '{name}' has no option '{option}'{hint}")
+        if problem := _wrong(name, option, written[option]):
+            raise TuneError(f"the option '{option}' of the {kind} '{name}' is {problem}, not {written[option]!r}")
     made = Method(kind, name, written)
-    if name == "grid":
-        points = written.get("points", 2)
-        if isinstance(points, bool) or not isinstance(points, int) or points < 2:
-            raise TuneError(f"the option 'points' of the grid is the number of values of a real choice, not {points!r}")
-    else:
+    if name != "grid":
         build(made, seed=0)
     return made
+
+
+def _wrong(name: str, option: str, value: object) -> str | None:
+    """What an option should have been, if it is something else."""
+    word = _WORDS.get((name, option))
+    if (value is None and option in _UNSET) or (word is not None and value == word):
+        return None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if option in _LEAST:
+        right = isinstance(value, int) and number and value >= _LEAST[option]
+        return None if right else f"a whole number from {_LEAST[option]} on{f' or {word!r}' if word else ''}"
+    if option in _PARTS:
+        return None if number and 0 <= value <= 1 else "a number from 0 to 1"  # type: ignore[operator]
+    return None if isinstance(value, bool) else "true or false"
 
 
 def build(made: Method, seed: int | None = None) -> Any:
