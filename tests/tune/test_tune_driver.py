@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import weft
-from weft.errors import TuneError
+from weft.errors import SpaceError, TuneError
 from weft.runs import Events
 from weft.tune import Device, Job, Recipe, Terms, Tuned
 from weft.tune.attempt import attempt
@@ -25,6 +25,7 @@ from weft.tune.devices import parse_devices
 from weft.tune.driver import Driver
 from weft.tune.job import Ended, Event, Fit, Lost, Reported
 from weft.tune.needs import Need, groups, kind_of
+from weft.tune.storage import read_study
 from weft.tune.study import Study
 from weft.tune.task import Task, Way, alike
 
@@ -329,16 +330,43 @@ def _space() -> weft.Space:
         ({"storage": "postgresql://nobody@localhost:1/none"}, "cannot be reached"),
         ({"sampler": "tpo"}, "did you mean 'tpe'"),
         ({"objective": 3}, "a Recipe or a function"),
+        ({"space": {"x": [0.0, 1.0]}}, "a space is a weft.Space, not a dict"),
+        ({"trials": None}, "trials is a whole number from 1 on, not None"),
+        ({"seconds": "10s"}, "a number above 0 seconds, not '10s'"),
+        ({"window": "3"}, "window is a whole number from 0 on, not '3'"),
+        ({"window": -1}, "window is a whole number from 0 on, not -1"),
+        ({"seed": 0.5}, "seed is an integer"),
+        ({"minimize": 3}, "minimize takes the name of an objective, or several, not 3"),
+        ({"minimize": ["v", 3]}, "minimize takes the name"),
+        ({"runs": None}, "runs is the folder that studies are kept in"),
+        ({"storage": 3}, "storage is the address of a database"),
+        ({"devices": 3}, "devices are names such as 'cpu' or 'cuda:0', not 3"),
+        ({"devices": "mps"}, "trials do not run on 'mps'"),
+        ({"devices": [Device("meta", None)]}, "trials do not run on 'meta'"),
+        ({"executor": 3}, "an executor is 'local', 'ray', or what weft.tune.Executor describes, not 3"),
+        ({"enqueue": {"x": 0.5}}, "enqueue is a list of trials"),
+        ({"enqueue": [3]}, "enqueue is a list of trials"),
+        ({"enqueue": [{"y": 0.5}]}, "unknown name 'y'"),
+        ({"name": 3}, "a name of 1 to 200 characters, not 3"),
+        ({"threads": 0}, "threads is a whole number from 1 on, not 0"),
+        ({"threads": "2"}, "threads is a whole number from 1 on, not '2'"),
+        ({"sampler": {"name": "tpe", "n_startup_trials": "x"}}, "a whole number from 0 on, not 'x'"),
+        ({"objective": lambda trial: 0.0}, "trials run in processes of their own"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
-    asked: dict[str, Any] = {"objective": objectives.act, "space": _space(), "trials": 2, "minimize": "v", **change}
-    with pytest.raises(TuneError, match=words) as caught:
-        weft.tune(asked.pop("objective"), asked.pop("space"), name="s", runs=tmp_path / "runs", **asked)
+    elsewhere = tmp_path / "study.db"
+    asked: dict[str, Any] = {"objective": objectives.act, "space": _space(), "trials": 2, "minimize": "v"}
+    asked |= {"name": "s", "runs": tmp_path / "runs", "storage": f"sqlite:///{elsewhere}", **change}
+    with pytest.raises((TuneError, SpaceError), match=words) as caught:
+        weft.tune(asked.pop("objective"), asked.pop("space"), **asked)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "runs" / "s").exists()
+    if elsewhere.exists():
+        with pytest.raises(TuneError, match="has no study"):
+            read_study(asked["storage"])
 
 
 def test_a_study_of_a_function_ends_with_its_best_trial_and_refuses_its_name_to_another(tmp_path: Path) -> None:

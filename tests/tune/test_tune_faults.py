@@ -148,6 +148,24 @@ def test_trials_that_hang_die_or_fail_are_recorded_and_the_study_goes_on(tmp_pat
     assert found.best.number == 5
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_script_without_its_guard_is_told_so_and_leaves_no_study_behind(tmp_path: Path, elsewhere: bool) -> None:
+    storage = f", storage='sqlite:///{tmp_path}/study.db'" if elsewhere else ""
+    arguments = f"trials=2, minimize='v', name='s', runs={str(tmp_path)!r}{storage}"
+    script, guarded = tmp_path / "script.py", tmp_path / "guarded.py"
+    text = SCRIPT.format(here=str(Path(__file__).parent), what="parabola", arguments=arguments)
+    guarded.write_text(text)
+    script.write_text(text.replace('if __name__ == "__main__":', "if True:"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=100)
+    assert "under `if __name__ == '__main__':`" in first.stderr.splitlines()[-1]
+    assert not (tmp_path / "s").exists()
+    second = subprocess.run(
+        [sys.executable, str(guarded)], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert second.returncode == 0, second.stderr
+
+
 @pytest.mark.long
 def test_ctrl_c_leaves_a_study_that_can_be_resumed(tmp_path: Path) -> None:
     (tmp_path / "objectives.py").write_text(Path(objectives.__file__).read_text())

@@ -34,10 +34,13 @@ def parse_devices(devices: Sequence[str | Device] | Mapping[str, Any] | str | No
         return None
     if isinstance(devices, str):
         devices = [devices]
+    if not isinstance(devices, Mapping | Sequence):
+        raise TuneError(f"devices are names such as 'cpu' or 'cuda:0', not {devices!r}")
     given = [f"{name}={memory}" for name, memory in devices.items()] if isinstance(devices, Mapping) else devices
     found = []
     for one in given:
         if isinstance(one, Device):
+            _kind(one.name)
             found.append(one)
             continue
         name, _, memory = str(one).partition("=")
@@ -94,17 +97,27 @@ def processors() -> tuple[int, int]:
     return len(mine), len(cores)
 
 
-def _device(name: str, memory: int | None) -> Device:
+def _kind(name: str) -> Any:
+    """As torch knows it; TuneError for one that trials do not run on."""
     import torch
 
     try:
         kind = torch.device(name)
     except RuntimeError:
         raise TuneError(f"'{name}' is no device: use cpu, or cuda:0 and so on") from None
+    if kind.type not in ("cpu", "cuda"):
+        raise TuneError(f"trials do not run on '{name}': use cpu, or cuda:0 and so on")
+    return kind
+
+
+def _device(name: str, memory: int | None) -> Device:
+    import torch
+
+    kind = _kind(name)
     if kind.type == "cuda":
         count = torch.cuda.device_count()
         if (kind.index or 0) >= count:
             raise TuneError(f"device '{name}': torch sees {count} CUDA devices here")
         total = int(torch.cuda.get_device_properties(kind).total_memory)
         return Device(f"cuda:{kind.index or 0}", total if memory is None else min(memory, total))
-    return Device(name, memory)
+    return Device("cpu", memory)

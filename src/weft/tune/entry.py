@@ -13,6 +13,15 @@ from typing import TYPE_CHECKING, Any
 from weft.errors import RunError, TuneError, nearest
 from weft.runs.run import Run, fresh_name
 from weft.space import Space, Value
+from weft.tune.asked import (
+    check_executor,
+    check_numbers,
+    check_place,
+    check_seconds,
+    check_space_given,
+    enqueued,
+    names_of,
+)
 from weft.tune.attempt import Objective, Terms
 from weft.tune.board import Board
 from weft.tune.devices import parse_devices
@@ -82,8 +91,14 @@ def tune(
             "a study was started inside a trial, since each worker imports the script that started it: put what the "
             "script does under `if __name__ == '__main__':`"
         )
+    check_space_given(space)
+    check_place(name, runs, storage)
+    check_numbers(trials=trials, window=window, workers=workers, fuse=fuse, retries=retries, threads=threads)
+    check_seconds(seconds)
+    check_executor(executor)
+    given = enqueued(enqueue)
     names, directions = directed(objective, maximize, minimize)
-    way = _way(memory, workers, fuse, retries, seconds, window, trials)
+    way = _way(memory, workers, fuse, retries, seconds, window)
     terms = Terms(objective, names, seed)
     name = fresh_name("study") if name is None else name
     from weft.tune.study import Study
@@ -96,6 +111,7 @@ def tune(
             stack.callback(made.close)  # before MPS ends, which waits for the processes that it serves
         law = law_of(terms, way, made.devices, threads, space)
         run, new = _directory(Path(runs), name)
+        study = None
         try:
             url = storage or default_url(run.path)
             study = Study.open(
@@ -114,11 +130,10 @@ def tune(
             stack.callback(study.close)
             if resume:
                 agree(name, run.manifest.get("study"), law)
-            for params in () if resume else enqueue:  # a resumed study has them
+            for params in () if resume else given:  # a resumed study has them
                 study.enqueue(params)
         except BaseException:
-            if new:
-                shutil.rmtree(run.path, ignore_errors=True)
+            _undo(None if resume else study, run if new else None)
             raise
         stack.enter_context(run.locked())
         shown = _shown(url)
@@ -129,7 +144,13 @@ def tune(
             space=space.id,
         )
         board = Board(name, trials, names, directions)
-        return _run(stack, study, made, terms, way, run, board, watch, show, shown)
+        try:
+            return _run(stack, study, made, terms, way, run, board, watch, show, shown)
+        except Exception:
+            begun = (run.path / "trials").exists() or any(record.ended for record in study.trials())
+            if not resume and not begun:
+                _undo(study, run if new else None)
+            raise
 
 
 def _run(
@@ -196,7 +217,7 @@ def _run(
 
 def directed(objective: Objective, maximize: Names, minimize: Names) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """The objectives in the order of their values, and which way each goes."""
-    up, down = (tuple([given] if isinstance(given, str) else given) for given in (maximize, minimize))
+    up, down = names_of("maximize", maximize), names_of("minimize", minimize)
     if not up and not down and isinstance(objective, Recipe) and objective.objectives == ("loss",):
         down = ("loss",)
     ways = {**dict.fromkeys(up, "maximize"), **dict.fromkeys(down, "minimize")}
@@ -223,18 +244,7 @@ def _way(
     retries: int,
     seconds: float | None,
     window: int,
-    trials: int,
 ) -> Way:
-    for what, value, least in (
-        ("trials", trials, 1),
-        ("workers", workers, 1),
-        ("fuse", fuse, 1),
-        ("retries", retries, 0),
-    ):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise TuneError(f"{what} is a whole number from {least} on, not {value!r}")
-    if seconds is not None and not seconds > 0:
-        raise TuneError(f"the time limit of a trial is above 0 seconds, not {seconds!r}")
     if fuse > window + 1:
         raise TuneError(
             f"fuse={fuse} trials cannot be open at once with window={window}, which allows {window + 1}: "
@@ -264,6 +274,15 @@ def _shown(url: str) -> str:
     from sqlalchemy.engine import make_url
 
     return make_url(url).render_as_string(hide_password=True)
+
+
+def _undo(study: Study | None, run: Run | None) -> None:
+    """Take back what a call made that came to nothing, so that the next one does not find it."""
+    if study is not None:
+        study.discard()
+    if run is not None:
+        run.events.close()
+        shutil.rmtree(run.path, ignore_errors=True)
 
 
 def _directory(root: Path, name: str) -> tuple[Run, bool]:

@@ -112,6 +112,11 @@ class Storage:
         self._rows.remove_session()
         self._rows.engine.dispose()
 
+    def discard(self) -> None:
+        """Remove the study with all its trials. It is tried once, and no matter if it fails."""
+        with suppress(Exception), quiet():
+            self._rows.delete_study(self._study)
+
     def create(self, directions: Sequence[str], names: Sequence[str] = ()) -> None:
         kinds = self._optuna.study.StudyDirection
 

@@ -216,6 +216,10 @@ class Study:
         """The share of each choice in what makes a trial good at an objective, largest first."""
         return importances(self.definition.space, self._records, self.definition.directions, objective)
 
+    def discard(self) -> None:
+        """Take the study out of its storage, if that answers; it is only to be closed then."""
+        self._storage.discard()
+
     def close(self) -> None:
         """Let others have the study."""
         self._storage.close()
