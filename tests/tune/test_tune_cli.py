@@ -82,6 +82,30 @@ def test_a_mistake_in_a_config_is_told_in_one_line(change: dict[str, Any], words
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["--study.maximize=acc"], "no metric is called 'acc'"),
+        (["--recipe.optimizer=lion"], "lion"),
+        (["--recipe.schedule=cosin"], "cosin"),
+        (['--study.sampler={name="tpe", n_startup_trials="x"}'], "is a whole number from 0 on, not 'x'"),
+        (["--study.threads=0"], "threads is a whole number from 1 on"),
+    ],
+)
+def test_what_would_fail_every_trial_is_told_in_one_line_before_anything_runs(
+    weft_command: Weft, tmp_path: Path, settings: list[str], words: str
+) -> None:
+    (tmp_path / "s.toml").write_text(
+        'supernet = "digits-mlp"\n[study]\nmaximize = "accuracy"\ntrials = 2\n'
+        "[space]\nlr = {low = 1e-4, high = 1e-1, log = true}\n[recipe]\nsteps = 10\n"
+    )
+    code, out, err = weft_command("tune", "s.toml", *settings)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
+
+
 def test_choices_are_written_as_lists_and_ranges() -> None:
     written = {
         "lr": {"low": 1e-4, "high": 1, "log": True},

@@ -352,6 +352,7 @@ def _space() -> weft.Space:
         ({"threads": "2"}, "threads is a whole number from 1 on, not '2'"),
         ({"sampler": {"name": "tpe", "n_startup_trials": "x"}}, "a whole number from 0 on, not 'x'"),
         ({"objective": lambda trial: 0.0}, "trials run in processes of their own"),
+        ({"objective": Recipe(model=hidden, data=objectives.few, objectives=("v",))}, "no metric is called 'v'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(
@@ -367,6 +368,19 @@ def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(
     if elsewhere.exists():
         with pytest.raises(TuneError, match="has no study"):
             read_study(asked["storage"])
+
+
+def test_a_recipe_may_leave_to_the_space_what_is_no_value_of_its_own(tmp_path: Path) -> None:
+    space = weft.Space()
+    space.integer("width", [4, 8])
+    space.derive("hidden", 2 * space.handle("width"))
+    space.categorical("optimizer", ["sgd", "adam"])
+    recipe = Recipe(model=hidden, data=objectives.few, optimizer="chosen", options={"lr": 0.1}, steps=2, batch_size=8)
+    executor = Shuffled(Terms(recipe, ("loss",), 0), 1, 0)
+    found = weft.tune(recipe, space, trials=2, name="s", runs=tmp_path, executor=executor)
+    assert [one.state for one in found.trials] == ["complete"] * 2
+    with pytest.raises(TuneError, match="chosen"):
+        weft.tune(recipe, _space(), trials=2, name="other", runs=tmp_path)
 
 
 def test_a_study_of_a_function_ends_with_its_best_trial_and_refuses_its_name_to_another(tmp_path: Path) -> None:

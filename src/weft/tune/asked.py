@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from weft.errors import TuneError
 from weft.space import Space
+from weft.tune.recipe import Recipe
 
 _EXECUTOR = ("devices", "start", "answer", "stop", "poll", "close")
 
@@ -64,3 +66,13 @@ def enqueued(given: object) -> list[Mapping[str, Any]]:
     if found is None or not all(isinstance(one, Mapping) for one in found):
         raise TuneError(f"enqueue is a list of trials, each a mapping of values such as {{'lr': 0.1}}, not {given!r}")
     return found
+
+
+def check_recipe(recipe: Recipe, space: Space) -> None:
+    """TuneError for what would fail every trial: all of the recipe but what the space chooses."""
+    from weft.tune.setting import FIELDS, setting
+
+    own: dict[str, Any] = {one.name: one.default for one in fields(Recipe) if one.name in FIELDS and one.name in space}
+    if "optimizer" in space:
+        own["options"] = {}  # which are of those that may be chosen
+    setting(replace(recipe, **own), {})

@@ -17,6 +17,7 @@ from weft.tune.asked import (
     check_executor,
     check_numbers,
     check_place,
+    check_recipe,
     check_seconds,
     check_space_given,
     enqueued,
@@ -98,6 +99,8 @@ def tune(
     check_executor(executor)
     given = enqueued(enqueue)
     names, directions = directed(objective, maximize, minimize)
+    if isinstance(objective, Recipe):
+        check_recipe(objective, space)
     way = _way(memory, workers, fuse, retries, seconds, window)
     terms = Terms(objective, names, seed)
     name = fresh_name("study") if name is None else name
