@@ -366,7 +366,7 @@ def test_only_continuous_choices_leave_the_shape_as_it_is(data: Data) -> None:
         (lambda params: Chooses(), "sgd", "DataDependent"),
         (lambda params: Recurrent(), "sgd", "lstm"),
         (lambda params: Idle(), "sgd", "'spare.weight' gets no gradient"),
-        (lambda params: Noisy(), "sgd", "its model draws from Python's or NumPy's generator"),
+        (lambda params: Noisy(), "sgd", "its forward changes 'a generator of the host'"),
         (lambda params: plain({}), "rmsprop", "RMSprop has no form for lanes"),
     ],
 )
