@@ -71,7 +71,7 @@ def test_tables_that_are_known_are_not_measured_but_compared(scorer: Counting) -
         assert found == [scorer.cheap(subnet) for subnet in every]
 
 
-def test_where_tables_take_more_subnets_than_are_asked_for_all_are_counted(scorer: Counting, caplog: object) -> None:
+def test_where_tables_take_more_subnets_than_are_asked_for_all_are_counted(scorer: Counting) -> None:
     costs, every = CheapCosts(scorer, most=0), list(itertools.islice(scorer.chain.space.enumerate(), 2 * COUNTED))
     costs._most = 3
     assert [costs(subnet) for subnet in every] == [scorer.cheap(subnet) for subnet in every]

@@ -4,7 +4,7 @@ On tensor cores a convolution of images that lie channel by channel (NCHW) first
 workspace is as large as what it reads and writes, with channels filled up to a multiple of eight. Winograd's algorithm
 keeps 36 numbers for each tile of 4 x 4 pixels, Fourier's two planes of frequencies for each channel of each image. A
 gradient of weights is cut into pieces along the pixels, which are summed at the end. Filters of one pixel are products,
-and images of few channels have kernels of their own: these two have rules, fitted by eye.
+and images of few channels have kernels of their own: these two have rules, read from recorded ones by eye.
 """
 
 from __future__ import annotations
