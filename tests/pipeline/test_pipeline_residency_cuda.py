@@ -17,6 +17,7 @@ from weft.pipeline.determinism import deterministic
 from weft.pipeline.residency import Residency
 from weft.pipeline.residency.entry import prepare
 from weft.pipeline.residency.host import taken
+from weft.pipeline.residency.mover import Cuda
 from weft.pipeline.state import layer_digest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -60,6 +61,20 @@ def test_any_budget_gives_the_same_bits_on_a_gpu(consistency: str, precision: st
             assert found.layers == wanted.layers
             assert small.figures()["peak"] <= budget
             assert small.device.memory.numel() <= budget
+
+
+def test_only_layers_that_come_late_count_as_late_however_long_the_device_waits_for_others() -> None:
+    mover, there = Cuda(CUDA), torch.zeros(1 << 20, device=CUDA)
+    here = taken(there.nbytes, pin=True).view(torch.float32)
+    with deterministic(CUDA):
+        torch.cuda._sleep(200_000_000)  # a device that others keep busy
+        mover.wait(mover.send(here, there, [mover.mark()]))
+        torch.cuda.synchronize()
+        assert mover.late() == 0
+        torch.cuda._sleep(200_000_000)
+        mover.wait(mover.bring(there, here, [mover.mark()]))
+        torch.cuda.synchronize()
+        assert mover.late() == 1
 
 
 def test_memory_of_the_host_is_pinned_and_let_go_of() -> None:

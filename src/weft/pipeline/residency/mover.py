@@ -38,7 +38,7 @@ class Mover(Protocol):
         """Whether nothing need wait for it any more."""
 
     def late(self) -> int:
-        """How many tickets, of those that the device waited for since the last call, were not done in time."""
+        """How many copies to the device, of those that it waited for since the last call, were not done in time."""
 
 
 class Plain:
@@ -90,7 +90,7 @@ class Cuda:
         if self.done(ticket):
             return
         stream = torch.cuda.current_stream(self._device)
-        if len(self._waits) < 4096:
+        if ticket.timed and len(self._waits) < 4096:
             self._waits.append((ticket, self._event(stream, timed=True)))
         stream.wait_event(ticket)
 
@@ -113,6 +113,7 @@ class Cuda:
 
     def _event(self, stream: Any, timed: bool) -> Any:
         event: Any = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+        event.timed = timed  # which torch does not tell
         event.record(stream)
         return event
 
