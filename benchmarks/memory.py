@@ -1,10 +1,11 @@
 """What training steps take on the GPU, and what `weft.estimate` said before: errors, beside those of others' formulas.
 
-    python benchmarks/memory.py --part measure [--set tuned|fresh] [--quick] --json FILE     on a GPU
+    python benchmarks/memory.py --part measure [--set tuned|fresh] [--expandable] [--quick] --json FILE     on a GPU
     python benchmarks/memory.py --part estimate [--quick] --json FILE                        anywhere, on the same file
 
 `measure` runs three steps of each configuration, each in a process of its own, and adds its rows; several run beside
-each other with `--workers`, which changes no byte;
+each other with `--workers`, which changes no byte; with `--expandable` they reserve by pages (PyTorch's expandable
+segments), as trials of a study do;
 `estimate` fills in what the estimator says for each row, and the summary. Sizes are in bytes: `allocated` and
 `reserved` are torch's own peaks, and `phases` those allocated in the forward, backward and optimizer of the last step.
 Errors are estimate / measured - 1. The
@@ -19,6 +20,7 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
@@ -42,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--part", choices=("measure", "estimate"), default="estimate")
     parser.add_argument("--set", choices=("tuned", "fresh"), default="tuned")
+    parser.add_argument("--expandable", action="store_true", help="measure with expandable segments")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--workers", type=int, default=1, help="processes beside each other")
     parser.add_argument("--again", action="store_true", help="estimate also what has an estimate")
@@ -51,7 +54,7 @@ def main() -> None:
     have = json.loads(path.read_text()) if path.exists() else {}
     rows = have.get("rows", [])
     if options.part == "measure":
-        found = measure(options.set, options.quick, options.workers)
+        found = measure(options.set, options.quick, options.workers, options.expandable)
         rows = [row for row in rows if row["name"] not in {new["name"] for new in found}] + found
         measured = {"measured": about() | {"cudnn": torch.backends.cudnn.version()}}
     else:
@@ -65,18 +68,20 @@ def main() -> None:
     print(json.dumps(summary(rows), indent=1))
 
 
-def measure(which: str, quick: bool, workers: int) -> list[dict[str, Any]]:
+def measure(which: str, quick: bool, workers: int, expandable: bool) -> list[dict[str, Any]]:
     """Rows of a set, a process for each model, which has one for each configuration."""
     script = Path(__file__).with_name("memory_measure.py")
     numbers = range(len(SETS[which]))
+    surroundings = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
     with tempfile.TemporaryDirectory() as folder:
 
         def run(number: int) -> None:
-            subprocess.run([sys.executable, str(script), which, str(number), folder], check=False, timeout=900)
+            command = [sys.executable, str(script), which, str(number), folder]
+            subprocess.run(command, check=False, timeout=900, env=surroundings)
 
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(run, numbers[:2] if quick else numbers))
-        return rows_of(which, Path(folder))
+        return [row | {"expandable": expandable} for row in rows_of(which, Path(folder))]
 
 
 def rows_of(which: str, folder: Path) -> list[dict[str, Any]]:
@@ -112,6 +117,7 @@ def estimate(row: dict[str, Any]) -> dict[str, Any]:
         options=OPTIMIZERS[config.optimizer],
         dtype=config.dtype,
         recompute=config.recompute,
+        expandable=row.get("expandable", False),
     )
     took = time.perf_counter() - start
     said = {

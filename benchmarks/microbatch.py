@@ -33,6 +33,7 @@ from weft.tune.job import Fit
 from weft.tune.peaks import peaks
 from weft.tune.setting import Setting, setting
 from weft.tune.training import OutOfMemory, train
+from weft.tune.worker import prepare
 from weft.units import size
 
 GIB = 2**30
@@ -127,7 +128,7 @@ def main() -> None:
     rows = [row for row in read_rows(arguments.json) if asked and row["family"] not in asked]
     batch = 256 if arguments.quick else 4096
     # Each case has a process that begins: nothing that an earlier one left counts.
-    with multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,), maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("spawn").Pool(1, prepare, (arguments.device, 1), maxtasksperchild=1) as pool:
         for case in QUICK if arguments.quick else [case for case in CASES if not asked or case[0] in asked]:
             rows.append(pool.apply(measured, (case, arguments.device, batch)))
             write(arguments.json, rows=rows, **summary(rows))

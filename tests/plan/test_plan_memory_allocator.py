@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from weft.plan.memory.addresses import OneWay, Slots
 from weft.plan.memory.allocator import MIB, CachingAllocator, OutOfMemory, Rules
+from weft.plan.memory.expandable import ENDLESS, ExpandableAllocator
 from weft.plan.memory.steady import lasting
 from weft.plan.memory.tape import Tape
 
+EXPANDABLE = Rules(expandable=True)
 SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 3 * MIB), st.integers(MIB, 40 * MIB))
 
 
@@ -66,11 +68,115 @@ def test_at_the_limit_cached_segments_are_given_back_before_memory_is_out() -> N
 
 
 def test_an_expandable_segment_grows_where_separate_ones_would_leave_holes() -> None:
-    whole, apart = CachingAllocator(Rules(expandable=True)), CachingAllocator()
+    whole, apart = ExpandableAllocator(EXPANDABLE), CachingAllocator()
     for allocator in (whole, apart):
         allocator.free(allocator.alloc(20 * MIB))
         allocator.alloc(40 * MIB)
     assert (whole.reserved, apart.reserved) == (40 * MIB, 60 * MIB)
+
+
+def test_a_block_that_cannot_grow_is_taken_before_the_last_one_though_it_is_larger() -> None:
+    allocator = ExpandableAllocator(EXPANDABLE)
+    first, _ = allocator.alloc(12 * MIB), allocator.alloc(2 * MIB)
+    allocator.free(first)  # a hole of 12 MiB; behind the second are 6 MiB, and no end
+    taken = allocator.alloc(5 * MIB)
+    assert (taken.address, allocator.reserved) == (0, 20 * MIB)
+    assert allocator.alloc(30 * MIB).address == 14 * MIB  # the end grows from what it has
+
+
+def test_at_the_limit_pages_under_free_blocks_go_back_and_their_addresses_are_used_again() -> None:
+    allocator = ExpandableAllocator(EXPANDABLE, limit=120 * MIB)
+    first, second = allocator.alloc(50 * MIB), allocator.alloc(30 * MIB)
+    allocator.free(first)
+    assert allocator.reserved == 80 * MIB
+    # Two pages of three go back; the second block begins on the third one. What is left there is too near to it.
+    assert (allocator.alloc(60 * MIB).address, allocator.reserved) == (80 * MIB, 100 * MIB)
+    allocator.free(second)
+    assert (allocator.alloc(44 * MIB).address, allocator.reserved) == (0, 120 * MIB)
+    with pytest.raises(OutOfMemory):
+        allocator.alloc(17 * MIB)
+    assert allocator.alloc(16 * MIB).address == 44 * MIB
+
+
+class Pages:
+    """Expandable segments over one list a pool: for every 512 bytes its owner, 0 if free, -1 where no page is."""
+
+    def __init__(self) -> None:
+        self.cells: dict[bool, list[int]] = {True: [], False: []}
+
+    def alloc(self, size: int, owner: int) -> None:
+        size = max(512, -(-size // 512) * 512)
+        small = size <= MIB
+        cells, need, page = self.cells[small], size // 512, (2 * MIB if small else 20 * MIB) // 512
+        bare = {a: b - a for a, b in self._runs(cells, (-1,))}
+        end = len(cells)
+        # How far a free stretch could grow counts: to the end of what is bare behind it, or for ever.
+        free = sorted(
+            (b - a, a, b - a + (ENDLESS if b == end or b + bare.get(b, 0) == end else bare.get(b, 0)))
+            for a, b in self._runs(cells, (0,))
+            if b - a >= need
+        )
+        while len(free) > 1 and free[1][2] < free[0][2]:
+            free.pop(0)
+        if free:
+            at = free[0][1]
+        else:
+            open_ = [(a, b) for a, b in self._runs(cells, (0, -1)) if b == end or -1 in cells[a:b]]
+            at = next((a for a, b in open_ if b == end or b - a >= need), end)
+            for place in range(at, at + need):
+                if place >= len(cells):
+                    cells += [0] * page
+                elif cells[place] == -1:
+                    cells[place : place + page] = [0] * page
+        assert set(cells[at : at + need]) == {0}
+        cells[at : at + need] = [owner] * need
+
+    @staticmethod
+    def _runs(cells: list[int], kinds: tuple[int, ...]) -> list[tuple[int, int]]:
+        found, begin = [], None
+        for place, cell in enumerate([*cells, 1]):
+            if cell in kinds and begin is None:
+                begin = place
+            elif cell not in kinds and begin is not None:
+                found.append((begin, place))
+                begin = None
+        return found
+
+    def free(self, owner: int) -> None:
+        for small, cells in self.cells.items():
+            self.cells[small] = [0 if cell == owner else cell for cell in cells]
+
+    def release(self) -> None:
+        for small, cells in self.cells.items():
+            page = (2 * MIB if small else 20 * MIB) // 512
+            for place in range(0, len(cells), page):
+                if not any(cells[place : place + page]):
+                    cells[place : place + page] = [-1] * page
+
+    @property
+    def reserved(self) -> int:
+        return sum(512 * (len(cells) - cells.count(-1)) for cells in self.cells.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.one_of(st.integers(1, 2 * MIB), st.integers(MIB, 50 * MIB)), st.integers(0, 7)), max_size=14)
+)
+def test_expandable_segments_reserve_as_those_drawn_cell_by_cell(script: list[tuple[int, int]]) -> None:
+    allocator, simple = ExpandableAllocator(EXPANDABLE), Pages()
+    held = {}
+    for number, (size, drop) in enumerate(script, 1):
+        held[number] = allocator.alloc(size)
+        simple.alloc(size, number)
+        if drop < len(held) and drop % 2:
+            gone = sorted(held)[drop]
+            allocator.free(held.pop(gone))
+            simple.free(gone)
+        if drop == 6:
+            allocator._release()
+            simple.release()
+        assert allocator.reserved == simple.reserved
+        assert allocator.allocated == sum(block.size for block in held.values())
 
 
 class Simple:
@@ -140,9 +246,9 @@ def test_it_reserves_and_allocates_exactly_as_the_simpler_one(script: list[tuple
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(SIZES, min_size=1, max_size=30))
-def test_after_all_is_freed_the_whole_device_can_be_had_in_one_piece(sizes: list[int]) -> None:
-    allocator = CachingAllocator(limit=2000 * MIB)
+@given(st.booleans(), st.lists(SIZES, min_size=1, max_size=30))
+def test_after_all_is_freed_the_whole_device_can_be_had_in_one_piece(expandable: bool, sizes: list[int]) -> None:
+    allocator = ExpandableAllocator(EXPANDABLE, 2000 * MIB) if expandable else CachingAllocator(limit=2000 * MIB)
     for block in [allocator.alloc(size) for size in sizes]:
         allocator.free(block)
     allocator.alloc(2000 * MIB)

@@ -29,6 +29,7 @@ from weft.tune.job import Way
 from weft.tune.pools import reserved_apart
 from weft.tune.resident import resident
 from weft.tune.saving import recompute
+from weft.tune.segments import expandable
 from weft.tune.setting import Setting
 
 GENEROUS = "h200"
@@ -65,6 +66,7 @@ def peaks(setting: Setting, way: Way, device: str, *, accumulate: bool) -> Peaks
         recompute=recompute if way == "recompute" else False,
         step=_step(setting, way, 2 if accumulate else 1),
         device=known(device),
+        expandable=expandable(),
     )
     graphs = way == "whole" and capturable(setting)
     return _Estimated(found, resident(setting.data()), setting.batch_size, _sample(batch), graphs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from weft.plan.memory.addresses import Addresses, orders
+from collections.abc import Callable
+
 from weft.plan.memory.allocator import CachingAllocator, Rules
+from weft.plan.memory.replay import makers
 from weft.plan.memory.steady import lasting
 from weft.plan.memory.tape import Tape
 
@@ -15,11 +17,11 @@ def reserved_apart(tape: Tape, rules: Rules) -> int:
     largest figure counts.
     """
     tape = lasting(tape)
-    return max(_reserved(tape, rules, order) for order in orders())
+    return max(_reserved(tape, make) for make in makers(rules))
 
 
-def _reserved(tape: Tape, rules: Rules, addresses: Addresses) -> int:
-    outside, inside = (CachingAllocator(rules, addresses=addresses) for _ in range(2))
+def _reserved(tape: Tape, make: Callable[[], CachingAllocator]) -> int:
+    outside, inside = make(), make()
     blocks = {}
     phase = most = 0
     for event in tape.order:

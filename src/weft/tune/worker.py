@@ -16,6 +16,7 @@ from weft.errors import TrainError, TuneError
 from weft.pipeline.call import Call, pickled
 from weft.tune.job import Ended, Job, Reported
 from weft.tune.process import lead, surroundings
+from weft.tune.segments import expand
 from weft.tune.wire import Line, event_message, job_of
 
 LEFT = 128 * 2**20
@@ -62,6 +63,7 @@ def prepare(device: str, threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     if device.startswith("cuda"):
+        expand()
         torch.cuda.set_device(device)
     gc.freeze()  # what is imported stays: to look through it after every trial takes longer than many a trial
 

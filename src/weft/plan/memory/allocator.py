@@ -29,17 +29,35 @@ class Rules:
     large_segment: int = 20 * MIB
     rounding: int = 2 * MIB
     expandable: bool = False
-    """``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: one segment a pool, which grows by whole pages."""
+    """``expandable_segments:True``: one segment a pool, which grows and shrinks by whole pages (`expandable`)."""
 
 
-class _Block:
+class Block:
+    """A stretch of addresses between its neighbours."""
+
     __slots__ = ("address", "after", "before", "free", "size", "small")
 
     def __init__(self, address: int, size: int, small: bool) -> None:
         self.address, self.size, self.small = address, size, small
         self.free = True
-        self.before: _Block | None = None
-        self.after: _Block | None = None
+        self.before: Block | None = None
+        self.after: Block | None = None
+
+    def cut(self, size: int) -> Block:
+        """Keeps so many bytes; the rest, which follows, is a free block."""
+        rest = Block(self.address + size, self.size - size, self.small)
+        rest.before, rest.after, self.after, self.size = self, self.after, rest, size
+        if rest.after is not None:
+            rest.after.before = rest
+        return rest
+
+    def join(self, after: Block) -> Block:
+        """This block with the one that follows it."""
+        self.size += after.size
+        self.after = after.after
+        if after.after is not None:
+            after.after.before = self
+        return self
 
 
 class CachingAllocator:
@@ -56,110 +74,85 @@ class CachingAllocator:
         self.rules, self.limit = rules or Rules(), limit
         self._addresses = addresses or Slots()
         self.allocated = self.peak = self.reserved = self.reserved_peak = 0
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
-        self._ends: dict[bool, _Block] = {}
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
 
     def rounded(self, size: int) -> int:
         granule = self.rules.granule
         return max(granule, -(-size // granule) * granule)
 
-    def alloc(self, size: int) -> _Block:
+    def alloc(self, size: int) -> Block:
         """A block of at least so many bytes."""
         rules, size = self.rules, self.rounded(size)
         small = size <= rules.small
         free = self._free[small]
         place = bisect_left(free, size, key=lambda entry: entry[0])
         if place < len(free):
-            block = free.pop(place)[2]
+            block = free.pop(self._chosen(free, place))[2]
         else:
             block = self._grow(size, small)
         block.free = False
         left = block.size - size
         if left >= rules.granule if small or rules.expandable else left > rules.small:
-            rest = _Block(block.address + size, left, small)
-            rest.before, rest.after, block.after, block.size = block, block.after, rest, size
-            if rest.after is not None:
-                rest.after.before = rest
-            if self._ends.get(small) is block:
-                self._ends[small] = rest
-            self._put(rest)
+            self._put(block.cut(size))
         self.allocated += block.size
         self.peak = max(self.peak, self.allocated)
         return block
 
-    def free(self, block: _Block) -> None:
+    def free(self, block: Block) -> None:
         self.allocated -= block.size
         block.free = True
         for near in (block.before, block.after):
             if near is not None and near.free:
                 self._take(near)
-                first, second = (near, block) if near is block.before else (block, near)
-                first.size += second.size
-                first.after = second.after
-                if second.after is not None:
-                    second.after.before = first
-                if self._ends.get(block.small) is second:
-                    self._ends[block.small] = first
-                block = first
+                block = near.join(block) if near is block.before else block.join(near)
         self._put(block)
 
-    def _grow(self, size: int, small: bool) -> _Block:
-        rules = self.rules
-        if rules.expandable:
-            return self._extend(size, small)
-        if small:
-            segment = rules.small_segment
-        elif size < rules.large:
-            segment = rules.large_segment
-        else:
-            segment = -(-size // rules.rounding) * rules.rounding
+    def _chosen(self, free: list[tuple[int, int, Block]], place: int) -> int:
+        """Of free blocks in the order of their sizes, the first of which that is large enough is at this place."""
+        return place
+
+    def _grow(self, size: int, small: bool) -> Block:
+        segment = self._segment(size, small)
+        self._room(segment)
         self._reserve(segment)
-        return _Block(self._addresses.place(segment), segment, small)
+        return Block(self._addresses.place(segment), segment, small)
 
-    def _extend(self, size: int, small: bool) -> _Block:
-        page = self.rules.small_segment if small else self.rules.large_segment
-        end = self._ends.get(small)
-        have = end.size if end is not None and end.free else 0
-        grown = -(-(size - have) // page) * page
-        self._reserve(grown)
-        if end is not None and end.free:
-            self._take(end)
-            end.size += grown
-            return end
-        address = (1 << 60) * (1 + small) if end is None else end.address + end.size
-        block = _Block(address, grown, small)
-        block.before = end
-        if end is not None:
-            end.after = block
-        self._ends[small] = block
-        return block
+    def _segment(self, size: int, small: bool) -> int:
+        """The bytes that are asked of the device for a request."""
+        rules = self.rules
+        if small:
+            return rules.small_segment
+        return rules.large_segment if size < rules.large else -(-size // rules.rounding) * rules.rounding
 
-    def _reserve(self, size: int) -> None:
+    def _room(self, size: int) -> None:
+        """Sees to it that so many bytes can be reserved."""
         if self.limit is not None and self.reserved + size > self.limit:
             self._release()
             if self.reserved + size > self.limit:
                 raise OutOfMemory(
                     f"{self.reserved} bytes are in use, {size} more are asked, and {self.limit} are there"
                 )
+
+    def _reserve(self, size: int) -> None:
         self.reserved += size
         self.reserved_peak = max(self.reserved_peak, self.reserved)
 
     def _release(self) -> None:
         """Segments of which nothing is in use go back to the device."""
         for small, free in self._free.items():
-            kept: list[tuple[int, int, _Block]] = []
+            kept: list[tuple[int, int, Block]] = []
             for entry in free:
                 size, address, block = entry
-                if block.before is not None or block.after is not None or self.rules.expandable:
+                if block.before is not None or block.after is not None:
                     kept.append(entry)
                 else:
                     self.reserved -= size
                     self._addresses.back(address, size)
             self._free[small] = kept
 
-    def _put(self, block: _Block) -> None:
+    def _put(self, block: Block) -> None:
         insort(self._free[block.small], (block.size, block.address, block), key=lambda entry: entry[:2])
 
-    def _take(self, block: _Block) -> None:
+    def _take(self, block: Block) -> None:
         free = self._free[block.small]
         free.pop(bisect_left(free, (block.size, block.address), key=lambda entry: entry[:2]))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from weft.plan.memory.addresses import orders
 from weft.plan.memory.allocator import CachingAllocator, OutOfMemory, Rules
+from weft.plan.memory.expandable import ExpandableAllocator
 from weft.plan.memory.steady import lasting
 from weft.plan.memory.tape import PARTS, PHASES, Tape
 
@@ -23,13 +25,21 @@ class Peaks:
     modules: Mapping[str, Mapping[str, int]]
 
 
-def replay(tape: Tape, rules: Rules | None = None) -> Peaks:
-    """The peaks of a tape on a device that has enough.
+def makers(rules: Rules | None = None) -> tuple[Callable[..., CachingAllocator], ...]:
+    """What makes allocators, perhaps with a ``limit``: one for each way in which things may turn out. All that one of
+    them makes belong to one process.
 
     Where the driver puts a segment depends on all that the process ever mapped, and which of two holes is filled first
-    depends on that: the largest figure of several orders is the one reserved."""
+    depends on that. An expandable segment has its addresses from the start."""
+    if rules is not None and rules.expandable:
+        return (partial(ExpandableAllocator, rules),)
+    return tuple(partial(CachingAllocator, rules, addresses=order) for order in orders())
+
+
+def replay(tape: Tape, rules: Rules | None = None) -> Peaks:
+    """The peaks of a tape on a device that has enough; of what may be reserved, the largest figure."""
     tape = lasting(tape)
-    allocator, *others = (CachingAllocator(rules, addresses=order) for order in orders())
+    allocator, *others = (make() for make in makers(rules))
     for other in others:
         _run(tape, other)
     blocks = {}
@@ -66,8 +76,8 @@ def fits(tape: Tape, memory: int, rules: Rules | None = None) -> bool:
     the segments lie."""
     tape = lasting(tape)
     try:
-        for order in orders():
-            _run(tape, CachingAllocator(rules, memory, order))
+        for make in makers(rules):
+            _run(tape, make(limit=memory))
     except OutOfMemory:
         return False
     return True
