@@ -208,7 +208,12 @@ def main() -> None:
     parser.add_argument("--subnets", type=int, help="score this many at random instead of all")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="compare search methods at equal time instead")
     parser.add_argument("--spaces", nargs="+", default=list(methods.BENCHES), choices=list(methods.BENCHES))
-    parser.add_argument("--warm", type=float, default=0.5, help="part of a search in which the weights learn alone")
+    parser.add_argument(
+        "--warm",
+        type=float,
+        help="part of a search in which the weights learn alone, with a rate of 0.01 for the architecture; "
+        "if not given, both as weft.search has them",
+    )
     parser.add_argument("--seconds", type=float, default=40.0, help="what every method has")
     parser.add_argument("--workers", type=int, default=1, help="methods beside each other on the device")
     options = parser.parse_args()
