@@ -190,7 +190,7 @@ def measure(job: Job, data: Data, truth: Mapping[str, float], device: str) -> di
         "seconds": took,
         "tau": tau,
         **told,
-        "top1pct": told["rank"] <= 0.01 * len(truth),
+        "top1pct": told["rank"] - 1 < 0.01 * len(truth),
         "pick_true_accuracy": truth[told["pick"]],
         **extra,
     }

@@ -66,7 +66,8 @@ def settled(
             row = row / row.sum().clamp_min(1e-12)
             found.append(mixture_loss(chain, Mixture.unchecked(space, {**rows, name: row}), batches, loss))
         best = found.index(max(found) if remove else min(found))
-        rows[name] = torch.zeros_like(rows[name]).index_fill_(0, torch.tensor(best, device=rows[name].device), 1.0)
+        rows[name] = torch.zeros_like(rows[name])
+        rows[name][best] = 1.0
     return likeliest(Mixture.unchecked(space, rows))
 
 
@@ -101,6 +102,7 @@ def ways(
     chain: Chain, mixture: Mixture, data: Data, loss: Loss, seed: int, device: torch.device
 ) -> dict[str, Callable[[], Subnet]]:
     """Every way by name; the chain is the plain one, in evaluation mode."""
+    mixture = Mixture.unchecked(chain.space, {n: mixture[n].detach().to(device) for n in chain.space.choices})
     batches = batches_of(data, seed, device)
     greedy = {
         f"{kind}-{order}": (lambda o=order, r=kind == "removed": settled(chain, mixture, batches, loss, o, r))
