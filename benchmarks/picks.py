@@ -8,7 +8,6 @@ the likeliest subnet, some that are drawn from the mixture, and neighbours of th
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -104,12 +103,8 @@ def ways(
     """Every way by name; the chain is the plain one, in evaluation mode."""
     mixture = Mixture.unchecked(chain.space, {n: mixture[n].detach().to(device) for n in chain.space.choices})
     batches = batches_of(data, seed, device)
-    greedy = {
-        f"{kind}-{order}": (lambda o=order, r=kind == "removed": settled(chain, mixture, batches, loss, o, r))
-        for kind, order in itertools.product(("settled", "removed"), ("sure", "fixed", "unsure"))
-    }
     return {
         "likeliest": lambda: likeliest(mixture),
-        **greedy,
+        "removed": lambda: settled(chain, mixture, batches, loss, remove=True),
         "rescored": lambda: rescored(chain, mixture, data, batches, loss, seed),
     }
