@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -269,6 +271,64 @@ def test_what_does_not_fit_one_device_is_split_over_two() -> None:
     assert (found.way, found.degree) == ("split", 2)
     assert found.plan is not None
     assert "split over 2 devices" in found.why
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x / self.count
+
+
+class Caching(nn.Module):
+    """Makes a mask once, and remembers what it computed last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: torch.Tensor | None = None
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(x.shape[1])
+        self.last = x * self.mask
+        return self.last
+
+
+class Extra(nn.Module):
+    """Counts in its extra state alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = itertools.count()
+
+    def get_extra_state(self) -> Any:
+        return {"count": copy.copy(self.seen).__next__()}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = itertools.count(state["count"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        next(self.seen)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [(Counter, "'1.count'"), (Extra, "'1._extra_state'"), (Caching, None), (nn.ReLU, None)]
+)
+def test_a_model_that_keeps_what_no_graph_holds_is_not_split_and_told_why(part: Any, name: str | None) -> None:
+    made = candidate(width=256)
+    memory, build = int(needed(made) * 0.62), made.model
+    made = replace(made, model=lambda params: nn.Sequential(build(params)[0], part(), *build(params)[1:]))
+    if name is None:
+        assert fit(made, 2, memory, "cpu").way == "split"
+        return
+    with pytest.raises(TuneError, match=rf"it cannot be split: {name} of its model changes as it trains") as refused:
+        raise TuneError(fit(made, 2, memory, "cpu").why)  # whether it fits another way or nowhere
+    assert "split over" not in str(refused.value)
 
 
 def test_a_split_candidate_with_batch_norms_has_one_micro_batch_unless_asked_for() -> None:

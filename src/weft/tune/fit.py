@@ -17,6 +17,7 @@ from weft.tune.captured import capturable
 from weft.tune.complete import Complete, example, shaped
 from weft.tune.drawing import standing
 from weft.tune.job import Fit, Way
+from weft.tune.outside import kept_outside
 from weft.tune.peaks import Peaks, paused, peaks
 from weft.tune.recipe import CONTINUOUS
 from weft.tune.setting import Setting
@@ -143,6 +144,9 @@ class _Fitting:
         """The plan with the fewest devices that fits, if this machine has them."""
         if self.devices < 2:
             tried.append("there is no second device to split it with")
+            return None
+        if (name := kept_outside(self.setting)) is not None:
+            tried.append(f"it cannot be split: '{name}' of its model changes as it trains, and in a graph would not")
             return None
         # With data, as the processes that will run it capture it: without, casts and some operators are others.
         batch = example(self.setting, self.setting.batch_size, "cpu")
