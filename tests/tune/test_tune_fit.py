@@ -331,6 +331,25 @@ def test_a_model_that_keeps_what_no_graph_holds_is_not_split_and_told_why(part: 
     assert "split over" not in str(refused.value)
 
 
+def test_what_took_more_than_its_fit_goes_on_down_the_list_and_ends_with_the_figures() -> None:
+    made = candidate(width=256)
+    memory = int(needed(made) * 0.62)
+    ways, after = [], None
+    while True:
+        try:
+            found = fit(made, 4, memory, "cpu", after)
+        except TuneError as problem:
+            assert "it took more than" in str(problem)
+            assert "fits nowhere, with 4 devices" in str(problem)
+            break
+        assert found == fit(candidate(width=256), 4, memory, "cpu", after)
+        ways.append((found.way, found.degree))
+        after = ways[-1]
+    order = ["whole", "accumulate", "recompute", "split", "offload"]
+    assert [(order.index(way), degree) for way, degree in ways] == sorted({(order.index(w), d) for w, d in ways})
+    assert ways[:2] == [("split", 2), ("split", 4)]
+
+
 def test_a_split_candidate_with_batch_norms_has_one_micro_batch_unless_asked_for() -> None:
     made = candidate(width=256, norm=True)
     memory = int(needed(made) * 0.7)

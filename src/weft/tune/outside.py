@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ def kept_outside(setting: Setting) -> str | None:
     return None
 
 
-def _extra(model: nn.Module) -> dict[str, tuple[str, list[object]]]:
+def _extra(model: nn.Module) -> dict[str, tuple[str, list[Any]]]:
     """Extra states as text, with the numbers of their tensors."""
     found = {}
     for name, value in model.state_dict().items():
