@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,6 +108,51 @@ def test_what_would_fail_every_trial_is_told_in_one_line_before_anything_runs(
     assert words in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_study_whose_trials_all_failed_is_printed_and_exits_1_with_one_line(
+    weft_command: Weft, tmp_path: Path, as_json: bool
+) -> None:
+    config = (
+        'objective = "objectives:act"\n[study]\nname = "f"\ntrials = 2\nminimize = "v"\nworkers = 1\n'
+        '[space]\nwhat = ["{}"]\nx = {{low = 0.0, high = 1.0}}\n'
+    )
+    (tmp_path / "f.toml").write_text(config.format("failing"))
+    code, out, err = weft_command("tune", "f.toml", *(["--json"] if as_json else []))
+    assert code == 1
+    assert err.splitlines()[-1] == "error: all 2 trials of 'f' failed; the last: ValueError: the objective is wrong"
+    if as_json:
+        told = json.loads(out)
+        assert [one["state"] for one in told["trials"]] == ["failed", "failed"]
+    else:
+        assert "2 failed" in out
+    (tmp_path / "f.toml").write_text(config.format('failing", "parabola'))
+    code, _, err = weft_command("tune", "f.toml", "--study.name=some", "--study.trials=8")
+    assert code == 0, err
+
+
+@pytest.mark.long
+def test_a_study_on_ray_whose_workers_die_prints_json_and_nothing_else(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    (tmp_path / "d.toml").write_text(
+        'objective = "objectives:act"\n[study]\nname = "d"\ntrials = 2\nminimize = "v"\nwindow = 1\nretries = 0\n'
+        'executor = "ray"\n[space]\nwhat = ["doomed"]\nx = {low = 0.0, high = 1.0}\n'
+    )
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as short:  # sockets have short names
+        ray = {"RAY_TMPDIR": short, "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+        path = os.pathsep.join([str(Path(__file__).parent), *(entry for entry in sys.path if entry)])
+        done = subprocess.run(
+            [sys.executable, "-m", "weft.cli", "tune", "d.toml", "--json"],
+            cwd=tmp_path,
+            env={**os.environ, **ray, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert done.returncode == 1, done.stderr
+    assert [one["state"] for one in json.loads(done.stdout)["trials"]] == ["failed", "failed"]
+    assert "A worker died" in done.stderr
 
 
 def test_choices_are_written_as_lists_and_ranges() -> None:

@@ -192,6 +192,10 @@ def test_trials_wait_for_those_of_their_kind_and_not_for_others_whose_need_is_un
         assert [task.need for task in driver._waiting.values()] == [known[3], known[2]]  # those that take most
 
 
+WAVES = 2800 * 2**10
+"""On one such device, `objectives.waves` fits only with activations on the host."""
+
+
 class Patient(Shuffled):
     """One small device. Tells of nothing until all trials were proposed, and notes how many were, and how many jobs
     ran, when each job started."""
@@ -210,7 +214,31 @@ class Patient(Shuffled):
         return [] if len(self._board.rows) < self._board.trials else super().poll(timeout)
 
 
-def run_recipe(folder: Path, model: Any, memory: int, trials: list[dict[str, Any]], way: Way) -> tuple[Any, Patient]:
+class Narrow(Patient):
+    """Two such devices, on which these ways of fitting take more than was thought."""
+
+    beyond: tuple[str, ...] = ("split",)
+
+    def __init__(self, terms: Terms, memory: int, board: Board) -> None:
+        super().__init__(terms, memory, board)
+        self.devices *= 2
+
+    def start(self, job: Job) -> None:
+        (fit,) = job.fits
+        if fit is None or fit.way not in self.beyond:
+            super().start(job)
+            return
+        self.started.append(job)
+        self._open[job.id] = [Ended(job.id, job.trials[0], "out-of-memory", error="too much", peak=2 * fit.memory)]
+
+
+class Narrower(Narrow):
+    beyond = ("split", "offload")
+
+
+def run_recipe(
+    folder: Path, model: Any, memory: int, trials: list[dict[str, Any]], way: Way, kind: type[Patient] = Patient
+) -> tuple[Any, Patient]:
     """The trials of a recipe with that model, as they ended, and what ran them."""
 
     def build(params: Mapping[str, Any]) -> nn.Module:  # no other process can import it: it is estimated here, in order
@@ -222,7 +250,7 @@ def run_recipe(folder: Path, model: Any, memory: int, trials: list[dict[str, Any
     terms = Terms(Recipe(model=build, data=objectives.few, steps=2, batch_size=1), ("loss",), 0)
     options: dict[str, Any] = {"directions": ("minimize",), "trials": len(trials), "window": len(trials), "seed": 0}
     board = Board("s", len(trials), ("loss",), ("minimize",))
-    executor = Patient(terms, memory, board)
+    executor = kind(terms, memory, board)
     with (
         Study.open("s", space, storage=f"sqlite:///{folder}/study.db", **options) as study,
         Events(folder / "e") as events,
@@ -257,6 +285,26 @@ def test_trials_that_fit_only_with_activations_on_the_host_are_never_fused(
     for one in found:
         assert (one.state, one.notes["fit"]["way"]) == ("complete", way)
         assert one.notes["fit"]["memory"] < memory / 32
+
+
+def test_a_split_trial_that_takes_more_than_a_device_has_is_tried_with_activations_on_the_host(tmp_path: Path) -> None:
+    trials = [{"width": 1, "lr": 0.1}]
+    (one,), executor = run_recipe(tmp_path, objectives.waves, WAVES, trials, Way(), Narrow)
+    assert [job.fits[0].way for job in executor.started if job.fits[0]] == ["split", "offload"]
+    assert len({job.id for job in executor.started}) == 2
+    assert (one.state, one.notes["fit"]["way"], one.notes["attempts"]) == ("complete", "offload", 2)
+    assert one.notes["fit"]["why"].startswith("split over 2 devices, it took more than")
+    alone, _ = tmp_path / "alone", (tmp_path / "alone").mkdir()
+    (other,), _ = run_recipe(alone, objectives.waves, WAVES, trials, Way())
+    assert (other.notes["fit"]["way"], other.values) == ("offload", one.values)
+
+
+def test_a_trial_that_took_too_much_in_every_way_is_refused_with_the_figures(tmp_path: Path) -> None:
+    (one,), executor = run_recipe(tmp_path, objectives.waves, WAVES, [{"width": 1, "lr": 0.1}], Way(), Narrower)
+    assert [job.fits[0].way for job in executor.started if job.fits[0]] == ["split", "offload"]
+    assert one.state == "failed"
+    assert "fits nowhere, with 2 devices of" in one.notes["error"]
+    assert "with activations on the host, it took more than" in one.notes["error"]
 
 
 def hidden(params: Mapping[str, Any]) -> nn.Module:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -163,6 +165,64 @@ def test_what_kernels_keep_what_later_steps_take_and_judging_are_estimated_too(
     assert share * found.memory <= done.peak <= found.memory
 
 
+class Untold(Views):
+    """The same training, and nothing special while it is judged."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def untold(params: Mapping[str, Any]) -> nn.Module:
+    return Untold()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("steps", [4, 8])  # without and with graphs
+def test_judging_that_takes_more_than_a_step_counts_on_a_gpu(precision: str, steps: int) -> None:
+    """Eight views of 4096 samples take 32 MiB at once beside the batch, and in bf16 half as much more while cast."""
+
+    def at(model: Any, samples: int = 4096, **changed: Any) -> int:
+        given = {"steps": steps, "batch_size": 4096, "precision": precision, **changed}
+        recipe = Recipe(model=model, data=many, loss=loss, optimizer="adamw", **given)
+        return peaks(setting(recipe, {}), "whole", "h200", accumulate=False).at(samples)
+
+    mib, more = 2**20, 16 * 2**20 if precision == "bf16" else 0
+    assert at(untold) + 28 * mib <= at(views) <= at(untold) + 36 * mib + more  # segments are rounded
+    assert at(views, 2048) < at(views) - 10 * mib
+    assert at(views, report=2) == at(views) + 4096 * 257 * 4  # the batch that training goes on with
+
+
+def test_no_micro_batch_is_larger_than_what_can_be_judged() -> None:
+    recipe = Recipe(model=views, data=many, loss=loss, steps=8, batch_size=4096)
+    found = peaks(setting(recipe, {}), "whole", "h200", accumulate=True)
+    room = found.at(1000)
+    largest = found.largest(room)
+    assert 1000 <= largest < 4096
+    assert found.fits(largest, room)
+    assert not found.fits(largest + 1, room)
+
+
+def test_a_candidate_is_traced_once_for_judging_however_many_ways_are_tried() -> None:
+    seen = []
+
+    class Seen(Views):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.training:
+                seen.append(len(x))
+            return super().forward(x)
+
+    made = setting(Recipe(model=lambda params: Seen(), data=many, loss=loss, steps=8, batch_size=4096), {})
+    for way in ("whole", "recompute", "offload"):
+        for accumulate in (False, True):
+            peaks(made, way, "h200", accumulate=accumulate).at(4096)
+    assert seen == [4096, 4096]  # two steps of one trace
+
+
+def many() -> Data:
+    one = Tensors(x=torch.zeros(4096, 1, 16, 16), y=torch.zeros(4096, 1))
+    return Data("many", one, one)
+
+
 def rates(params: Mapping[str, Any]) -> nn.Module:
     return nn.Sequential(*(nn.Dropout(rate.item()) for rate in torch.linspace(0, 0.1, 3)), build({"width": 8}))
 
@@ -269,6 +329,85 @@ def test_what_does_not_fit_one_device_is_split_over_two() -> None:
     assert (found.way, found.degree) == ("split", 2)
     assert found.plan is not None
     assert "split over 2 devices" in found.why
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x / self.count
+
+
+class Caching(nn.Module):
+    """Makes a mask once, and remembers what it computed last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: torch.Tensor | None = None
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(x.shape[1])
+        self.last = x * self.mask
+        return self.last
+
+
+class Extra(nn.Module):
+    """Counts in its extra state alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = itertools.count()
+
+    def get_extra_state(self) -> Any:
+        return {"count": copy.copy(self.seen).__next__()}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = itertools.count(state["count"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        next(self.seen)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [(Counter, "'1.count'"), (Extra, "'1._extra_state'"), (Caching, None), (nn.ReLU, None)]
+)
+def test_a_model_that_keeps_what_no_graph_holds_is_not_split_and_told_why(part: Any, name: str | None) -> None:
+    made = candidate(width=256)
+    memory, build = int(needed(made) * 0.62), made.model
+    made = replace(made, model=lambda params: nn.Sequential(build(params)[0], part(), *build(params)[1:]))
+    if name is None:
+        assert fit(made, 2, memory, "cpu").way == "split"
+        return
+    with pytest.raises(TuneError, match=rf"it cannot be split: {name} of its model changes as it trains") as refused:
+        raise TuneError(fit(made, 2, memory, "cpu").why)  # whether it fits another way or nowhere
+    assert "split over" not in str(refused.value)
+
+
+def test_what_took_more_than_its_fit_goes_on_down_the_list_and_ends_with_the_figures() -> None:
+    made = candidate(width=256)
+    memory = int(needed(made) * 0.62)
+    ways: list[tuple[Any, int]] = []
+    after, refused = None, ""
+    while not refused:
+        try:
+            found = fit(made, 4, memory, "cpu", after)
+        except TuneError as problem:
+            refused = str(problem)
+            continue
+        assert found == fit(candidate(width=256), 4, memory, "cpu", after)
+        ways.append((found.way, found.degree))
+        after = ways[-1]
+    assert "fits nowhere, with 4 devices" in refused
+    assert "it took more than" in refused
+    order = ["whole", "accumulate", "recompute", "split", "offload"]
+    assert [(order.index(way), degree) for way, degree in ways] == sorted({(order.index(w), d) for w, d in ways})
+    assert ways[:2] == [("split", 2), ("split", 4)]
 
 
 def test_a_split_candidate_with_batch_norms_has_one_micro_batch_unless_asked_for() -> None:

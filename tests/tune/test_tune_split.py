@@ -36,13 +36,45 @@ def build(params: Mapping[str, Any]) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), *layers, nn.Linear(width, 10))
 
 
+class Hidden(nn.Module):
+    """A running mean that the state_dict does not have, and an extra state that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.zeros(64), persistent=False)
+
+    def get_extra_state(self) -> Any:
+        return {"since": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"since": 3}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return x - self.mean
+
+
+def hiding(params: Mapping[str, Any]) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Hidden(), nn.ReLU(), nn.Linear(64, 64), Hidden(), MLP())
+
+
+class MLP(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+MODELS = {"plain": build, "hiding": hiding}
+
+
 def data() -> Data:
     return digits()
 
 
-def trial(**options: Any) -> Setting:
+def trial(model: str = "plain", **options: Any) -> Setting:
     recipe = Recipe(
-        model=build,
+        model=MODELS[model],
         data=data,
         metrics={"accuracy": weft.accuracy},
         objectives=("loss", "accuracy"),
@@ -55,8 +87,8 @@ def trial(**options: Any) -> Setting:
     return setting(recipe, {"width": 64})
 
 
-def split(stages: int, microbatches: int, precision: str = "fp32") -> Fit:
-    made = trial(precision=precision)
+def split(stages: int, microbatches: int, precision: str = "fp32", model: str = "plain") -> Fit:
+    made = trial(model, precision=precision)
     batch = example(made, BATCH, "cpu")
     whole = Complete(made, made.bare(), tuple(batch))
     found = plan(
@@ -75,6 +107,7 @@ class Case:
     stop_at: int | None = None
     precision: str = "fp32"
     memory: int | None = None
+    model: str = "plain"
 
 
 def process(rank: int, cases: dict[str, Case], out: str) -> None:
@@ -92,7 +125,7 @@ def process(rank: int, cases: dict[str, Case], out: str) -> None:
 
         result: Result | None
         try:
-            made = trial(precision=case.precision)
+            made = trial(case.model, precision=case.precision)
             given: Any = {"device": "cpu", "directory": Path(case.folder), "report": report, "memory": case.memory}
             result = train_split(made, case.fit, **given)
         except Pruned as problem:
@@ -115,6 +148,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor
     """What both processes came to in each case; they are started once, since that takes longest."""
     out = tmp_path_factory.mktemp("split")
     meshed, staged = split(1, 1), split(2, 2)
+    hiding = {"model": "hiding"}
+    hidden = {name: split(count, count, **hiding) for name, count in (("hidden1", 1), ("hidden2", 2))}
     cases = {
         "meshed": Case(meshed, str(out / "meshed"), free_port()),
         "staged": Case(staged, str(out / "staged"), free_port()),
@@ -124,6 +159,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor
         "meshed16": Case(split(1, 1, "bf16"), str(out / "meshed16"), free_port(), precision="bf16"),
         "staged16": Case(split(2, 2, "bf16"), str(out / "staged16"), free_port(), precision="bf16"),
     }
+    for name, fit in hidden.items():
+        cases[name] = Case(fit, str(out / name), free_port(), **hiding)
+        cases[f"{name}.stopped"] = Case(fit, str(out / f"{name}.cut"), free_port(), stop_at=4, **hiding)
+        cases[f"{name}.resumed"] = Case(fit, str(out / f"{name}.cut"), free_port(), **hiding)
     start_processes(process, (cases, str(out)), nprocs=2, start_method="spawn")
     return [load_file(out / f"{rank}.safetensors") for rank in range(2)]
 
@@ -172,6 +211,20 @@ def test_a_split_trial_that_ended_early_goes_on_from_its_checkpoint(ran: list[di
         assert len(one["stopped.losses"]) == 4
         assert torch.equal(one["resumed.losses"], one["staged.losses"])
         assert torch.equal(one["resumed.values"], one["staged.values"])
+
+
+@pytest.mark.parametrize("name", ["hidden1", "hidden2"])
+def test_hidden_buffers_of_a_split_trial_are_judged_with_and_kept(
+    ran: list[dict[str, torch.Tensor]], tmp_path: Path, name: str
+) -> None:
+    parts = int(name[-1])
+    fit = Fit("whole", BATCH // parts, parts, 1, 0, None, "")
+    alone = train(trial("hiding"), fit, device="cpu", directory=tmp_path, report=lambda step, values: False)
+    for one in ran:
+        assert len(one[f"{name}.stopped.losses"]) == 4
+        for key, wanted in (("losses", alone.losses), ("values", alone.values)):
+            assert torch.equal(one[f"{name}.resumed.{key}"], one[f"{name}.{key}"])
+            torch.testing.assert_close(one[f"{name}.{key}"], torch.tensor(wanted), rtol=1e-5, atol=1e-6)
 
 
 def test_batch_norms_are_not_cut_into_micro_batches_unless_asked_for(

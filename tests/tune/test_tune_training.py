@@ -22,6 +22,7 @@ from weft.errors import CheckpointError, TuneError
 from weft.keys import generator
 from weft.pipeline import cross_entropy
 from weft.runs import Checkpoints
+from weft.tune.checkpoint import Kept, keep, newest
 from weft.tune.drawing import seed, standing
 from weft.tune.job import Fit
 from weft.tune.recipe import Recipe
@@ -512,7 +513,28 @@ class Lazy(nn.Module):
         return self.body(x)
 
 
-@pytest.mark.parametrize("model", [Hidden, Replaced, Late, Counting, Extra, Lazy, Skipping])
+class Complex(Beyond):
+    """A complex weight and buffer, and an attribute and a number that are complex too."""
+
+    def made(self):
+        inner = nn.Identity()
+        inner.weight = nn.Parameter(torch.polar(torch.ones(8), torch.arange(8.0)))
+        inner.register_buffer("mean", torch.zeros(8, dtype=torch.complex64))
+        inner.register_buffer("hidden", torch.zeros((), dtype=torch.complex128), persistent=False)
+        inner.last, inner.turn = torch.zeros(8, dtype=torch.complex64).conj(), 1j
+        return inner
+
+    def between(self, x):
+        inner = self.inner
+        if self.training:
+            mean = (x * inner.weight).detach().mean(0)
+            inner.mean.mul_(0.5).add_(mean)
+            inner.hidden.add_(mean.sum())
+            inner.last, inner.turn = (inner.last.conj() + mean).conj(), inner.turn * (0.6 + 0.8j)
+        return (x * inner.weight - inner.mean + inner.last * inner.turn + inner.hidden).to(torch.complex64).abs()
+
+
+@pytest.mark.parametrize("model", [Hidden, Replaced, Late, Counting, Extra, Lazy, Skipping, Complex])
 def test_a_trial_whose_model_is_more_than_its_weights_goes_on_to_the_same_bits(model, tmp_path):
     recipe = replace(RECIPE, model=lambda params: model(), optimizer="sgd", options={"lr": 0.01}, checkpoint=3)
     alone, told = run(recipe, {"momentum": 0.9}, tmp_path / "alone")
@@ -537,6 +559,23 @@ def test_of_a_plain_model_nothing_but_its_weights_is_kept(tmp_path):
     assert {name.split(".")[0] for name in kept.tensors} == {"weights", "losses"}
 
 
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
+def test_complex_tensors_come_back_from_a_checkpoint_with_every_bit(dtype, tmp_path):
+    parts = torch.randn(4, 3, 2, dtype=torch.float64).to(torch.zeros(0, dtype=dtype).real.dtype)
+    parts[0, 0], parts[1, 1, 0] = torch.tensor([-0.0, float("inf")]), float("nan")
+    value = torch.view_as_complex(parts)
+    given = {"plain": value, "turned": value.T.conj(), "one": value[2, 2].conj(), "none": value[:0], "real": parts}
+    state = {"weight": {"momentum": value.conj(), "step": torch.tensor(3.0)}}
+    keep(tmp_path, {}, Kept(1, given, state, torch.zeros(1)))
+    found = newest(tmp_path, {})
+    assert found.weights.keys() == given.keys()
+    pairs = [(found.weights[name], tensor) for name, tensor in given.items()]
+    for there, wanted in (*pairs, (found.states["weight"]["momentum"], value.conj())):
+        assert (there.dtype, there.shape) == (wanted.dtype, wanted.shape)
+        there, wanted = (one.resolve_conj().contiguous().flatten().view(torch.uint8) for one in (there, wanted))
+        assert torch.equal(there, wanted)
+
+
 def test_an_extra_state_that_would_have_to_be_pickled_is_refused(tmp_path):
     class Refused(Extra):
         def get_extra_state(self):
@@ -548,7 +587,12 @@ def test_an_extra_state_that_would_have_to_be_pickled_is_refused(tmp_path):
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False)
+        | st.complex_numbers(allow_nan=False)
+        | st.text(),
         lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.integers() | st.text(), inner),
         max_leaves=8,
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from rich.console import Console
@@ -27,3 +31,22 @@ def print_json(value: Any) -> None:
     from weft.runs.files import plain
 
     print(json.dumps(plain(value), allow_nan=False))
+
+
+@contextmanager
+def results_alone() -> Iterator[None]:
+    """Within the block, what anybody in this process prints goes to standard error, libraries below Python too, since
+    standard output is for results: Ray prints there when a worker dies, whatever it was told."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        for stream in (sys.stdout, sys.__stdout__):
+            if stream is not None:
+                stream.flush()
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)

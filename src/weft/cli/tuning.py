@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from weft.cli.arguments import AsJson, joined
-from weft.cli.output import console, errors, print_json
+from weft.cli.output import console, errors, print_json, results_alone
 from weft.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def tune(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the study of this name.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a study: propose trials, pack them onto the devices, and print the best."""
+    """Run a study: propose trials, pack them onto the devices, print the best; exit code 1 if every trial failed."""
     if config.startswith("--"):
         raise ConfigError(f"'{config}' stands where the config is expected: the config comes first, then its settings")
     from weft.tuneconfig import read_study
@@ -35,7 +35,7 @@ def tune(
     objective, space, arguments = tune_arguments(study, path.parent)
     again = shlex.join(["weft", "tune", config, *context.args, "--resume"])
     try:
-        with Live(errors) as live:
+        with results_alone(), Live(errors) as live:
             found = weft.tune(
                 objective, space, **arguments, resume=resume, watch=live.see, config=saved(study, path.parent)
             )
@@ -46,3 +46,8 @@ def tune(
         print_json(found.to_json())
     else:
         summary(console, found)
+    if found.trials and all(record.state == "failed" for record in found.trials):
+        why = str(found.trials[-1].notes.get("error", "")).strip().splitlines()
+        told = f"; the last: {why[-1]}" if why else ""
+        print(f"error: all {len(found.trials)} trials of '{found.name}' failed{told}", file=sys.stderr)
+        raise typer.Exit(1)

@@ -58,7 +58,9 @@ def keep(directory: Path, law: Mapping[str, Any], kept: Kept) -> None:
         tensors |= {f"{_STATE}{name}#{key}": tensor for key, tensor in state.items()}
     tensors[_LOSSES] = kept.losses
     values = None if kept.values is None else [float(value).hex() for value in kept.values]
-    beyond = {name: given for name, given in (("extra", extra), ("attributes", attributes)) if given}
+    tensors, pairs = _real(tensors)
+    told = (("extra", extra), ("attributes", attributes), ("complex", pairs))
+    beyond = {name: given for name, given in told if given}
     Checkpoints(directory, keep=2).save(kept.step, tensors, {"law": law, "values": values, **beyond})
 
 
@@ -76,13 +78,17 @@ def newest(directory: Path, law: Mapping[str, Any], device: torch.device = _CPU)
         return None  # all are damaged: the trial begins anew
     if found.meta.get("law") != plain(law):
         return None
-    tensors, given = found.tensors, found.meta.get("extra", {})
+    tensors = {
+        name: torch.view_as_complex(tensor) if name in found.meta.get("complex", {}) else tensor
+        for name, tensor in found.tensors.items()
+    }
+    given = found.meta.get("extra", {})
     weights: dict[str, Any] = {name: decoded(value, tensors, _CPU) for name, value in given.items()}
     told = found.meta.get("attributes", {})
     attributes = {name: decoded(value, tensors, device) for name, value in told.items()}
     buffers: dict[str, Tensor] = {}
     states: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in found.tensors.items():
+    for name, tensor in tensors.items():
         if name.startswith(_WEIGHT):
             weights[name.removeprefix(_WEIGHT)] = tensor
         elif name.startswith(_BUFFER):
@@ -90,7 +96,21 @@ def newest(directory: Path, law: Mapping[str, Any], device: torch.device = _CPU)
         elif name.startswith(_STATE):
             parameter, _, key = name.removeprefix(_STATE).rpartition("#")
             states.setdefault(parameter, {})[key] = tensor
-    losses = found.tensors.get(_LOSSES, torch.empty(0))
+    losses = tensors.get(_LOSSES, torch.empty(0))
     values = found.meta.get("values")
     done = None if values is None else tuple(float.fromhex(value) for value in values)
     return Kept(found.step, weights, states, losses, done, buffers, attributes)
+
+
+def _real(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors with complex ones as pairs of real numbers, since safetensors has no others, and what those were."""
+    pairs = {
+        name: str(tensor.dtype).removeprefix("torch.")
+        for name, tensor in tensors.items()
+        if tensor.is_complex() and tensor.layout == torch.strided and not tensor.is_meta
+    }
+    real = {
+        name: torch.view_as_real(tensor.detach().resolve_conj()) if name in pairs else tensor
+        for name, tensor in tensors.items()
+    }
+    return real, pairs

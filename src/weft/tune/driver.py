@@ -24,7 +24,7 @@ from weft.tune.job import Ended, Event, Job, Lost, Reported
 from weft.tune.needs import Need, groups, kind_of
 from weft.tune.places import Places
 from weft.tune.recipe import Recipe
-from weft.tune.task import Task, Way, alike, job_of_task, shown
+from weft.tune.task import Task, Way, alike, estimated, job_of_task, shown
 
 if TYPE_CHECKING:
     from weft.tune.study import Study
@@ -72,6 +72,8 @@ class Driver:
         """The values of trials whose need is not known yet, with derived dimensions."""
         self._waiting: dict[str, Task] = {}
         self._running: dict[str, Task] = {}
+        self._again: dict[int, Task] = {}
+        """The last task of trials that took more than a device has and are fitted otherwise."""
         self._token = f"{key(os.getpid(), time.time_ns()) & 0xFFFF:04x}"
 
     def run(self) -> None:
@@ -119,7 +121,9 @@ class Driver:
     def _foreseen(self, number: int, found: Need | Refused) -> None:
         if isinstance(found, Refused):
             del self._readable[number]
-            self._end(number, "failed", None, {"error": found.why, "refused": True})
+            tried = self._again.pop(number, None)
+            notes = {} if tried is None else self._notes(tried, None)
+            self._end(number, "failed", None, {**notes, "error": found.why, "refused": True})
             return
         self.board.rows[number].memory = found.memory
         self._block[number] = (self._readable.pop(number), found)
@@ -144,7 +148,10 @@ class Driver:
             for numbers in groups(needs, self._nominal):
                 trials = {number: self._block.pop(number)[0] for number in numbers}
                 # Where some have no momentum or dropout, lanes take what those with it do.
-                self._wait(Task(trials, max((needs[number] for number in numbers), key=lambda one: one.memory or 0)))
+                task = Task(trials, max((needs[number] for number in numbers), key=lambda one: one.memory or 0))
+                if (before := self._again.pop(numbers[0], None)) is not None:
+                    task.attempts, task.lost, task.alone = before.attempts, before.lost, True
+                self._wait(task)
 
     def _wait(self, task: Task) -> None:
         first = min(task.trials)
@@ -193,7 +200,7 @@ class Driver:
             row.state, row.places, row.device, row.started = "starting", places, names, now
             row.attempts, row.waited = task.attempts, row.waited + now - row.proposed
         where = {"devices": names, "node": devices[0].node, "places": places}
-        self._note("placed", *numbers, job=job.id, **where, memory=task.memory, estimated=_estimated(task))
+        self._note("placed", *numbers, job=job.id, **where, memory=task.memory, estimated=estimated(task))
         self.executor.start(job)
 
     # -- what happens to it
@@ -254,7 +261,7 @@ class Driver:
         self._wait(task)
 
     def _exceeded(self, task: Task, event: Ended) -> None:
-        """Again with a larger figure, and the last time with the whole device."""
+        """Again with a larger figure, then with the whole device; then fitted the next way that there is, if any."""
         job = job_of_task(task)
         row = self.board.rows[event.trial]
         row.peak = event.peak
@@ -264,8 +271,13 @@ class Driver:
         for number in task.trials:
             self._account(self.board.rows[number], event.seconds)
         if task.alone or (task.whole and len(job.trials) == 1):
-            task.trials.pop(event.trial, None)
-            self._end(event.trial, "failed", None, {**self._notes(task, event), "error": event.error, "alone": True})
+            params, fitted = task.trials.pop(event.trial, None), task.need.fit
+            if fitted is not None and params is not None:
+                self._readable[event.trial], self._again[event.trial] = params, task
+                self._foresight.ask(event.trial, params, (fitted.way, fitted.degree))
+            else:
+                notes = {**self._notes(task, event), "error": event.error, "alone": True}
+                self._end(event.trial, "failed", None, notes)
             if task.trials:
                 self._wait(task)
             return
@@ -329,13 +341,6 @@ class Driver:
 
     def _note(self, event: str, *trials: int, **fields: Any) -> None:
         self.events.append(event, trials=list(trials), **fields)
-
-
-def _estimated(task: Task) -> int | None:
-    """Bytes of each device that the job should take, also of one that has its devices to itself."""
-    if task.memory is not None or task.need.memory is None:
-        return task.memory
-    return task.need.of_lanes(len(task.trials))
 
 
 def _last_line(text: str) -> str:

@@ -16,7 +16,8 @@ from weft.errors import PlanError, TuneError
 from weft.tune.captured import capturable
 from weft.tune.complete import Complete, example, shaped
 from weft.tune.drawing import standing
-from weft.tune.job import Fit, Way
+from weft.tune.job import After, Fit, Way
+from weft.tune.outside import kept_outside
 from weft.tune.peaks import Peaks, paused, peaks
 from weft.tune.recipe import CONTINUOUS
 from weft.tune.setting import Setting
@@ -34,24 +35,33 @@ allocated is known to one percent."""
 AT_ONCE = 2
 """Gradients of the largest parameter, whole, that a split step holds for a while beside what the planner counts: as it
 comes out, and as it travels."""
+_WORDS: dict[Way, str] = {
+    "whole": "the whole batch",
+    "accumulate": "in micro-batches",
+    "recompute": "recomputing",
+    "split": "split over {} devices",
+    "offload": "with activations on the host",
+}
+_ORDER: tuple[Way, ...] = ("whole", "recompute", "split", "offload")
 SECONDS = 20.0
 """Of a search for a plan."""
 
 
-def fit(setting: Setting, devices: int, memory: int, device: str = "h200") -> Fit:
+def fit(setting: Setting, devices: int, memory: int, device: str = "h200", after: After | None = None) -> Fit:
     """The first of these that fits one of so many devices with so much memory each: the whole batch; equal
     micro-batches, whose gradients add up to the batch's; the same with activations recomputed; a plan that splits the
     candidate over 2, 4, ... devices; activations in host memory.
 
-    ``device`` is the kind: ``cpu``, or a GPU's name. TuneError with all the figures where none fits, PlanError where
-    the step cannot be traced.
+    ``device`` is the kind: ``cpu``, or a GPU's name. ``after`` is what took more than a device has when it ran: then
+    only what comes after it is looked at. TuneError with all the figures where none fits, PlanError where the step
+    cannot be traced.
     """
-    key = (likeness(setting), devices, memory, device)
+    key = (likeness(setting), devices, memory, device, after)
     if key not in _known:
         while len(_known) >= KNOWN:
             del _known[next(iter(_known))]
         try:
-            _known[key] = _Fitting(setting, devices, memory, device).first()
+            _known[key] = _Fitting(setting, devices, memory, device, after).first()
         except PlanError as problem:
             _known[key] = str(problem)
     found = _known[key]
@@ -82,26 +92,33 @@ class _Fitting:
     devices: int
     memory: int
     device: str
+    after: After | None
 
     def first(self) -> Fit:
         tried: list[str] = []
-        for way in ("whole", "recompute"):
-            found = self._on_one(way, tried)
+        for way in self._left(tried):
+            found = self._split(tried) if way == "split" else self._on_one(way, tried)
             if found is not None:
                 return found
-        found = self._split(tried) or self._on_one("offload", tried)
-        if found is None:
-            raise TuneError(
-                f"the candidate fits nowhere, with {self.devices} {'device' if self.devices == 1 else 'devices'} of "
-                f"{size(self.memory)}: {'; '.join(tried)}. Use a smaller model or batch, or larger devices"
-            )
-        return found
+        raise TuneError(
+            f"the candidate fits nowhere, with {self.devices} {'device' if self.devices == 1 else 'devices'} of "
+            f"{size(self.memory)}: {'; '.join(tried)}. Use a smaller model or batch, or larger devices"
+        )
+
+    def _left(self, tried: list[str]) -> tuple[Way, ...]:
+        """The ways that were not tried in earnest; a split is one of several, by its number of devices."""
+        if self.after is None:
+            return _ORDER
+        way, degree = self.after
+        tried.append(f"{_WORDS[way].format(degree)}, it took more than {size(self.memory)} when it ran")
+        at = _ORDER.index("whole" if way == "accumulate" else way)
+        return _ORDER[at if way == "split" else at + 1 :]
 
     def _on_one(self, way: Way, tried: list[str]) -> Fit | None:
         batch = self.setting.batch_size
         once = peaks(self.setting, way, self.device, accumulate=False)
         room = int(self.memory * (1 - MARGIN)) - once.context
-        what = {"whole": "the whole batch", "recompute": "recomputing", "offload": "with activations on the host"}[way]
+        what = _WORDS[way]
         needed = once.at(batch)
         if once.fits(batch, room):
             return self._fit(way, once, batch, min(needed, room), tried, what)
@@ -144,10 +161,15 @@ class _Fitting:
         if self.devices < 2:
             tried.append("there is no second device to split it with")
             return None
+        if (name := kept_outside(self.setting)) is not None:
+            tried.append(f"it cannot be split: '{name}' of its model changes as it trains, and in a graph would not")
+            return None
         # With data, as the processes that will run it capture it: without, casts and some operators are others.
         batch = example(self.setting, self.setting.batch_size, "cpu")
         whole = Complete(self.setting, self.setting.bare(), tuple(batch))
         degree, tensors = 2, whole.tensors(batch)
+        if self.after is not None and self.after[0] == "split":
+            degree = 2 * self.after[1]
         stand = standing()
         try:
             scale = self._scale(whole, tensors)

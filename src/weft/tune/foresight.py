@@ -16,6 +16,7 @@ from weft.errors import TuneError, WeftError
 from weft.space import Value
 from weft.tune.attempt import Terms
 from weft.tune.devices import processors
+from weft.tune.job import After
 from weft.tune.needs import Need, kind_of, need
 from weft.tune.process import started
 from weft.tune.recipe import Recipe
@@ -54,12 +55,15 @@ class _Seer:
     process: Any
     line: Line
     asked: dict[int, Params] = field(default_factory=dict)
+    after: dict[int, After] = field(default_factory=dict)
     kinds: dict[int, str] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
     answered: set[str] = field(default_factory=set)
 
-    def ask(self, number: int, params: Params, kind: str) -> None:
+    def ask(self, number: int, params: Params, kind: str, after: After | None) -> None:
         self.asked[number], self.kinds[number] = dict(params), kind
+        if after is not None:
+            self.after[number] = after
         self.send()
 
     def send(self) -> None:
@@ -70,13 +74,15 @@ class _Seer:
         for number in rest[: UNDER_WAY - len(self.sent)]:
             self.sent.add(number)
             with suppress(OSError):  # that it is gone is seen when it is heard
-                self.line.send({"number": number, "params": dict(self.asked[number])})
+                params, after = dict(self.asked[number]), self.after.get(number)
+                self.line.send({"number": number, "params": params, "after": after})
 
     def heard(self, number: int) -> bool:
         """Whether an answer is to one of its questions."""
         self.sent.discard(number)
         if self.asked.pop(number, None) is None:
             return False
+        self.after.pop(number, None)
         self.answered.add(self.kinds.pop(number))
         return True
 
@@ -102,12 +108,13 @@ class Foresight:
         """Those whose need is not known yet."""
         return {n: params for seer in self._seers for n, params in seer.asked.items()} | self._untold
 
-    def ask(self, number: int, params: Params) -> None:
+    def ask(self, number: int, params: Params, after: After | None = None) -> None:
+        """``after``: how it was fitted when it took more than a device has, and is to be fitted otherwise."""
         seer = self._seer(kind := kind_of(params))
         if seer is None:
-            self._see(number, params)
+            self._see(number, params, after)
             return
-        seer.ask(number, params, kind)
+        seer.ask(number, params, kind, after)
 
     def told(self) -> list[tuple[int, Need | Refused]]:
         """All that is known by now and was not told before."""
@@ -159,18 +166,18 @@ class Foresight:
         self._by_kind = {kind: other for kind, other in self._by_kind.items() if other is not seer}
         self._most = len(self._seers)
         for number, params in seer.asked.items():
-            self._see(number, params)
+            self._see(number, params, seer.after.get(number))
 
-    def _see(self, number: int, params: Params) -> None:
+    def _see(self, number: int, params: Params, after: After | None) -> None:
         """Here, by the driver itself."""
-        self._known.append((number, found(self._terms, params, self._place)))
+        self._known.append((number, found(self._terms, params, self._place, after)))
         self._untold[number] = params
 
 
-def found(terms: Terms, params: Params, place: Place) -> Need | Refused:
+def found(terms: Terms, params: Params, place: Place, after: After | None = None) -> Need | Refused:
     """What a trial needs; a model that cannot be made is its trial's failure, and no other's."""
     try:
-        return need(terms, params, place.memory, place.devices, place.kind, place.fuse)
+        return need(terms, params, place.memory, place.devices, place.kind, place.fuse, after)
     except Exception as problem:
         mine = isinstance(problem, WeftError)
         return Refused(str(problem) if mine else "".join(traceback.format_exception(problem)).strip())
@@ -185,7 +192,8 @@ def serve(end: socket.socket, payload: bytes, told: Mapping[str, Any]) -> None:
     terms = unpacked(payload)
     with suppress(OSError):
         while (message := line.receive()) is not None:
-            answer = found(terms, message["params"], place)
+            after = msgspec.convert(message.get("after"), After | None)
+            answer = found(terms, message["params"], place, after)
             line.send({"number": message["number"], type(answer).__name__: msgspec.to_builtins(answer)})
 
 

@@ -28,6 +28,10 @@ class Fit:
     """The plan of a split candidate, as ``Plan.to_json`` writes it."""
 
 
+After = tuple[Way, int]
+"""The way and the degree of a fit that a trial went beyond."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One attempt at one trial, or at several that are fused into one training."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weft.errors import PlanError
 from weft.space import Value
 from weft.tune.attempt import Terms
-from weft.tune.job import Fit
+from weft.tune.job import After, Fit
 from weft.tune.recipe import CONTINUOUS, Recipe
 
 if TYPE_CHECKING:
@@ -64,8 +64,17 @@ class Need:
         return alone if lanes == 1 else lanes * (alone * BESIDE if self.lane is None else self.lane)
 
 
-def need(terms: Terms, params: Mapping[str, Value], memory: int | None, devices: int, kind: str, fuse: bool) -> Need:
-    """Of a recipe's candidate: how it fits devices of a kind with so much memory, as a function of these alone.
+def need(
+    terms: Terms,
+    params: Mapping[str, Value],
+    memory: int | None,
+    devices: int,
+    kind: str,
+    fuse: bool,
+    after: After | None = None,
+) -> Need:
+    """Of a recipe's candidate: how it fits devices of a kind with so much memory, as a function of these alone; and of
+    ``after``, how it was fitted when it took more than a device has. It is fused with none then.
 
     Raises TuneError, with the figures, for one that fits nowhere. What cannot be traced, such as a model whose shapes
     depend on data, gets all of a device as it is. A function needs what its study says.
@@ -81,13 +90,13 @@ def need(terms: Terms, params: Mapping[str, Value], memory: int | None, devices:
 
     chosen.data()  # made once, here, where tensors are real
     try:
-        found = fit(chosen, devices, memory, kind)
+        found = fit(chosen, devices, memory, kind, after)
     except PlanError as problem:
         log.warning("a trial with %s has a device to itself, not estimated: %s", kind_of(params), problem)
         return Need(None, None, None, kind_of(params), chosen.steps, note=f"not estimated: {problem}")
     needed = min(_beyond(found.memory, kind), memory)
     # Lanes keep all that their forwards make: what recomputes, or lies on the host, is small only while it does.
-    lane = found.way in ("whole", "accumulate") and found.memory <= memory * LANE
+    lane = after is None and found.way in ("whole", "accumulate") and found.memory <= memory * LANE
     shape = _shape(chosen) if fuse and lane else None
     each = None if shape is None or kind != "cpu" else _lane(chosen, found.micro_batch)
     return Need(needed, found, shape, kind_of(params), chosen.steps, None if each is None else _beyond(each, kind))

@@ -26,6 +26,7 @@ from weft.tune.complete import example, shaped, valued
 from weft.tune.evaluation import judged, scores
 from weft.tune.fakestep import FakeStorages
 from weft.tune.job import Way
+from weft.tune.judging import Judging, judging, left_by_backwards
 from weft.tune.pools import reserved_apart
 from weft.tune.resident import resident
 from weft.tune.saving import recompute
@@ -69,7 +70,10 @@ def peaks(setting: Setting, way: Way, device: str, *, accumulate: bool) -> Peaks
         expandable=expandable(),
     )
     graphs = way == "whole" and capturable(setting)
-    return _Estimated(found, resident(setting.data()), setting.batch_size, _sample(batch), graphs)
+    judged = judging(setting, _optimizer(setting), known(device))
+    sizes = (resident(setting.data()), setting.batch_size, _sample(batch))
+    waiting = setting.batch_size * _sample(batch) if paused(setting) else 0
+    return _Estimated(found, *sizes, graphs, judged, waiting + left_by_backwards(found.tape(setting.batch_size)[0]))
 
 
 def paused(setting: Setting) -> bool:
@@ -98,6 +102,9 @@ class _Estimated:
     graphs: bool = False
     """Whether its steps are captured where they are small: a graph reads a copy of its micro-batch, and keeps its
     memory to itself."""
+    judging: Judging | None = None
+    waiting: int = 0
+    """Bytes that lie there while the trial is judged: its batch, and what backwards leave."""
 
     @property
     def context(self) -> int:
@@ -105,9 +112,14 @@ class _Estimated:
 
     def at(self, samples: int) -> int:
         found = self.estimate.at(samples).reserved + self._beside(samples)
+        judged, beside = self.judging, self.data + self.waiting
+        if judged is not None:
+            found = max(found, judged.at(samples) + beside)
         if not self.graphs or found > SMALL:
             return found
         apart = reserved_apart(*self.estimate.tape(samples)) + self._beside(samples)
+        if judged is not None:
+            apart = max(apart, judged.apart(samples) + beside)
         return max(found, apart) + samples * self.sample
 
     def fits(self, samples: int, room: int) -> bool:
@@ -115,13 +127,16 @@ class _Estimated:
         needed, left = self.at(samples), room - self._beside(samples)
         if needed <= room or left <= 0 or (self.graphs and needed <= SMALL):
             return needed <= room
-        return self.estimate.at(samples).fits(left, context=False)
+        judged = self.judging is None or self.judging.fits(samples, room - self.data - self.waiting)
+        return judged and self.estimate.at(samples).fits(left, context=False)
 
     def largest(self, room: int) -> int:
         most = 0
         for _ in range(2):  # what is counted of a micro-batch does not lie beside it as well
             left = room - self._beside(most)
             most = self.estimate.largest_batch(left, context=False, margin=0.0) if left > 0 else 0
+        if self.judging is not None:
+            most = self.judging.largest(most, room - self.data - self.waiting)
         if not most or not self.graphs or self.at(most) > SMALL:
             return most
         least, beyond = 0, most + 1

@@ -107,12 +107,15 @@ def encoded(value: Any, tensors: MutableMapping[str, Tensor], name: str) -> Any:
         return value
     if type(value) is float:
         return {"float": value.hex()}
+    if type(value) is complex:
+        return {"complex": [value.real.hex(), value.imag.hex()]}
     if type(value) in (list, tuple):
         return {type(value).__name__: [encoded(item, tensors, name) for item in value]}
     if isinstance(value, dict):
         pairs = [[encoded(key, tensors, name), encoded(item, tensors, name)] for key, item in value.items()]
         return {"dict": pairs}
-    if type(value) is Tensor and value.dtype in DTYPES and value.layout == torch.strided and not value.is_meta:
+    held = isinstance(value, Tensor) and (value.dtype in DTYPES or value.dtype.is_complex)
+    if type(value) is Tensor and held and value.layout == torch.strided and not value.is_meta:
         key = f"{name}#{len(tensors)}"
         tensors[key] = value.detach()
         return {"tensor": key, "host": value.device.type == "cpu"}
@@ -128,6 +131,8 @@ def decoded(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> 
         return value
     if "float" in value:
         return float.fromhex(value["float"])
+    if "complex" in value:
+        return complex(*map(float.fromhex, value["complex"]))
     if "tensor" in value:
         return tensors[value["tensor"]].to("cpu" if value["host"] else device)
     if "dict" in value:

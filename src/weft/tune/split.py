@@ -26,6 +26,7 @@ from weft.tune.drawing import Drawing
 from weft.tune.evaluation import evaluate
 from weft.tune.job import Fit
 from weft.tune.means import refuse_sums
+from weft.tune.remainder import restore, unkept
 from weft.tune.setting import Setting
 from weft.tune.training import Pruned, Report, Result, refuse_norms
 from weft.tune.whole import Whole
@@ -80,7 +81,7 @@ class _Split:
         if fit.accumulate > 1 and not setting.accumulate_norms:
             refuse_norms(model, setting.batch_size, fit.micro_batch)
         if self._kept is not None:
-            model.load_state_dict(dict(self._kept.weights))
+            restore(model, self._kept.weights, self._kept.buffers, {})  # of attributes, a graph has those at its making
         elif fit.accumulate > 1:
             refuse_sums(setting, model, data.train, fit.micro_batch, torch.device("cpu"))
         batch = self._loader.batch(0)
@@ -139,7 +140,7 @@ class _Split:
             return self._evaluated()
 
     def _evaluated(self) -> tuple[float, ...]:
-        self._whole.load_state_dict(self.staged.full_state_dict())
+        restore(self._whole, *self._state(), {})
         values = torch.zeros(len(self.setting.objectives), dtype=torch.float64)
         if dist.get_rank() == 0:
             found = evaluate(
@@ -147,6 +148,15 @@ class _Split:
             )
             values.copy_(torch.tensor(found, dtype=torch.float64))
         return tuple(self._from_first(values).tolist())
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The model's state_dict, whole, and the hidden buffers that training changes; on every process."""
+        hidden = unkept(self._whole)
+        extra = {name: value for name, value in self._whole.state_dict().items() if not isinstance(value, Tensor)}
+        shared = {name: one for name, one in self.staged.full_state_dict().items() if name not in hidden}
+        names = [name for name in self.staged.changing if name in hidden]
+        beyond = self.staged.everywhere(names, lambda name: self.staged.whole(self.staged.get_buffer(name)))
+        return {**extra, **shared}, beyond
 
     def _step(self, step: int, batch: Batch, seeder: Drawing) -> None:
         loss = self.staged.step(self._whole.tensors(batch), lambda number: seeder.set(step, number, "model"))
@@ -183,11 +193,12 @@ class _Split:
             self._kept_at(step, values)
 
     def _kept_at(self, step: int, values: tuple[float, ...] | None) -> None:
-        prefix = "model."
-        weights = {name.removeprefix(prefix): tensor for name, tensor in self.staged.full_state_dict().items()}
+        weights, buffers = (
+            {name.removeprefix("model."): value for name, value in found.items()} for found in self._state()
+        )
         states = {} if values is not None else self._states()
         if dist.get_rank() == 0:
-            keep(self._directory, self._law, Kept(step, weights, states, self.losses[:step], values))
+            keep(self._directory, self._law, Kept(step, weights, states, self.losses[:step], values, buffers))
         dist.barrier()
 
     def _states(self) -> dict[str, dict[str, Tensor]]:

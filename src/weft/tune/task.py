@@ -57,6 +57,13 @@ def alike(task: Task) -> dict[str, Any]:
     return {"shape": f"{task.need.kind} x{lanes}", "family": family}
 
 
+def estimated(task: Task) -> int | None:
+    """Bytes of each device that the job should take, also of one that has its devices to itself."""
+    if task.memory is not None or task.need.memory is None:
+        return task.memory
+    return task.need.of_lanes(len(task.trials))
+
+
 def job_of_task(task: Task) -> Job:
     """The attempt that runs."""
     assert task.job is not None

@@ -76,6 +76,8 @@ class Staged(nn.Module):
             self._first_has_the_say(name, stages)
         self._course = Course.of(reading, strategy, outline, grid.stage, self._calling, self._weights, recompute)
         self._exchange = Exchange(grid, wire.device, self._course.receives, self._course.sends)
+        self.changing = tuple(outline.changes)
+        """The buffers that steps change, of all stages, also those that are no part of the model's state."""
         self._changes = {name: value for name, value in outline.changes.items() if value in self._section.ends}
         self._seeded_alike = not self._course.recipe.random
 
