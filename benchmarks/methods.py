@@ -3,10 +3,10 @@
 Every method has the same seconds on the same device, training and searching taken together, and ends with one pick.
 `regret` is the true accuracy that the pick misses of the best, in percent; `tau` ranks what a method can rank:
 probabilities of subnets for those that learn a mixture (over the whole table), inherited losses for those that train
-by samples (over the subnets that evolution scored). `picks` of those that learn a mixture tells what every way of
-`picks.py` settles on with the same weights, and the seconds that it takes, which the row's do not hold. `random` draws
-one subnet and knows nothing, and `table-evolution` is regularized evolution that reads the true accuracies of as many
-subnets as `QUERIES` says, which no real search can.
+by samples (over the subnets that evolution scored). `random` draws one subnet and knows nothing, and `table-evolution`
+is regularized evolution that reads the true accuracies of as many subnets as `QUERIES` says, which no real search can.
+With `--picks`, `picks` of those that learn a mixture tells what every way of `picks.py` settles on with the same
+weights, and the seconds that it takes, which the row's do not hold.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class Job:
     seed: int
     seconds: float
     warm: float | None = None  # the part of the steps in which the weights learn alone; None: as the product has it
+    picks: bool = False  # whether other ways to settle on a subnet are tried too
 
     @property
     def id(self) -> tuple[str, str, int, float, float | None]:
@@ -172,9 +173,10 @@ def measure(job: Job, data: Data, truth: Mapping[str, float], device: str) -> di
                 }
                 tau = kendall_tau(list(likely.values()), [truth[key] for key in likely])
                 extra["mixture"] = {n: [round(math.exp(p), 4) for p in row] for n, row in mixture.items()}
-                aside = time.perf_counter()
-                extra["picks"] = _picks(result, bench, truth, job.seed)
-                settling = time.perf_counter() - aside
+                if job.picks:
+                    aside = time.perf_counter()
+                    extra["picks"] = _picks(result, bench, truth, job.seed)
+                    settling = time.perf_counter() - aside
             else:
                 trained = _train(bench, data, job, device, steps, folder, [])
                 pick, tau, extra["scored"] = _evolve(trained, bench, truth, job, began)

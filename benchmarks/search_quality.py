@@ -165,7 +165,7 @@ def compare(options: argparse.Namespace) -> None:
     done = {(row["space"], row["method"], row["seed"], row["budget_seconds"], row.get("warm", 0.2)) for row in rows}
     # One seed of everything first: a grid that is cut short is then still whole.
     wanted = [
-        methods.Job(s, m, seed, seconds, options.warm)
+        methods.Job(s, m, seed, seconds, options.warm, options.picks)
         for seed in seeds
         for s in options.spaces
         for m in options.methods
@@ -214,6 +214,7 @@ def main() -> None:
         help="part of a search in which the weights learn alone, with a rate of 0.01 for the architecture; "
         "if not given, both as weft.search has them",
     )
+    parser.add_argument("--picks", action="store_true", help="try other ways to settle on a subnet too")
     parser.add_argument("--seconds", type=float, default=40.0, help="what every method has")
     parser.add_argument("--workers", type=int, default=1, help="methods beside each other on the device")
     options = parser.parse_args()

@@ -139,6 +139,7 @@ def gradient_arguments(config: Config, folder: Path) -> dict[str, Any]:
         "targets": s.targets,
         "architecture": None if s.rate is None else Optimizer(usual.kind, **{**usual.options, "lr": s.rate}),
         "warmup_weights": s.warmup,
+        "pick": s.pick,
         "budget": s.budget,
         "recalibrate": s.recalibrate,
         "name": s.name,

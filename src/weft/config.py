@@ -82,8 +82,8 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the supernet is searched; the names are those of ``weft.search``.
 
-    Gradient methods train it too, as ``Train`` says: then ``targets``, ``warmup`` and ``rate`` count, and of the others
-    ``budget``, ``recalibrate`` and ``name``.
+    Gradient methods train it too, as ``Train`` says: then ``targets``, ``warmup``, ``rate`` and ``pick`` count, and of
+    the others ``budget``, ``recalibrate`` and ``name``.
     """
 
     maximize: Names = ()
@@ -100,6 +100,8 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Steps that train the weights alone, before the architecture learns too; if not given, as suits the method."""
     rate: float | None = None
     """The learning rate of the architecture; if not given, as suits the method and the number of steps."""
+    pick: str | None = None
+    """How a gradient method settles on its subnet: ``likeliest`` or ``missed``; if not given, as suits the method."""
 
 
 class Residency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -69,7 +69,7 @@ def check_resumed(config: Config) -> None:
         return
     saved, now = Run.open(path).manifest.get("config") or {}, plain(to_dict(config)["search"])
     before = {**plain(to_dict(Config(""))["search"]), **saved.get("search", {})}
-    for name in ("method", "targets", "warmup", "rate"):
+    for name in ("method", "targets", "warmup", "rate", "pick"):
         if saved and before[name] != now[name]:
             raise RunError(
                 f"run '{path.name}' was made with search.{name} = {before[name]}, now it is {now[name]}: "

@@ -53,6 +53,7 @@ def search(
     targets: str | Iterable[str] = (),
     architecture: Optimizer | None = None,
     warmup_weights: int | None = None,
+    pick: str | None = None,
     seed: int = 0,
     budget: int = 200,
     recalibrate: int = 2,

@@ -15,6 +15,7 @@ from weft.plan.memory.tape import Tape
 from weft.tune.complete import example, shaped
 from weft.tune.evaluation import judged, scores
 from weft.tune.pools import reserved_apart
+from weft.tune.segments import expandable
 from weft.tune.setting import Setting
 
 _log = logging.getLogger("weft.tune")
@@ -91,7 +92,10 @@ def _traced(setting: Setting, optimizer: Any, device: str) -> Judging | None:
         optimizer.zero_grad(set_to_none=True)
 
     try:
-        found = estimate(shaped(setting), example(setting, most), optimizer=optimizer, step=step, device=device)
+        found = estimate(
+            shaped(setting), example(setting, most), optimizer=optimizer, step=step, device=device,
+            expandable=expandable(),
+        )  # fmt: skip
     except WeftError as problem:
         _log.info("judging trials like %s is not estimated: %s", dict(setting.params), problem)
         return None

@@ -8,8 +8,10 @@ from typing import Any
 
 from weft.errors import SearchError, nearest
 from weft.pipeline import Optimizer, train
-from weft.search.gradient.method import GradientMethod, SampledMethod
+from weft.search.gradient.method import PICKS, GradientMethod, SampledMethod
 from weft.search.target import Penalty
+
+OWN = ["method", "targets", "penalties", "architecture", "warmup_weights", "pick", "budget", "recalibrate", "name"]
 
 
 def check_arguments(
@@ -20,6 +22,7 @@ def check_arguments(
     penalties: object,
     architecture: object,
     warmup_weights: object,
+    pick: object,
     options: Mapping[str, Any],
 ) -> None:
     """Raises SearchError for what is of the wrong kind, and for options that nobody has."""
@@ -28,6 +31,10 @@ def check_arguments(
     _count("steps", steps, 1)
     if warmup_weights is not None:
         _count("warmup_weights", warmup_weights, 0)
+    if pick is not None and pick not in PICKS:
+        raise SearchError(f"pick is {' or '.join(map(repr, PICKS))}, not {pick!r}")
+    if pick is not None and isinstance(method, SampledMethod):
+        raise SearchError(f"'{method.name}' learns no mixture to pick from: leave pick out")
     named = metrics if isinstance(metrics, Mapping) else {} if metrics is None else None
     if named is None or not all(isinstance(name, str) and callable(metric) for name, metric in named.items()):
         raise SearchError(f'metrics are functions by name, such as {{"accuracy": weft.accuracy}}, not {metrics!r}')
@@ -41,8 +48,7 @@ def check_arguments(
     known = set(inspect.signature(train).parameters) - {"net", "data", "bilevel"}
     for name in options:
         if name not in known:
-            own = ("method", "targets", "penalties", "architecture", "warmup_weights", "budget", "recalibrate", "name")
-            raise SearchError(f"a search that trains has no option '{name}'{nearest(name, (*own, *sorted(known)))}")
+            raise SearchError(f"a search that trains has no option '{name}'{nearest(name, (*OWN, *sorted(known)))}")
 
 
 def _count(name: str, value: object, least: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ class Darts:
     order: int = 1
     name: str = "darts"
     anneals: bool = False
+    pick: ClassVar[str] = "missed"
+    """Its probabilities say how well options do together, and less how one does alone."""
 
     def __call__(self, alpha: Tensor, training: bool, progress: Tensor | None) -> Tensor:
         return torch.softmax(alpha, 0)

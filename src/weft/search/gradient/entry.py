@@ -28,8 +28,10 @@ from weft.search.gradient.method import (
     SampledMethod,
     make_gradient_method,
     usual_optimizer,
+    usual_pick,
     usual_warmup,
 )
+from weft.search.gradient.missed import most_missed
 from weft.search.gradient.objective import Layout, MixedLoss, MixedMetric, Probabilities
 from weft.search.gradient.picture import write_picture
 from weft.search.objective import parse_objectives
@@ -79,6 +81,7 @@ def gradient_search(
     penalties: Sequence[Penalty] = (),
     architecture: Optimizer | None = None,
     warmup_weights: int | None = None,
+    pick: str | None = None,
     seed: int = 0,
     budget: int = 200,
     recalibrate: int = 2,
@@ -91,13 +94,15 @@ def gradient_search(
     ``steps`` counts steps of both kinds: after ``warmup_weights`` steps for the weights alone (as many as suit the
     method, if not given), every second one trains the architecture on validation data. ``targets`` such as
     ``"parameters=5e6"`` or ``"flops=1e9"`` pull the expected cost of the mixture there, and the subnet meets them
-    within 2 %. ``architecture`` is the optimizer of the architecture parameters. Methods that train by samples
+    within 2 %. ``architecture`` is the optimizer of the architecture parameters. ``pick`` says how the subnet is
+    settled on in the end: the ``likeliest`` of the mixture, or of each choice the option that is ``missed`` most; if
+    not given, as suits the method. Methods that train by samples
     (``spos``, ``fairnas``, ``sandwich``) train their stream and then search ``budget`` subnets by evolution for the
     least loss, of which ``on_score`` is told. Other options are those of ``weft.train``; the run resumes, runs on
     several stages and repeats to the bit as any other.
     """
     chosen = make_gradient_method(method) if isinstance(method, str) else method
-    check_arguments(chosen, steps, metrics, targets, penalties, architecture, warmup_weights, options)
+    check_arguments(chosen, steps, metrics, targets, penalties, architecture, warmup_weights, pick, options)
     given = {"steps": steps, "loss": loss, "metrics": dict(metrics or {}), "seed": seed, **options}
     check_name(name)
     started = ranks()
@@ -139,7 +144,6 @@ def gradient_search(
     trained = train(mixed_factory(net, chosen, side), data, **given)
     assert isinstance(trained.chain, MixedChain)
     mixture = trained.chain.mixture()
-    subnet = likeliest(mixture, wanted)
     plain = replace(
         trained,
         chain=_inherited(net, trained, seed),
@@ -152,6 +156,10 @@ def gradient_search(
             consistency=consistencies(initialise(net, seed, only=()), options.get("consistency")),
         ),
     )
+    if (pick or usual_pick(chosen)) == "missed":
+        subnet = most_missed(plain.chain, mixture, plain.data, plain.settings, wanted, penalties)
+    else:
+        subnet = likeliest(mixture, wanted)
     return _found(plain, subnet, mixture, recalibrate, name, chosen.name, layout)
 
 

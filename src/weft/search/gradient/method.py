@@ -60,6 +60,15 @@ def usual_optimizer(method: GradientMethod, steps: int) -> Optimizer:
     return Optimizer(usual.kind, **{**usual.options, "lr": min(0.03, max(usual.options["lr"], 15 / steps))})
 
 
+PICKS = ("likeliest", "missed")
+"""How a subnet is settled on once the mixture is learned: by its probabilities, or by what is missed without it."""
+
+
+def usual_pick(method: GradientMethod) -> str:
+    """Where a user does not say: the method's ``pick``, if it has one."""
+    return str(getattr(method, "pick", PICKS[0]))
+
+
 @runtime_checkable
 class SampledMethod(Protocol):
     """A way to train discrete subnets, of which evolution then finds the best."""

@@ -1,0 +1,104 @@
+"""The pick by what is missed (Wang et al., 2021): of each choice the option without which the mixture does worst.
+
+A mixture of much can do well with probabilities that say little of its options by themselves: the likeliest subnet of
+DARTS may even cut its output off from the input. What an option is worth shows when it is taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from weft.data import Batch, Data, IterableLoader, Loader
+from weft.pipeline.determinism import deterministic
+from weft.pipeline.evaluate import Calibration, Scores
+from weft.pipeline.settings import Settings
+from weft.search.pick import likeliest
+from weft.search.target import Penalty, Target
+from weft.space import Subnet
+from weft.supernet import Chain
+from weft.supernet.elastic import Mixture
+from weft.supernet.elastic.mixture import choice_options
+
+SAMPLES = 2048
+"""Of the validation data, at most, that each option is judged by."""
+SHARE = 4
+"""Batches that are looked at in all are at most the steps of the search over this."""
+
+
+def most_missed(
+    chain: Chain,
+    mixture: Mixture,
+    data: Data,
+    settings: Settings,
+    targets: Sequence[Target] = (),
+    penalties: Sequence[Penalty] = (),
+) -> Subnet:
+    """Settles one choice after another, the surest first: each option is taken away in turn, the others share its
+    probability, and the one whose absence costs most is kept for good.
+
+    The chain, in evaluation mode, has the weights that were learned with the mixture; its batch norms see each batch
+    by itself. With targets no choice is settled before the others: the subnet is the one, of those that meet them,
+    whose options would be missed most in all.
+    """
+    space, device = chain.space, settings.device
+    rows = {name: mixture[name].detach().to(device) for name in space.choices}
+    counts = {name: len(choice_options(space, name)) for name in rows}
+    batches = _batches(data, settings, sum(counts.values()))
+    surest = sorted(rows, key=lambda name: float(mixture.entropies()[name]))
+    worth = dict(rows)
+    with deterministic(device):
+        for name in surest:
+            every = range(counts[name] if counts[name] > 1 else 0)
+            left = (Mixture.unchecked(space, {**rows, name: _without(rows[name], option)}) for option in every)
+            costs = [_cost(chain, one, batches, settings, penalties) for one in left]
+            if not costs:
+                continue
+            # Where the mixture breaks without an option, it is wanted more than any other.
+            lost = torch.tensor(costs, dtype=torch.float64).nan_to_num(nan=torch.inf).clamp_max(1e6)
+            worth[name] = torch.softmax(lost, 0)
+            if not targets:
+                rows[name] = _certain(rows[name], int(lost.argmax()))
+    # Likelihoods multiply as what is missed adds up.
+    return likeliest(Mixture.unchecked(space, worth if targets else rows), targets)
+
+
+def _without(row: Tensor, option: int) -> Tensor:
+    """The other options in their proportions; alike, where all of the probability was on this one."""
+    others = 1.0 - _certain(row, option)
+    left = row * others
+    total = left.sum()
+    return torch.where(total > 1e-6, left / total.clamp_min(1e-6), others / others.sum())
+
+
+def _certain(row: Tensor, option: int) -> Tensor:
+    return (torch.arange(len(row), device=row.device) == option).to(row.dtype)
+
+
+@torch.no_grad()
+def _cost(
+    chain: Chain, mixture: Mixture, batches: Sequence[Batch], settings: Settings, penalties: Sequence[Penalty]
+) -> float:
+    """The loss under a mixture, and what its cost is punished with."""
+    scores, low = Scores(settings.loss, None), settings.precision == "bf16"
+    with Calibration([chain]):
+        for batch in batches:
+            with torch.autocast(settings.device.type, torch.bfloat16) if low else nullcontext():
+                scores.add(chain(batch, mixture), batch)
+    return scores.means()["loss"] + sum(float(one.penalty(mixture)) for one in penalties)
+
+
+def _batches(data: Data, settings: Settings, options: int) -> list[Batch]:
+    """Validation batches of the run's size, as many as are worth the time: to train takes longer than to look."""
+    count = min(max(settings.steps // (SHARE * options), 1), -(-SAMPLES // settings.batch_size))
+    source = data.validation
+    assert source is not None
+    if isinstance(source, IterableLoader):
+        return list(islice(source.all(), count))
+    size = min(settings.batch_size, len(source))
+    loader = Loader(source, size, settings.seed, device=settings.device)
+    return [loader.batch(k) for k in range(min(count, -(-len(source) // size)))]
