@@ -35,6 +35,8 @@ def check_arguments(
         raise SearchError(f"pick is {' or '.join(map(repr, PICKS))}, not {pick!r}")
     if pick is not None and isinstance(method, SampledMethod):
         raise SearchError(f"'{method.name}' learns no mixture to pick from: leave pick out")
+    if pick == "missed" and targets:
+        raise SearchError("pick 'missed' does not look at what a subnet costs: use 'likeliest' with targets")
     named = metrics if isinstance(metrics, Mapping) else {} if metrics is None else None
     if named is None or not all(isinstance(name, str) and callable(metric) for name, metric in named.items()):
         raise SearchError(f'metrics are functions by name, such as {{"accuracy": weft.accuracy}}, not {metrics!r}')

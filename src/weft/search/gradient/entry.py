@@ -96,7 +96,7 @@ def gradient_search(
     ``"parameters=5e6"`` or ``"flops=1e9"`` pull the expected cost of the mixture there, and the subnet meets them
     within 2 %. ``architecture`` is the optimizer of the architecture parameters. ``pick`` says how the subnet is
     settled on in the end: the ``likeliest`` of the mixture, or of each choice the option that is ``missed`` most; if
-    not given, as suits the method. Methods that train by samples
+    not given, as suits the method, and under targets the likeliest that meets them. Methods that train by samples
     (``spos``, ``fairnas``, ``sandwich``) train their stream and then search ``budget`` subnets by evolution for the
     least loss, of which ``on_score`` is told. Other options are those of ``weft.train``; the run resumes, runs on
     several stages and repeats to the bit as any other.
@@ -156,8 +156,8 @@ def gradient_search(
             consistency=consistencies(initialise(net, seed, only=()), options.get("consistency")),
         ),
     )
-    if (pick or usual_pick(chosen)) == "missed":
-        subnet = most_missed(plain.chain, mixture, plain.data, plain.settings, wanted, penalties)
+    if not wanted and (pick or usual_pick(chosen)) == "missed":
+        subnet = most_missed(plain.chain, mixture, plain.data, plain.settings, penalties)
     else:
         subnet = likeliest(mixture, wanted)
     return _found(plain, subnet, mixture, recalibrate, name, chosen.name, layout)

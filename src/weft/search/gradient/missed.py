@@ -6,6 +6,7 @@ DARTS may even cut its output off from the input. What an option is worth shows 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import islice
@@ -18,7 +19,7 @@ from weft.pipeline.determinism import deterministic
 from weft.pipeline.evaluate import Calibration, Scores
 from weft.pipeline.settings import Settings
 from weft.search.pick import likeliest
-from weft.search.target import Penalty, Target
+from weft.search.target import Penalty
 from weft.space import Subnet
 from weft.supernet import Chain
 from weft.supernet.elastic import Mixture
@@ -26,45 +27,36 @@ from weft.supernet.elastic.mixture import choice_options
 
 SAMPLES = 2048
 """Of the validation data, at most, that each option is judged by."""
+SIZE = 256
+"""Of a batch, or as large as those of the run: few launches, and no more than subnets are scored with."""
 SHARE = 4
-"""Batches that are looked at in all are at most the steps of the search over this."""
+"""Samples that are looked at in all, for all options, are at most those that were trained with over this."""
 
 
 def most_missed(
-    chain: Chain,
-    mixture: Mixture,
-    data: Data,
-    settings: Settings,
-    targets: Sequence[Target] = (),
-    penalties: Sequence[Penalty] = (),
+    chain: Chain, mixture: Mixture, data: Data, settings: Settings, penalties: Sequence[Penalty] = ()
 ) -> Subnet:
     """Settles one choice after another, the surest first: each option is taken away in turn, the others share its
     probability, and the one whose absence costs most is kept for good.
 
     The chain, in evaluation mode, has the weights that were learned with the mixture; its batch norms see each batch
-    by itself. With targets no choice is settled before the others: the subnet is the one, of those that meet them,
-    whose options would be missed most in all.
+    by itself. What a subnet shall cost is not looked at: under a target, sums of what is missed were tried, and chose
+    worse than probabilities do.
     """
     space, device = chain.space, settings.device
     rows = {name: mixture[name].detach().to(device) for name in space.choices}
     counts = {name: len(choice_options(space, name)) for name in rows}
     batches = _batches(data, settings, sum(counts.values()))
-    surest = sorted(rows, key=lambda name: float(mixture.entropies()[name]))
-    worth = dict(rows)
+    bits = {name: float(entropy) for name, entropy in mixture.entropies().items()}
     with deterministic(device):
-        for name in surest:
-            every = range(counts[name] if counts[name] > 1 else 0)
-            left = (Mixture.unchecked(space, {**rows, name: _without(rows[name], option)}) for option in every)
+        for name in sorted((name for name in rows if counts[name] > 1), key=lambda name: bits[name]):
+            every = (_without(rows[name], option) for option in range(counts[name]))
+            left = (Mixture.unchecked(space, {**rows, name: row}) for row in every)
             costs = [_cost(chain, one, batches, settings, penalties) for one in left]
-            if not costs:
-                continue
             # Where the mixture breaks without an option, it is wanted more than any other.
-            lost = torch.tensor(costs, dtype=torch.float64).nan_to_num(nan=torch.inf).clamp_max(1e6)
-            worth[name] = torch.softmax(lost, 0)
-            if not targets:
-                rows[name] = _certain(rows[name], int(lost.argmax()))
-    # Likelihoods multiply as what is missed adds up.
-    return likeliest(Mixture.unchecked(space, worth if targets else rows), targets)
+            lost = [math.inf if math.isnan(cost) else cost for cost in costs]
+            rows[name] = _certain(rows[name], lost.index(max(lost)))
+    return likeliest(Mixture.unchecked(space, rows))
 
 
 def _without(row: Tensor, option: int) -> Tensor:
@@ -93,12 +85,14 @@ def _cost(
 
 
 def _batches(data: Data, settings: Settings, options: int) -> list[Batch]:
-    """Validation batches of the run's size, as many as are worth the time: to train takes longer than to look."""
-    count = min(max(settings.steps // (SHARE * options), 1), -(-SAMPLES // settings.batch_size))
+    """Validation batches, as many as are worth the time: a look takes a third of a step."""
+    size = max(settings.batch_size, SIZE)
+    trained = settings.steps * settings.batch_size
+    count = max(min(SAMPLES, trained // (SHARE * options)) // size, 1)
     source = data.validation
     assert source is not None
     if isinstance(source, IterableLoader):
         return list(islice(source.all(), count))
-    size = min(settings.batch_size, len(source))
+    size = min(size, len(source))
     loader = Loader(source, size, settings.seed, device=settings.device)
     return [loader.batch(k) for k in range(min(count, -(-len(source) // size)))]
