@@ -175,7 +175,7 @@ def measure(job: Job, data: Data, truth: Mapping[str, float], device: str) -> di
                 extra["mixture"] = {n: [round(math.exp(p), 4) for p in row] for n, row in mixture.items()}
                 if job.picks:
                     aside = time.perf_counter()
-                    extra["picks"] = _picks(result, bench, truth, job.seed)
+                    extra["picks"] = _picks(result, bench, truth)
                     settling = time.perf_counter() - aside
             else:
                 trained = _train(bench, data, job, device, steps, folder, [])
@@ -204,14 +204,12 @@ def _told(bench: Bench, truth: Mapping[str, float], pick: Subnet) -> dict[str, A
     return {"pick": bench.key(pick), "rank": rank, "regret": max(truth.values()) - own}
 
 
-def _picks(found: Found, bench: Bench, truth: Mapping[str, float], seed: int) -> dict[str, dict[str, Any]]:
+def _picks(found: Found, bench: Bench, truth: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """What every way settles on."""
     trained, told = found.trained, {}
-    device = trained.settings.device
     assert found.mixture is not None
-    with deterministic(device):
-        settle = picks.ways(trained.chain, found.mixture, trained.data, trained.settings.loss, seed, device)
-        for name, way in settle.items():
+    with deterministic(trained.settings.device):
+        for name, way in picks.ways(trained, found.mixture).items():
             began = time.perf_counter()
             told[name] = {**_told(bench, truth, way()), "seconds": time.perf_counter() - began}
     return told

@@ -241,6 +241,42 @@ def test_what_the_readme_says_of_the_methods_is_in_a_result_file() -> None:
         assert re.search(between, text)
 
 
+def test_every_pick_by_present_defaults_is_in_a_result_file() -> None:
+    (body,) = re.findall(r"^\| method, present defaults .*\n\|[-|]+\n((?:\|.*\n)+)", README, re.M)
+    table = {name: shown for name, *shown in ([c.strip() for c in line.split("|")[1:-1]] for line in body.splitlines())}
+    early, late = rows("search-picks"), rows("search-defaults")
+    assert {row["method"] for row in early} == {"darts", "drnas", "gdas"}
+    measured = {
+        name: [[f"{rank:,}" for rank in ranks(name, space)] for space in ("nas-bench-macro", "nas-bench-201")]
+        for name, ranks in {
+            **dict.fromkeys(("drnas", "gdas"), lambda name, space: _ranks(early, name, space)),
+            **dict.fromkeys(SAMPLED, lambda name, space: _ranks(late, name, space)),
+            "darts": lambda name, space: [
+                *(row["picks"]["missed"]["rank"] for row in _own(early, name, space)),
+                *_ranks(late, name, space),
+            ],
+            "darts, likeliest subnet": lambda name, space: _ranks(early, "darts", space),
+        }.items()
+    }
+    assert table == {name: [", ".join(one) for one in found] for name, found in measured.items()}
+    text = " ".join(README.split())
+    fresh = [row for row in late if row["method"] == "darts"]
+    assert [row["seed"] for row in fresh] == [2, 2, 3]
+    assert all(row["top1pct"] for row in fresh)
+    took = [row["seconds"] for row in fresh]
+    assert f"in {min(took):.0f} to {max(took):.0f} seconds" in text
+    taus = [row["tau"] for row in _own(early, "drnas", "nas-bench-macro")]
+    assert "on NAS-Bench-Macro is {:.2f} and {:.2f} (aim".format(*taus) in text
+
+
+def _own(found: list[dict[str, Any]], method: str, space: str) -> list[dict[str, Any]]:
+    return [row for row in found if (row["method"], row["space"]) == (method, space)]
+
+
+def _ranks(found: list[dict[str, Any]], method: str, space: str) -> list[int]:
+    return [row["rank"] for row in _own(found, method, space)]
+
+
 def test_what_the_readme_says_of_steps_of_a_search_is_in_a_result_file() -> None:
     found = rows("search-steps")
     text = " ".join(README.split())
@@ -385,7 +421,7 @@ def test_what_the_readme_says_of_studies_is_in_a_result_file() -> None:
         taken = {row["way"]: row["makespan_s"] for row in rows(name) if row["part"] == part and row["mps"]}
         best = min(seconds for way, seconds in taken.items() if way.startswith("fixed"))
         assert ratio.format(best / taken["fused"]) in README
-    every = [row for name in ("tune", "tune-uneven", "tune-again", "tune-fusable") for row in rows(name)]
+    every = [row for name in ("tune", "tune-uneven", "tune-again", "tune-fusable", "tune-threads") for row in rows(name)]
     packed = [row for row in every if row["way"] in ("packed", "fused")]
     assert sum(row["oom"] for row in packed) == 0
     assert f"none in {sum(row['trials'] for row in packed)}, with" in README
@@ -395,6 +431,13 @@ def test_what_the_readme_says_of_studies_is_in_a_result_file() -> None:
     assert f"for {sum(large):.0f} s" in README
     begun = [min(span[1] for span in row["spans"]) for row in packed]
     assert f"the first trial begins {min(begun):.1f} to {max(begun):.1f} s after" in README
+    threads = {(row["way"], row["asked"]): row for row in rows("tune-threads")}
+    by = [f"{threads[f'n_jobs={jobs}', 'off']['ratio']:.2f}" for jobs in (2, 4, 8)]
+    assert f"one at a time {threads['one', 'off']['makespan_s']:.1f} s" in README
+    assert f"threads of one process, {by[0]}, {by[1]} and {by[2]} times as fast" in README
+    ours = [f"{threads[way, 'auto']['ratio']:.2f}" for way in ("packed", "fused", "fixed=8")]
+    assert f"packed {ours[0]} and fused {ours[1]} times, an eighth of the device each {ours[2]} times" in README
+    assert not any(row["oom"] for (way, _), row in threads.items() if way in ("packed", "fused"))
 
 
 def test_what_the_readme_says_of_micro_batches_is_in_a_result_file() -> None:
@@ -411,6 +454,10 @@ def test_what_the_readme_says_of_micro_batches_is_in_a_result_file() -> None:
     )
     for word, own in zip(words, ratios.values(), strict=True):
         assert word.format(min(own), max(own)) in README
+    convolutions = [row["unforced_ratio"] for row in found if row["family"] == "conv"]
+    calm = "they are {:.2f}, {:.2f} and {:.2f}".format(*sorted(convolutions[::2], reverse=True), convolutions[1])
+    assert calm in README
+    assert sum(row["unforced_ratio"] < 0.95 for row in found) == 1
     assert sum(map(len, ratios.values())) == len(found) == 7
 
 
@@ -444,12 +491,17 @@ def test_every_figure_of_the_table_of_residency_is_in_a_result_file() -> None:
 
 
 def test_what_the_readme_says_of_estimates_is_in_a_result_file() -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / "memory.json").read_text())["summary"]["fresh"]
-    told = []
-    for what in ("allocated", "reserved"):
-        one = found[what]
-        told.append(f"{one['median']:.2%}, {one['p95']:.1%}, {-one['most_under']:.1%}".replace("%", " %"))
-    assert found["allocated"]["count"] == found["reserved"]["count"]
-    sentence = re.search(r"`memory.json`, (\d+) of them.*?median error (\S+ %), 95th percentile (\S+ %), never under by more than (\S+ %); reserved, (\S+ %), (\S+ %) and (\S+ %)", README, re.S)  # fmt: skip # noqa: E501
+    told, counts = [], []
+    for name in ("memory-expandable", "memory"):
+        found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["summary"]["fresh"]
+        for what in ("allocated", "reserved"):
+            one = found[what]
+            told.append(f"{one['median']:.2%}, {one['p95']:.1%}, {-one['most_under']:.1%}".replace("%", " %"))
+        assert found["allocated"]["count"] == found["reserved"]["count"]
+        counts.append(str(found["allocated"]["count"]))
+    sentence = re.search(r"`memory-expandable.json`, (\d+) of them.*?median error (\S+ %), 95th percentile (\S+ %), never under by more than (\S+ %); reserved, (\S+ %), (\S+ %) and (\S+ %)", README, re.S)  # fmt: skip # noqa: E501
     assert sentence is not None
-    assert sentence.groups() == (str(found["allocated"]["count"]), *", ".join(told).split(", "))
+    assert sentence.groups() == (counts[0], *", ".join(told[:2]).split(", "))
+    own = told[3].rpartition(", ")
+    assert f"(`memory.json`, {counts[1]} of them) what is allocated is known as well" in README
+    assert f"what is reserved is not: {own[0]} and {own[2]}." in README

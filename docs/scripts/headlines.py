@@ -135,6 +135,12 @@ HEADLINES: dict[str, Headline] = {
             (README, "A pick at random lies in the better half", "with -0.05 to 0.13."),
         ),
     ),
+    "search-picks": Headline(
+        "Ways to settle on a subnet",
+        tables.picks,
+        ((README, "DARTS now settles on the options", "(aim: 0.7)."),),
+    ),
+    "search-defaults": Headline("Search methods, present defaults", tables.methods),
     "anytime": Headline(
         "Search in entangled spaces",
         tables.anytime,
@@ -191,10 +197,11 @@ HEADLINES: dict[str, Headline] = {
         ((PLANNER, "steps under bfloat16 autocast", "the graph does not have."),),
     ),
     "planner-applied": Headline("Predicted plans, two processes", tables.applied),
-    "memory": Headline(
-        "Estimated memory",
+    "memory": Headline("Estimated memory, PyTorch's own segments", tables.memory),
+    "memory-expandable": Headline(
+        "Estimated memory, reserved by pages",
         tables.memory,
-        ((README, "Estimated memory of a training step", "(to reach: 3, 8 and 5 %)."),),
+        ((README, "Estimated memory of a training step", "8.8 % and 12.0 %."),),
     ),
     "residency": Headline(
         "Layers that live on the host",
@@ -215,6 +222,11 @@ HEADLINES: dict[str, Headline] = {
         ),
     ),
     "tune-again": Headline("A study of 64 candidates, a second run", tables.tune),
+    "tune-threads": Headline(
+        "A study of 64 candidates with a fifth of the work",
+        tables.tune,
+        ((README, "The same study with a fifth of the work", "ran out of memory."),),
+    ),
     "tune-fusable": Headline(
         "The candidates that can be fused",
         tables.tune,
@@ -239,7 +251,7 @@ HEADLINES: dict[str, Headline] = {
             unforced="unforced",
             unforced_ratio=("unforced_ratio", ".2f"),
         ),
-        ((README, "The largest micro-batch that weft tells", "and the ratios are better."),),
+        ((README, "The largest micro-batch that weft tells", "one of seven misses the aim."),),
     ),
     "convolutions": Headline(
         "Workspaces of convolutions",

@@ -65,15 +65,26 @@ def elastic(found: Found, _: Aims) -> Iterator[Table]:
 
 def methods(found: Found, _: Aims) -> Iterator[Table]:
     table = [["space", "method", "warm", "seeds", "missed, %", "rank", "among the best 1 %", "tau"]]
-    groups: dict[tuple[str, str, float], list[Found]] = {}
+    groups: dict[tuple[str, str, str], list[Found]] = {}
     for row in found["rows"]:
         if row["budget_seconds"] == 20:
-            groups.setdefault((row["space"], row["method"], row["warm"]), []).append(row)
+            warm = "usual" if row["warm"] is None else f"{row['warm']:.1f}"
+            groups.setdefault((row["space"], row["method"], warm), []).append(row)
     for (space, method, warm), rows in sorted(groups.items()):
         taus = [row["tau"] for row in rows if row["tau"] not in (None, "nan")]
-        cells = [f"{warm:.1f}", str(len(rows)), f"{median(r['regret'] for r in rows):.2f}"]
+        cells = [warm, str(len(rows)), f"{median(r['regret'] for r in rows):.2f}"]
         cells += [f"{median(r['rank'] for r in rows):,.0f}", f"{sum(r['top1pct'] for r in rows)} of {len(rows)}"]
         table.append([space, method, *cells, f"{median(taus):.2f}" if taus else ""])
+    yield table
+
+
+def picks(found: Found, _: Aims) -> Iterator[Table]:
+    ways = list(found["rows"][0]["picks"])
+    table = [["space", "method", "seed", *(f"{way}: rank" for way in ways), *(f"{way}: s" for way in ways)]]
+    for row in sorted(found["rows"], key=lambda row: (row["space"], row["method"], row["seed"])):
+        told = [row["picks"][way] for way in ways]
+        ranks, seconds = [f"{one['rank']:,}" for one in told], [f"{one['seconds']:.1f}" for one in told]
+        table.append([row["space"], row["method"], str(row["seed"]), *ranks, *seconds])
     yield table
 
 
