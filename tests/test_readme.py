@@ -421,7 +421,9 @@ def test_what_the_readme_says_of_studies_is_in_a_result_file() -> None:
         taken = {row["way"]: row["makespan_s"] for row in rows(name) if row["part"] == part and row["mps"]}
         best = min(seconds for way, seconds in taken.items() if way.startswith("fixed"))
         assert ratio.format(best / taken["fused"]) in README
-    every = [row for name in ("tune", "tune-uneven", "tune-again", "tune-fusable", "tune-threads") for row in rows(name)]
+    every = [
+        row for name in ("tune", "tune-uneven", "tune-again", "tune-fusable", "tune-threads") for row in rows(name)
+    ]
     packed = [row for row in every if row["way"] in ("packed", "fused")]
     assert sum(row["oom"] for row in packed) == 0
     assert f"none in {sum(row['trials'] for row in packed)}, with" in README

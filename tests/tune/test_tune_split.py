@@ -65,7 +65,28 @@ class MLP(nn.Sequential):
         super().__init__(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-MODELS = {"plain": build, "hiding": hiding}
+class Idle(nn.Linear):
+    """A layer with a parameter that no forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.idle = nn.Parameter(torch.zeros(3))
+
+
+def idle(params: Mapping[str, Any]) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), Idle(), nn.ReLU(), MLP())
+
+
+def frozen(params: Mapping[str, Any]) -> nn.Module:
+    """The first of two stages trains nothing."""
+    model = build(params)
+    for parameter in list(model.parameters())[:6]:
+        parameter.requires_grad_(False)
+    return model
+
+
+MODELS = {"plain": build, "hiding": hiding, "idle": idle, "frozen": frozen}
+ODD = [(model, count) for model in ("hiding", "idle", "frozen") for count in (1, 2)]
 
 
 def data() -> Data:
@@ -148,8 +169,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor
     """What both processes came to in each case; they are started once, since that takes longest."""
     out = tmp_path_factory.mktemp("split")
     meshed, staged = split(1, 1), split(2, 2)
-    hiding = {"model": "hiding"}
-    hidden = {name: split(count, count, **hiding) for name, count in (("hidden1", 1), ("hidden2", 2))}
     cases = {
         "meshed": Case(meshed, str(out / "meshed"), free_port()),
         "staged": Case(staged, str(out / "staged"), free_port()),
@@ -159,10 +178,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor
         "meshed16": Case(split(1, 1, "bf16"), str(out / "meshed16"), free_port(), precision="bf16"),
         "staged16": Case(split(2, 2, "bf16"), str(out / "staged16"), free_port(), precision="bf16"),
     }
-    for name, fit in hidden.items():
-        cases[name] = Case(fit, str(out / name), free_port(), **hiding)
-        cases[f"{name}.stopped"] = Case(fit, str(out / f"{name}.cut"), free_port(), stop_at=4, **hiding)
-        cases[f"{name}.resumed"] = Case(fit, str(out / f"{name}.cut"), free_port(), **hiding)
+    for model, count in ODD:
+        name, fit = f"{model}{count}", split(count, count, model=model)
+        cases[name] = Case(fit, str(out / name), free_port(), model=model)
+        cases[f"{name}.stopped"] = Case(fit, str(out / f"{name}.cut"), free_port(), stop_at=4, model=model)
+        cases[f"{name}.resumed"] = Case(fit, str(out / f"{name}.cut"), free_port(), model=model)
     start_processes(process, (cases, str(out)), nprocs=2, start_method="spawn")
     return [load_file(out / f"{rank}.safetensors") for rank in range(2)]
 
@@ -213,13 +233,12 @@ def test_a_split_trial_that_ended_early_goes_on_from_its_checkpoint(ran: list[di
         assert torch.equal(one["resumed.values"], one["staged.values"])
 
 
-@pytest.mark.parametrize("name", ["hidden1", "hidden2"])
-def test_hidden_buffers_of_a_split_trial_are_judged_with_and_kept(
-    ran: list[dict[str, torch.Tensor]], tmp_path: Path, name: str
+@pytest.mark.parametrize(("model", "count"), ODD)
+def test_a_split_trial_is_judged_with_hidden_buffers_and_goes_on_also_where_some_parameters_do_not_learn(
+    ran: list[dict[str, torch.Tensor]], tmp_path: Path, model: str, count: int
 ) -> None:
-    parts = int(name[-1])
-    fit = Fit("whole", BATCH // parts, parts, 1, 0, None, "")
-    alone = train(trial("hiding"), fit, device="cpu", directory=tmp_path, report=lambda step, values: False)
+    name, fit = f"{model}{count}", Fit("whole", BATCH // count, count, 1, 0, None, "")
+    alone = train(trial(model), fit, device="cpu", directory=tmp_path, report=lambda step, values: False)
     for one in ran:
         assert len(one[f"{name}.stopped.losses"]) == 4
         for key, wanted in (("losses", alone.losses), ("values", alone.values)):

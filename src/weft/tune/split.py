@@ -3,6 +3,7 @@ within float tolerance."""
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -24,6 +25,7 @@ from weft.tune.checkpoint import Kept, keep, newest
 from weft.tune.complete import Complete
 from weft.tune.drawing import Drawing
 from weft.tune.evaluation import evaluate
+from weft.tune.exchange import exchanged
 from weft.tune.job import Fit
 from weft.tune.means import refuse_sums
 from weft.tune.remainder import restore, unkept
@@ -202,19 +204,19 @@ class _Split:
         dist.barrier()
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's state of every parameter, whole, gathered from the stages that hold them."""
-        names = [f"model.{name}" for name, p in self._whole.model.named_parameters() if p.requires_grad]
+        """The optimizer's state of every parameter, whole, gathered from the stages that hold them. A parameter that
+        never had a gradient has none, and a stage that trains nothing knows of none."""
         own = {name: self.updater.state(part) for name, part in self._parts.items()}
-        keys = sorted({key for state in own.values() for key in state})
-        found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
-        for key in keys:
-            first = next(state[key] for state in own.values() if key in state)
-            if first.dim() == 0:  # a count, which is the same for all of them
-                for name in names:
-                    found[name][key] = first.clone()
-                continue
-            whole = self.staged.everywhere(names, lambda name, key=key: self._gathered(name, own[name][key]))  # type: ignore[misc]
-            for name, tensor in whole.items():
+        told = {n: {k: _count(t) for k, t in state.items()} for n, state in own.items()}
+        known = {n: state for one in exchanged(json.dumps(told), self.device) for n, state in json.loads(one).items()}
+        found = {
+            name: {key: torch.tensor(count[0], dtype=getattr(torch, count[1])) for key, count in state.items() if count}
+            for name, state in known.items()
+        }
+        for key in sorted({key for state in known.values() for key in state}):
+            names = sorted(name for name, state in known.items() if key in state and not state[key])
+            gathered = self.staged.everywhere(names, lambda name, key=key: self._gathered(name, own[name][key]))  # type: ignore[misc]
+            for name, tensor in gathered.items():
                 found[name][key] = tensor
         return found
 
@@ -239,3 +241,8 @@ class _Split:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _count(tensor: Tensor) -> tuple[float, str] | None:
+    """A number, such as of steps, with its type; None for what has the shape of its parameter."""
+    return None if tensor.dim() else (tensor.item(), str(tensor.dtype).removeprefix("torch."))
