@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from weft.plan.planner import plan
 from weft.tune.complete import Complete, example
 from weft.tune.fit import AT_ONCE
 from weft.tune.job import Fit
+from weft.tune.meeting import open_meeting
 from weft.tune.recipe import Recipe
 from weft.tune.setting import Setting, setting
 from weft.tune.split import train_split
@@ -124,7 +124,7 @@ def split(stages: int, microbatches: int, precision: str = "fp32", model: str = 
 class Case:
     fit: Fit
     folder: str
-    port: int
+    meeting: dict[str, str]
     stop_at: int | None = None
     precision: str = "fp32"
     memory: int | None = None
@@ -135,7 +135,7 @@ def process(rank: int, cases: dict[str, Case], out: str) -> None:
     torch.set_num_threads(1)
     told: dict[str, torch.Tensor] = {}
     for name, case in cases.items():
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(case.port)}
+        os.environ |= {**case.meeting, "RANK": str(rank)}
         reports: list[int] = []
 
         def report(
@@ -158,31 +158,32 @@ def process(rank: int, cases: dict[str, Case], out: str) -> None:
     save_file(told, f"{out}/{rank}.safetensors")
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
     """What both processes came to in each case; they are started once, since that takes longest."""
     out = tmp_path_factory.mktemp("split")
+    stores = []
+
+    def meeting() -> dict[str, str]:
+        variables, store = open_meeting(2)
+        stores.append(store)
+        return variables
+
     meshed, staged = split(1, 1), split(2, 2)
     cases = {
-        "meshed": Case(meshed, str(out / "meshed"), free_port()),
-        "staged": Case(staged, str(out / "staged"), free_port()),
-        "stopped": Case(staged, str(out / "stopped"), free_port(), stop_at=4),
-        "resumed": Case(staged, str(out / "stopped"), free_port()),
-        "counted": Case(meshed, str(out / "counted"), free_port(), memory=2**40),
-        "meshed16": Case(split(1, 1, "bf16"), str(out / "meshed16"), free_port(), precision="bf16"),
-        "staged16": Case(split(2, 2, "bf16"), str(out / "staged16"), free_port(), precision="bf16"),
+        "meshed": Case(meshed, str(out / "meshed"), meeting()),
+        "staged": Case(staged, str(out / "staged"), meeting()),
+        "stopped": Case(staged, str(out / "stopped"), meeting(), stop_at=4),
+        "resumed": Case(staged, str(out / "stopped"), meeting()),
+        "counted": Case(meshed, str(out / "counted"), meeting(), memory=2**40),
+        "meshed16": Case(split(1, 1, "bf16"), str(out / "meshed16"), meeting(), precision="bf16"),
+        "staged16": Case(split(2, 2, "bf16"), str(out / "staged16"), meeting(), precision="bf16"),
     }
     for model, count in ODD:
         name, fit = f"{model}{count}", split(count, count, model=model)
-        cases[name] = Case(fit, str(out / name), free_port(), model=model)
-        cases[f"{name}.stopped"] = Case(fit, str(out / f"{name}.cut"), free_port(), stop_at=4, model=model)
-        cases[f"{name}.resumed"] = Case(fit, str(out / f"{name}.cut"), free_port(), model=model)
+        cases[name] = Case(fit, str(out / name), meeting(), model=model)
+        cases[f"{name}.stopped"] = Case(fit, str(out / f"{name}.cut"), meeting(), stop_at=4, model=model)
+        cases[f"{name}.resumed"] = Case(fit, str(out / f"{name}.cut"), meeting(), model=model)
     start_processes(process, (cases, str(out)), nprocs=2, start_method="spawn")
     return [load_file(out / f"{rank}.safetensors") for rank in range(2)]
 
@@ -249,8 +250,9 @@ def test_a_split_trial_is_judged_with_hidden_buffers_and_goes_on_also_where_some
 def test_batch_norms_are_not_cut_into_micro_batches_unless_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
-        monkeypatch.setenv(name, str(value))
+    variables, _store = open_meeting(1)
+    for name, value in {**variables, "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     recipe = Recipe(model=lambda params: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64)), data=data, batch_size=BATCH)
     fit = Fit("split", BATCH // 2, 2, 2, 0, None, "for the test", {})
     with pytest.raises(TuneError, match=f"batch norm '1' would see {BATCH // 2} samples at a time"):
