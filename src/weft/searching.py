@@ -116,6 +116,7 @@ def told(found: Found, config: Config) -> dict[str, Any]:
         "steps": config.train.steps,
         "fingerprint": trained.fingerprint,
         "architecture": str(found.subnet),
+        "picked": found.pick,
         "subnet": found.subnet.to_json(),
         "scores": found.scores,
         "probabilities": rows,

@@ -93,6 +93,7 @@ def test_darts_picks_so_unless_told_otherwise_and_repeats_it_on_two_stages(tmp_p
 
     one, two, likely = run(), run(stages=2), run(pick="likeliest")
     assert one.subnet == two.subnet
+    assert (one.pick, likely.pick) == ("missed", "likeliest")
     assert likely.subnet == likeliest(one.mixture)
     plain = one.trained
     assert one.subnet == most_missed(plain.chain, one.mixture, plain.data, plain.settings)

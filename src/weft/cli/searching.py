@@ -121,6 +121,10 @@ def _learn(settings: Config, folder: Path, resume: bool, again: str, as_json: bo
     if result["probabilities"] is not None:
         tables.mixture(console, result["probabilities"])
     names = ("architecture", "run", "steps", "fingerprint")
+    picked = {"missed": "of each choice what is missed most", "likeliest": "the likeliest of the mixture"}
+    how = {"picked": picked[result["picked"]]} if result["picked"] else {}
     scores = {name: f"{value:.6g}" for name, value in result["scores"].items()}
-    tables.facts(console, {**{name: result[name] for name in names}, **scores}, f"searched by {result['method']}")
+    tables.facts(
+        console, {**how, **{name: result[name] for name in names}, **scores}, f"searched by {result['method']}"
+    )
     console.print(f"saved in {result['results']}: {', '.join(result['files'])}", soft_wrap=True)

@@ -62,6 +62,8 @@ class Found:
     mixture: Mixture | None
     """None for methods that train by samples."""
     front: Front
+    pick: str | None = None
+    """How the subnet was settled on: ``likeliest`` or ``missed``; None for methods that train by samples."""
 
     def extract(self) -> nn.Module:
         """The subnet as a plain module with the supernet's weights."""
@@ -156,11 +158,12 @@ def gradient_search(
             consistency=consistencies(initialise(net, seed, only=()), options.get("consistency")),
         ),
     )
-    if not wanted and (pick or usual_pick(chosen)) == "missed":
+    way = "likeliest" if wanted else pick or usual_pick(chosen)
+    if way == "missed":
         subnet = most_missed(plain.chain, mixture, plain.data, plain.settings, penalties)
     else:
         subnet = likeliest(mixture, wanted)
-    return _found(plain, subnet, mixture, recalibrate, name, chosen.name, layout)
+    return replace(_found(plain, subnet, mixture, recalibrate, name, chosen.name, layout), pick=way)
 
 
 def _tell_unfaithful(net: Chain | Factory, data: Data, seed: int) -> None:
