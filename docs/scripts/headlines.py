@@ -138,7 +138,7 @@ HEADLINES: dict[str, Headline] = {
     "search-picks": Headline(
         "Ways to settle on a subnet",
         tables.picks,
-        ((README, "DARTS now settles on the options", "(aim: 0.7)."),),
+        ((README, "DARTS and DrNAS now settle on the options", "(aim: 0.7)."),),
     ),
     "search-defaults": Headline("Search methods, present defaults", tables.methods),
     "anytime": Headline(

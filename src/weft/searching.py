@@ -55,7 +55,7 @@ def check_method(method: str | None) -> None:
 def tell_unused(search: Search) -> None:
     """Warns of settings that the method does not look at."""
     usual, method, gradient = Search(), search.method, is_gradient(search.method)
-    others = ("maximize", "minimize", "constraints", "seed") if gradient else ("targets",)
+    others = ("maximize", "minimize", "constraints", "seed") if gradient else ("targets", "warmup", "rate", "pick")
     unused = [f"search.{name}" for name in others if getattr(search, name) != getattr(usual, name)]
     if unused:
         instead = "search.targets and train.seed" if gradient else "search.constraints"
@@ -69,7 +69,7 @@ def check_resumed(config: Config) -> None:
         return
     saved, now = Run.open(path).manifest.get("config") or {}, plain(to_dict(config)["search"])
     before = {**plain(to_dict(Config(""))["search"]), **saved.get("search", {})}
-    for name in ("method", "targets", "warmup", "rate", "pick"):
+    for name in ("method", "targets", "warmup", "rate"):
         if saved and before[name] != now[name]:
             raise RunError(
                 f"run '{path.name}' was made with search.{name} = {before[name]}, now it is {now[name]}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -81,6 +82,10 @@ def search(trained: Trained | Chain | Factory, data: Any = None, **options: Any)
             )
         if data is not None:
             raise SearchError("a trained run has its own data: call weft.search(run, ...) without any")
+        known = [name for name in inspect.signature(search_trained).parameters if name != "trained"]
+        for name in options:
+            if name not in known:
+                raise SearchError(f"the search of a trained run has no option '{name}'{nearest(name, known)}")
         return search_trained(trained, **options)
     if not isinstance(trained, Chain) and (not callable(trained) or isinstance(trained, nn.Module)):
         raise SearchError(

@@ -17,7 +17,6 @@ class Darts:
     name: str = "darts"
     anneals: bool = False
     pick: ClassVar[str] = "missed"
-    """Its probabilities say how well options do together, and less how one does alone."""
 
     def __call__(self, alpha: Tensor, training: bool, progress: Tensor | None) -> Tensor:
         return torch.softmax(alpha, 0)

@@ -20,6 +20,7 @@ class DrNAS:
     anneals: bool = False
     warm: ClassVar[float] = 0.3
     quick: ClassVar[bool] = True
+    pick: ClassVar[str] = "missed"
 
     def __call__(self, alpha: Tensor, training: bool, progress: Tensor | None) -> Tensor:
         concentration = F.elu(alpha) + 1.0

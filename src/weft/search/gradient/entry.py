@@ -31,7 +31,7 @@ from weft.search.gradient.method import (
     usual_pick,
     usual_warmup,
 )
-from weft.search.gradient.missed import most_missed
+from weft.search.gradient.missed import candidates, most_missed
 from weft.search.gradient.objective import Layout, MixedLoss, MixedMetric, Probabilities
 from weft.search.gradient.picture import write_picture
 from weft.search.objective import parse_objectives
@@ -97,10 +97,10 @@ def gradient_search(
     method, if not given), every second one trains the architecture on validation data. ``targets`` such as
     ``"parameters=5e6"`` or ``"flops=1e9"`` pull the expected cost of the mixture there, and the subnet meets them
     within 2 %. ``architecture`` is the optimizer of the architecture parameters. ``pick`` says how the subnet is
-    settled on in the end: the ``likeliest`` of the mixture, or of each choice the option that is ``missed`` most; if
-    not given, as suits the method, and under targets the likeliest that meets them. Methods that train by samples
-    (``spos``, ``fairnas``, ``sandwich``) train their stream and then search ``budget`` subnets by evolution for the
-    least loss, of which ``on_score`` is told. Other options are those of ``weft.train``; the run resumes, runs on
+    settled on in the end: the ``likeliest`` of the mixture, or of each choice of candidates the one that is ``missed``
+    most; if not given, as suits the method, and under targets the likeliest that meets them. Methods that train by
+    samples (``spos``, ``fairnas``, ``sandwich``) train their stream and then search ``budget`` subnets by evolution for
+    the least loss, of which ``on_score`` is told. Other options are those of ``weft.train``; the run resumes, runs on
     several stages and repeats to the bit as any other.
     """
     chosen = make_gradient_method(method) if isinstance(method, str) else method
@@ -121,6 +121,9 @@ def gradient_search(
     wanted = _targets(net, loaded, targets, seed, str(options.get("device", "cpu")))
     if isinstance(chosen, SampledMethod):
         return _by_samples(net, data, chosen, given, wanted, budget, recalibrate, name, on_score)
+    way = pick or usual_pick(chosen)
+    if wanted or not candidates(initialise(net, seed, only=()).space):
+        way = "likeliest"
     warm = usual_warmup(chosen, steps) if warmup_weights is None else warmup_weights
     bilevel = Bilevel(architecture or usual_optimizer(chosen, steps), warm, order=chosen.order)
     if not any(bilevel.architecture(step) for step in range(warm, steps)):
@@ -158,7 +161,6 @@ def gradient_search(
             consistency=consistencies(initialise(net, seed, only=()), options.get("consistency")),
         ),
     )
-    way = "likeliest" if wanted else pick or usual_pick(chosen)
     if way == "missed":
         subnet = most_missed(plain.chain, mixture, plain.data, plain.settings, penalties)
     else:

@@ -66,7 +66,10 @@ PICKS = ("likeliest", "missed")
 
 def usual_pick(method: GradientMethod) -> str:
     """Where a user does not say: the method's ``pick``, if it has one."""
-    return str(getattr(method, "pick", PICKS[0]))
+    said = getattr(method, "pick", PICKS[0])
+    if said not in PICKS:
+        raise SearchError(f"pick of '{method.name}' is {' or '.join(map(repr, PICKS))}, not {said!r}")
+    return str(said)
 
 
 @runtime_checkable

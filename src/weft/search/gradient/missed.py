@@ -1,7 +1,8 @@
 """The pick by what is missed (Wang et al., 2021): of each choice the option without which the mixture does worst.
 
 A mixture of much can do well with probabilities that say little of its options by themselves: the likeliest subnet of
-DARTS may even cut its output off from the input. What an option is worth shows when it is taken away.
+DARTS may even cut its output off from the input. What an option is worth shows when it is taken away; whether it can do
+without the others, when it is left alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weft.pipeline.evaluate import Calibration, Scores
 from weft.pipeline.settings import Settings
 from weft.search.pick import likeliest
 from weft.search.target import Penalty
-from weft.space import Subnet
+from weft.space import Space, Subnet
 from weft.supernet import Chain
 from weft.supernet.elastic import Mixture
 from weft.supernet.elastic.mixture import choice_options
@@ -29,6 +30,8 @@ SAMPLES = 2048
 """Of the validation data, at most, that each option is judged by."""
 SIZE = 256
 """Of a batch, or as large as those of the run: few launches, and no more than subnets are scored with."""
+BROKEN = 0.5
+"""An option whose loss alone is that much above another's, as a share of that one, breaks the network."""
 SHARE = 4
 """Samples that are looked at in all, for all options, are at most those that were trained with over this."""
 
@@ -37,26 +40,38 @@ def most_missed(
     chain: Chain, mixture: Mixture, data: Data, settings: Settings, penalties: Sequence[Penalty] = ()
 ) -> Subnet:
     """Settles one choice after another, the surest first: each option is taken away in turn, the others share its
-    probability, and the one whose absence costs most is kept for good.
+    probability, and the one whose absence costs most is kept for good, unless it breaks the network when it is alone.
 
-    The chain, in evaluation mode, has the weights that were learned with the mixture; its batch norms see each batch
-    by itself. What a subnet shall cost is not looked at: under a target, sums of what is missed were tried, and chose
-    worse than probabilities do.
+    Sizes, whose options are numbers, are slices of one weight: to take one away changes the scale of all others, which
+    says nothing, so the likeliest are taken. The chain, in evaluation mode, has the weights that were learned with the
+    mixture; its batch norms see each batch by itself. What a subnet shall cost is not looked at: under a target, sums
+    of what is missed were tried, and chose worse than probabilities do.
     """
     space, device = chain.space, settings.device
     rows = {name: mixture[name].detach().to(device) for name in space.choices}
     counts = {name: len(choice_options(space, name)) for name in rows}
-    batches = _batches(data, settings, sum(counts.values()))
     bits = {name: float(entropy) for name, entropy in mixture.entropies().items()}
+    names = candidates(space)
+    batches = _batches(data, settings, max(1, sum(counts[name] for name in names)))
+
+    def cost(name: str, row: Tensor, seen: Sequence[Batch]) -> float:
+        found = _cost(chain, Mixture.unchecked(space, {**rows, name: row}), seen, settings, penalties)
+        return math.inf if math.isnan(found) else found
+
     with deterministic(device):
-        for name in sorted((name for name in rows if counts[name] > 1), key=lambda name: bits[name]):
-            every = (_without(rows[name], option) for option in range(counts[name]))
-            left = (Mixture.unchecked(space, {**rows, name: row}) for row in every)
-            costs = [_cost(chain, one, batches, settings, penalties) for one in left]
-            # Where the mixture breaks without an option, it is wanted more than any other.
-            lost = [math.inf if math.isnan(cost) else cost for cost in costs]
-            rows[name] = _certain(rows[name], lost.index(max(lost)))
+        for name in sorted(names, key=bits.__getitem__):
+            every = range(counts[name])
+            alone = [cost(name, _certain(rows[name], option), batches[:1]) for option in every]
+            whole = [option for option in every if alone[option] <= min(alone) + BROKEN * abs(min(alone))]
+            lost = {option: cost(name, _without(rows[name], option), batches) for option in whole or every}
+            rows[name] = _certain(rows[name], max(lost, key=lost.__getitem__))
     return likeliest(Mixture.unchecked(space, rows))
+
+
+def candidates(space: Space) -> list[str]:
+    """The choices between different things, and not sizes of one."""
+    options = {name: choice_options(space, name) for name in space.choices}
+    return [n for n, own in options.items() if len(own) > 1 and not all(isinstance(one, int | float) for one in own)]
 
 
 def _without(row: Tensor, option: int) -> Tensor:
