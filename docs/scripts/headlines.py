@@ -251,7 +251,7 @@ HEADLINES: dict[str, Headline] = {
             unforced="unforced",
             unforced_ratio=("unforced_ratio", ".2f"),
         ),
-        ((README, "The largest micro-batch that weft tells", "one of seven misses the aim."),),
+        ((README, "The largest micro-batch that weft tells", "if other bits do not count."),),
     ),
     "convolutions": Headline(
         "Workspaces of convolutions",

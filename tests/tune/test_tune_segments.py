@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
-from weft.tune.segments import VARIABLES, expandable
+from weft.tune.segments import VARIABLES, expand, expandable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages come and go on Linux alone")
 
@@ -17,3 +18,14 @@ def test_trials_reserve_by_pages_unless_a_variable_of_pytorch_says_otherwise() -
     for name in VARIABLES:
         assert not expandable({name: "max_split_size_mb:64, expandable_segments: False"})
         assert not expandable({name: "backend:cudaMallocAsync"})
+
+
+def test_pytorch_still_takes_the_setting_by_the_private_name_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no public one for a process that has imported torch already."""
+    told: list[str] = []
+    assert callable(torch._C._accelerator_setAllocatorSettings)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    expand()
+    monkeypatch.setenv(VARIABLES[1], "expandable_segments:False")
+    expand()
+    assert told == ["expandable_segments:True"]

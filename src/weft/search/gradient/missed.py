@@ -44,8 +44,7 @@ def most_missed(
 
     Sizes, whose options are numbers, are slices of one weight: to take one away changes the scale of all others, which
     says nothing, so the likeliest are taken. The chain, in evaluation mode, has the weights that were learned with the
-    mixture; its batch norms see each batch by itself. What a subnet shall cost is not looked at: under a target, sums
-    of what is missed were tried, and chose worse than probabilities do.
+    mixture; its batch norms see each batch by itself. What a subnet shall cost is not looked at.
     """
     space, device = chain.space, settings.device
     rows = {name: mixture[name].detach().to(device) for name in space.choices}
