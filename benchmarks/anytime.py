@@ -28,18 +28,18 @@ from machine import write
 
 import weft
 from weft.data import Data, load, text
-from weft.pipeline.bilevel import Bilevel
+from weft.elastic.mixture import choice_options
+from weft.engine.bilevel import Bilevel
 from weft.search import Objective, parse_constraints, run_search
-from weft.search.expected import measure_expected
+from weft.search.cost_model import build_cost_model
+from weft.search.discretize import most_probable_subnet
 from weft.search.gradient import make_gradient_method
-from weft.search.gradient.gdas import GDAS
-from weft.search.gradient.objective import MixedLoss
-from weft.search.pick import likeliest
-from weft.search.target import Target
+from weft.search.gradient.loss import MixedLoss
+from weft.search.gradient.methods import GDAS
+from weft.search.targets import Target
 from weft.space import Subnet
 from weft.supernet import Chain
-from weft.supernet.elastic.mixture import choice_options
-from weft.supernet.mixed import PROGRESS, mix
+from weft.supernet.mixed_chain import PROGRESS, make_mixed_chain
 from weft.zoo import gpt, vit
 
 METHODS = ("darts", "drnas", "gdas", "spos")
@@ -118,7 +118,7 @@ def follow(field: Field, method: str, device: str, seconds: float, seed: int, po
     """The curve of one method."""
     plain = weft.initialise(field.build, seed, device)
     example = {name: tensor[:1] for name, tensor in field.data.train.take(np.arange(1)).items()}
-    expected = measure_expected(weft.initialise(field.build, seed), example, "parameters")
+    expected = build_cost_model(weft.initialise(field.build, seed), example, "parameters")
     target = Target(expected, (expected.low + expected.high) / 2, weight=2.0)
     curve = Curve(field, plain, target, device, seconds, points)
     options: dict[str, Any] = {
@@ -137,7 +137,7 @@ def follow(field: Field, method: str, device: str, seconds: float, seed: int, po
     if method == "spos":
         options |= {"stream": "iid", "callbacks": [curve.watch(lambda: evolved(curve, plain, seed))]}
     else:
-        mixed = weft.initialise(mix(plain, chosen, (PROGRESS,) if chosen.anneals else ()), seed, device)
+        mixed = weft.initialise(make_mixed_chain(plain, chosen, (PROGRESS,) if chosen.anneals else ()), seed, device)
         layout = tuple((n, len(choice_options(mixed.space, n))) for n in mixed.order)
         arch = weft.Optimizer("adam", lr=1e-2, betas=(0.5, 0.999), weight_decay=1e-3)
         net = mixed
@@ -145,7 +145,7 @@ def follow(field: Field, method: str, device: str, seconds: float, seed: int, po
             "stream": mixed.space.first(),
             "loss": MixedLoss(weft.cross_entropy, layout, (target,)),
             "bilevel": Bilevel(arch, warmup=100),
-            "callbacks": [curve.watch(lambda: (likeliest(mixed.mixture(), (target,)), 0.0))],
+            "callbacks": [curve.watch(lambda: (most_probable_subnet(mixed.mixture(), (target,)), 0.0))],
         }
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -43,11 +43,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from machine import waiting, write
+from ranks import kendall_tau
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-from weft.keys import generator
+from weft.hardware.machine import Machine
 from weft.plan import baselines
 from weft.plan.calibrate import calibrate
 from weft.plan.candidate import Candidate, Shape, solved
@@ -56,12 +57,11 @@ from weft.plan.execute import Applied, apply, executable
 from weft.plan.execute.wire import Wire
 from weft.plan.graph import PARAMETER, Graph
 from weft.plan.layout import Mesh, Split, splits
-from weft.plan.machine import Machine
 from weft.plan.plan import Cost
 from weft.plan.planner import plan_captured
 from weft.plan.strategy import Strategy
 from weft.plan.tables import Allowed, Training
-from weft.search import kendall_tau
+from weft.utils.rng import generator
 
 PROCESSES = 2
 FLAT = Mesh((PROCESSES,))

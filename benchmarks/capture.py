@@ -29,8 +29,8 @@ from torch import Tensor, nn
 import weft
 from weft import zoo
 from weft.errors import PlanError
-from weft.keys import generator, torch_seeded
 from weft.plan.capture import capture
+from weft.utils.rng import generator, torch_seeded
 
 Batch = dict[str, Any]
 Case = tuple[nn.Module, Any, Callable[[Any, Any], Tensor] | None]

@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from machine import write
 
-from weft.plan.memory.choices import PASSES, Shape, kind, pieces
-from weft.plan.memory.convolutions import FEW, KINDS, workspace
+from weft.memory.cudnn_conv import FEW, KINDS, PASSES, Shape, kind, pieces, workspace
 
 CHANNELS = (16, 24, 32, 40, 48, 60, 64, 96, 128, 160, 180, 192, 256, 320, 384, 512)
 SIDES = (7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)

@@ -36,20 +36,20 @@ from weft.plan.execute import Staged
 from weft.plan.execute.exchange import Exchange
 from weft.plan.execute.wire import Wire
 from weft.plan.planner import plan
-from weft.tune.complete import Complete, example
-from weft.tune.fit import fit
-from weft.tune.job import Fit
-from weft.tune.setting import Setting, setting
-from weft.tune.split import train_split
-from weft.tune.training import Training, train
+from weft.tune.fit.fit import fit
+from weft.tune.fit.loss_model import LossModule, example_batch
+from weft.tune.jobs import Fit
+from weft.tune.recipe import TrialConfig, trial_config
+from weft.tune.training.distributed import train_split
+from weft.tune.training.trainer import TrialTrainer, train
 
 SIZES = [(64, 2), (64, 4), (128, 2), (128, 4), (128, 6), (256, 2), (256, 4), (256, 6)]
 Placed = tuple[dict[str, Any], Fit, int | None]
 """A candidate, how it trains, and its device; None: both."""
 
 
-def candidate(params: dict[str, Any], steps: int) -> Setting:
-    return setting(recipe(precision="fp32", steps=steps), params)
+def candidate(params: dict[str, Any], steps: int) -> TrialConfig:
+    return trial_config(recipe(precision="fp32", steps=steps), params)
 
 
 class Clock:
@@ -89,7 +89,7 @@ def clocked() -> Iterator[Clock]:
     sends = [(Wire, f"_{name}") for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")]
     sends += [(Exchange, "_take"), (Exchange, "_give"), (Exchange, "finish"), (Staged, "_told")]
     places = [(kind, name, clock.counting) for kind, name in sends]
-    places += [(Staged, "step", clock.step), (Training, "_step", clock.step)]
+    places += [(Staged, "step", clock.step), (TrialTrainer, "_step", clock.step)]
     before = [(kind, name, getattr(kind, name)) for kind, name, _ in places]
     for (kind, name, wrap), (_, _, original) in zip(places, before, strict=True):
         setattr(kind, name, wrap(original))
@@ -118,10 +118,10 @@ def process(rank: int, placed: Sequence[Placed], steps: int, ports: Sequence[int
     save_file({"told": torch.tensor(told, dtype=torch.float64)}, f"{out}/{rank}.safetensors")
 
 
-def split(made: Setting) -> Fit:
+def split(made: TrialConfig) -> Fit:
     """Over both devices, as the planner would, whatever the memory."""
-    batch = example(made, made.batch_size, "cpu")
-    whole = Complete(made, made.bare(), tuple(batch))
+    batch = example_batch(made, made.batch_size, "cpu")
+    whole = LossModule(made, made.bare(), tuple(batch))
     found = plan(whole, whole.tensors(batch), "cpu", devices=2, compare=False, seconds=20.0)
     parts = found.microbatches
     return Fit("split", made.batch_size // parts, parts, 2, 0, found.cost.step, "", found.to_json())

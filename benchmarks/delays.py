@@ -33,7 +33,7 @@ from delays_run import Job, Size, Workers, identity
 from delays_summary import draw, summed, table
 from machine import read_rows, write
 
-from weft.runs.files import write_atomic
+from weft.utils.files import write_atomic
 
 RATES = {
     "adamw": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),

@@ -119,7 +119,7 @@ def measure(job: Job, data: Data, size: Size, device: str) -> dict[str, Any]:
                 warmup=job.steps // 15,
                 consistency=job.consistency,
                 clip=CLIP if job.optimizer == "adamw-clipped" else None,
-                validate=weft.Validate(job.steps, random=0, batch_size=256, recalibrate=0),
+                validate=weft.Validation(job.steps, random=0, batch_size=256, recalibrate=0),
                 device=device,
                 seed=job.seed,
                 callbacks=[log],

@@ -40,11 +40,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import weft
-from weft.keys import generator
+from weft.elastic import LayerNorm, Leaf, Linear, Mixture, Sizes
+from weft.elastic.ops import linear, norm
+from weft.elastic.ops import linear as passes
+from weft.elastic.ops.linear import mixed_linear
+from weft.elastic.sizes import combinations
 from weft.supernet import extract
-from weft.supernet.elastic import LayerNorm, Leaf, Linear, Mixture, Sizes, normalise, passes, together
-from weft.supernet.elastic.sizes import combinations
-from weft.supernet.elastic.superpose import mixed_linear
+from weft.utils.rng import generator
 
 SPACES: dict[str, dict[str, list[float]]] = {
     "autoformer-t": {"width": [192, 216, 240], "heads": [3, 4], "ratio": [3.5, 4]},
@@ -148,8 +150,7 @@ class Case:
 
 
 def networks() -> dict[str, Callable[[], weft.Chain]]:
-    from weft.zoo.gpt import gpt_small
-    from weft.zoo.vit import autoformer_small, autoformer_tiny
+    from weft.zoo.transformers import autoformer_small, autoformer_tiny, gpt_small
 
     return {
         "autoformer-t": autoformer_tiny,
@@ -354,10 +355,10 @@ def check_layers(name: str, what: str, count: int, dtype: torch.dtype | None) ->
 
     def run(x: Tensor, *given: Tensor) -> Tensor:
         mixture = Mixture.unchecked(space, dict(zip(names, given[2 * count :], strict=True)))
-        return together.mixed_linears(x, given[:count], given[count : 2 * count], leaf.sizes, mixture)
+        return linear.mixed_linears(x, given[:count], given[count : 2 * count], leaf.sizes, mixture)
 
     shown = f"{count} x {what} {name}"
-    return compared("layers", shown, run, [x, *held, *chances], gradient, dtype, (together, "linear_kernels"))
+    return compared("layers", shown, run, [x, *held, *chances], gradient, dtype, (linear, "linear_kernels"))
 
 
 def check_norm(width: int, bias: bool, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -368,9 +369,9 @@ def check_norm(width: int, bias: bool, dtype: torch.dtype | None) -> dict[str, A
     values = [x, *(value.cuda() for value in ([weight, shift] if bias else [weight])), chances.cuda()]
 
     def run(x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
-        return normalise.mixed_norm(x, weight, rest[0] if bias else None, rest[-1], widths, 1e-5, centred=bias)
+        return norm.mixed_norm(x, weight, rest[0] if bias else None, rest[-1], widths, 1e-5, centred=bias)
 
-    return compared("norm", f"{width}", run, values, gradient.cuda(), dtype, (normalise, "norm_kernels"))
+    return compared("norm", f"{width}", run, values, gradient.cuda(), dtype, (norm, "norm_kernels"))
 
 
 def compared(

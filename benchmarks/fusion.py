@@ -22,11 +22,11 @@ from machine import read_rows, write
 from torch import Tensor, nn
 
 from weft.data import Data, Tensors
-from weft.keys import generator
-from weft.tune.fusion import shape_key, train_fused
-from weft.tune.recipe import Recipe
-from weft.tune.setting import Setting, setting
-from weft.tune.training import train
+from weft.tune.fusion.compatibility import shape_key
+from weft.tune.fusion.trainer import train_fused
+from weft.tune.recipe import Recipe, TrialConfig, trial_config
+from weft.tune.training.trainer import train
+from weft.utils.rng import generator
 
 CLASSES, IMAGE, CONTEXT, TOKENS = 10, 8, 16, 64
 LANES = (2, 8, 16, 32)
@@ -79,16 +79,16 @@ def data(name: str) -> Data:
 MODELS = {"mlp": mlp, "conv": conv, "transformer": transformer}
 
 
-def settings(name: str, lanes: int, steps: int, dropout: bool) -> list[Setting]:
+def settings(name: str, lanes: int, steps: int, dropout: bool) -> list[TrialConfig]:
     recipe = Recipe(model=MODELS[name], data=data(name), steps=steps, batch_size=16, optimizer="adamw")
     found = []
     for lane in range(lanes):
         own: dict[str, Any] = {"lr": 1e-3 * (1 + lane / lanes), "weight_decay": 0.01 * lane, "seed": lane}
-        found.append(setting(recipe, {**own, "dropout": 0.1 + 0.3 * lane / lanes} if dropout else own))
+        found.append(trial_config(recipe, {**own, "dropout": 0.1 + 0.3 * lane / lanes} if dropout else own))
     return found
 
 
-def alone(chosen: list[Setting], device: str) -> tuple[float, list[tuple[float, ...]]]:
+def alone(chosen: list[TrialConfig], device: str) -> tuple[float, list[tuple[float, ...]]]:
     began, losses = time.perf_counter(), []
     with tempfile.TemporaryDirectory() as folder:
         for lane, one in enumerate(chosen):
@@ -97,7 +97,7 @@ def alone(chosen: list[Setting], device: str) -> tuple[float, list[tuple[float, 
     return time.perf_counter() - began, losses
 
 
-def fused(chosen: list[Setting], device: str) -> tuple[float, list[tuple[float, ...]]]:
+def fused(chosen: list[TrialConfig], device: str) -> tuple[float, list[tuple[float, ...]]]:
     began, found = time.perf_counter(), dict[int, Any]()
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder, str(lane)) for lane in range(len(chosen))]

@@ -30,13 +30,14 @@ import numpy as np
 import picks
 import torch
 import torch.multiprocessing as mp
+from ranks import kendall_tau
 
 import weft
 from weft.data import Data, Tensors, load
+from weft.engine.rng import deterministic
 from weft.errors import SearchError
-from weft.pipeline.determinism import deterministic
-from weft.search import Objective, kendall_tau, run_search
-from weft.search.gradient import Found, GradientMethod, gradient_search, make_gradient_method
+from weft.search import Objective, run_search
+from weft.search.gradient import GradientMethod, GradientSearchResult, make_gradient_method, search_gradient
 from weft.space import Subnet
 from weft.supernet import Chain
 from weft.zoo import macro_key, nas_bench_201, nas_bench_macro, nas_bench_macro_entangled, nb201_key
@@ -132,7 +133,7 @@ def _train(bench: Bench, data: Data, job: Job, device: str, steps: int, folder: 
         if job.warm is not None:
             options["architecture"] = weft.Optimizer("adam", lr=1e-2, betas=(0.5, 0.999), weight_decay=1e-3)
             options["warmup_weights"] = int(steps * job.warm) // 2 * 2
-        return gradient_search(bench.build, data, method=method, steps=steps, **options)
+        return search_gradient(bench.build, data, method=method, steps=steps, **options)
     if method.microbatches:
         options |= {"microbatches": method.microbatches, "distil": method.distils}
     return weft.train(bench.build, data, steps=steps, stream=method.stream, **options)
@@ -204,7 +205,7 @@ def _told(bench: Bench, truth: Mapping[str, float], pick: Subnet) -> dict[str, A
     return {"pick": bench.key(pick), "rank": rank, "regret": max(truth.values()) - own}
 
 
-def _picks(found: Found, bench: Bench, truth: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+def _picks(found: GradientSearchResult, bench: Bench, truth: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """What every way settles on."""
     trained, told = found.trained, {}
     assert found.mixture is not None
@@ -216,7 +217,7 @@ def _picks(found: Found, bench: Bench, truth: Mapping[str, float]) -> dict[str, 
 
 
 def _evolve(
-    trained: weft.Trained, bench: Bench, truth: Mapping[str, float], job: Job, began: float
+    trained: weft.TrainedRun, bench: Bench, truth: Mapping[str, float], job: Job, began: float
 ) -> tuple[Subnet, float, int]:
     """Evolution for the least inherited loss until the time is up."""
 

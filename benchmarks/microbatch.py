@@ -28,13 +28,14 @@ import torch
 from machine import read_rows, write
 from tune_models import recipe
 
-from weft.tune.fit import MARGIN
-from weft.tune.job import Fit
-from weft.tune.peaks import peaks
-from weft.tune.setting import Setting, setting
-from weft.tune.training import OutOfMemory, train
-from weft.tune.worker import prepare
-from weft.units import size
+from weft.tune.executors.worker import prepare
+from weft.tune.fit.fit import MARGIN
+from weft.tune.fit.peaks import step_memory
+from weft.tune.jobs import Fit
+from weft.tune.recipe import TrialConfig, trial_config
+from weft.tune.training.memory_limit import OutOfMemory
+from weft.tune.training.trainer import train
+from weft.utils.units import format_bytes
 
 GIB = 2**30
 CASES = [
@@ -50,7 +51,7 @@ CASES = [
 QUICK = [("mlp", 64, 2, "fp32", "adamw", 0.01), ("conv", 32, 2, "fp32", "sgd", 0.02)]
 
 
-def trains(made: Setting, micro: int, device: str, memory: int) -> int | None:
+def trains(made: TrialConfig, micro: int, device: str, memory: int) -> int | None:
     """How many requests failed in steps with micro-batches of this size under so much memory; None: they ended."""
     parts = -(-made.batch_size // micro)
     fit = Fit("accumulate" if parts > 1 else "whole", micro, parts, 1, memory, None, "")
@@ -80,9 +81,9 @@ def halved(low: int, high: int, runs: Callable[[int], bool]) -> int:
 def measured(case: tuple[Any, ...], device: str, batch: int) -> dict[str, Any]:
     family, width, depth, precision, optimizer, gib = case
     given = recipe(batch_size=batch, steps=5, precision=precision, optimizer=optimizer)
-    made = setting(given, {"family": family, "width": width, "depth": depth, "lr": 1e-4})
+    made = trial_config(given, {"family": family, "width": width, "depth": depth, "lr": 1e-4})
     kind = "cpu" if device == "cpu" else torch.cuda.get_device_properties(device).name
-    found, memory = peaks(made, "whole", kind, accumulate=True), int(gib * GIB)
+    found, memory = step_memory(made, "whole", kind, accumulate=True), int(gib * GIB)
     told = min(found.largest(int(memory * (1 - MARGIN)) - found.context), batch)
     room = memory - found.context
     found_out: dict[int, int | None] = {}
@@ -108,7 +109,7 @@ def measured(case: tuple[Any, ...], device: str, batch: int) -> dict[str, Any]:
         "fits": fits,
         "probes": len(found_out),
     }
-    print(f"{row}, limit {size(room)}", flush=True)
+    print(f"{row}, limit {format_bytes(room)}", flush=True)
     return row
 
 

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 import weft
 from weft.data import Augment, Data, ShiftFlip, Tensors, digits
-from weft.pipeline.determinism import deterministic
-from weft.pipeline.opening import lay_out, open_run
-from weft.pipeline.session import Session
-from weft.pipeline.settings import make_settings
+from weft.engine.rng import deterministic
+from weft.trainer.config import make_settings
+from weft.trainer.run_setup import open_run, to_memory_format
+from weft.trainer.trainer import Trainer
 from weft.zoo import digits_conv, digits_mlp, nas_bench_macro
 
 
@@ -85,13 +85,13 @@ def open_session(
     steps: int,
     last: bool | None,
     augment: Augment | None = None,
-) -> Session:
+) -> Trainer:
     """A run by weft on data that is kept on the device, about to take its first step."""
     chain = weft.initialise(build, 0, device)
     settings = make_settings(
         chain, steps=steps, batch_size=batch, device=device, stream="spaced", channels_last=last, augment=augment
     )
-    session = Session(lay_out(chain, settings), data.to(device), settings)
+    session = Trainer(to_memory_format(chain, settings), data.to(device), settings)
     session.open(open_run(folder, "run", False, settings.law(chain, data), None, settings.device, 1))
     session.sequential.train_mode()
     return session

@@ -8,9 +8,8 @@ micro-batches in the same order, AdamW (fused) or Muon, and the same cut, balanc
 
 rows            time. For K micro-batches an update: `torch-1f1b` (Schedule1F1B; at K=1, which it refuses,
                 ScheduleGPipe, whose order is the same there), `torch-zbv` (ScheduleZBVZeroBubble, two stages a rank),
-                and in one runtime, each another setting of one rule: `weft-flush` (1F1B), `-gpipe`, `-zbh1` (put-off
-                gradients of weights), `-interleaved` (two stages a rank), `-bounded` (PACI: bounded(K, 2)),
-                `-bounded-w` (the same with put-off gradients of weights), `-stashed` (PipeDream), `-2bw`.
+                and in one runtime, each another setting of one rule: `weft-flush` (1F1B), `-gpipe`, `-bounded` (PACI:
+                bounded(K, 2)), `-stashed` (PipeDream), `-2bw`.
                 All are warm before the clock starts, and take turns of some seconds in the same two processes, which
                 give `seconds_per_step`, without the fill of a pipeline, and the ratios within a turn. How many
                 steps a method needs until the mean training loss of the last `over` micro-batches has come down to

@@ -14,8 +14,9 @@ from paci_task import RANKS, Steps, Task
 from paci_weft import KINDS
 
 import weft
-from weft.pipeline import Law, Sequential
-from weft.pipeline.determinism import deterministic
+from weft.engine.reference import SequentialReference
+from weft.engine.rng import deterministic
+from weft.engine.train_step import TrainStep
 from weft.space import Fixed
 
 FLUSH = "weft-flush"
@@ -33,8 +34,8 @@ def curve(task: Task, method: str, k: int) -> list[float]:
     kind = KINDS[method.removeprefix("weft-")]
     promised = dict.fromkeys(chain.layers, kind.consistency(k, RANKS))
     steps = task.microbatches // k
-    law = Law(steps, k, weft.cross_entropy, task.optimizer(k), task.schedule(k), task.seed, promised)
-    run = Sequential(chain, law, Fixed(chain.space, chain.largest()), torch.device("cpu"))
+    law = TrainStep(steps, k, weft.cross_entropy, task.optimizer(k), task.schedule(k), task.seed, promised)
+    run = SequentialReference(chain, law, Fixed(chain.space, chain.largest()), torch.device("cpu"))
     run.train_mode()
     found: list[float] = []
     with deterministic(torch.device("cpu")):

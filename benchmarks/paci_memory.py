@@ -17,10 +17,11 @@ from paci_time import most_resident, pinned
 from paci_weft import WeftPeer
 from torch import Tensor, nn
 
-from weft.pipeline.determinism import deterministic
-from weft.pipeline.launch import Call, launch
+from weft.distributed.launcher import launch
+from weft.distributed.remote_call import Call
+from weft.engine.rng import deterministic
 from weft.pipeline.stage import Stage
-from weft.pipeline.worker import Done
+from weft.pipeline.worker import OpResult
 
 KINDS = ("flush", "bounded")
 
@@ -50,7 +51,7 @@ class Copies:
     def unpack(self, saved: Tensor | _Held) -> Tensor:
         return saved.tensor if isinstance(saved, _Held) else saved
 
-    def look(self, done: Done | None) -> None:
+    def look(self, done: OpResult | None) -> None:
         """After an operation: the most copies of everything so far."""
         layers = self.stage.weights.values()
         held = [tensor for weights in layers for old in weights.kept.values() for tensor in old]
@@ -87,11 +88,11 @@ def member(task: Task, kind: str, k: int, precision: str, counts: bool, folder: 
     with deterministic(torch.device("cpu")):
         peer = WeftPeer(task, k, kind, rank, world, store, precision=precision)
         before = resident()
-        (worker,), runtime = peer.prepare(task.microbatches // k)
+        worker, runtime = peer.prepare(task.microbatches // k)
         dist.barrier()
         told: dict[str, Any] = {}
         if counts:
-            copies = Copies(peer.stages[0])
+            copies = Copies(worker.stage)
             with torch.autograd.graph.saved_tensors_hooks(copies.pack, copies.unpack):
                 runtime.drive(worker, copies.look)
             told = {"saved_copies": copies.saved, "weight_copies": copies.all}

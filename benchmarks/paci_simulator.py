@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weft.pipeline.consistency import Bounded, Consistency, Exact
-from weft.pipeline.scheduler import Rule
+from weft.engine.consistency import Bounded, Consistency, Exact
+from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.simulator import Simulated, simulate
 from weft.pipeline.workload import Workload
 
@@ -29,7 +29,7 @@ def simulated(stages: int, k: int, depth: int | None, cost: tuple[float, float],
         blocks, k, LOADS * stages // k, lambda n: picks, lambda layer: promise, dict.fromkeys(range(blocks), own)
     )
     cut = tuple(range(parts, blocks, parts))
-    rules = [Rule(parts * (stages - stage)) for stage in range(stages)]
+    rules = [SchedulePolicy(parts * (stages - stage)) for stage in range(stages)]
     return simulate(work, cut, rules, latency, keep_spans=False)
 
 

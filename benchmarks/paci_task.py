@@ -16,12 +16,11 @@ from torch import Tensor
 
 import weft
 from weft.data import text
-from weft.keys import generator
-from weft.pipeline import Optimizer, make_schedule
-from weft.pipeline.profile import message_bytes, message_seconds, profile_chain
-from weft.pipeline.rate import Schedule
-from weft.plan.cut import Cut, best_cut
-from weft.zoo.language import language_model
+from weft.engine.optimizer import Optimizer, Schedule, make_schedule
+from weft.pipeline.profiler import message_bytes, message_seconds, profile_chain
+from weft.supernet.partition import Cut, best_cut
+from weft.utils.rng import generator
+from weft.zoo.gpt import language_model
 
 RANKS = 2
 

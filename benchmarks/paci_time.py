@@ -22,15 +22,14 @@ from paci_task import RANKS, Task
 from paci_torch import TorchPeer
 from paci_weft import WeftPeer
 
-from weft.pipeline.determinism import deterministic
-from weft.pipeline.heap import keep_freed
-from weft.pipeline.launch import Call, connect, launch, ranks
+from weft.distributed.env import read_env
+from weft.distributed.launcher import launch
+from weft.distributed.remote_call import Call
+from weft.distributed.store import connect
+from weft.engine.rng import deterministic
 
-METHODS = (
-    *("torch-1f1b", "torch-zbv", "weft-flush", "weft-gpipe", "weft-zbh1", "weft-interleaved"),
-    *("weft-bounded", "weft-bounded-w", "weft-stashed", "weft-2bw"),
-)
-FLUSHES = ("torch-1f1b", "torch-zbv", "weft-flush", "weft-gpipe", "weft-zbh1", "weft-interleaved")
+FLUSHES = ("torch-1f1b", "torch-zbv", "weft-flush", "weft-gpipe")
+METHODS = (*FLUSHES, "weft-bounded", "weft-stashed", "weft-2bw")
 PACED = 32
 """Micro-batches of a turn, which only says how fast a method is: the machine's own pace drifts in seconds."""
 
@@ -78,7 +77,7 @@ def turns(tasks: Mapping[str, Task], k: int, count: int, steps: int) -> dict[str
 
 def pinned() -> tuple[int, int, Any]:
     """Rank, number of processes and their store, with this process on one core."""
-    me = ranks()
+    me = read_env()
     assert me is not None
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[me.rank % len(cores)]})
@@ -100,7 +99,6 @@ def member(tasks: Mapping[str, Task], k: int, count: int, steps: int, folder: st
     """One of the processes."""
     rank, world, store = pinned()
     told = []
-    keep_freed(torch.device("cpu"))  # for torch's methods too: they share the process
     with deterministic(torch.device("cpu")):
         peers = {method: peer_of(task, method, k, rank, world, store) for method, task in tasks.items()}
         for peer in peers.values():

@@ -13,17 +13,16 @@ import torch.distributed as dist
 from paci_task import Meter, Steps, Task
 from torch import Tensor
 
-from weft.pipeline import Law
-from weft.pipeline.batches import Batches
-from weft.pipeline.consistency import Bounded, Consistency, Exact, Lagged, Recomputed, Stashed
-from weft.pipeline.placement import place
-from weft.pipeline.runtime import Runtime
-from weft.pipeline.scheduler import Rule
+from weft.distributed.heartbeat import Heartbeat
+from weft.distributed.rank_loop import Runtime
+from weft.distributed.transport import Transport
+from weft.engine.consistency import Bounded, Consistency, Exact, Lagged, Stashed
+from weft.engine.train_step import TrainStep
+from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.stage import Stage
-from weft.pipeline.transport import Transport
-from weft.pipeline.watch import Watch
-from weft.pipeline.worker import Done, Worker
+from weft.pipeline.worker import OpResult, Worker
 from weft.space import Fixed
+from weft.trainer.batches import MicroBatches
 
 CPU = torch.device("cpu")
 
@@ -35,25 +34,17 @@ class Kind:
 
     consistency: Callable[[int, int], Consistency]
     prefer: str = "backward"
-    defer: bool = False
     places: str = "S - s"
-    chunks: int = 1
-    """Stages a rank."""
 
 
 KINDS = {
     "flush": Kind(lambda k, stages: Exact()),
     "gpipe": Kind(lambda k, stages: Exact(), prefer="forward", places="K"),
-    "zbh1": Kind(lambda k, stages: Exact(), defer=True, places="S"),
-    "interleaved": Kind(lambda k, stages: Exact(), places="2 K", chunks=2),
     "bounded": Kind(Bounded),
-    "bounded-w": Kind(Bounded, defer=True, places="S"),
     "stashed": Kind(Stashed),
-    "recomputed": Kind(Recomputed),
     "2bw": Kind(lambda k, stages: Lagged(1), places="S"),
 }
-"""1F1B with a flush, GPipe, zero-bubble H1, interleaved 1F1B, PACI, PACI with put-off gradients of weights, PipeDream
-(with K micro-batches an update), PACI that recomputes, PipeDream-2BW."""
+"""1F1B with a flush, GPipe, PACI, PipeDream (with K micro-batches an update), PipeDream-2BW."""
 
 
 class WeftPeer:
@@ -75,16 +66,14 @@ class WeftPeer:
         told = KINDS[kind]
         self.consistency = told.consistency(k, world)
         self.precision = precision
-        places = {"S - s": world - rank, "S": world, "K": k, "2 K": 2 * k}[told.places]
-        self.rule = Rule(window or places, told.prefer, told.defer)
-        self.placement = place(told.chunks * world, world, "loop" if told.chunks > 1 else None)
-        self.cut = task.v_cut if told.chunks > 1 else task.cut
-        self.transport = Transport(rank, world, CPU, None, self.placement.links())
-        self.watch = Watch(store, rank, world, lambda rank, message: None)
+        places = {"S - s": world - rank, "S": world, "K": k}[told.places]
+        self.rule = SchedulePolicy(window or places, told.prefer)
+        self.transport = Transport(rank, world, CPU)
+        self.watch = Heartbeat(store, rank, world, lambda rank, message: None)
         self.drawn = task.draw()
         self.peak = 0
         self.deciding = 0.0
-        self.stages: list[Stage] = []
+        self.stage: Stage | None = None
 
     def warm(self, steps: int) -> None:
         """A stage of its own goes through the first steps, over the same links."""
@@ -96,43 +85,36 @@ class WeftPeer:
         self._drive(steps)
 
     def figures(self) -> dict[str, Any]:
-        drifts = sum((w.drifts for stage in self.stages for w in stage.weights.values()), Counter[int]())
-        one_copy = all(stage.one_copy for stage in self.stages)
-        return {"peak": self.peak, "deciding": self.deciding, "drifts": dict(drifts), "one_copy": one_copy}
+        assert self.stage is not None
+        drifts = sum((w.drifts for w in self.stage.weights.values()), Counter[int]())
+        return {"peak": self.peak, "deciding": self.deciding, "drifts": dict(drifts), "one_copy": self.stage.one_copy}
 
     def close(self) -> None:
         self.watch.close()
         self.transport.close()
 
-    def prepare(self, steps: int) -> tuple[list[Worker], Runtime]:
-        task, ends = self.task, (0, *self.cut, None)
-        runtime = Runtime(self.rank, self.transport, self.watch, None, lambda: False, self.placement)
-        workers = []
-        self.stages = []
-        for index in self.placement.stages_of(self.rank):
-            chain = task.built(ends[index] or 0, ends[index + 1])
-            promised = dict.fromkeys(chain.layers, self.consistency)
-            optimizer, schedule, seed = task.optimizer(self.k), task.schedule(self.k), task.seed
-            law = Law(steps, self.k, self._loss, optimizer, schedule, seed, promised, precision=self.precision)
-            stream = Fixed(chain.space, chain.largest())
-            stage = Stage(chain, law, stream, CPU, self.cut, index, split=self.rule.defer)
-            stage.train_mode()
-            self.stages.append(stage)
-            batches = Batches(Steps(self.drawn, task.rows * self.k), 0, steps, self.k)  # type: ignore[arg-type]
-            workers.append(Worker(stage, self.rule, 0, steps * self.k, batches, runtime.send))
-        return workers, runtime
+    def prepare(self, steps: int) -> tuple[Worker, Runtime]:
+        task, ends = self.task, (0, *self.task.cut, None)
+        runtime = Runtime(self.transport, self.watch, None, lambda: False)
+        chain = task.built(ends[self.rank] or 0, ends[self.rank + 1])
+        promised = dict.fromkeys(chain.layers, self.consistency)
+        optimizer, schedule, seed = task.optimizer(self.k), task.schedule(self.k), task.seed
+        law = TrainStep(steps, self.k, self._loss, optimizer, schedule, seed, promised, precision=self.precision)
+        stream = Fixed(chain.space, chain.largest())
+        self.stage = Stage(chain, law, stream, CPU, task.cut, self.rank)
+        self.stage.train_mode()
+        batches = MicroBatches(Steps(self.drawn, task.rows * self.k), 0, steps, self.k)  # type: ignore[arg-type]
+        return Worker(self.stage, self.rule, 0, steps * self.k, batches, runtime.send), runtime
 
     def _drive(self, steps: int) -> None:
-        workers, runtime = self.prepare(steps)
+        worker, runtime = self.prepare(steps)
         dist.barrier()
         self.meter.began = time.perf_counter()
-        runtime.drive(workers, self._done)
-        for worker in workers:
-            worker.finish()
-        self.peak = sum(worker.figures.peak for worker in workers)
-        self.deciding = sum(worker.figures.deciding for worker in workers)
+        runtime.drive(worker, self._done)
+        worker.finish()
+        self.peak, self.deciding = worker.figures.peak, worker.figures.deciding
 
-    def _done(self, done: Done | None) -> None:
+    def _done(self, done: OpResult | None) -> None:
         if done is not None:
             self.meter.spans.append((done.start, done.end))
 

@@ -4,7 +4,7 @@
 
 Trials are drawn, not recorded: 70 % small, 25 % medium, 5 % large, in one random order, seed 0.
 
-            memory of a device   seconds alone (log-normal)          share of a device's time   devices
+            memory of a device   seconds alone (log-normal)          use of a device's time     devices
     small   0.5 - 2 GiB          median 120, spread 0.5              0.05 - 0.35                1
     medium  2 - 30 GiB           median 500, spread 0.5              0.3 - 0.9                  1
     large   60 - 130 GiB         median 1200, spread 0.4, <= 2400    0.85 - 1                   1, 2, 4 or 8
@@ -15,9 +15,9 @@ trial beyond the first takes of the speed of all (0, or 0.02 for processes that 
 
 rows        `over_bound` is the makespan over the largest of: all work / devices, all bytes x seconds / memory, the
             longest trial. `speedup` is the makespan of one trial a device over that of the way. Ways:
-  weft      memory, seconds and share of each trial are known beforehand; all wait from the start
-  measured  memory and seconds are known, shares are not: the packer is told rates while trials run
-  memory    only memory is known
+  weft      memory and seconds of each trial are known beforehand, and the packer is told rates while trials run; all
+            wait from the start
+  memory    only memory is known, and trials report nothing
   window N  as `weft`, with a study's window of N trials: trial i waits for the results of those before i - N
   one       one trial a device, in order, a later one that fits before an earlier one that does not (Ray's way)
   1/K       the same with K equal slots a device; what needs more memory than a slot gets a device to itself
@@ -41,18 +41,18 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from machine import write
+from packing_simulator import Recorded, lower_bound, simulate
 
-from weft.keys import generator
-from weft.plan.collective import all_reduce
-from weft.plan.presets import preset
-from weft.tune.packed import Recorded, lower_bound, simulate
-from weft.tune.packing import Capacity, Load, Packer, Placement
-from weft.tune.sharing import Sharing
+from weft.hardware.collectives import all_reduce
+from weft.hardware.presets import preset
+from weft.tune.packing.packer import Packer, Placement
+from weft.tune.packing.pool import DeviceCapacity, JobSpec
+from weft.utils.rng import generator
 
 GIB = 2**30
 MEMORY, RESERVE, NODE = int(141e9), GIB // 2, 8
@@ -67,29 +67,21 @@ def trials(count: int, seed: int = 0) -> list[Recorded]:
         kind = draw.random()
         degree = 1
         if kind < 0.70:
-            memory, seconds, share = draw.uniform(0.5, 2), draw.lognormal(0, 0.5) * 120, draw.uniform(0.05, 0.35)
+            memory, seconds, demand = draw.uniform(0.5, 2), draw.lognormal(0, 0.5) * 120, draw.uniform(0.05, 0.35)
         elif kind < 0.95:
-            memory, seconds, share = draw.uniform(2, 30), draw.lognormal(0, 0.5) * 500, draw.uniform(0.3, 0.9)
+            memory, seconds, demand = draw.uniform(2, 30), draw.lognormal(0, 0.5) * 500, draw.uniform(0.3, 0.9)
         else:
-            memory, share = draw.uniform(60, 130), draw.uniform(0.85, 1)
+            memory, demand = draw.uniform(60, 130), draw.uniform(0.85, 1)
             seconds = min(draw.lognormal(0, 0.4) * 1200, 2400)
             degree = int(draw.choice([1, 1, 1, 2, 2, 4, 8]))
-        load = Load(f"t{number}", int(memory * GIB), degree, seconds, share=share, kind=f"k{number}")
-        found.append(Recorded(load, seconds, share))
+        load = JobSpec(f"t{number}", int(memory * GIB), degree, seconds, kind=f"k{number}")
+        found.append(Recorded(load, seconds, demand))
     return found
 
 
-def known(all_: Sequence[Recorded], seconds: bool, share: bool) -> list[Recorded]:
-    """The same trials, of which less is known beforehand."""
-    return [
-        replace(
-            one,
-            load=replace(
-                one.load, seconds=one.load.seconds if seconds else None, share=one.load.share if share else None
-            ),
-        )
-        for one in all_
-    ]
+def untimed(all_: Sequence[Recorded]) -> list[Recorded]:
+    """The same trials, of which nobody knows how long they take."""
+    return [replace(one, load=replace(one.load, seconds=None)) for one in all_]
 
 
 def split(all_: Sequence[Recorded], degree: int, share_of: dict[int, float]) -> list[Recorded]:
@@ -108,22 +100,18 @@ def split(all_: Sequence[Recorded], degree: int, share_of: dict[int, float]) -> 
 class Static:
     """In order, first fit: every device has equal slots, a trial takes one, or the whole device if it is too large."""
 
-    def __init__(self, devices: Sequence[Capacity], slots: int) -> None:
+    def __init__(self, devices: Sequence[DeviceCapacity], slots: int) -> None:
         self.devices, self.slots = tuple(devices), slots
         self._free = [slots] * len(devices)
-        self._waiting: dict[str, Load] = {}
         self._running: dict[str, tuple[tuple[int, ...], int]] = {}
         self._nodes: dict[str, list[int]] = {}
         for place, device in enumerate(devices):
             self._nodes.setdefault(device.node, []).append(place)
 
-    def wait(self, load: Load) -> None:
-        self._waiting[load.id] = load
-
-    def admit(self, waiting: None = None, now: float = 0.0) -> list[Placement]:
+    def admit(self, waiting: Iterable[JobSpec], now: float = 0.0) -> list[Placement]:
         started: list[Placement] = []
         refused: set[tuple[int, int]] = set()
-        for load in list(self._waiting.values()):
+        for load in waiting:
             slot = (self.devices[0].memory or 0) // self.slots
             takes = 1 if (load.memory or 0) + self.devices[0].reserve <= slot and load.degree == 1 else self.slots
             if (takes, load.degree) in refused:
@@ -139,7 +127,6 @@ class Static:
                 continue
             for place in places:
                 self._free[place] -= takes
-            del self._waiting[load.id]
             self._running[load.id] = (tuple(places), takes)
             started.append((load.id, tuple(places)))
         return started
@@ -158,7 +145,7 @@ class Timed(Packer):
 
     spent = 0.0
 
-    def admit(self, waiting: Any = None, now: float = 0.0) -> list[Placement]:
+    def admit(self, waiting: Iterable[JobSpec], now: float = 0.0) -> list[Placement]:
         began = time.perf_counter()
         try:
             return super().admit(waiting, now)
@@ -171,8 +158,8 @@ class Timed(Packer):
         self.spent += time.perf_counter() - began
 
 
-def devices(count: int) -> list[Capacity]:
-    return [Capacity(MEMORY, f"node{place // NODE}", RESERVE) for place in range(count)]
+def devices(count: int) -> list[DeviceCapacity]:
+    return [DeviceCapacity(MEMORY, f"node{place // NODE}", RESERVE) for place in range(count)]
 
 
 def makespans(count: int, places: int, loss: float, share_of: dict[int, float], quick: bool) -> list[dict[str, Any]]:
@@ -181,10 +168,9 @@ def makespans(count: int, places: int, loss: float, share_of: dict[int, float], 
     windows = [] if quick else [8 * places, 32 * places]
     ways: list[tuple[str, Sequence[Recorded], Any, dict[str, Any]]] = [
         ("one", all_, Static(floor, 1), {}),
-        ("weft", all_, Packer(floor), {}),
-        ("measured", known(all_, True, False), Packer(floor, sharing=Sharing(ramp=2)), {"measure": True}),
-        ("memory", known(all_, False, False), Packer(floor), {}),
-        *((f"window {w}", all_, Packer(floor), {"window": w}) for w in windows if w < count),
+        ("weft", all_, Packer(floor), {"measure": True}),
+        ("memory", untimed(all_), Packer(floor), {}),
+        *((f"window {w}", all_, Packer(floor), {"measure": True, "window": w}) for w in windows if w < count),
         *((f"1/{slots}", all_, Static(floor, slots), {}) for slots in FRACTIONS),
         *((f"degree {d}", split(all_, d, share_of), Static(floor, 1), {}) for d in DEGREES[1:]),
     ]
@@ -213,7 +199,7 @@ def makespans(count: int, places: int, loss: float, share_of: dict[int, float], 
 
 def scheduler(count: int, places: int) -> dict[str, Any]:
     packer = Timed(devices(places))
-    packed = simulate(trials(count), packer)
+    packed = simulate(trials(count), packer, measure=True)
     share = packer.spent / packed.makespan
     row = {"devices": places, "trials": count, "spent_s": round(packer.spent, 2), "share_of_makespan": round(share, 6)}
     print(row, flush=True)

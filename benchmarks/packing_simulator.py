@@ -6,22 +6,21 @@ The packer that it steps is the one that the driver steps; only the devices are 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from weft.errors import TuneError
-from weft.tune.load import Capacity, Load
-from weft.tune.packing import Placement
+from weft.tune.packing.packer import Placement
+from weft.tune.packing.pool import DeviceCapacity, JobSpec
 
 
 class Packs(Protocol):
     """What the simulator steps: a `Packer`, or a rival of it."""
 
     @property
-    def devices(self) -> tuple[Capacity, ...]: ...
-    def wait(self, load: Load) -> None: ...
-    def admit(self, waiting: None = None, now: float = 0.0) -> list[Placement]: ...
+    def devices(self) -> tuple[DeviceCapacity, ...]: ...
+    def admit(self, waiting: Iterable[JobSpec], now: float = 0.0) -> list[Placement]: ...
     def ended(self, id: str) -> None: ...
     def measured(self, id: str, rate: float) -> None: ...
 
@@ -30,7 +29,7 @@ class Packs(Protocol):
 class Recorded:
     """A trial as it ran by itself; its load says what was known beforehand."""
 
-    load: Load
+    load: JobSpec
     seconds: float
     demand: float = 1.0
     """The share of each of its devices' time that it used. Together they cannot use more than all of it."""
@@ -77,7 +76,7 @@ def simulate(
     return _Simulation(trials, packer, window, loss, measure).run()
 
 
-def lower_bound(trials: Sequence[Recorded], devices: Sequence[Capacity]) -> float:
+def lower_bound(trials: Sequence[Recorded], devices: Sequence[DeviceCapacity]) -> float:
     """Seconds that no packing can beat: all work by all devices, all bytes x seconds by all memory, the longest."""
     work = sum(t.seconds * t.demand * t.load.degree for t in trials) / len(devices)
     longest = max((t.seconds for t in trials), default=0.0)
@@ -106,6 +105,7 @@ class _Simulation:
         self.places: dict[str, tuple[int, ...]] = {}
         self.done = [False] * len(trials)
         self.first = self.asked = 0
+        self.waiting: dict[str, JobSpec] = {}
 
     def run(self) -> Packed:
         self._ask()
@@ -124,12 +124,14 @@ class _Simulation:
         while self.first < len(self.done) and self.done[self.first]:
             self.first += 1
         while self.asked < len(self.trials) and self.asked <= self.first + self.window:
-            self.packer.wait(self.trials[self.asked].load)
+            load = self.trials[self.asked].load
+            self.waiting[load.id] = load
             self.asked += 1
 
     def _admit(self) -> None:
         changed: dict[int, None] = {}
-        for id, places in self.packer.admit(now=self.now):
+        for id, places in self.packer.admit(self.waiting.values(), self.now):
+            del self.waiting[id]
             trial = self.by_id[id][1]
             run = self.runs[id] = _Run(trial, places, trial.seconds, 0.0, self.now)
             self.starts[id], self.places[id] = self.now, places

@@ -1,7 +1,7 @@
 """Ways to settle on a subnet once a mixture has been learned, for the comparison of `methods.py`.
 
 `likeliest` looks at the probabilities alone. The others look at validation data too, with the weights as they are:
-`missed` keeps of every choice the option that the mixture would miss most (weft.search.gradient.missed); `rescored`
+`missed` keeps of every choice the option that the mixture would miss most (weft.search.discretize); `rescored`
 scores the likeliest subnet, some that are drawn from the mixture, and neighbours of the best, as subnets by themselves.
 """
 
@@ -13,19 +13,18 @@ import torch
 
 import weft
 from weft.data import Loader
-from weft.keys import generator
-from weft.pipeline.evaluate import evaluate, recalibrated
-from weft.search.gradient.missed import most_missed
-from weft.search.pick import likeliest
+from weft.elastic import Mixture
+from weft.elastic.mixture import choice_options
+from weft.search.discretize import by_perturbation, most_probable_subnet
 from weft.space import Subnet
-from weft.supernet.elastic import Mixture
-from weft.supernet.elastic.mixture import choice_options
+from weft.trainer.evaluate import evaluate, recalibrated
+from weft.utils.rng import generator
 
 DRAWS = 32
 IMAGES = 2048
 
 
-def rescored(trained: weft.Trained, mixture: Mixture) -> Subnet:
+def rescored(trained: weft.TrainedRun, mixture: Mixture) -> Subnet:
     chain, settings, space = trained.chain, trained.settings, mixture.space
     assert trained.data.validation is not None
     train, held = (
@@ -43,7 +42,7 @@ def rescored(trained: weft.Trained, mixture: Mixture) -> Subnet:
 
     rng = generator(settings.seed, "rescored")
     rows = {name: mixture[name].detach().double().cpu().numpy() for name in space.choices}
-    score(likeliest(mixture))
+    score(most_probable_subnet(mixture))
     for _ in range(DRAWS):
         drawn = {n: int(rng.choice(len(row), p=row / row.sum())) for n, row in rows.items()}
         score(space.subnet({name: choice_options(space, name)[at] for name, at in drawn.items()}))
@@ -55,14 +54,14 @@ def rescored(trained: weft.Trained, mixture: Mixture) -> Subnet:
     return best
 
 
-def ways(trained: weft.Trained, mixture: Mixture) -> dict[str, Callable[[], Subnet]]:
+def ways(trained: weft.TrainedRun, mixture: Mixture) -> dict[str, Callable[[], Subnet]]:
     """Every way by name; the chain is the plain one, in evaluation mode."""
     chain, settings = trained.chain, trained.settings
     mixture = Mixture.unchecked(
         chain.space, {n: mixture[n].detach().to(torch.device(settings.device)) for n in chain.space.choices}
     )
     return {
-        "likeliest": lambda: likeliest(mixture),
-        "missed": lambda: most_missed(chain, mixture, trained.data, settings),
+        "likeliest": lambda: most_probable_subnet(mixture),
+        "missed": lambda: by_perturbation(chain, mixture, trained.data, settings),
         "rescored": lambda: rescored(trained, mixture),
     }

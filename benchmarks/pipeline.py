@@ -40,24 +40,28 @@ from machine import write
 from torch import Tensor, nn
 
 import weft
-from weft.pipeline import Law, Optimizer, Sequential, make_schedule
-from weft.pipeline.accord import Accord
-from weft.pipeline.batches import Batches
-from weft.pipeline.consistency import Exact
-from weft.pipeline.determinism import deterministic
-from weft.pipeline.launch import Call, connect, launch, ranks
-from weft.pipeline.profile import message_seconds, profile_chain
-from weft.pipeline.runtime import Runtime
-from weft.pipeline.scheduler import Rule
+from weft.distributed.env import read_env
+from weft.distributed.heartbeat import Heartbeat
+from weft.distributed.launcher import launch
+from weft.distributed.rank_loop import Runtime
+from weft.distributed.remote_call import Call
+from weft.distributed.store import ControlStore, connect
+from weft.distributed.transport import Transport
+from weft.engine.consistency import Exact
+from weft.engine.layer_state import layer_digest
+from weft.engine.optimizer import Optimizer, make_schedule
+from weft.engine.reference import SequentialReference
+from weft.engine.rng import deterministic
+from weft.engine.train_step import TrainStep
+from weft.pipeline.profiler import message_seconds, profile_chain
+from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.simulator import simulate, with_messages
 from weft.pipeline.stage import Stage
-from weft.pipeline.state import layer_digest
-from weft.pipeline.transport import Transport
-from weft.pipeline.watch import Watch
 from weft.pipeline.worker import Worker
 from weft.pipeline.workload import Workload, chain_workload
-from weft.plan.cut import best_cut
 from weft.space import Fixed, make_stream
+from weft.supernet.partition import best_cut
+from weft.trainer.batches import MicroBatches
 
 CPU = torch.device("cpu")
 STREAM = "spaced:2"
@@ -109,15 +113,15 @@ class Random:
             yield self.batch
 
 
-def law_of(chain: weft.Chain, steps: int, m: int) -> Law:
-    return Law(steps, m, squares, SGD, make_schedule("constant"), 0, dict.fromkeys(chain.layers, Exact()))
+def law_of(chain: weft.Chain, steps: int, m: int) -> TrainStep:
+    return TrainStep(steps, m, squares, SGD, make_schedule("constant"), 0, dict.fromkeys(chain.layers, Exact()))
 
 
 class Bench:
     """One process of it."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        me = ranks()
+        me = read_env()
         assert me is not None
         self.rank, self.world = me.rank, me.world
         cores = sorted(os.sched_getaffinity(0))
@@ -126,9 +130,9 @@ class Bench:
         store = connect()
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
         self.transport = Transport(self.rank, self.world, CPU)
-        self.watch = Watch(store, self.rank, self.world, lambda rank, message: None)
+        self.watch = Heartbeat(store, self.rank, self.world, lambda rank, message: None)
         self.steps, self.rows, self.width = options["steps"], options["rows"], options["width"]
-        self.accord = Accord(store, self.rank, self.world)
+        self.accord = ControlStore(store, self.rank, self.world)
         self.surveys = 0
         _, self.cut = self.survey()
 
@@ -144,7 +148,7 @@ class Bench:
         """On the first core, while the other waits; or on both, each for itself."""
         chain = weft.initialise(lambda: supernet(self.width, False), 0)
         law, stream = law_of(chain, self.steps, 1), make_stream(chain.space, STREAM, 0)
-        sequential = Sequential(chain, law, stream, CPU)
+        sequential = SequentialReference(chain, law, stream, CPU)
         sequential.train_mode()
 
         def train() -> None:
@@ -164,9 +168,9 @@ class Bench:
         cut = tuple(block + gated for block in self.cut)
         stage = Stage(chain, law_of(chain, steps, m), stream, CPU, cut, self.rank, split=kind == "split")
         stage.train_mode()
-        runtime = Runtime(self.rank, self.transport, self.watch, None, lambda: False)
-        batches = Batches(Random(self.rows * m, self.width), 0, steps, m)  # type: ignore[arg-type]
-        rule = Rule(self.world - self.rank if kind == "tight" else 2 * self.world)
+        runtime = Runtime(self.transport, self.watch, None, lambda: False)
+        batches = MicroBatches(Random(self.rows * m, self.width), 0, steps, m)  # type: ignore[arg-type]
+        rule = SchedulePolicy(self.world - self.rank if kind == "tight" else 2 * self.world)
         worker = Worker(stage, rule, 0, steps * m, batches, runtime.send)
         seconds = self.timed(lambda: runtime.drive(worker, lambda done: None))
         worker.finish()
@@ -215,7 +219,7 @@ class Bench:
         costs, _ = self.survey()
         message = [message_seconds(4.0 * self.rows * self.width)] * len(chain.blocks)
         told = with_messages(self.cut, message)
-        return simulate(self.work(chain, costs), self.cut, Rule(2 * self.world), duration=told).time
+        return simulate(self.work(chain, costs), self.cut, SchedulePolicy(2 * self.world), duration=told).time
 
 
 def work(options: dict[str, Any], file: str) -> None:

@@ -29,10 +29,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pase import tables as pase_tables
+from pase.markov_chain import markov_chain
 
-from weft import keys
-from weft.plan.pase import tables as pase_tables
-from weft.plan.solve import Problem, markov_chain, solve
+from weft.plan.solve import Problem, solve
+from weft.utils import rng
 
 Table = NDArray[np.float64]
 Case = dict[str, Any]
@@ -76,7 +77,7 @@ def from_layers(case: Case) -> Problem:
     some of 24 ways; moving a tensor costs the distance between the ways. All layers read one mask. Layers are equal, or
     each costs a little else; with ``limit`` the weights have to fall to that part of the way from those of the optimum
     to the least."""
-    draw = keys.generator("layers", case["layers"])
+    draw = rng.generator("layers", case["layers"])
     ways = draw.normal(size=(24, 3))
     moves = np.abs(ways[:, None] - ways[None]).sum(axis=2)
     kinds = {name: int(draw.integers(60, 131)) for name, *_ in LAYER} | {"mask": 20, "in": 60}
@@ -119,9 +120,9 @@ def from_model(case: Case) -> Problem:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
+    from weft.hardware.machine import machine
     from weft.plan.capture.captured import capture
     from weft.plan.layout import Mesh
-    from weft.plan.machine import machine
     from weft.plan.tables import Training, tables
 
     with torch.device("meta"):

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from machine import write
+from ranks import kendall_tau
 from torch import nn
 
+from weft.hardware.machine import Machine
 from weft.plan.calibrate import calibrate
 from weft.plan.capture import capture
-from weft.plan.machine import Machine
 from weft.plan.planner import plan_captured
-from weft.search import kendall_tau
 
 
 def text(kind: str, head: str, length: int, vocabulary: int = 8192, **sizes: Any) -> Callable[[int], tuple[Any, Any]]:

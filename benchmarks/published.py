@@ -21,9 +21,9 @@ from dataclasses import fields
 from typing import Any
 
 from machine import write
+from pase import AS_PUBLISHED, CORRECTED, Corrections, tables
 
-from weft.plan.machine import machine
-from weft.plan.pase import AS_PUBLISHED, CORRECTED, Corrections, tables
+from weft.hardware.machine import machine
 from weft.plan.solve import Problem, solve
 
 DEVICES = (4, 8, 16, 32, 64)

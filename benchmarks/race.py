@@ -41,29 +41,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from machine import write
+from ranks import kendall_tau
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import weft
 from weft.data import Loader, digits
-from weft.pipeline import Law, Optimizer, Sequential, cross_entropy, make_schedule
-from weft.pipeline.accord import Accord
-from weft.pipeline.batches import Batches
-from weft.pipeline.consistency import Exact
-from weft.pipeline.determinism import deterministic
-from weft.pipeline.evaluate import Calibration
-from weft.pipeline.fingerprint import LossDigest, fingerprint
-from weft.pipeline.launch import Call, connect, launch, ranks
-from weft.pipeline.runtime import Runtime
-from weft.pipeline.scheduler import Need, Rule
+from weft.distributed.env import read_env
+from weft.distributed.heartbeat import Heartbeat
+from weft.distributed.launcher import launch
+from weft.distributed.rank_loop import Runtime
+from weft.distributed.remote_call import Call
+from weft.distributed.store import ControlStore, connect
+from weft.distributed.transport import Transport
+from weft.engine.consistency import Exact
+from weft.engine.layer_state import LossDigest, fingerprint, layer_digest, layer_tensors
+from weft.engine.losses import cross_entropy
+from weft.engine.optimizer import Optimizer, make_schedule
+from weft.engine.reference import SequentialReference
+from weft.engine.rng import deterministic
+from weft.engine.train_step import TrainStep
+from weft.engine.weight_versions import VersionedLayer
+from weft.pipeline.scheduler import LayerDependency, SchedulePolicy
 from weft.pipeline.stage import Stage
-from weft.pipeline.state import layer_digest, layer_tensors
-from weft.pipeline.transport import Transport
-from weft.pipeline.watch import Watch
-from weft.pipeline.weights import Weights
 from weft.pipeline.worker import Worker
-from weft.search import kendall_tau
+from weft.trainer.batches import MicroBatches
+from weft.trainer.evaluate import Calibration
 from weft.zoo import digits_conv
 
 CPU = torch.device("cpu")
@@ -77,7 +81,7 @@ SEEDS = range(5)
 supernet = partial(digits_conv, 4)
 
 
-class Loose(Weights):
+class Loose(VersionedLayer):
     """Weights with no versions: one memory, which updates change under whoever is computing with it."""
 
     def _newest(self) -> list[Tensor]:
@@ -97,7 +101,7 @@ class Careless(Stage):
         super().__init__(*arguments)
         self.weights = {name: Loose(w.layer, w.module, w.clock) for name, w in self.weights.items()}
 
-    def uses(self, n: int) -> list[Need]:
+    def uses(self, n: int) -> list[LayerDependency]:
         return []
 
     def weigh(self, n: int, counts: bool) -> None:
@@ -112,14 +116,14 @@ class Race:
     """One process of it."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        me = ranks()
+        me = read_env()
         assert me is not None
         self.rank, self.world, self.steps = me.rank, me.world, options["steps"]
         store = connect()
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
         self.transport = Transport(self.rank, self.world, CPU)
-        self.watch = Watch(store, self.rank, self.world, lambda rank, message: None)
-        self.accord = Accord(store, self.rank, self.world)
+        self.watch = Heartbeat(store, self.rank, self.world, lambda rank, message: None)
+        self.accord = ControlStore(store, self.rank, self.world)
         self.runs = 0
         self.data = digits(SEED)
         self.loader = Loader(self.data.train, BATCH, SEED)
@@ -127,15 +131,15 @@ class Race:
         assert self.data.validation is not None
         self.held = next(Loader(self.data.validation, len(self.data.validation), SEED, shuffle=False).all())
 
-    def law(self, chain: weft.Chain, rate: float, seed: int = SEED) -> Law:
+    def law(self, chain: weft.Chain, rate: float, seed: int = SEED) -> TrainStep:
         exact = dict.fromkeys(chain.layers, Exact())
         sgd = Optimizer("sgd", lr=rate, momentum=0.9)
-        return Law(self.steps, 1, cross_entropy, sgd, make_schedule("cosine"), seed, exact)
+        return TrainStep(self.steps, 1, cross_entropy, sgd, make_schedule("cosine"), seed, exact)
 
     def sequential(self, rate: float, seed: int, folder: str) -> dict[str, Any]:
         """A run of the sequential law, by one process for itself, with its scores."""
         chain = weft.initialise(supernet, seed)
-        one = Sequential(chain, self.law(chain, rate, seed), weft.make_stream(chain.space, "iid", seed), CPU)
+        one = SequentialReference(chain, self.law(chain, rate, seed), weft.make_stream(chain.space, "iid", seed), CPU)
         one.train_mode()
         batches = Loader(self.data.train, BATCH, seed).iterate(0, self.steps)
         began = time.perf_counter()
@@ -156,7 +160,7 @@ class Race:
 
     def staged(self, kind: str, rate: float, window: int, keep: str = "") -> tuple[str, list[float], float]:
         """Fingerprint, losses and seconds of a run on all stages; its weights go into files that begin with `keep`."""
-        runtime = Runtime(self.rank, self.transport, self.watch, None, lambda: False)
+        runtime = Runtime(self.transport, self.watch, None, lambda: False)
         stage, worker = self.made(kind, rate, CUT, self.rank, window, runtime.send)
         dist.barrier()
         began = time.perf_counter()
@@ -179,7 +183,9 @@ class Race:
         stream = weft.make_stream(chain.space, "iid", SEED)
         stage = (Careless if kind == "careless" else Stage)(chain, self.law(chain, rate), stream, CPU, cut, index)
         stage.train_mode()
-        return stage, Worker(stage, Rule(window), 0, self.steps, Batches(self.loader, 0, self.steps, 1), send)
+        return stage, Worker(
+            stage, SchedulePolicy(window), 0, self.steps, MicroBatches(self.loader, 0, self.steps, 1), send
+        )
 
     def gathered(self, files: list[str]) -> weft.Chain:
         """A chain with the weights that all stages have written."""

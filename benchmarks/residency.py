@@ -19,15 +19,13 @@ that layers took, beside which activations and gradients have theirs. `crossing`
 tokens a step on the work takes longer than the copies, by a line through the rows.
 
 The host memory is pinned once, for the largest space (about 0.6 s a GiB). With --quick everything is small and runs on
-the CPU, where memory stands in for a device and copies take the time of the step; its last row has more layers than the
-host may hold, the rest in a file.
+the CPU, where memory stands in for a device and copies take the time of the step.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -41,11 +39,15 @@ from machine import write
 from residency_space import SPACES, Size, build
 from torch import Tensor
 
-from weft.pipeline import Exact, Law, Optimizer, Residency, Sequential, make_schedule
-from weft.pipeline.determinism import deterministic
-from weft.pipeline.residency.entry import release
-from weft.pipeline.residency.host import taken
-from weft.pipeline.residency.mover import Cuda, Mover, Plain
+from weft.engine.consistency import Exact
+from weft.engine.optimizer import Optimizer, make_schedule
+from weft.engine.reference import SequentialReference
+from weft.engine.rng import deterministic
+from weft.engine.train_step import TrainStep
+from weft.offload.config import OffloadConfig
+from weft.offload.copy_engine import CopyEngine, CudaCopy, SyncCopy
+from weft.offload.host_memory import taken
+from weft.offload.setup import offload, release
 from weft.space import Stream, Subnet, make_stream
 
 GIB = 2**30
@@ -58,7 +60,7 @@ SMALL = Size(1, 64, 12)
 PERIOD, FIRST = 256, 150  # steps after which the stream begins anew, and the first of those that are timed
 
 
-class Blocking(Cuda):
+class Blocking(CudaCopy):
     """Copies that everything waits for."""
 
     def bring(self, target: Tensor, source: Tensor, after: Sequence[Any]) -> None:
@@ -108,16 +110,18 @@ class Bench:
         self.budget = self.state // 4
         self.told: Counter[str] = Counter()
 
-    def law(self) -> Law:
+    def law(self) -> TrainStep:
         said = {name: Exact() for name in self.chain.layers}
         optimizer = Optimizer("adamw", lr=1e-4)
         precision = self.arguments.precision
-        return Law(STEPS, 1, loss, optimizer, make_schedule("constant"), 0, said, precision=precision)
+        return TrainStep(STEPS, 1, loss, optimizer, make_schedule("constant"), 0, said, precision=precision)
 
     def batch(self, tokens: int) -> dict[str, Tensor]:
         return {"x": torch.randn(max(tokens // LENGTH, 1), LENGTH, self.d, device=self.device)}
 
-    def round(self, sequential: Sequential, tokens: int, number: int, count: int, empty: bool = False) -> float:
+    def round(
+        self, sequential: SequentialReference, tokens: int, number: int, count: int, empty: bool = False
+    ) -> float:
         """Milliseconds a step; every way does the same steps."""
         batch = self.batch(tokens)
         memory = sequential.memory
@@ -139,7 +143,7 @@ class Bench:
             told = memory.figures()
             self.told.update({key: sign * told[key] for key in ("uses", "misses", "brought", "sent")})
 
-    def warm(self, sequential: Sequential) -> None:
+    def warm(self, sequential: SequentialReference) -> None:
         """Every layer is used once, so that its optimizer state is there."""
         batch = self.batch(LENGTH)
         for step in range(self.choices + self.choices // 2):
@@ -149,9 +153,9 @@ class Bench:
     def rows(self) -> list[dict[str, Any]]:
         tokens, count = self.arguments.tokens, 2 if self.arguments.quick else 16
         found: dict[tuple[str, int], dict[str, Any]] = {}
-        weft = Sequential(self.chain, self.law(), self.stream, self.device)
-        weft.reside(Residency(self.budget), given=self.given)
-        whole = Sequential(self.whole, self.law(), self.stream, self.device)
+        weft = SequentialReference(self.chain, self.law(), self.stream, self.device)
+        offload(weft, OffloadConfig(self.budget), given=self.given)
+        whole = SequentialReference(self.whole, self.law(), self.stream, self.device)
         memory = weft.memory
         assert memory is not None
         ways = {"weft": weft, "resident": whole}
@@ -169,7 +173,7 @@ class Bench:
             for way, sequential in ways.items():
                 row = self.row(way, n, median(times[way]), sequential.memory, many * count)
                 found[way, n] = {**row, "rounds_ms": times[way]}
-        memory.device.mover = Blocking(self.device) if self.device.type == "cuda" else Plain()
+        memory.device.mover = Blocking(self.device) if self.device.type == "cuda" else SyncCopy()
         memory._said = replace(memory._said, ahead=0)
         memory.settle()
         for n in tokens:
@@ -234,7 +238,7 @@ class Moment:
 def bandwidth(device: torch.device, given: Tensor | None, size: int = 64 * 2**20) -> float:
     """Bytes a second, each way, with copies both ways at once, from and to all over the host's memory: parts of it may
     be farther from the bus than others."""
-    mover: Mover = Cuda(device) if device.type == "cuda" else Plain()
+    mover: CopyEngine = CudaCopy(device) if device.type == "cuda" else SyncCopy()
     host = given if given is not None else torch.empty(2 * size, dtype=torch.uint8)
     one, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     places = [place * (len(host) - 2 * size) // 15 // 512 * 512 for place in range(16)]
@@ -248,38 +252,6 @@ def bandwidth(device: torch.device, given: Tensor | None, size: int = 64 * 2**20
         synchronize()
         best = max(best, 16 * size / (time.perf_counter() - began))
     return best
-
-
-def on_disk(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A supernet of which the host may hold a quarter, on the stand-in: the same bits, and how long a step takes."""
-    chain = build(SMALL)
-    parameters = sum(p.numel() for p in chain.parameters())
-    digests, times = [], []
-    for residency in (None, Residency(12 * parameters // 6, host=12 * parameters // 4, disk=tempfile.gettempdir())):
-        bench = Bench("NLP.c3", argparse.Namespace(**{**vars(arguments), "quick": True}), 1.0, None)
-        sequential = Sequential(bench.chain, bench.law(), bench.stream, torch.device("cpu"))
-        if residency is not None:
-            sequential.reside(residency)
-        sequential.train_mode()
-        torch.manual_seed(0)
-        bench.warm(sequential)
-        times.append(bench.round(sequential, 256, 0, 6))
-        digests.append(digest(sequential))
-    return {
-        "space": "NLP.c3, d = 64, 12 blocks",
-        "state_mib": 12 * parameters / 2**20,
-        "host_mib": 3 * parameters / 2**20,
-        "budget_mib": 2 * parameters / 2**20,
-        "step_ms": times[1],
-        "ratio_to_resident": times[1] / times[0],
-        "same_bits": digests[0] == digests[1],
-    }
-
-
-def digest(sequential: Sequential) -> list[str]:
-    from weft.pipeline.state import layer_digest
-
-    return [layer_digest(weights, sequential.updater) for weights in sequential.weights.values()]
 
 
 def crossing(rows: list[dict[str, Any]], space: str) -> float | None:
@@ -341,7 +313,6 @@ def main() -> None:
         arguments.spaces, arguments.tokens = ["NLP.c3"], [64, 512]
     with deterministic(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
         rows, more = measured(arguments)
-        more["disk"] = on_disk(arguments)
     print(more)
     write(arguments.json, rows=rows, **more)
 

@@ -37,22 +37,26 @@ the other spaces and systems were not fitted. `shipped_over_gpipe` is what that 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from machine import write
 
-from weft.pipeline.bound import lower_bound
-from weft.pipeline.consistency import Exact
-from weft.pipeline.scheduler import Rule
+from weft.engine.consistency import Exact
+from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.simulator import Simulated, jitter, simulate
 from weft.pipeline.workload import Workload
-from weft.plan.cut import Cut, best_cut
 from weft.space import Space, make_stream
+from weft.supernet.partition import Cut, best_cut
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pipeline"))
+from schedule_bound import lower_bound
 
 SPACES = {
     "NLP.c0": (48, 96),
@@ -193,13 +197,13 @@ def cut_of(case: Case, work: Workload) -> Cut:
 def simulated(case: Case) -> Simulated:
     if case.m == 1 and case.costs == "small":
         return simulated(replace(case, costs="even"))
-    down = [Rule(case.stages - stage) for stage in range(case.stages)]
-    rules: dict[str, Rule | list[Rule]] = {
-        "weft": Rule(case.window * case.stages),
-        "naspipe": Rule(10**6, "alternate"),
-        "naspipe-shipped": Rule(10**6, "alternate"),
-        "gpipe": Rule(case.stages + case.m, "forward"),
-        "bulk": Rule(2 * case.stages, "forward"),
+    down = [SchedulePolicy(case.stages - stage) for stage in range(case.stages)]
+    rules: dict[str, SchedulePolicy | list[SchedulePolicy]] = {
+        "weft": SchedulePolicy(case.window * case.stages),
+        "naspipe": SchedulePolicy(10**6, "alternate"),
+        "naspipe-shipped": SchedulePolicy(10**6, "alternate"),
+        "gpipe": SchedulePolicy(case.stages + case.m, "forward"),
+        "bulk": SchedulePolicy(2 * case.stages, "forward"),
         "1f1b": down,
         "unordered": down,
     }

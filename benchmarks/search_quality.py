@@ -28,19 +28,19 @@ import methods
 import numpy as np
 import torch
 from machine import read_rows, write
+from ranks import kendall_tau
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import weft
 from weft.data import Data, load
-from weft.pipeline.determinism import deterministic
-from weft.search import kendall_tau
+from weft.engine.rng import deterministic
 from weft.zoo import macro_subnet, nas_bench_macro
 
 STREAMS = ("iid", "fair", "spaced")
 
 
-def train(data: Data, job: tuple[str, int, int], options: argparse.Namespace, folder: str) -> weft.Trained:
+def train(data: Data, job: tuple[str, int, int], options: argparse.Namespace, folder: str) -> weft.TrainedRun:
     stream, seed, steps = job
     device = options.device
     return weft.train(
@@ -64,7 +64,9 @@ def train(data: Data, job: tuple[str, int, int], options: argparse.Namespace, fo
 
 
 @torch.no_grad()
-def score_all(trained: weft.Trained, calibration: int, most: int | None, device: str) -> dict[str, tuple[float, float]]:
+def score_all(
+    trained: weft.TrainedRun, calibration: int, most: int | None, device: str
+) -> dict[str, tuple[float, float]]:
     """Validation loss and accuracy of every subnet. Subnets with a common beginning share its activations: the table's
     keys, in order, are a walk through a tree."""
     chain = trained.chain.eval()

@@ -23,16 +23,19 @@ from elastic import SEQUENCE, TOKENS, VOCABULARY, networks
 from machine import read_rows, write
 from torch import Tensor
 
-from weft.pipeline import Exact, Law, Optimizer, Sequential, make_schedule
-from weft.pipeline.bilevel import Bilevel
-from weft.pipeline.determinism import deterministic
-from weft.pipeline.graphs import Graphs
-from weft.search.gradient.darts import Darts
-from weft.search.gradient.objective import MixedLoss
+from weft.elastic.mixture import choice_options
+from weft.engine.bilevel import Bilevel
+from weft.engine.consistency import Exact
+from weft.engine.cuda_graphs import CudaGraphCache
+from weft.engine.optimizer import Optimizer, make_schedule
+from weft.engine.reference import SequentialReference
+from weft.engine.rng import deterministic
+from weft.engine.train_step import TrainStep
+from weft.search.gradient.loss import MixedLoss
+from weft.search.gradient.methods import Darts
 from weft.space import make_stream
 from weft.supernet import Chain, Shared, extract, initialise
-from weft.supernet.elastic.mixture import choice_options
-from weft.supernet.mixed import mixed_factory
+from weft.supernet.mixed_chain import mixed_factory
 
 WARM, IN_A_ROW, REPEATS = 6, 8, 7
 WAYS = ("plain", "weights", "architecture")
@@ -42,19 +45,19 @@ def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return torch.nn.functional.cross_entropy(outputs.flatten(0, -2).float(), batch["y"])
 
 
-def trained(chain: Chain, precision: str, device: torch.device, graphs: bool, mixed: bool) -> Sequential:
+def trained(chain: Chain, precision: str, device: torch.device, graphs: bool, mixed: bool) -> SequentialReference:
     said = {name: Exact() for name in chain.layers}
     objective: Any = loss
     if mixed:
         counts = tuple((name, len(choice_options(chain.space, name))) for name in chain.space.choices)
         objective = MixedLoss(loss, counts)
-    law = Law(
+    law = TrainStep(
         *(10**6, 1, objective, Optimizer("adamw", lr=1e-4), make_schedule("constant"), 0, said),
         precision=precision,
         bilevel=Bilevel() if mixed else None,
     )
     stream = make_stream(chain.space, chain.space.first() if mixed else chain.space.subnet(), 0)
-    made = Sequential(chain.to(device), law, stream, device, Graphs() if graphs else None)
+    made = SequentialReference(chain.to(device), law, stream, device, CudaGraphCache() if graphs else None)
     made.train_mode()
     return made
 

@@ -10,7 +10,7 @@ clipped at 1. What differs: the weights of tokens and head are not tied. On a GP
 
 Every method trains on steps of 8 micro-batches. `flush` waits for all of them before it updates; `bounded` updates as
 an asynchronous pipeline of as many stages as the model has blocks (8) would, every 8 micro-batches, emulated exactly on
-one device; `stashed` and `recomputed` are other ways to do so.
+one device; `stashed` does so with the weights of each forward kept for its backward.
 
 Validation loss is the mean over the whole last tenth of the text, in windows of 256 that do not overlap. Rows are
 `method, consistency, seed, val_loss` (with the final weights), `best_val_loss, best_step, steps, seconds, step_ms,
@@ -34,7 +34,7 @@ from weft.data import Data, text
 from weft.zoo import language_model
 
 PUBLISHED = 1.4697
-METHODS = ("flush", "bounded", "stashed", "recomputed")
+METHODS = ("flush", "bounded", "stashed")
 
 
 def consistency(method: str, every: int, depth: int) -> str:
@@ -81,7 +81,7 @@ def measure(data: Data, method: str, seed: int, options: argparse.Namespace) -> 
             warmup=options.steps // 50,
             clip=options.clip,
             consistency=promise,
-            validate=weft.Validate(options.validate, random=0, batch_size=64, recalibrate=0),
+            validate=weft.Validation(options.validate, random=0, batch_size=64, recalibrate=0),
             precision="bf16" if cuda else "fp32",
             device=options.device,
             seed=seed,

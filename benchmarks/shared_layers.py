@@ -24,13 +24,13 @@ from machine import read_rows, write
 
 import weft
 from weft.data import digits
-from weft.keys import generator
-from weft.pipeline import Exact, parse
-from weft.pipeline.scheduler import Rule
+from weft.engine.consistency import Exact, parse_consistency
+from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.simulator import simulate
 from weft.pipeline.workload import Workload
-from weft.plan.cut import best_cut
 from weft.search import Scorer
+from weft.supernet.partition import best_cut
+from weft.utils.rng import generator
 from weft.zoo import digits_conv
 
 KINDS = ("exact", *(f"{kind}({number})" for kind in ("delayed", "lagged") for number in (4, 8, 16)))
@@ -74,10 +74,10 @@ def bubble(stages: int, m: int, shared: str | None) -> float:
             part = 1.0 if isinstance(layer, tuple) or layer == "stem" else 0.1
             return part / m, 2 * part / m
 
-    promise = None if shared is None else parse(shared)
+    promise = None if shared is None else parse_consistency(shared)
     work = Workload(48, m, 200, picks, lambda layer: Exact() if isinstance(layer, tuple) else promise, Costs())
     cut = best_cut(work.expected_costs(), stages)
-    return simulate(work, cut, Rule(2 * stages * m), keep_spans=False).steady_bubble
+    return simulate(work, cut, SchedulePolicy(2 * stages * m), keep_spans=False).steady_bubble
 
 
 def bubbles(quick: bool) -> list[dict[str, Any]]:

@@ -32,8 +32,8 @@ from weft.data.photographs import VALIDATION, Psnr, bicubic, pair
 from weft.runs import Checkpoints
 from weft.space import Space
 from weft.tune import Recipe
-from weft.tune.setting import Setting, setting
-from weft.tune.training import train
+from weft.tune.recipe import TrialConfig, trial_config
+from weft.tune.training.trainer import train
 from weft.zoo.swinir import swinir
 
 SCALE = 2
@@ -94,7 +94,7 @@ def fingerprint(tensors: dict[str, Tensor]) -> str:
     return hasher.hexdigest()
 
 
-def scored(network: str, own: Setting, tensors: dict[str, Tensor], device: str) -> list[dict[str, Any]]:
+def scored(network: str, own: TrialConfig, tensors: dict[str, Tensor], device: str) -> list[dict[str, Any]]:
     """The rows of the held-out photographs, each taken whole."""
     model, metric, rows = own.build(), Psnr(SCALE), []
     model.load_state_dict({n.removeprefix("weights."): t for n, t in tensors.items() if n.startswith("weights.")})
@@ -130,7 +130,7 @@ def main() -> None:
     params: dict[str, Any] = SMALL if small else LIGHT
     made = recipe(options.steps or (30 if options.quick else 600 if small else 3000))
     trials = [params, {**params, "anchored": True}, TINY]
-    own = setting(made, params)
+    own = trial_config(made, params)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         print(f"alone: {made.steps} steps on {options.device}", flush=True)
@@ -153,7 +153,7 @@ def main() -> None:
         packed = kept(study.path / "trials" / "0")
         rows = scored("paper's", own, packed, options.device)
         beside = kept(study.path / "trials" / "1")
-        rows += scored("anchored", setting(made, trials[1]), beside, options.device)
+        rows += scored("anchored", trial_config(made, trials[1]), beside, options.device)
         values = [trial.values[0] if trial.values else None for trial in study.trials]
     line = "{network:>10} {photograph:>10}  bicubic {bicubic:6.2f} dB  swinir {swinir:6.2f} dB  gain {gain:+.2f}"
     for row in rows:

@@ -44,12 +44,13 @@ from tune_models import candidates, fusable, recipe, space, various
 import weft
 from weft.runs import Events
 from weft.space import Value
-from weft.tune.captured import LEAST
-from weft.tune.mps import CONTROL
-from weft.tune.setting import setting
-from weft.tune.training import OutOfMemory, train
+from weft.tune.devices import CONTROL
+from weft.tune.recipe import trial_config
+from weft.tune.training.cuda_graphs import LEAST
+from weft.tune.training.memory_limit import OutOfMemory
+from weft.tune.training.trainer import train
 from weft.tune.trial import Trial
-from weft.units import size_of
+from weft.utils.units import parse_bytes
 
 WAYS = (
     *("one", "packed", "fused", "fixed=4", "fixed=8", "fixed=2", "n_jobs=4", "n_jobs=8", "n_jobs=2"),
@@ -61,7 +62,7 @@ Params = dict[str, Value]
 
 def trained(trial: Trial, graphs: bool = False) -> float:
     """A candidate as a function: what a fixed fraction runs."""
-    made = setting(recipe(cuda_graphs=graphs), trial.params)
+    made = trial_config(recipe(cuda_graphs=graphs), trial.params)
     found = train(made, None, device=trial.device, directory=trial.directory, report=lambda step, values: False)
     return found.values[0]
 
@@ -152,7 +153,7 @@ def by_optuna(jobs: int, wanted: Sequence[Params], device: str, folder: Path) ->
     def objective(trial: optuna.Trial) -> float:
         nonlocal short
         number = trial.suggest_int("number", 0, len(wanted) - 1)
-        made = setting(recipe(cuda_graphs=False), wanted[number])
+        made = trial_config(recipe(cuda_graphs=False), wanted[number])
         place = folder / str(number)
         place.mkdir()
         try:
@@ -238,7 +239,7 @@ def main() -> None:
     device, quick, start = arguments.device, arguments.quick, time.perf_counter()
     torch.set_num_threads(1)
     name, _, memory = device.partition("=")
-    total = int(size_of(memory)) if memory else torch.cuda.get_device_properties(name).total_memory
+    total = int(parse_bytes(memory)) if memory else torch.cuda.get_device_properties(name).total_memory
     rows = read_rows(arguments.json)
     # In the order of what is wanted most. With MPS processes share the device at once; threads of one need none.
     shared, off = [way for way in arguments.ways if bare(way) != "one" and "n_jobs" not in way], "off"

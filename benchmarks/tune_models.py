@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 import weft
 from weft.data import Data, Tensors, text
-from weft.keys import generator
 from weft.space import Space, Value
 from weft.tune.recipe import Recipe
+from weft.utils.rng import generator
 
 CLASSES, SIDE, PATCH = 10, 32, 4
 WIDTHS = (32, 64, 128, 256, 512, 768, 1024)

@@ -434,7 +434,7 @@ def test_an_error_of_weft_itself_keeps_its_traceback(project: Path, monkeypatch:
         raise KeyError("a bug")
 
     broken.__code__ = broken.__code__.replace(co_filename=str(Path(main.__code__.co_filename).parent / "dryrun.py"))
-    monkeypatch.setattr("weft.dryrun.describe", broken)
+    monkeypatch.setattr("weft.cli.train.describe", broken)
     with pytest.raises(KeyError, match="a bug"):
         weft("train", "c.toml", "--dry-run", cwd=project)
 

@@ -1,4 +1,4 @@
-"""Gradient search as a user calls it: ``weft search --method``, ``weft.search(build, data)``, and ``weft zoo``."""
+"""Gradient search as a user calls it: ``weft search --method``, ``weft.search_gradient``, and ``weft zoo``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -24,19 +23,20 @@ from typing import Any
 import pytest
 import torch
 from elastics import layered
+from rich.console import Console
 from torch import nn
 
 import weft
 from weft import zoo
 from weft.cli import main
+from weft.cli.progress import Bar
 from weft.config import Config, locate, make_config
 from weft.errors import SearchError
 from weft.runs import Run
 from weft.search.cost import parameters
-from weft.search.gradient import GRADIENT_METHODS, Found
-from weft.search.gradient.gdas import GDAS
-from weft.searching import Watch
-from weft.zoo.catalogue import catalogue, summary
+from weft.search.gradient import GRADIENT_METHODS, GradientSearchResult
+from weft.search.gradient.methods import GDAS
+from weft.zoo.catalog import catalogue, summary
 
 SAMPLED = ("spos", "fairnas", "sandwich")
 
@@ -194,27 +194,20 @@ def test_what_was_found_is_told_as_json_and_lies_in_the_run(searched: tuple[Path
     assert run.manifest["config"]["search"]["targets"] == ["parameters=900"]
     assert run.manifest["law"]["bilevel"]["optimizer"]["lr"] == 0.05
     results = folder / said["results"]
-    assert said["files"] == ["front.csv", "front.json", "mixture.json", "probabilities.svg"]
+    assert said["files"] == ["front.csv", "front.json", "mixture.json"]
     kept = json.loads((results / "mixture.json").read_text())
     assert (kept["method"], kept["subnet"]) == ("drnas", said["subnet"])
     for row in said["probabilities"]:
         assert kept["probabilities"][row["choice"]] == pytest.approx(row["probabilities"], abs=1e-6)
     front = json.loads((results / "front.json").read_text())
     assert [member["subnet"] for member in front["members"]] == [said["subnet"]]
-    picture = ET.fromstring((results / "probabilities.svg").read_text())
-    told = [str(title.text) for title in picture.iter("{http://www.w3.org/2000/svg}title")]
-    assert told == [
-        f"{row['choice']} = {option}: {p:.1%} at the end"
-        for row in said["probabilities"]
-        for option, p in zip(row["options"], kept["probabilities"][row["choice"]], strict=True)
-    ]
 
 
 def test_python_finds_what_the_command_line_finds(searched: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, said = searched
     with inside(folder):
         torch.set_num_threads(1)
-        found = weft.search(
+        found = weft.search_gradient(
             locate("grad_net:build", folder),
             weft.data.digits(),
             method="drnas",
@@ -225,7 +218,7 @@ def test_python_finds_what_the_command_line_finds(searched: tuple[Path, dict[str
             metrics={"accuracy": weft.accuracy},
             runs=tmp_path,
         )
-    assert isinstance(found, Found)
+    assert isinstance(found, GradientSearchResult)
     assert found.trained.fingerprint == said["fingerprint"]
     assert found.subnet.to_json() == said["subnet"]
     model = found.extract()
@@ -240,7 +233,7 @@ def test_every_method_runs_and_names_a_subnet_of_the_space(project: Path, method
     assert said["method"] == method
     assert set(said["subnet"]["values"]) == {"width", "depth", "ratio"}
     assert (said["probabilities"] is None) == (method in SAMPLED)
-    assert ("probabilities.svg" in said["files"]) == (method not in SAMPLED)
+    assert ("mixture.json" in said["files"]) == (method not in SAMPLED)
     run = Run.open(project / "runs" / "c")
     assert len([event for event in run.events.read() if event["event"] == "step"]) == 6
     streams = {"spos": "iid", "fairnas": "spaced", "sandwich": "sandwich"}
@@ -254,7 +247,7 @@ def test_for_a_person_there_is_a_table_of_choices_without_escape_codes(project: 
     assert re.search(r"width +│ [48] +│ [01]\.\d\d │ 4 \d+%, 8 \d+% +│", done.out)
     assert "searched by gdas" in done.out
     assert re.search(r"architecture │ width=[48] depth=[12] ratio=(1|2\.5) ", done.out)
-    assert "saved in runs/c/results/search: front.csv, front.json, mixture.json, probabilities.svg" in done.out
+    assert "saved in runs/c/results/search: front.csv, front.json, mixture.json" in done.out
     assert "\x1b" not in done.out
     assert Run.open(project / "runs" / "c").manifest["law"]["bilevel"]["warmup"] == 2
     by_samples = call(*arguments, "--method=spos", "--run=s", cwd=project)
@@ -297,13 +290,13 @@ def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_bits(
     monkeypatch.delenv("GRAD_STOP")
     resumed = call(*again.split()[1:], "--json", cwd=project).json
     assert resumed == searched[1]
-    picture = "runs/c/results/search/probabilities.svg"
-    assert (project / picture).read_bytes() == (searched[0] / picture).read_bytes()
+    mixture = "runs/c/results/search/mixture.json"
+    assert (project / mixture).read_bytes() == (searched[0] / mixture).read_bytes()
 
 
 def test_in_python_too_a_run_is_not_resumed_by_another_method(tmp_path: Path) -> None:
     def run(method: Any, **options: Any) -> Any:
-        return weft.search(
+        return weft.search_gradient(
             layered, weft.data.digits(), method=method, steps=2, batch_size=8, run="r", runs=tmp_path, **options
         )
 
@@ -398,11 +391,11 @@ def test_two_processes_have_the_bits_of_one(searched: tuple[Path, dict[str, Any]
     done = call("search", "c.toml", "--method=drnas", "--target=parameters=900", "--stages=2", "--json", cwd=project)
     assert done.code == 0, done.err
     assert json.loads(done.out) == searched[1]
-    picture = "runs/c/results/search/probabilities.svg"
-    assert (project / picture).read_bytes() == (searched[0] / picture).read_bytes()
+    mixture = "runs/c/results/search/mixture.json"
+    assert (project / mixture).read_bytes() == (searched[0] / mixture).read_bytes()
 
 
-def test_on_a_terminal_the_bar_tells_entropy_cost_and_the_likeliest_architecture(project: Path) -> None:
+def test_on_a_terminal_the_bar_tells_loss_and_entropy(project: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "140", "LINES": "30"}
     command = [sys.executable, "-m", "weft.cli", "search", "c.toml", "--method=drnas", "--train.steps=150"]
@@ -423,83 +416,51 @@ def test_on_a_terminal_the_bar_tells_entropy_cost_and_the_likeliest_architecture
         os.close(ours)
     drawn, _, result = seen.decode().rpartition("\x1b[2K")  # the last line that was cleared is that of the bar
     drawn = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", drawn)
-    assert re.search(
-        r"search\b.*\b\d+/150\b.*loss \d\.\d{3} \| [01]\.\d\d bits \| [\d.]+k? parameters [\d.]+k? flops", drawn
-    )
-    assert re.search(r"width=[48] depth=[12] ratio=(1|2\.5)", drawn)
+    assert re.search(r"search\b.*\b\d+/150\b.*loss \d\.\d{3} \| [01]\.\d\d bits", drawn)
     assert re.search(r"\d steps/s", drawn)
     assert "searched by drnas" in result
     assert "steps/s" not in result
 
 
-class Said:
-    """A bar that keeps what it is told."""
-
-    def __init__(self, shown: bool = True) -> None:
-        self.shown = shown
-        self.told: list[tuple[str, str]] = []
-
-    def tell(self, note: str, line: str) -> None:
-        self.told.append((note, line))
-
-
-def test_the_watch_tells_what_the_mean_of_the_last_steps_stands_for() -> None:
-    now = 0.0
-    said = Said()
-    watch = Watch(said, partial(layered, blocks=1), weft.data.digits(), clock=lambda: now)  # type: ignore[arg-type]
-    # Draws of one option or the other by turns: no step tells that it is undecided, but their mean does.
-    for i in range(400):
-        now = float(i)
-        watch({"event": "step", "step": i, "mixture": [float(i % 2), float(1 - i % 2), 1.0, 0.0, 1.0]})
-    space = layered(blocks=1).space
-    assert list(space.choices) == ["width", "depth", "ratio0"]
-    note, line = said.told[-1]
-    assert float(note.split(" bits")[0]) == pytest.approx(1 / 3, abs=0.01)
-    assert line in ("width=8 depth=1 ratio0=3.5", "width=16 depth=1 ratio0=3.5")
-    values = {"width": 16 if "16" in line else 8, "depth": 1, "ratio0": 3.5}
-    plain = weft.extract(weft.initialise(partial(layered, blocks=1)), space.subnet(values))
-    assert f"| {parameters(plain) / (1000 if parameters(plain) > 999 else 1):.3g}" in note
-    assert len(said.told) > 100
-
-
-def test_the_watch_works_out_nothing_where_nobody_looks_and_never_stops_a_run() -> None:
-    unseen = Said(shown=False)
-    watch = Watch(unseen, lambda: pytest.fail("built for nobody"), weft.data.digits())  # type: ignore[arg-type, return-value]
-    watch({"event": "step", "step": 0, "mixture": [1.0]})
-    assert unseen.told == []
-    seen = Said()
-
-    def broken() -> weft.Chain:
-        raise RuntimeError("cannot be built without data")
-
-    Watch(seen, broken, weft.data.digits())({"event": "step", "step": 0, "mixture": [1.0]})  # type: ignore[arg-type]
-    assert seen.told == []
+def test_the_bar_tells_how_undecided_the_mean_of_the_last_steps_is() -> None:
+    with Bar(Console(file=io.StringIO()), "search", 400) as bar:
+        # Draws of one option or the other by turns: no step tells that it is undecided, but their mean does.
+        for i in range(400):
+            drawn = [float(i % 2), float(1 - i % 2), 1.0, 0.0, 1.0]  # of three choices with 2, 2 and 1 options
+            bar.train({"event": "step", "step": i, "loss": 1.0, "mixture": drawn})
+        (task,) = bar._progress.tasks
+        assert task.fields["note"] == "loss 1.000 | 0.33 bits"
 
 
 def test_search_in_python_says_how_it_is_called(tmp_path: Path) -> None:
     data = weft.data.digits()
     trained = weft.train(layered, data, steps=1, runs=tmp_path)
     search: Any = weft.search
-    for arguments, options, words in (
-        ((trained,), {"method": "drnas"}, r'call weft.search\(build, data, method="drnas", steps=...\)'),
-        ((trained,), {"method": GDAS()}, r"'gdas' trains weights and architecture together"),
-        ((trained, data), {}, "a trained run has its own data"),
-        ((layered,), {"method": "drnas", "steps": 3}, r"data must be given: weft.search\(build, data, method="),
-        ((layered, data), {"method": "drnas"}, "steps must be given"),
-        ((layered, data), {"method": "evolution", "steps": 3}, r"searches a trained run: call weft.search\(weft.train"),
-        ((layered, data), {"method": "dars", "steps": 3}, "unknown gradient method 'dars'; did you mean 'darts'"),
-        (("runs/x",), {}, "takes a run that weft.train made, or a supernet and its data, not str"),
-        ((trained,), {"budgt": 3}, "has no option 'budgt'; did you mean 'budget'"),
-    ):
-        with pytest.raises(SearchError, match=words):
-            search(*arguments, **options)
+    with pytest.raises(SearchError, match=r"trained together by weft.search_gradient\(build, data, steps=...\)"):
+        search(layered)
+    with pytest.raises(SearchError, match=r"takes a run that weft.train made, not str"):
+        search("runs/x")
+    with pytest.raises(SearchError, match=r"by weft.search_gradient"):
+        search(layered, data, method="drnas", steps=3)
+    with pytest.raises(SearchError, match=r"a trained run has its own data"):
+        search(trained, data)
+    with pytest.raises(SearchError, match=r"has no option 'budgt'; did you mean 'budget'"):
+        search(trained, budgt=3)
+    with pytest.raises(SearchError, match=r"'gdas' trains weights and architecture together"):
+        search(trained, method=GDAS())
+    with pytest.raises(SearchError, match=r"'drnas' trains weights and architecture together: call weft.search_grad"):
+        search(trained, method="drnas")
+    with pytest.raises(SearchError, match=r"unknown gradient method 'dars'; did you mean 'darts'"):
+        weft.search_gradient(layered, data, method="dars", steps=3)
+    with pytest.raises(SearchError, match=r"'evolution' searches a trained run: call weft.search"):
+        weft.search_gradient(layered, data, method="evolution", steps=3)
 
 
 def test_gradient_search_is_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SearchError, match="use stages=N and not torchrun"):
-        weft.search(layered, weft.data.digits(), method="darts", steps=2)
+        weft.search_gradient(layered, weft.data.digits(), method="darts", steps=2)
 
 
 def test_the_zoo_is_listed_with_all_its_spaces(tmp_path: Path) -> None:
@@ -554,10 +515,10 @@ def test_a_space_of_ones_own_is_catalogued_too() -> None:
 def test_for_a_person_the_zoo_is_a_table_with_large_numbers_in_short() -> None:
     from rich.console import Console
 
-    from weft import tables
+    from weft.cli import output
 
     text = io.StringIO()
-    tables.zoo(
+    output.zoo(
         Console(file=text, width=160), catalogue({name: zoo.find(name) for name in ("gpt-shakespeare", "vit-test")})
     )
     assert re.search(

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft import assembly, zoo
+from weft import zoo
+from weft.cli import build
 from weft.config import (
     SGD,
     Config,
@@ -95,8 +96,8 @@ def test_an_override_sets_the_value_that_it_names(override: str, value: Any) -> 
 
 @pytest.mark.parametrize("text", ["7", "001", "5e12", "12e34567", "true", "1.5", "2026-01-01", "inf", "-3"])
 def test_where_text_is_wanted_a_number_stays_text(text: str) -> None:
-    config = make_config(LEAST, [f"--run={text}", f"--export.subnet={text}", f"--train.teacher={text}"])
-    assert (config.run, config.export.subnet, config.train.teacher) == (text, text, text)
+    config = make_config(LEAST, [f"--run={text}", f"--export.subnet={text}", f"--train.augment={text}"])
+    assert (config.run, config.export.subnet, config.train.augment) == (text, text, text)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ OWN = """
 import torch
 from functools import partial
 from torch import nn
-from weft import Chain, Choice, Shared, Space, Tensors, Data
+from weft import Chain, Choice, Distillation, Shared, Space, Tensors, Data
 
 def build(width=4):
     space = Space()
@@ -260,11 +261,8 @@ class Fails:
     def __init__(self):
         raise ValueError("no luck")
 
-def make_teacher():
-    return nn.Linear(4, 4)
-
-def teach(batch):
-    return batch["x"]
+def taught():
+    return Distillation(nn.Linear(4, 4))
 
 class Lion(torch.optim.SGD):
     pass
@@ -281,12 +279,12 @@ def own(tmp_path: Path) -> Path:
 
 
 def test_a_supernet_comes_from_the_zoo_or_from_ones_own_code(own: Path) -> None:
-    assert assembly.supernet_of(make_config(LEAST), own) is zoo.digits_mlp
-    made = assembly.supernet_of(make_config({"supernet": {"source": "cfg_own:build", "options": {"width": 6}}}), own)
+    assert build.supernet_of(make_config(LEAST), own) is zoo.digits_mlp
+    made = build.supernet_of(make_config({"supernet": {"source": "cfg_own:build", "options": {"width": 6}}}), own)
     assert not isinstance(made, Chain)
     assert isinstance(made(), Chain)
-    assert isinstance(assembly.supernet_of(make_config({"supernet": "cfg_own:ready"}), own), Chain)
-    smaller = assembly.supernet_of(make_config(LEAST, ["--supernet.options.blocks=2"]), own)
+    assert isinstance(build.supernet_of(make_config({"supernet": "cfg_own:ready"}), own), Chain)
+    smaller = build.supernet_of(make_config(LEAST, ["--supernet.options.blocks=2"]), own)
     assert not isinstance(smaller, Chain)
     assert len(smaller().blocks) == 4
 
@@ -319,9 +317,9 @@ def test_what_a_config_names_and_does_not_exist_is_refused(
 ) -> None:
     def assemble() -> None:
         config = make_config(LEAST, overrides)
-        assembly.supernet_of(config, own)
-        assembly.data_of(config, own)
-        assembly.train_arguments(config, own)
+        build.supernet_of(config, own)
+        build.data_of(config, own)
+        build.train_arguments(config, own)
 
     with pytest.raises(error) as caught:
         assemble()
@@ -333,22 +331,18 @@ def test_every_function_of_a_run_can_be_ones_own(own: Path) -> None:
     overrides = [f"--train.{name}=cfg_own:{name}" for name in names]
     overrides += ["--train.metrics=cfg_own:metric", "--train.augment=cfg_own:Augment"]
     config = make_config(LEAST, overrides)
-    arguments = assembly.train_arguments(config, own)
+    arguments = build.train_arguments(config, own)
     module = sys.modules["cfg_own"]
     assert all(arguments[name] is getattr(module, name) for name in names)
     assert arguments["metrics"] == {"metric": module.metric}
     assert isinstance(arguments["augment"], module.Augment)
-    teachers = [
-        assembly.extra_arguments(make_config(LEAST, [f"--train.teacher=cfg_own:{name}"]), own)["teacher"]
-        for name in ("make_teacher", "teach")
-    ]
-    assert isinstance(teachers[0], torch.nn.Linear)
-    assert teachers[1] is module.teach
+    made = build.train_arguments(make_config(LEAST, ["--train.loss=cfg_own:taught"]), own)["loss"]
+    assert type(made).__name__ == "Distillation"
 
 
 def test_an_optimizer_without_a_kind_changes_single_values_of_the_usual_one(own: Path) -> None:
     def optimizer(*overrides: str) -> Any:
-        return assembly.train_arguments(make_config(LEAST, overrides), own)["optimizer"]
+        return build.train_arguments(make_config(LEAST, overrides), own)["optimizer"]
 
     usual = {name: value for name, value in SGD.items() if name != "kind"}
     assert optimizer().options == usual
@@ -365,9 +359,9 @@ def test_data_files_are_found_from_the_folder_of_the_config(tmp_path: Path, monk
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     values = {**LEAST, "data": {"source": "words.txt", "options": {"context": 4}}}
-    assert assembly.data_of(make_config(values), tmp_path).name == "words"
+    assert build.data_of(make_config(values), tmp_path).name == "words"
     with pytest.raises(WeftError, match=r"words\.txt"):
-        assembly.data_of(make_config(values), tmp_path / "elsewhere")
+        build.data_of(make_config(values), tmp_path / "elsewhere")
 
 
 def test_a_path_beside_the_source_goes_to_what_reads_the_data(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +371,7 @@ def test_a_path_beside_the_source_goes_to_what_reads_the_data(own: Path, monkeyp
     monkeypatch.chdir(own / "here")
 
     def data(*overrides: str) -> Any:
-        return assembly.data_of(make_config(LEAST, [*overrides, "--data.options.context=4"]), own / "code")
+        return build.data_of(make_config(LEAST, [*overrides, "--data.options.context=4"]), own / "code")
 
     beside = data("--data.source=text", "--data.path=words.data")
     assert beside.name == "words"
@@ -423,13 +417,13 @@ def test_a_supernet_with_a_vocabulary_gets_the_size_of_the_datas_unless_it_is_gi
     text = {"source": "text", "path": "words.txt", "options": {"context": 4}}
 
     def net(supernet: Any, data: Any, given: Any = None) -> Any:
-        return assembly.supernet_of(make_config({"supernet": supernet, "data": data}), tmp_path, given)
+        return build.supernet_of(make_config({"supernet": supernet, "data": data}), tmp_path, given)
 
     assert classes(net("cfg_text:build", text)) == 5
     assert classes(net("cfg_text:build", {**text, "source": "cfg_text:words"})) == 5
     assert classes(net("cfg_text:build", {**text, "options": {"context": 4, "tokens": "bytes"}})) == 256
     assert classes(net({"source": "cfg_text:build", "options": {"vocabulary": 9}}, text)) == 9
-    given = assembly.data_of(make_config({**LEAST, "data": text}), tmp_path)
+    given = build.data_of(make_config({**LEAST, "data": text}), tmp_path)
     assert classes(net("cfg_text:build", "no such data is read", given)) == 5
     made = net({"source": "gpt", "options": {"layers": 1, "width": 12, "context": 4}}, text)
     assert made().head.factory().out.out_features == 5
@@ -441,22 +435,22 @@ def test_a_supernet_with_a_vocabulary_gets_the_size_of_the_datas_unless_it_is_gi
 
 def test_a_recipe_can_be_named_in_a_config(own: Path) -> None:
     overrides = ["--train.schedule=cosine:0.1", "--optimizer.kind=adamw", "--optimizer.groups=matrices"]
-    arguments = assembly.train_arguments(make_config(LEAST, overrides), own)
+    arguments = build.train_arguments(make_config(LEAST, overrides), own)
     assert arguments["schedule"] == "cosine:0.1"
     assert arguments["optimizer"].describe()["groups"] == "matrices"
     with pytest.raises(TrainError, match="did you mean 'matrices'"):
-        assembly.train_arguments(make_config(LEAST, ["--optimizer.groups=matrixes"]), own)
+        build.train_arguments(make_config(LEAST, ["--optimizer.groups=matrixes"]), own)
 
 
 def test_the_number_of_threads_is_the_configs(own: Path) -> None:
-    assembly.set_threads(make_config(LEAST, ["--train.threads=1"]))
+    build.set_threads(make_config(LEAST, ["--train.threads=1"]))
     assert torch.get_num_threads() == 1
     with pytest.raises(ConfigError, match=r"train\.threads = 0"):
-        assembly.set_threads(make_config(LEAST, ["--train.threads=0"]))
+        build.set_threads(make_config(LEAST, ["--train.threads=0"]))
 
 
 def test_a_run_that_is_not_there_is_told_with_the_nearest_name(tmp_path: Path) -> None:
     (tmp_path / "spirals").mkdir()
     (tmp_path / "spirals" / "manifest.json").write_text("{}")
     with pytest.raises(RunError, match=r"train it first \(weft train\); did you mean 'spirals'\?"):
-        assembly.open_trained(make_config(LEAST, ["--run=spirls", f"--runs={tmp_path}"]), tmp_path)
+        build.open_trained(make_config(LEAST, ["--run=spirls", f"--runs={tmp_path}"]), tmp_path)

@@ -17,13 +17,13 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from weft.cli.demo import run_demo
 from weft.data import digits
-from weft.demo import run_demo
-from weft.pipeline.trace import read_traces
-from weft.pipeline.utilisation import summary
 from weft.runs import Run, list_runs
 from weft.search import Front
 from weft.supernet import extract, initialise
+from weft.trace.analysis import summary
+from weft.trace.reader import read_traces
 from weft.zoo import digits_conv
 
 

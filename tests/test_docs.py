@@ -8,8 +8,7 @@ import re
 import statistics
 from pathlib import Path
 
-from weft.pipeline.consistency import clock, parse
-from weft.pipeline.placement import Placement
+from weft.engine.consistency import parse_consistency, version_schedule
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -25,25 +24,16 @@ def test_the_table_of_versions_is_what_the_law_says() -> None:
     drifts = [[int(word) for word in line.split("drift")[1].split()] for line in drawn.splitlines() if "drift" in line]
     assert rows[0] == list(range(8))
     for stage in range(3):
-        at = clock(parse("bounded(2, 3)"), stage, 3, 1, 8)
+        at = version_schedule(parse_consistency("bounded(2, 3)"), stage, 3, 1, 8)
         assert rows[1] == [at.slot(n) for n in range(8)]
         assert rows[2] == [at.backward_reads(n) for n in range(8)]
         assert rows[3 + stage] == [at.forward_reads(n) for n in range(8)]
         assert drifts[stage] == [backward - forward for backward, forward in zip(rows[2], rows[3 + stage], strict=True)]
 
 
-def test_the_drawing_of_placements_is_what_placements_are() -> None:
-    drawn = next(text for _, text in blocks("how-to/several-devices.md") if text.startswith("line "))
-    for row in drawn.splitlines():
-        shape, *ranks = (part.split() for part in re.split(r" {2,}(?:rank \d: )?|rank \d: ", row) if part)
-        stages = [tuple(map(int, words)) for words in ranks[:3]]
-        placed = Placement(3, len(stages[0]), shape[0])
-        assert stages == [placed.stages_of(rank) for rank in range(3)]
-
-
-def literals(*folders: str) -> str:
-    """All text in the code of some packages, a blank for every break."""
-    paths = [path for folder in folders for path in sorted((DOCS.parent / "src" / "weft" / folder).glob("*.py"))]
+def literals() -> str:
+    """All text in the code, a blank for every break."""
+    paths = sorted((DOCS.parent / "src" / "weft").rglob("*.py"))
     found = [
         node.value
         for path in paths
@@ -62,14 +52,13 @@ def unsaid(text: str, said: str) -> list[str]:
 def test_the_warnings_that_the_guide_quotes_are_those_of_the_code() -> None:
     page = " ".join((DOCS / "how-to/asynchronous.md").read_text().split())
     quoted = re.findall(r"- \*(?!\*)(.*?)\*", page.split("## What a run says")[1])
-    assert len(quoted) == 9
-    said = literals("pipeline")
+    assert len(quoted) == 7
+    said = literals()
     assert {text: unsaid(text, said) for text in quoted} == {text: [] for text in quoted}
 
 
 def test_the_refusals_that_guides_list_are_those_of_the_code() -> None:
-    said = literals("", "pipeline", "pipeline/residency", "search", "search/gradient", "search/expected", "supernet")
-    said += literals("supernet/elastic", "space")
+    said = literals()
     found = 0
     for page in ("own-supernet", "gradient-search", "larger-than-memory"):
         text = (DOCS / "how-to" / f"{page}.md").read_text()

@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from weft import zoo
+from weft.cli.train import activations, describe, kept_bytes, on_meta, state_ratio
 from weft.data import Data, Tensors, as_data
-from weft.dryrun import activations, describe, kept_bytes, on_meta, state_ratio
+from weft.engine.losses import mean_squared_error
+from weft.engine.optimizer import Optimizer
 from weft.errors import DataError, SupernetError, WeftError
-from weft.pipeline import Optimizer, mean_squared_error
-from weft.pipeline.session import Session
-from weft.pipeline.settings import make_settings
 from weft.runs import Run
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared, initialise
-from weft.units import size
+from weft.trainer.config import make_settings
+from weft.trainer.trainer import Trainer
+from weft.utils.units import format_bytes
 
 CHOICES: dict[str, Callable[[], nn.Module]] = {"big": partial(nn.Linear, 4, 4), "none": nn.Identity}
 
@@ -123,7 +124,7 @@ def test_kept_versions_are_the_most_that_a_real_run_keeps(consistency: str, m: i
     chain = initialise(build)
     options: dict[str, Any] = {"loss": mean_squared_error, "consistency": consistency, "microbatches": m}
     chosen = make_settings(chain, steps=16, batch_size=4, stream=chain.largest(), **options)
-    session = Session(chain, data(), chosen)
+    session = Trainer(chain, data(), chosen)
     session.open(Run.create(tmp_path, "r", manifest={}))
     weights = {
         name: sum(p.numel() * p.element_size() for p in chain.module(name).parameters()) for name in chain.layers
@@ -225,13 +226,13 @@ def test_a_mistake_is_told_as_training_would_tell_it() -> None:
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (5 * 2**50, "5120.0 TiB")],
 )
 def test_bytes_are_told_in_the_unit_that_fits(number: int, words: str) -> None:
-    assert size(number) == words
+    assert format_bytes(number) == words
 
 
 @given(st.integers(0, 2**60))
 @settings(max_examples=200)
 def test_bytes_told_are_near_the_bytes(number: int) -> None:
-    value, unit = size(number).split()
+    value, unit = format_bytes(number).split()
     factor = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
     assert abs(float(value) * factor - number) <= 0.051 * factor
     assert float(value) <= 1024 or unit == "TiB"

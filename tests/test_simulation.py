@@ -13,18 +13,17 @@ import torch
 from torch import nn
 
 from weft.cli import main
+from weft.cli.simulate import better_cut, simulate_run
 from weft.data import digits
-from weft.errors import ConsistencyError
-from weft.pipeline import Consistency, Lagged, Optimizer, parse
-from weft.pipeline.placement import Placement
-from weft.pipeline.profile import message_bytes
-from weft.pipeline.scheduler import Rule
+from weft.engine.consistency import Consistency, Lagged, parse_consistency
+from weft.engine.optimizer import Optimizer
+from weft.pipeline.profiler import message_bytes
+from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.simulator import simulate
 from weft.pipeline.workload import Workload, chain_workload
-from weft.plan.cut import Cut, best_cut
-from weft.simulation import better_cut, simulate_run
 from weft.space import make_stream
 from weft.supernet import Chain, Shared, initialise
+from weft.supernet.partition import Cut, best_cut
 from weft.zoo import digits_conv
 
 ARGUMENTS: dict[str, Any] = {"steps": 60, "batch_size": 32, "stream": "iid", "optimizer": Optimizer("sgd", lr=0.1)}
@@ -72,7 +71,7 @@ def test_the_advised_cut_is_as_good_as_the_best_of_all(slow: dict[int, float]) -
     speeds = [slow.get(stage, 1.0) for stage in range(3)]
 
     def speedup(cut: Cut) -> float:
-        return simulate(work, cut, Rule(6), speeds=speeds, keep_spans=False).speedup
+        return simulate(work, cut, SchedulePolicy(6), speeds=speeds, keep_spans=False).speedup
 
     found = better_cut(best_cut(work.expected_costs(), 3), work.blocks, speedup)
     assert speedup(found) == max(speedup(cut) for cut in combinations(range(1, work.blocks), 2))
@@ -110,26 +109,7 @@ STEPS: dict[str, Any] = {"steps": 40, "batch_size": 32, "microbatches": 4}
 
 
 def exact_work(consistency: str = "exact") -> Workload:
-    return Workload(8, 4, 40, lambda n: [(b, b) for b in range(8)], lambda layer: parse(consistency))
-
-
-@pytest.mark.parametrize("shape", ["loop", "v"])
-def test_stages_that_share_a_rank_fare_as_the_simulator_says_of_their_placement(shape: str) -> None:
-    found = simulate_run(plain, digits(), STEPS, [4, 2, 3], costs="equal", ranks=2, placement=shape)["rows"]
-    expected = simulate(exact_work(), (2, 4, 6), Rule(32), placement=Placement(2, 2, shape))
-    assert (found[0]["ranks"], found[0]["cut"]) == (2, [2, 4, 6])
-    assert found[0]["speedup"] == expected.speedup
-    assert found[0]["bubble"] == expected.bubble
-    assert "'v' has two stages a rank" in found[1]["note"] if shape == "v" else found[1]["speedup"] < expected.speedup
-    assert "3 stages cannot be placed on 2 ranks" in found[2]["note"]
-
-
-def test_a_slow_rank_slows_all_of_its_stages() -> None:
-    found = simulate_run(plain, digits(), STEPS, [4], costs="equal", ranks=2, placement="v", slow={1: 0.5})["rows"][0]
-    expected = simulate(exact_work(), (2, 4, 6), Rule(32), placement=Placement(2, 2, "v"), speeds=[1.0, 0.5])
-    assert found["time_per_step"] == expected.time / 40
-    with pytest.raises(ConsistencyError, match=r"slow ranks \[2\]: ranks are numbered from 0 to 1"):
-        simulate_run(plain, digits(), STEPS, [4], costs="equal", ranks=2, slow={2: 0.5})
+    return Workload(8, 4, 40, lambda n: [(b, b) for b in range(8)], lambda layer: parse_consistency(consistency))
 
 
 def test_windows_are_those_that_a_run_would_have() -> None:
@@ -157,15 +137,6 @@ def test_a_single_network_that_waits_for_itself_is_advised_not_to() -> None:
     supernet = simulate_run(digits_conv, digits(), ARGUMENTS, [4], costs="equal")["advice"]
     assert supernet
     assert not [row for row in supernet if "bounded" in row["change"]]
-
-
-def test_gradients_of_weights_that_are_put_off_fill_the_wait() -> None:
-    whole = simulate_run(plain, digits(), STEPS, [4], costs="equal")
-    row = simulate_run(plain, digits(), STEPS, [4], costs="equal", defer=True)["rows"][0]
-    told = simulate(exact_work(), (2, 4, 6), Rule(32, defer=True), split=0.5)
-    assert row["speedup"] == told.speedup > 1.1 * whole["rows"][0]["speedup"]
-    advised = next(row for row in whole["advice"] if row["change"] == "split_backward = defer")
-    assert advised["speedup"] == row["speedup"]
 
 
 ROOT = Path(__file__).parent.parent
@@ -273,10 +244,6 @@ def test_the_verb_prints_a_table_and_json(
     code, out, _ = run("--stages", "2", "--costs", "equal", "--bandwidth", "1e3", "--slow", "1:0.5", "--json")
     assert code == 0
     assert json.loads(out)["rows"][0]["time_per_step"] > 8
-    code, out, _ = run("--stages", "2,4", "--costs", "equal", "--ranks", "2", "--placement", "v", "--defer", "--json")
-    assert code == 0
-    assert [row.get("ranks") for row in json.loads(out)["rows"]] == [None, 2]
-    assert "did you mean 'loop'" in run("--placement", "lop")[2]
     assert run("--stages", "two")[0] == 2
     assert "such as 3:0.5" in run("--slow", "1-2")[2]
     assert "numbered from 0 to 1" in run("--stages", "2", "--slow", "2:0.5")[2]

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from weft.cli import main
-from weft.pipeline.consistency import Exact
-from weft.pipeline.scheduler import Rule
+from weft.engine.consistency import Exact
+from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.simulator import Simulated, simulate
-from weft.pipeline.tracer import Tracer
 from weft.pipeline.workload import Workload
 from weft.runs import Run
+from weft.trace.recorder import Tracer
 
 EPOCH = 2.0**31
 
@@ -36,7 +36,7 @@ def weft(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str,
 
 def simulated(latency: float) -> Simulated:
     work = Workload(2, 1, 3, lambda n: [(0, 0), (1, 1)], lambda layer: Exact())
-    return simulate(work, (1,), Rule(4), latency)
+    return simulate(work, (1,), SchedulePolicy(4), latency)
 
 
 @pytest.fixture

@@ -7,19 +7,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
-from weft.units import size, size_of
+from weft.utils.units import format_bytes, parse_bytes
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
-    assert [size_of(text) for text in ("80GiB", "1.5 gb", "512MiB", "1024", 7)] == [80 * 2**30, 1.5e9, 2**29, 1024, 7]
+    assert [parse_bytes(text) for text in ("80GiB", "1.5 gb", "512MiB", "1024", 7)] == [
+        80 * 2**30,
+        1.5e9,
+        2**29,
+        1024,
+        7,
+    ]
 
 
 @pytest.mark.parametrize("wrong", ["", "GiB", "12 apples", "-3", "0", "1e999", "1.2.3", "nan", "inf"])
 def test_what_is_no_size_is_refused(wrong: str) -> None:
     with pytest.raises(ConfigError, match="size"):
-        size_of(wrong, ConfigError)
+        parse_bytes(wrong, ConfigError)
 
 
 @given(st.integers(1, 2**50))
 def test_a_size_that_is_shown_is_read_back_within_its_digits(number: int) -> None:
-    assert size_of(size(number)) == pytest.approx(number, rel=0.06)
+    assert parse_bytes(format_bytes(number)) == pytest.approx(number, rel=0.06)

@@ -6,10 +6,10 @@ operators and of the tensors between them, in FLOP. It serves as a yardstick: th
 
 from __future__ import annotations
 
-from weft.plan.pase.configurations import configurations
-from weft.plan.pase.corrections import AS_PUBLISHED, CORRECTED, Corrections
-from weft.plan.pase.network import Edge, Network, Operand, Vertex
-from weft.plan.pase.tables import NETWORKS, Configured, network, tables
+from pase.configurations import configurations
+from pase.corrections import AS_PUBLISHED, CORRECTED, Corrections
+from pase.network import Edge, Network, Operand, Vertex
+from pase.tables import NETWORKS, Configured, network, tables
 
 __all__ = [
     "AS_PUBLISHED",

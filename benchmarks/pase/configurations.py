@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.plan.pase.network import Vertex
+from pase.network import Vertex
 
 Configs = NDArray[np.int64]
 """One row a configuration, one column a dimension."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.plan.pase.configurations import Configs
-from weft.plan.pase.corrections import Corrections
-from weft.plan.pase.network import BATCH_NORM, EMBEDDING, Product, Vertex
+from pase.configurations import Configs
+from pase.corrections import Corrections
+from pase.network import BATCH_NORM, EMBEDDING, Product, Vertex
 
 Costs = NDArray[np.float64]
 

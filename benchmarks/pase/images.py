@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.plan.pase.layers import Builder, Value
-from weft.plan.pase.network import Network
+from pase.layers import Builder, Value
+from pase.network import Network
 
 CUTOFF = 4  # hence 128 images are split at most 32 ways
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from weft.plan.pase.network import BATCH_NORM, EMBEDDING, Edge, Network, Operand, Product, Vertex
+from pase.network import BATCH_NORM, EMBEDDING, Edge, Network, Operand, Product, Vertex
 
 Shape = tuple[int, ...]
 

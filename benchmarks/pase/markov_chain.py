@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft import keys
 from weft.errors import PlanError
-from weft.plan.solve.problem import Problem
+from weft.plan.solve import Problem
+from weft.utils import rng
 
 _BATCH = 256
 
@@ -43,7 +43,7 @@ def markov_chain(problem: Problem, seconds: float, seed: int = 0, start: Sequenc
     if math.isinf(cost):
         raise PlanError("the chain has no allowed pick to start from: give one that is allowed")
     best, chosen, history = cost, list(picks), [(time.process_time() - started, cost)]
-    draw, proposals, low = keys.generator(seed, "markov chain"), 0, cost
+    draw, proposals, low = rng.generator(seed, "markov chain"), 0, cost
     hot, cold = 1e-4 * abs(cost), 1e-7 * abs(cost)
     started = time.process_time()
     while (spent := time.process_time() - started) < seconds:

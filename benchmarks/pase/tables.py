@@ -9,13 +9,13 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from pase.configurations import Configs, configurations
+from pase.corrections import AS_PUBLISHED, CORRECTED, Corrections
+from pase.cost import Costs, vertex_costs, words_missing
+from pase.images import alexnet, inception3
+from pase.network import Edge, Network, Operand, Vertex
+from pase.sequences import rnnlm, transformer
 from weft.errors import PlanError, nearest
-from weft.plan.pase.configurations import Configs, configurations
-from weft.plan.pase.corrections import AS_PUBLISHED, CORRECTED, Corrections
-from weft.plan.pase.cost import Costs, vertex_costs, words_missing
-from weft.plan.pase.images import alexnet, inception3
-from weft.plan.pase.network import Edge, Network, Operand, Vertex
-from weft.plan.pase.sequences import rnnlm, transformer
 
 NETWORKS: dict[str, tuple[Callable[[int], Network], int]] = {
     "alexnet": (alexnet, 128),

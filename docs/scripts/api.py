@@ -16,12 +16,15 @@ packages with more: `help(weft.elastic)` lists them.
 """
 SECTIONS = {
     "Spaces and streams": ("Space", "Subnet", "Stream", "make_stream"),
-    "Supernets": ("Chain", "Shared", "Choice", "Optional", "Elastic", "initialise", "extract"),
+    "Supernets": ("Chain", "Shared", "Choice", "Optional", "Elastic", "initialise", "extract", "from_transformers"),
     "Data": ("Data", "Tensors", "Loader", "ShiftFlip"),
-    "Training": ("train", "retrain", "load_run", "Trained", "Optimizer", "Validate", "Residency", "Run"),
-    "Losses and metrics": ("cross_entropy", "distillation", "accuracy"),
+    "Training": (
+        *("train", "retrain", "load_run", "TrainedRun", "Optimizer", "Validation", "OffloadConfig"),
+        *("TensorBoard", "Run"),
+    ),
+    "Losses and metrics": ("cross_entropy", "Distillation", "accuracy"),
     "Consistency": ("Exact", "Delayed", "Lagged", "Bounded"),
-    "Searching": ("search", "Front"),
+    "Searching": ("search", "search_gradient", "Front"),
     "Tuning and estimates": ("tune", "estimate", "Estimate"),
     "Errors": ("WeftError",),
 }
@@ -44,7 +47,7 @@ def _entry(name: str) -> str:
 def _home(name: str) -> Any:
     """What a public name stands for; `search` and `tune` are packages that can be called."""
     if name in ("search", "tune"):
-        return getattr(__import__(f"weft.{name}.entry", fromlist=[name]), name)
+        return getattr(__import__(f"weft.{name}.api", fromlist=[name]), name)
     return getattr(weft, name)
 
 

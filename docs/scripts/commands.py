@@ -7,7 +7,7 @@ from typing import Any
 
 import typer.main
 
-from weft.cli import app
+from weft.cli.app import app
 
 OPENING = """# The command line
 

@@ -12,11 +12,12 @@ from typing import Any
 import msgspec
 
 from docs.scripts.keys import KEYS
-from weft import config, tuneconfig
+from weft import config
+from weft.cli import tune
 
 OPENING = """# The configuration
 
-Made by `python -m docs.scripts` from `src/weft/config.py` and `src/weft/tuneconfig.py`. A config is a TOML file;
+Made by `python -m docs.scripts` from `src/weft/config.py` and `src/weft/cli/tune.py`. A config is a TOML file;
 `--a.b=c` on the command line changes any key of it. Unknown keys and wrong types are refused, with the nearest key
 that there is.
 """
@@ -30,15 +31,15 @@ RUN = [
     ("[export]", config.Export),
 ]
 STUDY = [
-    ("", tuneconfig.StudyConfig),
-    ("[study]", tuneconfig.Study),
-    ("[recipe]", tuneconfig.Training),
-    ("a choice of [space]", tuneconfig.Range),
+    ("", tune.StudyConfig),
+    ("[study]", tune.Study),
+    ("[recipe]", tune.Training),
+    ("a choice of [space]", tune.Range),
 ]
 
 
 def page(source: Path) -> str:
-    notes = {**_notes(source / "config.py"), **_notes(source / "tuneconfig.py")}
+    notes = {**_notes(source / "config.py"), **_notes(source / "cli" / "tune.py")}
     parts = [OPENING, "\n## A run\n\nFor `weft train`, `search`, `export`, `simulate` and `verify`.\n"]
     parts += [table(name, kind, notes) for name, kind in RUN]
     parts += ["\n## A study\n\nFor `weft tune`.\n"]

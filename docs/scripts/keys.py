@@ -33,7 +33,6 @@ TRAIN = {
     "loss": "`cross_entropy`, `mean_squared_error`, or code",
     "metrics": "`accuracy`, or code: `module:function`",
     "augment": "code that changes batches, with draws that belong to the sample and the epoch",
-    "teacher": "code whose outputs the loss may follow",
     "init": "first weights: a safetensors file, or the directory of a run",
     "validate": "steps between two validations; none if not given",
     "rescale": "steps over which layers that see old weights learn at a smaller rate",
@@ -44,11 +43,9 @@ TRAIN = {
     "cuda_graphs": "whether candidates become CUDA graphs on a GPU; no result depends on it",
     "channels_last": "whether images lie with their channels innermost; a GPU decides by the supernet if not given",
     "stages": "parts of the chain, each in a process of its own; no result depends on it, nor on the keys after it",
-    "ranks": "processes, if fewer than the stages",
-    "placement": "which rank has which stages: `loop` or `v`",
     "cut": "the first block of every stage after the first; measured costs decide if not given",
     "window": "micro-batches in flight on a stage, which is what activations cost in memory",
-    "split_backward": 'sends the gradient of the input on first; `"defer"` puts those of the weights off',
+    "split_backward": "sends the gradient of the input on before it works on those of the weights",
     "prefer": "what goes first where both are ready: `backward`, `forward` (GPipe) or `alternate` (NASPipe)",
     "trace": "writes what every stage did when",
     "restarts": "how often all stages are started again after one died",
@@ -67,8 +64,6 @@ SEARCH = {
 }
 RESIDENCY = {
     "budget": "what the layers of a stage may take on its device, such as `8GiB`",
-    "host": "what they may take on the host; all that they need if not given",
-    "disk": "the folder where the rest lies",
     "ahead": "micro-batches whose layers are brought early; with 0 each waits for its copies",
 }
 EXPORT = {

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from html import escape
 
-from weft.pipeline.consistency import clock, parse
-from weft.pipeline.scheduler import Rule
+from weft.engine.consistency import parse_consistency, version_schedule
+from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.simulator import Simulated, simulate
-from weft.pipeline.survey import usual_windows
 from weft.pipeline.workload import Workload
+from weft.trainer.partitioning import default_in_flight
 
 STAGES, STEPS, CHOICES = 4, 10, 6
 CUT = (1, 2, 3)
@@ -37,7 +37,7 @@ STYLE = (
 
 def work(consistency: str, spaced: bool) -> Workload:
     """Four blocks, one a stage. Every step uses the one layer of each; or, spaced, one of six candidates in turn."""
-    promise = parse(consistency)
+    promise = parse_consistency(consistency)
 
     def picks(n: int) -> list[tuple[int, Hashable]]:
         return [(block, (block, (n + block) % CHOICES if spaced else 0)) for block in range(STAGES)]
@@ -48,13 +48,13 @@ def work(consistency: str, spaced: bool) -> Workload:
 def schedule(name: str) -> Simulated:
     """What the simulator makes of it with the windows that a run would have: forward 1, backward 2."""
     found = work(*LAWS[name])
-    return simulate(found, CUT, [Rule(window) for window in usual_windows(found, CUT, None)])
+    return simulate(found, CUT, [SchedulePolicy(window) for window in default_in_flight(found, CUT, None)])
 
 
 def versions(name: str, block: int, n: int) -> tuple[int, int]:
     """The versions that forward and backward of a micro-batch see, counted over the layer's own updates."""
     consistency, spaced = LAWS[name]
-    at = clock(parse(consistency), block, STAGES, 1, STEPS)
+    at = version_schedule(parse_consistency(consistency), block, STAGES, 1, STEPS)
     return (n // CHOICES, n // CHOICES) if spaced else (at.forward_reads(n), at.backward_reads(n))
 
 

@@ -97,8 +97,8 @@ def smaller(file: Path) -> None:
 def main() -> None:
     from playwright.sync_api import sync_playwright
 
-    from weft.serve.http.server import listen, make_server
     from weft.serve.library import Library
+    from weft.serve.server import listen, make_server
 
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:

@@ -1,4 +1,4 @@
-"""results.md: what was measured, from benchmarks/results: headline rows, command, machine, and what was missed."""
+"""results.md: what was measured, from benchmarks/results: headline tables, aims, commands and machines."""
 
 from __future__ import annotations
 
@@ -9,41 +9,38 @@ from pathlib import Path
 from typing import Any
 
 from docs.scripts import tables
-from docs.scripts.headlines import HEADLINES, Headline
+from docs.scripts.sections import SECTIONS, Section
 
 OPENING = """# What was measured
 
-Made by `python -m docs.scripts` from the files in [`benchmarks/results`](../benchmarks/results): no figure is typed
-by hand. Each has the command that made it and the machine that it ran on. What was aimed at, and what was missed,
-is said in the words of the README and of the pages of these docs, which the tests compare with the same files. A
-table has the headline rows; the file has all.
+Made by `python -m docs.scripts` from the files in [`benchmarks/results`](../benchmarks/results). Each section names the
+file, the command that made it and the machine that it ran on, and says what was aimed at and what was missed. The
+tables have the headline rows; the files have all.
 """
 
 
 def page(root: Path) -> str:
-    """The page; raises ValueError where a file, or words that are quoted, are gone."""
+    """The page; raises ValueError where a file is gone."""
     files = {file.stem: file for file in sorted((root / "benchmarks" / "results").glob("*.json"))}
-    gone = set(HEADLINES) - set(files)
+    gone = set(SECTIONS) - set(files)
     if gone:
-        raise ValueError(f"docs/scripts/headlines.py names results that are gone: {', '.join(sorted(gone))}")
-    new = {name: Headline(name, tables.plain) for name in files if name not in HEADLINES}
+        raise ValueError(f"docs/scripts/sections.py names results that are gone: {', '.join(sorted(gone))}")
+    new = {name: Section(name, tables.plain) for name in files if name not in SECTIONS}
     parts = [OPENING]
-    for name, headline in (HEADLINES | new).items():
-        parts.append(_section(root, name, headline, json.loads(files[name].read_text(encoding="utf-8"))))
+    for name, section in (SECTIONS | new).items():
+        parts.append(_section(root, name, section, json.loads(files[name].read_text(encoding="utf-8"))))
     return "".join(parts)
 
 
-def _section(root: Path, name: str, headline: Headline, found: dict[str, Any]) -> str:
-    lines = ["", f"## {headline.title}", ""]
+def _section(root: Path, name: str, section: Section, found: dict[str, Any]) -> str:
+    lines = ["", f"## {section.title}", ""]
     purpose = _purpose(root, str(found["command"]))
     lines += [purpose, ""] if purpose else []
-    lines += [f"[`{name}.json`](../benchmarks/results/{name}.json): `{found['command']}`", "", _machine(found), ""]
-    aims = {label: _cell(root, label) for label in headline.aims}
-    for heading, *rows in headline.tables(found, aims):
+    lines += [" ".join(section.text.split()), ""] if section.text else []
+    for heading, *rows in section.tables(found, section.aims):
         lines += [f"| {' | '.join(heading)} |", f"|{'---|' * len(heading)}"]
         lines += [f"| {' | '.join(row)} |" for row in rows] + [""]
-    for quote in headline.says:
-        lines += [f"> {_quote(root, *quote)}", ""]
+    lines += [f"[`{name}.json`](../benchmarks/results/{name}.json): `{found['command']}`. {_machine(found)}", ""]
     return "\n".join(lines)
 
 
@@ -53,8 +50,8 @@ def _purpose(root: Path, command: str) -> str:
     path = root / "benchmarks" / script[1] if script else None
     if path is None or not path.is_file():
         return ""
-    told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return " ".join(told.split("\n\n")[0].split())
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(docstring.split("\n\n")[0].split())
 
 
 def _machine(found: dict[str, Any]) -> str:
@@ -66,23 +63,5 @@ def _machine(found: dict[str, Any]) -> str:
         else f"{machine['cpu']}, {machine['cores']} cores"
     ]
     parts += [f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}", f"torch {machine['torch']}"]
-    told = "Machine: " + ", ".join([*parts, f"Python {machine['python']}"])
-    return told + (f"; measured on {measured}." if measured else ".")
-
-
-def _quote(root: Path, file: str, start: str, end: str) -> str:
-    """The words of a page from one phrase to another, without its links."""
-    text = " ".join((root / file).read_text(encoding="utf-8").split())
-    match = re.search(re.escape(start) + r".*?" + re.escape(end), text)
-    if match is None:
-        raise ValueError(f"{file} no longer says '{start} ... {end}', which the page of results quotes")
-    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", match[0]).replace("|", "\\|")
-
-
-def _cell(root: Path, label: str) -> str:
-    """The last cell of the row of a table in the README: what was to be reached."""
-    text = (root / "README.md").read_text(encoding="utf-8")
-    match = re.search(rf"^\| {re.escape(label)} \|.*\| *(\S*) *\|$", text, re.MULTILINE)
-    if match is None:
-        raise ValueError(f"README.md has no row '{label}', whose aim the page of results takes over")
-    return match[1]
+    text = "Machine: " + ", ".join([*parts, f"Python {machine['python']}"])
+    return text + (f"; measured on {measured}." if measured else ".")

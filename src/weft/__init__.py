@@ -6,111 +6,101 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft.data import Data, Loader, ShiftFlip, Tensors
-    from weft.errors import WeftError
-    from weft.pipeline import (
-        Bounded,
-        Delayed,
-        Exact,
-        Lagged,
-        Optimizer,
-        Residency,
-        Validate,
-        accuracy,
-        cross_entropy,
-        distillation,
-    )
-    from weft.pipeline.train import Trained, load_run, retrain, train
-    from weft.plan.memory import Estimate, estimate
-    from weft.runs import Run
-    from weft.search.entry import search
-    from weft.search.front import Front
-    from weft.space import Space, Stream, Subnet, make_stream
-    from weft.supernet import Chain, Choice, Elastic, Optional, Shared, extract, initialise
-    from weft.tune.entry import tune
+    from weft.data import Data as Data
+    from weft.data import Loader as Loader
+    from weft.data import ShiftFlip as ShiftFlip
+    from weft.data import Tensors as Tensors
+    from weft.engine.consistency import Bounded as Bounded
+    from weft.engine.consistency import Delayed as Delayed
+    from weft.engine.consistency import Exact as Exact
+    from weft.engine.consistency import Lagged as Lagged
+    from weft.engine.losses import Distillation as Distillation
+    from weft.engine.losses import accuracy as accuracy
+    from weft.engine.losses import cross_entropy as cross_entropy
+    from weft.engine.optimizer import Optimizer as Optimizer
+    from weft.errors import WeftError as WeftError
+    from weft.memory import Estimate as Estimate
+    from weft.memory import estimate as estimate
+    from weft.offload.config import OffloadConfig as OffloadConfig
+    from weft.runs import Run as Run
+    from weft.search.api import search as search
+    from weft.search.front import Front as Front
+    from weft.search.gradient import search_gradient as search_gradient
+    from weft.space import Space as Space
+    from weft.space import Stream as Stream
+    from weft.space import Subnet as Subnet
+    from weft.space import make_stream as make_stream
+    from weft.supernet import Chain as Chain
+    from weft.supernet import Choice as Choice
+    from weft.supernet import Elastic as Elastic
+    from weft.supernet import Optional as Optional
+    from weft.supernet import Shared as Shared
+    from weft.supernet import extract as extract
+    from weft.supernet import initialise as initialise
+    from weft.trainer.api import TrainedRun as TrainedRun
+    from weft.trainer.api import load_run as load_run
+    from weft.trainer.api import retrain as retrain
+    from weft.trainer.api import train as train
+    from weft.trainer.callbacks import TensorBoard as TensorBoard
+    from weft.trainer.config import Validation as Validation
+    from weft.tune.api import tune as tune
+    from weft.zoo.pretrained import from_transformers as from_transformers
 
 __version__ = "0.1.0"
 
 # Where each public name lives. `import weft` itself stays light: torch is imported with the first name that needs it.
-_HOME = {
-    "weft.data": ("Data", "Loader", "ShiftFlip", "Tensors"),
-    "weft.errors": ("WeftError",),
-    "weft.pipeline": (
-        "Bounded",
-        "Delayed",
-        "Exact",
-        "Lagged",
-        "Optimizer",
-        "Residency",
-        "Trained",
-        "Validate",
-        "accuracy",
-        "cross_entropy",
-        "distillation",
-        "load_run",
-        "retrain",
-        "train",
-    ),
-    "weft.plan.memory": ("Estimate", "estimate"),
-    "weft.runs": ("Run",),
-    "weft.search": ("Front",),
-    "weft.space": ("Space", "Stream", "Subnet", "make_stream"),
-    "weft.supernet": ("Chain", "Choice", "Elastic", "Optional", "Shared", "extract", "initialise"),
+_HOMES = {
+    "Bounded": "weft.engine.consistency",
+    "Chain": "weft.supernet",
+    "Choice": "weft.supernet",
+    "Data": "weft.data",
+    "Delayed": "weft.engine.consistency",
+    "Distillation": "weft.engine.losses",
+    "Elastic": "weft.supernet",
+    "Estimate": "weft.memory",
+    "Exact": "weft.engine.consistency",
+    "Front": "weft.search.front",
+    "Lagged": "weft.engine.consistency",
+    "Loader": "weft.data",
+    "OffloadConfig": "weft.offload.config",
+    "Optimizer": "weft.engine.optimizer",
+    "Optional": "weft.supernet",
+    "Run": "weft.runs",
+    "Shared": "weft.supernet",
+    "ShiftFlip": "weft.data",
+    "Space": "weft.space",
+    "Stream": "weft.space",
+    "Subnet": "weft.space",
+    "Tensors": "weft.data",
+    "TensorBoard": "weft.trainer.callbacks",
+    "TrainedRun": "weft.trainer.api",
+    "Validation": "weft.trainer.config",
+    "WeftError": "weft.errors",
+    "accuracy": "weft.engine.losses",
+    "cross_entropy": "weft.engine.losses",
+    "estimate": "weft.memory",
+    "extract": "weft.supernet",
+    "from_transformers": "weft.zoo.pretrained",
+    "initialise": "weft.supernet",
+    "load_run": "weft.trainer.api",
+    "make_stream": "weft.space",
+    "retrain": "weft.trainer.api",
+    "search_gradient": "weft.search.gradient",
+    "train": "weft.trainer.api",
 }
-_NAMES = {name: module for module, names in _HOME.items() for name in names}
-_PACKAGES = {
-    name: f"weft.{name}" for name in ("data", "pipeline", "plan", "runs", "search", "space", "supernet", "tune", "zoo")
-}
-_PACKAGES["elastic"] = "weft.supernet.elastic"
+_PACKAGES = ("data", "elastic", "memory", "plan", "runs", "search", "space", "supernet", "tune", "zoo")
+"""`weft.plan`, `weft.search` and `weft.tune` are packages that can be called."""
+
+__all__ = [*_HOMES, "search", "tune"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(_NAMES[name]), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _PACKAGES:
-        return importlib.import_module(_PACKAGES[name])
+        return importlib.import_module(f"weft.{name}")
     raise AttributeError(f"module 'weft' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
-    return sorted([*_NAMES, *_PACKAGES, "__version__"])
-
-
-__all__ = [
-    "Bounded",
-    "Chain",
-    "Choice",
-    "Data",
-    "Delayed",
-    "Elastic",
-    "Estimate",
-    "Exact",
-    "Front",
-    "Lagged",
-    "Loader",
-    "Optimizer",
-    "Optional",
-    "Residency",
-    "Run",
-    "Shared",
-    "ShiftFlip",
-    "Space",
-    "Stream",
-    "Subnet",
-    "Tensors",
-    "Trained",
-    "Validate",
-    "WeftError",
-    "accuracy",
-    "cross_entropy",
-    "distillation",
-    "estimate",
-    "extract",
-    "initialise",
-    "load_run",
-    "make_stream",
-    "retrain",
-    "search",
-    "train",
-    "tune",
-]
+    return sorted([*_HOMES, *_PACKAGES, "__version__"])

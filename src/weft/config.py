@@ -56,11 +56,8 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loss: str = "cross_entropy"
     metrics: Names = ("accuracy",)
     augment: str | None = None
-    teacher: str | None = None
     init: str | None = None
     validate: int | None = None
-    flow: bool = False
-    """Whether validation flows between micro-batches instead of draining the pipeline."""
     rescale: int | None = None
     checkpoint_every: int | None = None
     keep: int = 3
@@ -69,11 +66,9 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cuda_graphs: bool = True
     channels_last: bool | None = None
     stages: int | None = None
-    ranks: int | None = None
-    placement: str | None = None
     cut: tuple[int, ...] | None = None
     window: int | None = None
-    split_backward: bool | str = False
+    split_backward: bool = False
     prefer: str = "backward"
     trace: bool = False
     restarts: int = 3
@@ -105,14 +100,12 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Residency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the layers of a stage may take on its device and on its host; the names are those of ``weft.Residency``.
+    """What the layers of a stage may take on its device; the names are those of ``weft.OffloadConfig``.
 
     Without a budget they all stay on the device.
     """
 
     budget: str | int | None = None
-    host: str | int | None = None
-    disk: str | None = None
     ahead: int = 32
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from weft.data import Batch, Compose, Draws, Loader, Normalise, ShiftFlip, Subset, Tensors, digits
 from weft.errors import DataError
-from weft.keys import generator
+from weft.utils.rng import generator
 
 
 def equal(a: Batch, b: Batch) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.data import Data, Source, Subset, Tensors, Text, split
-from weft.data.dataset import apportion, spread
+from weft.data.dataset import apportion, evenly_spaced
 from weft.errors import DataError
 
 
@@ -185,7 +185,7 @@ def test_an_empty_part_and_labels_that_are_none_are_refused() -> None:
 @settings(max_examples=50)
 @given(length=st.integers(0, 50), limit=st.none() | st.integers(1, 60))
 def test_a_limit_spreads_distinct_samples_over_the_whole(length: int, limit: int | None) -> None:
-    chosen = spread(length, limit).tolist()
+    chosen = evenly_spaced(length, limit).tolist()
     assert len(chosen) == (length if limit is None else min(length, limit))
     assert len(set(chosen)) == len(chosen)
     gaps = np.diff([*chosen, length])

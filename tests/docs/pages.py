@@ -26,10 +26,10 @@ from typing import Any
 
 import typer.main
 
-from weft.cli import app, main
+from weft.cli.app import app, main
 from weft.cli.arguments import joined
+from weft.cli.tune import StudyConfig
 from weft.config import make_config
-from weft.tuneconfig import StudyConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -35,7 +35,7 @@ def test_the_guide_to_gradient_search_runs(folder: Path, monkeypatch: pytest.Mon
     found = ends(folder)
     assert {"digits", "config", "other", "cooler", "staged", "staged-too", "smaller", "again"} <= set(found)
     assert found["config"]["fingerprint"] == found["staged-too"]["fingerprint"]
-    assert (folder / "runs" / "config" / "results" / "search" / "probabilities.svg").is_file()
+    assert (folder / "runs" / "config" / "results" / "search" / "mixture.json").is_file()
     assert (folder / "runs" / "config" / "results" / "others" / "front.json").is_file()
 
 

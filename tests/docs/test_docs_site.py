@@ -12,7 +12,7 @@ import pytest
 from pages import DOCS, PAGES, ROOT
 
 import weft
-from weft.pipeline.consistency import clock, parse
+from weft.engine.consistency import parse_consistency, version_schedule
 
 LINK = re.compile(r"(?<!!)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(DOCS / page for page in PAGES)]
@@ -83,7 +83,7 @@ def test_the_pictures_of_the_law_show_what_the_law_says(monkeypatch: pytest.Monk
         seen = re.findall(r"<title>(\d)([FB])(\d+): \w+ of micro-batch \3 on stage \1, sees version (\d+)<", drawn)
         assert len(seen) >= 20
         for stage, kind, n, version in seen:
-            at = clock(parse(text), int(stage), 4, 1, law.STEPS)
+            at = version_schedule(parse_consistency(text), int(stage), 4, 1, law.STEPS)
             reads = at.forward_reads if kind == "F" else at.backward_reads
             assert int(version) == reads(int(n))
 
@@ -117,5 +117,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     told = (tmp_path / "site" / "reference" / "api.html").read_text()
     assert "Trains a supernet and returns the finished run." in told
-    assert "so that the first and the last share one" in " ".join(told.split())  # more than its first sentence
+    assert "each is a Parameter of its own" in " ".join(told.split())  # more than its first sentence
     assert (tmp_path / "site" / "how-to" / "dashboard.html").is_file()

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.pipeline import Consistency, Law, Optimizer, Sequential, make_schedule, parse
+from weft.engine.consistency import Consistency, parse_consistency
+from weft.engine.optimizer import Optimizer, make_schedule
+from weft.engine.reference import SequentialReference
+from weft.engine.train_step import TrainStep
 from weft.space import Space, Stream, Subnet
 from weft.supernet import Chain
 
@@ -49,7 +52,7 @@ def listed() -> type[Listed]:
 
 
 @pytest.fixture(scope="session")
-def make() -> Callable[..., Sequential]:
+def make() -> Callable[..., SequentialReference]:
     """`make(chain, steps, consistency=..., m=...)`: the law over the subnets of each step, ready to train."""
 
     def build(
@@ -62,13 +65,13 @@ def make() -> Callable[..., Sequential]:
         schedule: Any = "constant",
         loss: Any = squares,
         **options: Any,
-    ) -> Sequential:
+    ) -> SequentialReference:
         said = consistency if isinstance(consistency, Mapping) else dict.fromkeys(chain.layers, consistency)
-        promises: dict[str, Consistency] = {name: parse(said.get(name, "exact")) for name in chain.layers}
+        promises: dict[str, Consistency] = {name: parse_consistency(said.get(name, "exact")) for name in chain.layers}
         told = optimizer or Optimizer("sgd", lr=0.05, momentum=0.9)
-        law = Law(len(steps), m, loss, told, make_schedule(schedule), 0, promises, **options)
+        law = TrainStep(len(steps), m, loss, told, make_schedule(schedule), 0, promises, **options)
         stream = Listed(chain.space, [step if isinstance(step, tuple) else (step,) for step in steps])
-        sequential = Sequential(chain, law, stream, torch.device("cpu"))
+        sequential = SequentialReference(chain, law, stream, torch.device("cpu"))
         sequential.train_mode()
         return sequential
 

@@ -15,7 +15,7 @@ from stages import KINDS, Attend, Begin, Decode, Encode, Finish, Head, Residual,
 from torch import Tensor, nn
 
 from weft.data import Data, Tensors
-from weft.pipeline import cross_entropy
+from weft.engine.losses import cross_entropy
 from weft.space import Space
 from weft.supernet import Chain, Choice, Optional, Shared
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
 from weft.pipeline.workload import Workload, early_share, stage_speeds
-from weft.plan.cut import Cut
+from weft.supernet.partition import Cut
 
 
 def lower_bound(

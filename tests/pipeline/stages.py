@@ -11,17 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.pipeline import Consistency, Law, Optimizer, Sequential, make_schedule, parse
-from weft.pipeline.batches import Batches
-from weft.pipeline.flow import Evaluation, Flow
-from weft.pipeline.message import Message, assemble, disassemble
-from weft.pipeline.scheduler import Rule
+from weft.engine.consistency import Consistency, parse_consistency
+from weft.engine.layer_state import layer_digest, optimizer_states, restore
+from weft.engine.optimizer import Optimizer, make_schedule
+from weft.engine.reference import SequentialReference
+from weft.engine.train_step import TrainStep
+from weft.pipeline.message import Message, pack, unpack
+from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.stage import Stage
-from weft.pipeline.state import layer_digest, optimizer_states, restore
 from weft.pipeline.worker import Worker
-from weft.plan.cut import Cut
 from weft.space import Space, Stream, make_stream
 from weft.supernet import Chain, Choice, Optional, Shared, initialise
+from weft.supernet.partition import Cut
+from weft.trainer.batches import MicroBatches
 
 CPU = torch.device("cpu")
 Batch = dict[str, Tensor]
@@ -227,7 +229,7 @@ class Task:
     """A run, apart from where it runs."""
 
     kind: str
-    law: Law
+    law: TrainStep
     stream: Stream
 
     def chain(self) -> Chain:
@@ -248,14 +250,14 @@ def make_task(
     seed: int = 0,
     **options: Any,
 ) -> Task:
-    from weft.pipeline import accuracy, cross_entropy
+    from weft.engine.losses import accuracy, cross_entropy
 
     chain = initialise((KINDS | ALIKE)[kind][0], seed)
     said = consistency if isinstance(consistency, Mapping) else dict.fromkeys(chain.layers, consistency)
-    promises: dict[str, Consistency] = {name: parse(said.get(name, "exact")) for name in chain.layers}
+    promises: dict[str, Consistency] = {name: parse_consistency(said.get(name, "exact")) for name in chain.layers}
     told = optimizer or Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=1e-3)
     options = {"metrics": {"accuracy": accuracy}, **options}
-    law = Law(steps, m, cross_entropy, told, make_schedule("cosine"), seed, promises, **options)
+    law = TrainStep(steps, m, cross_entropy, told, make_schedule("cosine"), seed, promises, **options)
     return Task(kind, law, make_stream(chain.space, stream if chain.space.choices else chain.space.subnet(), seed))
 
 
@@ -280,11 +282,11 @@ class Outcome:
     drifts: dict[str, dict[int, int]] = field(default_factory=dict)
     most_kept: int = 0
     in_flight: list[int] = field(default_factory=list)
-    scores: list[Any] = field(default_factory=list)
+    steps: int = 0
 
 
 def sequentially(task: Task) -> Outcome:
-    sequential = Sequential(task.chain(), task.law, task.stream, CPU)
+    sequential = SequentialReference(task.chain(), task.law, task.stream, CPU)
     sequential.train_mode()
     losses = []
     for step in range(task.law.steps):
@@ -296,7 +298,7 @@ def sequentially(task: Task) -> Outcome:
 
 def through_bytes(message: Message) -> Message:
     """The message as it arrives on the other side of a wire."""
-    return disassemble(assemble(message), CPU)
+    return unpack(pack(message), CPU)
 
 
 def in_stages(
@@ -310,12 +312,12 @@ def in_stages(
     saved: Any = None,
     first_step: int = 0,
     split: bool = False,
-    defer: bool = False,
-    evaluated: tuple[int, Mapping[str, Any], Callable[[int], Batch], int] | None = None,
+    stop_after: int | None = None,
 ) -> tuple[Outcome, list[Any]]:
     """Steps the stages in an order drawn from the seed, messages late as it likes; also the snapshots, if asked for.
 
-    With ``saved`` (tensors, layers) it begins at ``first_step`` from there. Links keep their order, as wires do.
+    With ``saved`` (tensors, layers) it begins at ``first_step`` from there. The first stage is told to stop after so
+    many operations of all. Links keep their order, as wires do.
     """
     rng = random.Random(seed)
     m, stages = task.law.microbatches, len(cut) + 1
@@ -327,7 +329,7 @@ def in_stages(
 
     workers = []
     for index in range(stages):
-        stage = Stage(task.chain(), task.law, task.stream, CPU, cut, index, split=split or defer)
+        stage = Stage(task.chain(), task.law, task.stream, CPU, cut, index, split=split)
         if saved is not None:
             for name, weights in stage.weights.items():
                 restore(weights, saved[0], saved[1][name])
@@ -339,18 +341,15 @@ def in_stages(
                 stage.ties.restore(saved[0], first_step * m, CPU)
         stage.train_mode()
         width = window if isinstance(window, int) else window[index]
-        parts = Batches(Numbered(task), first_step, task.law.steps, m)
-        evaluation = None
-        if evaluated is not None:
-            each, picks, batch, count = evaluated
-            flow = Flow(each * m, len(picks), count, task.law.steps * m)
-            evaluation = Evaluation(flow, picks, batch, task.law.loss, task.law.metrics, ahead=2)
-        rule = Rule(width, defer=defer)
-        workers.append(Worker(stage, rule, first_step * m, total, parts, sender(index), every, evaluation))
+        parts = MicroBatches(Numbered(task), first_step, task.law.steps, m)
+        workers.append(Worker(stage, SchedulePolicy(width), first_step * m, total, parts, sender(index), every))
     snapshots: list[Any] = []
     reports: dict[int, float] = {}
-    most_kept = 0
+    most_kept = ops = 0
     while not all(worker.done for worker in workers):
+        if ops == stop_after:
+            workers[0].end(-(-workers[0].scheduler.known // m) * m)
+            stop_after = None
         progress = False
         choices: list[Any] = list(workers) + [link for link, queue in links.items() if queue]
         rng.shuffle(choices)
@@ -359,6 +358,7 @@ def in_stages(
                 done = choice.work()
                 if done is None:
                     continue
+                ops += 1
                 snapshots += done.snapshots
                 most_kept = max(most_kept, *(len(w.kept) for w in choice.stage.weights.values()))
             else:
@@ -375,6 +375,6 @@ def in_stages(
     losses = [reports[n] for n in sorted(reports)]
     layers = {name: layer_digest(w, wk.stage.updater) for wk in workers for name, w in wk.stage.weights.items()}
     drifts = {name: dict(w.drifts) for wk in workers for name, w in wk.stage.weights.items()}
-    scored = [] if workers[0].evaluation is None else workers[0].evaluation.found
     peaks = [worker.figures.peak for worker in workers]
-    return Outcome(layers, losses, max(peaks), drifts, most_kept, peaks, scored), snapshots
+    (total,) = {worker.scheduler.total for worker in workers}
+    return Outcome(layers, losses, max(peaks), drifts, most_kept, peaks, total // m), snapshots

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 import weft
 from weft.data import Data, Tensors, open_data
+from weft.engine.bilevel import Bilevel, BilevelLoader
 from weft.errors import TrainError
-from weft.pipeline.bilevel import Alternating, Bilevel
-from weft.pipeline.session import make_loader
-from weft.search.gradient.darts import Darts
-from weft.search.gradient.drnas import DrNAS
-from weft.search.gradient.gdas import GDAS
-from weft.supernet.mixed import PROGRESS, mix, mixed_factory
+from weft.search.gradient.methods import GDAS, Darts, DrNAS
+from weft.supernet.mixed_chain import PROGRESS, make_mixed_chain, mixed_factory
+from weft.trainer.config import make_settings
+from weft.trainer.trainer import make_loader
 
 METHODS = {"darts": (Darts(), ()), "drnas": (DrNAS(), ()), "gdas": (GDAS(), (PROGRESS,))}
 
@@ -28,18 +27,18 @@ def loss(seen: tuple[Tensor, ...], batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(seen[0], batch["label"])
 
 
-def train(folder: Path, method: str = "darts", steps: int = 12, **changes: Any) -> weft.Trained:
+def train(folder: Path, method: str = "darts", steps: int = 12, **changes: Any) -> weft.TrainedRun:
     relax, side = METHODS[method]
     net = mixed_factory(layered, relax, side)
     options: dict[str, Any] = {"batch_size": 32, "bilevel": Bilevel(), "runs": folder, "stream": net().space.first()}
     return weft.train(net, open_data("digits"), steps=steps, loss=loss, **{**options, **changes})
 
 
-def alphas(trained: weft.Trained) -> dict[str, Tensor]:
+def alphas(trained: weft.TrainedRun) -> dict[str, Tensor]:
     return {n: p for n, p in trained.chain.state_dict().items() if n.startswith("arch-")}
 
 
-def weights(trained: weft.Trained) -> dict[str, Tensor]:
+def weights(trained: weft.TrainedRun) -> dict[str, Tensor]:
     return {n: p for n, p in trained.chain.state_dict().items() if not n.startswith("arch-")}
 
 
@@ -54,12 +53,10 @@ def test_the_levels_take_turns_after_the_warm_up() -> None:
 
 def test_weights_learn_from_training_data_and_the_architecture_from_validation_data() -> None:
     data = Data("x", Tensors(x=torch.arange(10.0)), Tensors(x=-1 - torch.arange(10.0)))
-    chain = mix(layered, Darts())
-    settings = weft.pipeline.settings.make_settings(
-        chain, steps=8, loss=loss, batch_size=2, bilevel=Bilevel(), stream=chain.space.first()
-    )
+    chain = make_mixed_chain(layered, Darts())
+    settings = make_settings(chain, steps=8, loss=loss, batch_size=2, bilevel=Bilevel(), stream=chain.space.first())
     loader = make_loader(data, settings)
-    assert isinstance(loader, Alternating)
+    assert isinstance(loader, BilevelLoader)
     for i in range(8):
         assert bool((loader.batch(i)["x"] < 0).all()) == bool(i % 2)
         assert loader.batch(i)[PROGRESS].tolist() == [i / 8] * 2

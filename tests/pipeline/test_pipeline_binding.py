@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.pipeline import Sequential
-from weft.pipeline.binding import Binding
+from weft.engine.inplace_weights import ParameterSwap
+from weft.engine.reference import SequentialReference
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared, initialise
 
@@ -38,7 +38,7 @@ def test_a_module_computes_with_what_it_is_bound_to_and_has_its_own_again_afterw
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     module[1].weight = module[0].weight  # tied: both places must follow
     own = module[0].weight
-    binding = Binding(module, [own])
+    binding = ParameterSwap(module, [own])
     with binding.to([2 * torch.eye(2)]):
         assert torch.equal(module(torch.ones(1, 2)), torch.full((1, 2), 4.0))
     assert module[0].weight is own
@@ -50,7 +50,7 @@ def test_a_module_computes_with_what_it_is_bound_to_and_has_its_own_again_afterw
 
 @pytest.mark.parametrize("consistency", ["exact", "delayed(3)", "lagged(2)"])
 def test_a_layer_that_is_recomputed_in_its_backward_sees_the_version_of_its_forward(
-    make: Callable[..., Sequential], consistency: str
+    make: Callable[..., SequentialReference], consistency: str
 ) -> None:
     found = []
     for recompute in (False, True):

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.pipeline import Optimizer, Sequential
-from weft.pipeline.boundary import boundary
+from weft.engine.optimizer import Optimizer
+from weft.engine.reference import SequentialReference
 from weft.space import Space
-from weft.supernet import Carry, Chain, Choice, as_carry
+from weft.supernet import Activations, Chain, Choice, as_activations
+from weft.supernet.layer import grad_barrier
 
 WIDTH = 4
 
@@ -63,15 +64,15 @@ def cut_gradients(layers: list[nn.Module], cuts: set[int], x: Tensor, y: Tensor)
     for end in [*sorted(cuts), len(layers)]:
         stages.append(layers[start:end])
         start = end
-    entered: list[Carry] = []
-    left: list[Carry] = []
-    carry: Carry = (x,)
+    entered: list[Activations] = []
+    left: list[Activations] = []
+    carry: Activations = (x,)
     for stage in stages:
         if entered:
             carry = tuple(t.detach().requires_grad_(t.requires_grad) for t in carry)
         entered.append(carry)
         for layer in stage:
-            carry = boundary(as_carry(layer(*carry), "layer"))
+            carry = grad_barrier(as_activations(layer(*carry), "layer"))
         left.append(carry)
     found: dict[int, list[Tensor | None]] = {}
     loss = loss_of(carry[0], y)
@@ -112,7 +113,7 @@ def test_gradients_have_the_same_bits_at_every_cut(kinds: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("kinds", [(0, 1, 2), (2, 0, 1), (3, 0, 1)])
 def test_the_sequential_law_has_the_gradients_of_the_cut_chain(
-    make: Callable[..., Sequential], kinds: tuple[int, ...]
+    make: Callable[..., SequentialReference], kinds: tuple[int, ...]
 ) -> None:
     layers = build(kinds, 7)
     space = Space()
@@ -130,9 +131,9 @@ def test_the_sequential_law_has_the_gradients_of_the_cut_chain(
 
 def test_a_border_changes_no_value_and_leaves_single_tensors_alone() -> None:
     a, b, c = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True), torch.arange(3)
-    assert boundary((a,))[0] is a
-    assert boundary((a, c)) == (a, c)
-    passed = boundary((a * 2, c, b * 3))
+    assert grad_barrier((a,))[0] is a
+    assert grad_barrier((a, c)) == (a, c)
+    passed = grad_barrier((a * 2, c, b * 3))
     assert torch.equal(passed[0], a * 2)
     assert passed[1] is c
     assert torch.equal(passed[2], b * 3)
@@ -140,7 +141,7 @@ def test_a_border_changes_no_value_and_leaves_single_tensors_alone() -> None:
 
 def test_a_tensor_that_nobody_uses_behind_the_border_gets_no_gradient() -> None:
     a, b = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
-    passed = boundary((a * 2, b * 3))
+    passed = grad_barrier((a * 2, b * 3))
     grads = torch.autograd.grad(passed[0].sum(), [a, b], allow_unused=True)
     assert torch.equal(grads[0], torch.full((3,), 2.0))
     assert grads[1] is None

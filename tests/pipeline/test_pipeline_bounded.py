@@ -3,17 +3,15 @@ every other cut."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stages import CPU, in_stages, make_task, sequentially
 
-from weft.errors import ConsistencyError
-from weft.pipeline import Sequential
-from weft.pipeline.consistency import Bounded, Exact, Recomputed, Stashed, clock
-from weft.pipeline.onecopy import moving, single_copy, virtual_cut, windows
-from weft.pipeline.state import layer_digest
+from weft.engine.consistency import Bounded, Exact, Stashed, version_schedule
+from weft.engine.layer_state import layer_digest
+from weft.engine.reference import SequentialReference
+from weft.pipeline.workload import moving, single_copy, virtual_cut, windows
 
 BLOCKS = 6
 quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -22,7 +20,7 @@ quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_virtual_cut_lies_where_the_windows_change() -> None:
     for blocks in range(1, 12):
         for depth in range(1, blocks + 1):
-            at = [clock(Bounded(1, depth), block, blocks, 1, 1).window for block in range(blocks)]
+            at = [version_schedule(Bounded(1, depth), block, blocks, 1, 1).window for block in range(blocks)]
             changes = tuple(block for block in range(1, blocks) if at[block] != at[block - 1])
             assert virtual_cut(depth, blocks) == changes
 
@@ -34,7 +32,6 @@ def test_one_copy_is_enough_only_where_the_pipeline_is_the_virtual_one() -> None
     assert not single_copy([bounded] * 5, (3,), 6)  # fewer stages
     assert not single_copy([bounded, Exact()], (2, 4), 6)
     assert not single_copy([Stashed(4, 3)], (2, 4), 6)
-    assert single_copy([Recomputed(4, 3)], (2, 4), 6)
     assert moving([bounded, Bounded(8, 3)]) is None
     assert windows(3, True, None) == [3, 2, 1]
     assert windows(3, False, None) == [6, 6, 6]
@@ -55,7 +52,6 @@ def formula(block: int, every: int, depth: int, total: int) -> dict[int, int]:
 
 @settings(quiet, max_examples=40)
 @given(
-    kind=st.sampled_from(["bounded", "recomputed"]),
     depth=st.integers(2, 6),
     every=st.integers(1, 5),
     m=st.sampled_from([1, 2]),
@@ -64,9 +60,9 @@ def formula(block: int, every: int, depth: int, total: int) -> dict[int, int]:
     precision=st.sampled_from(["fp32", "bf16"]),
 )
 def test_a_pipeline_of_that_depth_keeps_one_copy_and_has_the_bits_of_one_device(
-    kind: str, depth: int, every: int, m: int, steps: int, seed: int, precision: str
+    depth: int, every: int, m: int, steps: int, seed: int, precision: str
 ) -> None:
-    task = make_task("plain", steps=steps, m=m, consistency=f"{kind}({every * m}, {depth})", precision=precision)
+    task = make_task("plain", steps=steps, m=m, consistency=f"bounded({every * m}, {depth})", precision=precision)
     found, _ = in_stages(task, virtual_cut(depth, BLOCKS), windows(depth, True, None), seed)
     alone = sequentially(task)
     assert found.layers == alone.layers
@@ -94,7 +90,7 @@ def test_the_drift_of_eight_stages_is_that_of_the_formula_by_hand() -> None:
 
 @settings(quiet, max_examples=25)
 @given(
-    kind=st.sampled_from(["bounded", "stashed", "recomputed"]),
+    kind=st.sampled_from(["bounded", "stashed"]),
     cut=st.sets(st.integers(1, BLOCKS - 1), max_size=BLOCKS - 1).map(lambda cut: tuple(sorted(cut))),
     depth=st.integers(1, BLOCKS),
     window=st.integers(1, 8),
@@ -110,16 +106,15 @@ def test_any_other_cut_gives_the_same_bits_with_versions_kept(
 
 @settings(quiet, max_examples=25)
 @given(
-    kind=st.sampled_from(["bounded", "recomputed"]),
     every=st.integers(1, 3),
     at=st.integers(1, 3),
     cut=st.sampled_from([(2, 4), (), (3,), (1, 2, 3)]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_a_checkpoint_without_a_drain_holds_what_is_still_to_be_read(
-    kind: str, every: int, at: int, cut: tuple[int, ...], seed: int
+    every: int, at: int, cut: tuple[int, ...], seed: int
 ) -> None:
-    task = make_task("plain", steps=12, consistency=f"{kind}({every}, 3)")
+    task = make_task("plain", steps=12, consistency=f"bounded({every}, 3)")
     running, snapshots = in_stages(task, (2, 4), [3, 2, 1], seed, every=3)
     alone = sequentially(task)
     assert running.layers == alone.layers
@@ -143,14 +138,9 @@ def test_a_window_too_small_for_one_copy_keeps_versions_instead_of_waiting_for_e
 
 
 def test_the_variants_differ_in_what_they_compute() -> None:
-    kinds = ["exact", "bounded(2, 3)", "stashed(2, 3)", "recomputed(2, 3)", "lagged(2)"]
+    kinds = ["exact", "bounded(2, 3)", "stashed(2, 3)", "lagged(2)"]
     found = {kind: sequentially(make_task("plain", steps=12, consistency=kind)).layers["layer0"] for kind in kinds}
     assert len(set(found.values())) == len(kinds)
-
-
-def test_a_layer_that_works_in_place_on_its_input_cannot_be_recomputed() -> None:
-    with pytest.raises(ConsistencyError, match="works in place on its input"):
-        sequentially(make_task("convolutional", consistency="recomputed(1, 2)"))
 
 
 @settings(quiet, max_examples=20)
@@ -164,7 +154,7 @@ def test_one_copy_can_be_drained_in_the_middle_of_an_update(depth: int, every: i
     """Forwards that are to read an old version come after the drain: then it is kept for them."""
     task = make_task("plain", steps=12, m=2, consistency=f"bounded({every}, {depth})")
     found, _ = in_stages(task, virtual_cut(depth, BLOCKS), windows(depth, True, None), seed, until=until)
-    alone = Sequential(task.chain(), task.law, task.stream, CPU)
+    alone = SequentialReference(task.chain(), task.law, task.stream, CPU)
     alone.train_mode()
     losses = [float(loss) for step in range(until) for loss in alone.step(step, task.batch(step)).losses]
     alone.eval_mode()

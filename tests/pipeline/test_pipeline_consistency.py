@@ -10,29 +10,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.engine.consistency import (
+    Bounded,
+    Consistency,
+    Delayed,
+    Exact,
+    Lagged,
+    VersionSchedule,
+    parse_consistency,
+    version_schedule,
+)
 from weft.errors import ConsistencyError
-from weft.pipeline import Bounded, Consistency, Delayed, Exact, Lagged, parse
-from weft.pipeline.consistency import Clock, clock
 
 
 def test_the_table_by_hand() -> None:
     """Two micro-batches a step; what the micro-batches 0..11 see."""
     total = range(12)
-    exact = clock(Exact(), 0, 1, 2, 6)
+    exact = version_schedule(Exact(), 0, 1, 2, 6)
     assert [exact.forward_reads(n) for n in total] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-    delayed = clock(Delayed(2), 0, 1, 2, 6)
+    delayed = version_schedule(Delayed(2), 0, 1, 2, 6)
     assert [delayed.forward_reads(n) for n in total] == [0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
-    lagged = clock(Lagged(2), 0, 1, 2, 6)
+    lagged = version_schedule(Lagged(2), 0, 1, 2, 6)
     assert [lagged.forward_reads(n) for n in total] == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
     assert [lagged.slot(n) for n in total] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
-    bounded = clock(Bounded(2, 4), 1, 4, 2, 6)  # virtual stage 1, so L = 3
+    bounded = version_schedule(Bounded(2, 4), 1, 4, 2, 6)  # virtual stage 1, so L = 3
     assert [bounded.forward_reads(n) for n in total] == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert [bounded.backward_reads(n) for n in total] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
 def test_exact_is_delayed_by_nothing() -> None:
     for m, n in product((1, 2, 3), range(30)):
-        a, b = clock(Exact(), 0, 1, m, 10), clock(Delayed(0), 0, 1, m, 10)
+        a, b = version_schedule(Exact(), 0, 1, m, 10), version_schedule(Delayed(0), 0, 1, m, 10)
         assert (a.slot(n), a.forward_reads(n), a.backward_reads(n)) == (
             b.slot(n),
             b.forward_reads(n),
@@ -45,7 +53,7 @@ def test_exact_is_delayed_by_nothing() -> None:
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_steps_see_exactly_the_updates_of_the_steps_and_windows_named(consistency: Consistency, m: int) -> None:
     steps = 23
-    found = clock(consistency, 0, 1, m, steps)
+    found = version_schedule(consistency, 0, 1, m, steps)
     for n in range(steps * m):
         i = n // m
         match consistency:
@@ -84,7 +92,7 @@ def test_bounded_reads_what_a_real_stage_of_that_depth_would(blocks: int, every:
         for block in range(blocks):
             stage = (block * depth) // blocks
             assert 0 <= stage < depth
-            found = clock(Bounded(every, depth), block, blocks, 1, steps)
+            found = version_schedule(Bounded(every, depth), block, blocks, 1, steps)
             assert found.window == depth - stage
             forward, backward = pipeline_reads(depth - stage, every, steps)
             assert [found.forward_reads(n) for n in range(steps)] == forward
@@ -95,7 +103,7 @@ def test_bounded_reads_what_a_real_stage_of_that_depth_would(blocks: int, every:
 @pytest.mark.parametrize("every", range(1, 10))
 def test_the_drift_of_bounded_has_the_stated_maximum_and_histogram(depth: int, every: int) -> None:
     for block in range(depth):
-        found = clock(Bounded(every, depth), block, depth, 1, 600)
+        found = version_schedule(Bounded(every, depth), block, depth, 1, 600)
         late = found.window - 1
         assert late == depth - 1 - block
         drift = [found.backward_reads(n) - found.forward_reads(n) for n in range(600)]
@@ -114,10 +122,10 @@ def test_the_drift_of_bounded_has_the_stated_maximum_and_histogram(depth: int, e
 
 
 def test_with_an_update_for_each_of_a_pipelines_stages_the_drift_is_at_most_one() -> None:
-    found = clock(Bounded(7, 8), 0, 8, 1, 200)
+    found = version_schedule(Bounded(7, 8), 0, 8, 1, 200)
     drift = Counter(found.backward_reads(n) - found.forward_reads(n) for n in range(14, 14 + 70))
     assert drift == {1: 70}
-    found = clock(Bounded(8, 8), 0, 8, 1, 200)
+    found = version_schedule(Bounded(8, 8), 0, 8, 1, 200)
     drift = Counter(found.backward_reads(n) - found.forward_reads(n) for n in range(16, 16 + 80))
     assert drift == {1: 70, 0: 10}
 
@@ -138,7 +146,7 @@ def test_no_micro_batch_sees_an_update_that_holds_it_or_a_later_one(
 ) -> None:
     if isinstance(consistency, Bounded):
         consistency = Bounded(consistency.every * m, consistency.depth)
-    found = clock(consistency, block, 4, m, steps)
+    found = version_schedule(consistency, block, 4, m, steps)
     total = steps * m
     before = 0
     for n in range(total):
@@ -164,7 +172,7 @@ def test_no_micro_batch_sees_an_update_that_holds_it_or_a_later_one(
     )
 )
 def test_a_consistency_reads_back_what_it_prints(consistency: Consistency) -> None:
-    assert parse(str(consistency)) == consistency
+    assert parse_consistency(str(consistency)) == consistency
 
 
 @pytest.mark.parametrize(
@@ -188,19 +196,19 @@ def test_a_consistency_reads_back_what_it_prints(consistency: Consistency) -> No
 )
 def test_a_text_that_names_no_consistency_is_refused(text: str) -> None:
     with pytest.raises(ConsistencyError):
-        parse(text)
+        parse_consistency(text)
 
 
 def test_the_refusals_name_a_value_that_works() -> None:
     with pytest.raises(ConsistencyError, match=r"multiple of the 4 micro-batches .* K = 8"):
-        clock(Bounded(6, 2), 0, 4, 4, 10)
-    clock(Bounded(8, 2), 0, 4, 4, 10)
+        version_schedule(Bounded(6, 2), 0, 4, 4, 10)
+    version_schedule(Bounded(8, 2), 0, 4, 4, 10)
     with pytest.raises(ConsistencyError, match="at most 3"):
-        clock(Bounded(4, 4), 0, 3, 1, 10)
-    clock(Bounded(4, 3), 0, 3, 1, 10)
+        version_schedule(Bounded(4, 4), 0, 3, 1, 10)
+    version_schedule(Bounded(4, 3), 0, 3, 1, 10)
     with pytest.raises(ConsistencyError, match="did you mean 'lagged'"):
-        parse("laged(3)")
+        parse_consistency("laged(3)")
 
 
 def test_a_clock_is_a_value() -> None:
-    assert Clock(Exact(), 2, 8) == clock(Exact(), 3, 5, 2, 4)
+    assert VersionSchedule(Exact(), 2, 8) == version_schedule(Exact(), 3, 5, 2, 4)

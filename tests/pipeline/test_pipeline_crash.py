@@ -23,7 +23,8 @@ from functools import partial
 import torch
 from torch import nn
 import weft
-from weft.pipeline import Optimizer, mean_squared_error
+from weft import Optimizer
+from weft.engine.losses import mean_squared_error
 torch.set_num_threads(1)
 p = nn.Parameter(torch.zeros(1))
 p.grad = torch.zeros(1)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import weft
 from weft.data import Data, Tensors, open_data
+from weft.engine.losses import follow
 from weft.errors import TrainError
-from weft.pipeline.losses import follow
 
 OPTIONS: dict[str, Any] = {"batch_size": 16, "microbatches": 3, "stream": "sandwich:1", "distil": True}
 

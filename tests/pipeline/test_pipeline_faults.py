@@ -25,7 +25,7 @@ from stages import in_stages, make_task, sequentially
 
 import weft
 from weft.errors import NonFiniteError, PipelineError, TrainError
-from weft.pipeline import Trained
+from weft.trainer.api import TrainedRun
 
 HERE = Path(__file__).parent
 
@@ -38,7 +38,7 @@ def soon_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_SILENCE", "4")
 
 
-def train(runs: Path, seen: Path | None = None, **more: Any) -> Trained:
+def train(runs: Path, seen: Path | None = None, **more: Any) -> TrainedRun:
     data = partial(disturbed.samples, "text", None if seen is None else str(seen))
     options: dict[str, Any] = {"steps": STEPS, "checkpoint_every": 5, "batch_size": 4, "microbatches": 2}
     consistency = {"embed": "lagged(2)", "norm": "delayed(1)", "out": "delayed(4)"}
@@ -126,7 +126,7 @@ def starts(seen: Path) -> set[str]:
     return {path.name for path in seen.iterdir() if not path.name.startswith(".")}
 
 
-def assert_whole(trained: Trained, fingerprint: str) -> None:
+def assert_whole(trained: TrainedRun, fingerprint: str) -> None:
     """The run is as if nothing had happened, its log included."""
     assert trained.fingerprint == fingerprint
     assert [e["step"] for e in trained.run.events.read() if e["event"] == "step"] == list(range(STEPS))
@@ -201,7 +201,7 @@ def test_a_run_goes_on_after_a_stage_was_stopped(undisturbed: str, tmp_path: Pat
 
 @pytest.mark.parametrize("text", ["soon", "0.5", "inf", "nan"])
 def test_a_silence_that_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.pipeline.processes import silence
+    from weft.trainer.rank_main import silence
 
     monkeypatch.setenv("WEFT_SILENCE", text)
     with pytest.raises(TrainError, match=r"WEFT_SILENCE='.*' in the environment: it is a number of seconds above 1"):

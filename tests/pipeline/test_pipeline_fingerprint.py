@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from weft.pipeline import Optimizer, Sequential
-from weft.pipeline.fingerprint import LossDigest, fingerprint, tensors_digest
-from weft.pipeline.state import layer_digest, layer_tensors
+from weft.engine.layer_state import LossDigest, fingerprint, layer_digest, layer_tensors, tensors_digest
+from weft.engine.optimizer import Optimizer
+from weft.engine.reference import SequentialReference
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared
 
@@ -87,7 +87,7 @@ def test_every_loss_and_every_layer_counts() -> None:
     assert digest([1.0, 2.0], base) == digest([1.0, 2.0], dict(reversed(base.items())))
 
 
-def test_a_layers_digest_covers_weights_buffers_and_optimizer_state(make: Callable[..., Sequential]) -> None:
+def test_a_layers_digest_covers_weights_buffers_and_optimizer_state(make: Callable[..., SequentialReference]) -> None:
     space = Space()
     layer = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     chain = Chain(Choice(space, "b", {"p": layer}), Shared(nn.Identity(), "end"))

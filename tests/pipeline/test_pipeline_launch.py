@@ -17,19 +17,63 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from weft.distributed.launcher import launch
+from weft.distributed.remote_call import Call
+from weft.distributed.store import PARENT, report, report_error, reported
 from weft.errors import ConfigError, NonFiniteError, TrainError, WeftError
-from weft.pipeline.launch import Call, launch, report, report_error
-from weft.pipeline.parent import PARENT, reported
 
 WORK = '''
 import json, os, signal, sys, time
 from pathlib import Path
 from weft.errors import NonFiniteError
-from weft.pipeline.launch import asked_to_stop, connect, ranks, report
+from weft.distributed.env import read_env
+from weft.distributed.store import asked_to_stop, connect, report
+from weft.distributed.log_forwarding import EventsToParent
 
 def mark(folder, text=""):
-    told = ranks()
-    (Path(folder) / f"{told.restarts}.{told.rank}").write_text(text or str(os.getpid()))
+    told = read_env()
+    new = Path(folder) / f"new.{told.rank}"
+    new.write_text(text or str(os.getpid()))
+    new.rename(Path(folder) / f"{told.restarts}.{told.rank}")
+
+def tell(folder):
+    mark(folder, json.dumps(dict(os.environ)))
+
+def die(folder):
+    mark(folder)
+    if read_env().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+def leave(folder):
+    if read_env().rank == 1:
+        os._exit(3)
+    time.sleep(600)
+
+def speak(folder):
+    """Stage 0 has two events, then stage 1 dies once; the second time all is said again, and more."""
+    store, told = connect(), read_env()
+    if told.rank == 0:
+        say = EventsToParent(store)
+        for step in range(2 + told.restarts):
+            say({"event": "step", "step": step, "loss": float("nan")})
+        store.set("said", "")
+    store.wait(["said"])
+    if told.rank == 1 and told.restarts == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if told.restarts == 0:
+        time.sleep(600)
+
+def stay(folder):
+    """Does not stop when it is told to."""
+    signal.signal(signal.SIGTERM, lambda *_: (Path(folder) / "told").touch())
+    mark(folder)
+    while True:
+        time.sleep(0.1)
+
+def sleep(folder):
+    mark(folder)
+    time.sleep(600)
 
 def listeners(pid):
     """Local addresses on which a process listens, as the kernel writes them (hexadecimal, no port)."""
@@ -45,7 +89,7 @@ def listeners(pid):
 def reduce(folder):
     import torch
     import torch.distributed as dist
-    told = ranks()
+    told = read_env()
     dist.init_process_group("gloo", init_method="env://")
     total = torch.tensor([told.rank + 1.0])
     dist.all_reduce(total)
@@ -62,7 +106,7 @@ def reduce(folder):
 
 def not_finite(folder):
     mark(folder)
-    if ranks().rank == 1:
+    if read_env().rank == 1:
         raise NonFiniteError("the loss of step 3 is nan")
     time.sleep(600)
 
@@ -85,16 +129,13 @@ import sys
 sys.path.insert(0, {folder!r})
 if __name__ == "__main__":
     import work
-    from weft.pipeline.launch import Call, launch
+    from weft.distributed.launcher import Call, launch
     try:
-        launch({stages}, {work}, restarts=2)
+        launch({stages}, Call(work.{work}, ({seen!r},)), restarts=2)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
         sys.exit(7)
 """
-
-PLAIN = "import os, signal, sys, time; from pathlib import Path; rank = os.environ['RANK']; "
-"""The beginning of commands that need no torch, and so start at once."""
 
 
 @pytest.fixture(scope="module")
@@ -152,25 +193,19 @@ def lines(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.name[0].isdigit()}
 
 
-# A command
+# The place of a stage
 
 
-def test_each_stage_of_a_command_gets_its_place_and_its_words(tmp_path, monkeypatch):
+def test_each_stage_gets_its_place(work, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     before = dict(os.environ)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    code = (
-        "import json, os, sys; "
-        "open(sys.argv[1] + os.environ['RANK'], 'w').write(json.dumps([dict(os.environ), sys.argv[2:]]))"
-    )
-    command = [sys.executable, "-c", code, f"{tmp_path}/", "$HOME", "${local_rank}", "a b", "$$"]
 
-    assert launch(3, command, threads=2, environment={"COLOUR": "red"}) == {}
+    assert launch(3, Call(work.tell, (str(tmp_path),)), threads=2) == {}
 
     for rank in range(3):
-        said, words = json.loads((tmp_path / str(rank)).read_text())
-        assert words == ["$HOME", "${local_rank}", "a b", "$$"]
+        said = json.loads((tmp_path / f"0.{rank}").read_text())
         expected = {
             "RANK": str(rank),
             "WORLD_SIZE": "3",
@@ -181,7 +216,6 @@ def test_each_stage_of_a_command_gets_its_place_and_its_words(tmp_path, monkeypa
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "2",
             "GLOO_SOCKET_IFNAME": "lo",
-            "COLOUR": "red",
             PARENT: str(os.getpid()),
         }
         assert {name: said.get(name) for name in expected} == expected
@@ -191,26 +225,20 @@ def test_each_stage_of_a_command_gets_its_place_and_its_words(tmp_path, monkeypa
 
 @pytest.mark.parametrize(("inherited", "threads", "expected"), [(None, None, "1"), ("4", None, "4"), ("4", 2, "2")])
 def test_threads_are_those_asked_for_else_those_of_the_parent_else_one(
-    tmp_path, monkeypatch, inherited, threads, expected
+    work, tmp_path, monkeypatch, inherited, threads, expected
 ):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if inherited:
         monkeypatch.setenv("OMP_NUM_THREADS", inherited)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    code = (
-        "import os, sys; open(sys.argv[1], 'w').write(os.environ['OMP_NUM_THREADS'] + os.environ['GLOO_SOCKET_IFNAME'])"
-    )
-    launch(1, [sys.executable, "-c", code, str(tmp_path / "said")], threads=threads)
-    assert (tmp_path / "said").read_text() == f"{expected}eth7"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    launch(1, Call(work.tell, (str(tmp_path),)), threads=threads)
+    said = json.loads((tmp_path / "0.0").read_text())
+    assert (said["OMP_NUM_THREADS"], said["GLOO_SOCKET_IFNAME"]) == (expected, "lo")
 
 
-def test_a_stage_that_always_dies_is_named_after_the_last_restart(tmp_path, capfd, caplog):
-    code = (
-        PLAIN + "Path(sys.argv[1], os.environ['TORCHELASTIC_RESTART_COUNT'] + '.' + rank).touch(); "
-        "rank == '1' and os.kill(os.getpid(), 9); time.sleep(600)"
-    )
+def test_a_stage_that_always_dies_is_named_after_the_last_restart(work, tmp_path, capfd, caplog):
     with pytest.raises(TrainError) as caught:
-        launch(2, [sys.executable, "-c", code, str(tmp_path)], restarts=2)
+        launch(2, Call(work.die, (str(tmp_path),)), restarts=2)
     assert str(caught.value) == (
         "rank 1 was killed by signal 9 (it may have run out of memory); "
         "all stages were restarted 2 times, which is the most allowed"
@@ -224,21 +252,29 @@ def test_a_stage_that_always_dies_is_named_after_the_last_restart(tmp_path, capf
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_cause_is_named_and_not_the_stages_that_were_stopped_for_it():
-    code = PLAIN + "rank == '1' and sys.exit(3); time.sleep(600)"
+def test_the_cause_is_named_and_not_the_stages_that_were_stopped_for_it(work, tmp_path):
     with pytest.raises(TrainError, match=r"^rank 1 ended with exit code 3; all stages were restarted 0 times"):
-        launch(2, [sys.executable, "-c", code], restarts=0)
+        launch(2, Call(work.leave, (str(tmp_path),)), restarts=0)
 
 
-@pytest.mark.parametrize("command", ["python -m weft", [], [sys.executable, 3]])
-def test_what_is_no_command_is_refused(command):
-    with pytest.raises(TrainError, match="a command is a program and its arguments"):
-        launch(1, command)
-
-
-def test_no_stages_are_refused():
+def test_no_stages_are_refused(work):
     with pytest.raises(TrainError, match="stages >= 1 and restarts >= 0, not stages=0"):
-        launch(0, ["true"])
+        launch(0, Call(work.bug))
+
+
+def test_callbacks_see_the_events_of_every_start_and_one_that_fails_sees_no_more(work, tmp_path, caplog):
+    seen: list[Any] = []
+    calls: list[Any] = []
+
+    def fails(event: Any) -> None:
+        calls.append(event)
+        raise ValueError("a callback that fails")
+
+    launch(2, Call(work.speak, (str(tmp_path),)), restarts=1, callbacks=[fails, seen.append])
+    assert [event["step"] for event in seen] == [0, 1, 0, 1, 2]
+    assert seen[0] == {"event": "step", "step": 0, "loss": "nan"}
+    assert len(calls) == 1
+    assert caplog.text.count("a callback failed and sees no more of this run") == 1
 
 
 # A call
@@ -356,8 +392,7 @@ def test_an_outcome_crosses_the_store():
 def test_stages_stop_by_themselves_on_ctrl_c(work, tmp_path, start):
     seen = tmp_path / "seen"
     seen.mkdir()
-    call = f"Call(work.until_told, ({str(seen)!r},))"
-    main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=2, work=call))
+    main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=2, work="until_told", seen=str(seen)))
     wait_for(lambda: len(lines(seen)) == 2 and all(lines(seen).values()))
     os.killpg(main.pid, signal.SIGINT)  # a terminal sends it to all of its processes; only the parent may act on it
     out, err = main.communicate(timeout=50)
@@ -365,62 +400,59 @@ def test_stages_stop_by_themselves_on_ctrl_c(work, tmp_path, start):
     assert lines(seen) == {"0.0": "stopped: True", "0.1": "stopped: True"}
 
 
-def test_sigterm_is_passed_on_to_commands(work, tmp_path, start):
+def test_sigterm_is_passed_on_to_stages(work, tmp_path, start):
     seen = tmp_path / "seen"
     seen.mkdir()
-    code = PLAIN + (
-        "here = Path(sys.argv[1], rank); "
-        "signal.signal(signal.SIGTERM, lambda *_: here.write_text('stopped') and sys.exit(0)); "
-        "here.write_text('ready'); time.sleep(600)"
-    )
-    command = [sys.executable, "-c", code, str(seen)]
-    main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=2, work=repr(command)))
-    wait_for(lambda: list(lines(seen).values()) == ["ready", "ready"])
+    main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=2, work="until_told", seen=str(seen)))
+    wait_for(lambda: len(lines(seen)) == 2)
     os.kill(main.pid, signal.SIGTERM)
     out, err = main.communicate(timeout=50)
     assert (out, err, main.returncode) == ("interrupted\n", "", 7)
-    assert lines(seen) == {"0": "stopped", "1": "stopped"}
+    assert lines(seen) == {"0.0": "stopped: True", "0.1": "stopped: True"}
 
 
 def test_a_second_ctrl_c_kills_stages_that_do_not_stop(work, tmp_path, start):
     seen = tmp_path / "seen"
     seen.mkdir()
-    code = PLAIN + (
-        "signal.signal(signal.SIGTERM, lambda *_: Path(sys.argv[1], '1').touch()); "
-        "Path(sys.argv[1], '0').write_text(str(os.getpid())); [time.sleep(0.1) for _ in range(6000)]"
-    )
-    command = [sys.executable, "-c", code, str(seen)]
-    main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=1, work=repr(command)))
-    wait_for(lambda: lines(seen).get("0"))
+    main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=1, work="stay", seen=str(seen)))
+    wait_for(lambda: lines(seen).get("0.0"))
     os.kill(main.pid, signal.SIGINT)
-    wait_for(lambda: "1" in lines(seen))
+    wait_for((seen / "told").exists)
     os.kill(main.pid, signal.SIGINT)
     out, err = main.communicate(timeout=50)
     assert (out, err, main.returncode) == ("interrupted\n", "", 7)
-    assert not alive(int(lines(seen)["0"]))
+    assert not alive(int(lines(seen)["0.0"]))
 
 
 def test_no_stage_outlives_a_parent_that_is_killed(work, tmp_path, start):
     seen = tmp_path / "seen"
     seen.mkdir()
-    script = tmp_path / "stage.py"
-    script.write_text(
-        "import os, sys, time\nfrom pathlib import Path\nfrom weft.pipeline.parent import die_with_parent\n"
-        "die_with_parent()\nPath(sys.argv[1], os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(600)\n"
-    )
-    # Stage 0 is a child of the parent, stage 1 a grandchild.
-    shell = 'if [ $RANK = 0 ]; then exec "$@"; else "$@"; true; fi'
-    command = ["sh", "-c", shell, "sh", sys.executable, str(script), str(seen)]
-    main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=2, work=repr(command)))
-    wait_for(lambda: len(lines(seen)) == 2 and all(lines(seen).values()))
+    main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=2, work="sleep", seen=str(seen)))
+    wait_for(lambda: len(lines(seen)) == 2)
     pids = [int(text) for text in lines(seen).values()]
     assert [alive(pid) for pid in pids] == [True, True]
     main.kill()
     wait_for(lambda: not any(alive(pid) for pid in pids), 20.0)
 
 
+def test_a_grandchild_does_not_outlive_a_parent_that_is_killed(tmp_path, start):
+    script = tmp_path / "stage.py"
+    script.write_text(
+        "import os, sys, time\nfrom pathlib import Path\nfrom weft.distributed.store import die_with_parent\n"
+        "die_with_parent()\nPath(sys.argv[1]).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    seen = tmp_path / "0"
+    command = ["sh", "-c", '"$@"; true', "sh", sys.executable, str(script), str(seen)]
+    main = start(f"import os, subprocess\nos.environ[{PARENT!r}] = str(os.getpid())\nsubprocess.run({command!r})\n")
+    wait_for(lambda: seen.exists() and seen.read_text())
+    pid = int(seen.read_text())
+    assert alive(pid)
+    main.kill()
+    wait_for(lambda: not alive(pid), 20.0)
+
+
 def test_a_script_without_a_guard_is_told_so(work, start):
-    text = MAIN.format(folder=str(Path(work.__file__).parent), stages=1, work="Call(work.bug)")
+    text = MAIN.format(folder=str(Path(work.__file__).parent), stages=1, work="bug", seen="")
     main = start(text.replace('if __name__ == "__main__":', "if True:"))
     out, err = main.communicate(timeout=50)
     assert main.returncode == 1

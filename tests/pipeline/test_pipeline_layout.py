@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import weft
-from weft import assembly
+from weft.cli import build as assembly
 from weft.config import make_config
 from weft.errors import ConfigError, RunError
-from weft.pipeline.settings import make_settings
 from weft.supernet import Chain, Choice, Shared, initialise
+from weft.trainer.config import make_settings
 from weft.zoo import digits_conv, digits_mlp
 
 Layers = dict[str, Callable[[], nn.Module]]

@@ -9,8 +9,8 @@ import torch
 
 import weft
 from weft.data import digits
+from weft.engine.losses import accuracy, counted
 from weft.errors import TrainError
-from weft.pipeline.losses import accuracy, counted
 from weft.zoo import digits_conv
 
 

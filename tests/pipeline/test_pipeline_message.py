@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.errors import PipelineError
-from weft.pipeline.message import PREFIX, Message, assemble, assemble_apart, disassemble, prefix
+from weft.pipeline.message import PREFIX, Message, assemble_apart, pack, prefix, unpack
 
 CPU = torch.device("cpu")
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8)
@@ -29,7 +29,7 @@ def assert_same(sent: Tensor | None, found: Tensor | None) -> None:
 
 def both_ways(message: Message) -> list[Message]:
     payload, block = assemble_apart(message, CPU)
-    return [disassemble(assemble(message), CPU), disassemble(block(), CPU, payload)]
+    return [unpack(pack(message), CPU), unpack(block(), CPU, payload)]
 
 
 @st.composite
@@ -87,16 +87,16 @@ def test_a_header_that_lies_is_refused(layout: str) -> None:
     length = PREFIX + len(header)
     block = torch.frombuffer(bytearray(prefix(len(header), length, 0) + header), dtype=torch.uint8)
     with pytest.raises(PipelineError, match="not a message"):
-        disassemble(block, CPU)
+        unpack(block, CPU)
 
 
 @settings(deadline=None)
 @given(st.binary(min_size=PREFIX, max_size=200))
 def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
     with pytest.raises(PipelineError, match="not a message"):
-        disassemble(torch.frombuffer(bytearray(data), dtype=torch.uint8), CPU)
+        unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8), CPU)
 
 
 def test_what_is_not_dense_cannot_travel() -> None:
     with pytest.raises(PipelineError, match="use a dense tensor"):
-        assemble(Message("F", 0, (torch.eye(3).to_sparse(),), (False,)))
+        pack(Message("F", 0, (torch.eye(3).to_sparse(),), (False,)))

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 import weft
 from weft.data import as_data
+from weft.engine.layer_state import capture
+from weft.engine.losses import mean_squared_error
+from weft.engine.optimizer import Optimizer
+from weft.engine.reference import SequentialReference, StepResult
 from weft.errors import NonFiniteError, TrainError
-from weft.pipeline import Optimizer, Sequential, mean_squared_error
-from weft.pipeline.sequential import StepResult
-from weft.pipeline.session import Session
-from weft.pipeline.settings import make_settings
-from weft.pipeline.state import capture
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared
+from weft.trainer.config import make_settings
+from weft.trainer.trainer import Trainer
 
 WIDTH = 3
 
@@ -67,7 +68,7 @@ def batch(seed: int, rows: int = 4, bad: slice | None = None, value: float = 60.
     return {"x": x, "y": y}
 
 
-def whole(sequential: Sequential, name: str) -> dict[str, Tensor]:
+def whole(sequential: SequentialReference, name: str) -> dict[str, Tensor]:
     tensors, _ = capture(sequential.weights[name], sequential.updater, 0)
     return {key: tensor.detach().clone() for key, tensor in tensors.items()}
 
@@ -78,7 +79,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), float("-inf")])
 def test_a_loss_that_is_no_number_stops_with_step_subnet_and_layer(
-    make: Callable[..., Sequential], value: float
+    make: Callable[..., SequentialReference], value: float
 ) -> None:
     chain = build(lambda: Trap(value))
     trap = chain.space.subnet(b="trap")
@@ -90,7 +91,7 @@ def test_a_loss_that_is_no_number_stops_with_step_subnet_and_layer(
         sequential.step(1, batch(1, 8, bad=slice(6, 7)))
 
 
-def test_weights_a_batch_and_a_loss_that_are_to_blame_are_named(make: Callable[..., Sequential]) -> None:
+def test_weights_a_batch_and_a_loss_that_are_to_blame_are_named(make: Callable[..., SequentialReference]) -> None:
     chain = build()
     fine = chain.space.subnet(b="fine")
     with pytest.raises(NonFiniteError, match="in the batch itself"):
@@ -103,7 +104,9 @@ def test_weights_a_batch_and_a_loss_that_are_to_blame_are_named(make: Callable[.
         make(chain, [fine]).step(0, batch(0))
 
 
-def test_the_layer_is_found_under_the_version_that_the_micro_batch_saw(make: Callable[..., Sequential]) -> None:
+def test_the_layer_is_found_under_the_version_that_the_micro_batch_saw(
+    make: Callable[..., SequentialReference],
+) -> None:
     chain = build()
     trap = chain.space.subnet(b="trap")
     sequential = make(chain, [trap] * 6, consistency={"b.trap": "bounded(1,3)", "head": "delayed(2)"})
@@ -114,7 +117,7 @@ def test_the_layer_is_found_under_the_version_that_the_micro_batch_saw(make: Cal
 
 
 @pytest.mark.parametrize("consistency", ["exact", "delayed(1)", "lagged(2)", "bounded(2,1)", "bounded(2,3)"])
-def test_a_skipped_step_contributes_to_no_layer(make: Callable[..., Sequential], consistency: str) -> None:
+def test_a_skipped_step_contributes_to_no_layer(make: Callable[..., SequentialReference], consistency: str) -> None:
     chain = build()
     trap = chain.space.subnet(b="trap")
     sequential = make(chain, [trap] * 6, nonfinite="skip", consistency=consistency)
@@ -134,7 +137,9 @@ def test_a_skipped_step_contributes_to_no_layer(make: Callable[..., Sequential],
 
 
 @pytest.mark.parametrize("consistency", ["exact", "lagged(2)", "bounded(4,3)"])
-def test_a_skipped_micro_batch_leaves_the_others_of_its_step(make: Callable[..., Sequential], consistency: str) -> None:
+def test_a_skipped_micro_batch_leaves_the_others_of_its_step(
+    make: Callable[..., SequentialReference], consistency: str
+) -> None:
     """Step 1 has four micro-batches, of which one does not count: as if a loss that is 0 everywhere had stood there."""
     found = []
     for skipping in (True, False):
@@ -164,7 +169,7 @@ def test_a_skipped_micro_batch_leaves_the_others_of_its_step(make: Callable[...,
 
 
 def test_a_skipped_micro_batch_takes_back_the_buffers_that_a_layer_changes_itself(
-    make: Callable[..., Sequential],
+    make: Callable[..., SequentialReference],
 ) -> None:
     class Average(nn.Module):
         def __init__(self) -> None:
@@ -187,7 +192,9 @@ def test_a_skipped_micro_batch_takes_back_the_buffers_that_a_layer_changes_itsel
     assert all(torch.isfinite(t).all() for t in whole(sequential, "b.trap").values())
 
 
-def test_a_gradient_that_is_no_number_skips_the_update_of_its_layer_alone(make: Callable[..., Sequential]) -> None:
+def test_a_gradient_that_is_no_number_skips_the_update_of_its_layer_alone(
+    make: Callable[..., SequentialReference],
+) -> None:
     chain = build(RootOfNothing)
     trap = chain.space.subnet(b="trap")
     sequential = make(chain, [trap] * 3, nonfinite="skip", optimizer=Optimizer("adamw", lr=0.01, weight_decay=0.1))
@@ -238,7 +245,7 @@ def test_one_bad_micro_batch_stops_a_run_that_looks_at_its_losses_later(tmp_path
     data = {"x": torch.randn(16, WIDTH), "y": torch.randn(16, WIDTH)}
     chain = build()
     settings = make_settings(chain, steps=4, batch_size=4, microbatches=2, loss=mean_squared_error, stream="iid")
-    session = Session(chain, as_data(data), settings)
+    session = Trainer(chain, as_data(data), settings)
     session.open(weft.Run.create(tmp_path, "x", manifest={}))
     session.sequential.train_mode()
     subnets = settings.stream[0]

@@ -8,10 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stages import CPU, Task, in_stages, make_task, sequentially
 
+from weft.engine.consistency import parse_consistency
+from weft.engine.grad_clip import GlobalNorm, delay_of, make_clip
+from weft.engine.optimizer import Optimizer
+from weft.engine.reference import SequentialReference
 from weft.errors import TrainError
-from weft.pipeline import Optimizer, Sequential
-from weft.pipeline.consistency import parse
-from weft.pipeline.norms import GlobalNorm, delay_of, make_clip
 
 BLOCKS = 6
 quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -22,13 +23,13 @@ def task_of(consistency: str, *, steps: int = 10, m: int = 1, limit: float = 0.5
 
 
 def test_the_delay_is_the_time_that_a_sum_takes_through_the_virtual_pipeline() -> None:
-    assert delay_of([parse("exact")] * 3) == 0
-    assert delay_of([parse("bounded(4, 3)")]) == 1
-    assert delay_of([parse("bounded(4, 8)")]) == 2
-    assert delay_of([parse("stashed(3, 8)")]) == 3
+    assert delay_of([parse_consistency("exact")] * 3) == 0
+    assert delay_of([parse_consistency("bounded(4, 3)")]) == 1
+    assert delay_of([parse_consistency("bounded(4, 8)")]) == 2
+    assert delay_of([parse_consistency("stashed(3, 8)")]) == 3
     for mixed in (["exact", "bounded(4, 3)"], ["lagged(2)"], ["delayed(1)"]):
         with pytest.raises(TrainError, match="one consistency for all layers"):
-            delay_of(map(parse, mixed))
+            delay_of(map(parse_consistency, mixed))
 
 
 def test_what_clip_means() -> None:
@@ -44,7 +45,7 @@ def test_what_clip_means() -> None:
 def test_under_exact_it_is_what_torch_does() -> None:
     task = task_of("exact", steps=4, limit=0.05, optimizer=Optimizer("sgd", lr=0.5))
     chain = task.chain()
-    ours = Sequential(task.chain(), task.law, task.stream, CPU)
+    ours = SequentialReference(task.chain(), task.law, task.stream, CPU)
     ours.train_mode()
     chain.train()
     optimizer = torch.optim.SGD(chain.parameters(), lr=0.5)
@@ -73,7 +74,7 @@ def test_update_u_is_scaled_by_the_norm_of_update_u_minus_the_delay() -> None:
     free = make_task("plain", steps=8, consistency=f"bounded({every}, {depth})", optimizer=optimizer)
     task = task_of(f"bounded({every}, {depth})", steps=8, limit=limit, optimizer=optimizer)
     assert delay_of(task.law.consistency.values()) == 2
-    run = Sequential(task.chain(), task.law, task.stream, CPU)
+    run = SequentialReference(task.chain(), task.law, task.stream, CPU)
     run.train_mode()
     seen: list[dict[str, float]] = []
     changes: list[dict[str, float]] = []
@@ -121,14 +122,14 @@ def test_update_u_is_scaled_by_the_norm_of_update_u_minus_the_delay() -> None:
     cut=st.sets(st.integers(1, BLOCKS - 1), max_size=BLOCKS - 1).map(lambda cut: tuple(sorted(cut))),
     window=st.integers(1, 8),
     steps=st.integers(1, 9),
-    defer=st.booleans(),
+    split=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_cut_and_timing_gives_the_bits_of_one_device(
-    promise: str, m: int, cut: tuple[int, ...], window: int, steps: int, defer: bool, seed: int
+    promise: str, m: int, cut: tuple[int, ...], window: int, steps: int, split: bool, seed: int
 ) -> None:
     task = task_of(promise, steps=steps, m=m)
-    found, _ = in_stages(task, cut, window, seed, defer=defer)
+    found, _ = in_stages(task, cut, window, seed, split=split)
     alone = sequentially(task)
     assert found.layers == alone.layers
     assert found.losses == alone.losses

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from weft.pipeline import Optimizer, Sequential
+from weft.engine.optimizer import Optimizer
+from weft.engine.reference import SequentialReference
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Choice, Shared
 
 WIDTH, BATCH = 3, 8
 LR, MOMENTUM, DECAY = 0.002, 0.9, 0.01
-VIRTUAL = ("bounded", "stashed", "recomputed")
+VIRTUAL = ("bounded", "stashed")
 
 
 class Affine(nn.Module):
@@ -81,7 +82,7 @@ class Told:
         return max(n + 1 - window, 0) // every
 
     def sees_backward(self, n: int, m: int) -> int:
-        return n // self.numbers[0] if self.kind in ("bounded", "recomputed") else self.sees_forward(n, m)
+        return n // self.numbers[0] if self.kind == "bounded" else self.sees_forward(n, m)
 
     def members(self, slot: int, m: int, steps: int) -> list[int]:
         return [n for n in range(steps * m) if self.slot(n, m) == slot]
@@ -119,9 +120,6 @@ class Reference:
         for name, entered, left in reversed(list(zip(used, inputs, outputs, strict=True))):
             layer = self.layers[name]
             weight, _ = layer.versions[layer.sees_backward(n, self.m)]
-            if layer.kind == "recomputed":  # the forward once more, from what it saw, under the weights of the backward
-                _, bias = layer.versions[layer.sees_backward(n, self.m)]
-                left = entered @ weight.t() + bias
             if layer.rectify:
                 grad = torch.where(left > 0, grad, torch.zeros(()))
             own = (grad.t() @ entered, grad.sum(0))
@@ -160,7 +158,7 @@ class Reference:
 
 
 def compare(
-    make: Callable[..., Sequential],
+    make: Callable[..., SequentialReference],
     chain: Chain,
     consistency: dict[str, str],
     m: int,
@@ -226,24 +224,23 @@ def irregular(chain: Chain, steps: int, per_step: int, seed: int) -> list[tuple[
         "bounded(4,1)",
         "stashed(4,4)",
         "stashed(8,3)",
-        "recomputed(4,4)",
-        "recomputed(8,3)",
-        "recomputed(4,1)",
     ],
 )
 def test_every_weight_is_that_of_the_table_after_every_step(
-    make: Callable[..., Sequential], consistency: str, m: int
+    make: Callable[..., SequentialReference], consistency: str, m: int
 ) -> None:
     chain = build(3, seed=1)
     compare(make, chain, dict.fromkeys(chain.layers, consistency), m, irregular(chain, 11, m, seed=2))
 
 
-def test_bounded_with_one_micro_batch_an_update_keeps_several_versions(make: Callable[..., Sequential]) -> None:
+def test_bounded_with_one_micro_batch_an_update_keeps_several_versions(
+    make: Callable[..., SequentialReference],
+) -> None:
     chain = build(4, seed=3)
     compare(make, chain, dict.fromkeys(chain.layers, "bounded(1,6)"), 1, irregular(chain, 14, 1, seed=4))
 
 
-def test_the_reference_tells_the_consistencies_apart(make: Callable[..., Sequential]) -> None:
+def test_the_reference_tells_the_consistencies_apart(make: Callable[..., SequentialReference]) -> None:
     """The oracle would prove nothing if every line of the table gave the same weights."""
     found = set()
     promises = ("exact", "delayed(1)", "delayed(2)", "lagged(1)", "lagged(2)")
@@ -281,14 +278,14 @@ def runs(draw: st.DrawFn) -> tuple[int, int, int, int, list[str], int]:
 @settings(max_examples=100, deadline=None)
 @given(run=runs())
 def test_any_mixture_of_consistencies_follows_the_table(
-    make: Callable[..., Sequential], run: tuple[int, int, int, int, list[str], int]
+    make: Callable[..., SequentialReference], run: tuple[int, int, int, int, list[str], int]
 ) -> None:
     middle, m, steps, per_step, texts, seed = run
     chain = build(middle, seed)
     compare(make, chain, dict(zip(chain.layers, texts, strict=True)), m, irregular(chain, steps, per_step, seed), seed)
 
 
-def test_bounded_drift_is_read_by_the_backward_alone(make: Callable[..., Sequential]) -> None:
+def test_bounded_drift_is_read_by_the_backward_alone(make: Callable[..., SequentialReference]) -> None:
     """By hand: one update a micro-batch, three virtual stages of which the stem is the first, so L = 3."""
     chain = build(1, seed=8)
     skip = chain.space.subnet(b0="skip")

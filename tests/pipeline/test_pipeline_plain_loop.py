@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.pipeline import Optimizer, Sequential
+from weft.engine.optimizer import Optimizer
+from weft.engine.reference import SequentialReference
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Choice, Shared, initialise
 
@@ -92,7 +93,12 @@ OPTIMIZERS = [
 )
 @pytest.mark.parametrize("build", [mlp, convolutional])
 def test_exact_training_is_the_plain_loop_to_the_last_bit(
-    make: Callable[..., Sequential], build: Callable[[], Chain], kind: str, cls: Any, options: dict[str, Any], m: int
+    make: Callable[..., SequentialReference],
+    build: Callable[[], Chain],
+    kind: str,
+    cls: Any,
+    options: dict[str, Any],
+    m: int,
 ) -> None:
     ours, theirs = initialise(build, seed=3), initialise(build, seed=3)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
@@ -116,7 +122,7 @@ def test_exact_training_is_the_plain_loop_to_the_last_bit(
         torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_delayed_by_zero_steps_is_exact_to_the_last_bit(make: Callable[..., Sequential]) -> None:
+def test_delayed_by_zero_steps_is_exact_to_the_last_bit(make: Callable[..., SequentialReference]) -> None:
     found = []
     for consistency in ("exact", "delayed(0)"):
         chain = initialise(mlp, seed=1)

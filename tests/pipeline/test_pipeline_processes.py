@@ -14,8 +14,11 @@ import pytest
 from stages import KINDS
 
 import weft
+from weft.engine.losses import accuracy
+from weft.engine.optimizer import Optimizer
 from weft.errors import WeftError
-from weft.pipeline import Optimizer, Trained, Validate, accuracy
+from weft.trainer.api import TrainedRun
+from weft.trainer.config import Validation
 
 OPTIMIZERS = {
     "sgd": partial(Optimizer, "sgd", lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -29,7 +32,9 @@ SHARED = {
 """Layers that every subnet uses see weights of a while ago; all others are exact."""
 
 
-def train(kind: str, runs: Path, run: str, m: int = 1, optimizer: str = "sgd", blocks: int = 4, **more: Any) -> Trained:
+def train(
+    kind: str, runs: Path, run: str, m: int = 1, optimizer: str = "sgd", blocks: int = 4, **more: Any
+) -> TrainedRun:
     net = partial(disturbed.convolutional, blocks) if kind == "convolutional" else disturbed.NETS[kind]
     options: dict[str, Any] = {
         "steps": 12,
@@ -48,7 +53,7 @@ def train(kind: str, runs: Path, run: str, m: int = 1, optimizer: str = "sgd", b
     return weft.train(net, partial(disturbed.samples, kind), runs=runs, run=run, **{**options, **more})
 
 
-def told(trained: Trained, *names: str) -> list[dict[str, Any]]:
+def told(trained: TrainedRun, *names: str) -> list[dict[str, Any]]:
     """The events of these names, without their times."""
     return [
         {key: value for key, value in event.items() if key not in ("time", "seconds")}
@@ -57,7 +62,7 @@ def told(trained: Trained, *names: str) -> list[dict[str, Any]]:
     ]
 
 
-def up_to(trained: Trained, step: int, runs: Path) -> Path:
+def up_to(trained: TrainedRun, step: int, runs: Path) -> Path:
     """A copy of a run as it was when its checkpoint of a step was its newest."""
     shutil.copytree(trained.path, runs / trained.path.name)
     copy = weft.Run.open(runs / trained.path.name)
@@ -66,7 +71,7 @@ def up_to(trained: Trained, step: int, runs: Path) -> Path:
     return runs
 
 
-def assert_same(one: Trained, other: Trained) -> None:
+def assert_same(one: TrainedRun, other: TrainedRun) -> None:
     assert told(other, "step") == told(one, "step")
     assert told(other, "validation") == told(one, "validation")
     mine, theirs = other.chain.state_dict(), one.chain.state_dict()
@@ -77,7 +82,7 @@ def assert_same(one: Trained, other: Trained) -> None:
 
 @pytest.mark.long
 def test_eight_stages_give_the_bits_losses_metrics_and_scores_of_one(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"m": 4, "blocks": 6, "steps": 6, "validate": Validate(3, batch_size=5)}
+    options: dict[str, Any] = {"m": 4, "blocks": 6, "steps": 6, "validate": Validation(3, batch_size=5)}
     one = train("convolutional", tmp_path, "one", **options)
     seen: list[Any] = []
     calls: list[Any] = []
@@ -98,7 +103,7 @@ def test_eight_stages_give_the_bits_losses_metrics_and_scores_of_one(tmp_path: P
     assert {len(event["utilisation"]) for event in figures} == {8}
     assert {len(event["in_flight"]) for event in figures} == {8}
     # Callbacks, in the process that started the stages, see the same events.
-    assert [e for e in seen if e["event"] == "step"] == [e for e in eight.run.events.read() if e["event"] == "step"]
+    assert [event for event in seen if event["event"] == "step"] == told(eight, "step")
     assert seen[-1]["event"] == "finished"
     assert len(calls) == 1  # and the one that failed disturbs nobody
 
@@ -166,7 +171,7 @@ def test_a_run_goes_on_on_any_other_number_of_stages(tmp_path: Path, kind: str) 
         ({"stages": 2, "cut": (6,)}, "the cut (6,) of 6 blocks must rise from 1 to at most 5"),
         ({"cut": (2,)}, "the cut (2,) makes 2 stages, but 1 is asked for"),
         ({"stages": 2, "clip": "global:1", "consistency": {"shared": "lagged(2)"}}, "one consistency for all layers"),
-        ({"stages": 2, "split_backward": "later"}, "say True, False or 'defer'"),
+        ({"stages": 2, "split_backward": "defer"}, "split_backward='defer': True or False"),
         ({"stages": 2, "loss": lambda outputs, batch: outputs.sum()}, "processes.<lambda>, cannot be sent to them"),
         ({"stages": 2, "metrics": {"a": lambda outputs, batch: 0}}, "and 'a', "),
     ],

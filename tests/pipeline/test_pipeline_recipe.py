@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from weft.engine.optimizer import LayerOptimizer, Optimizer, is_named, make_schedule
 from weft.errors import TrainError
-from weft.pipeline import Optimizer, make_schedule
-from weft.pipeline.optimizer import Updater
-from weft.pipeline.rate import is_named
 
 
 def test_a_cosine_with_an_end_is_nanogpts_schedule() -> None:
@@ -72,7 +70,7 @@ def test_weight_decay_of_matrices_leaves_biases_and_norms_alone(kind: str) -> No
         nn.init.constant_(parameter, 2.0)
     extra = {"decoupled_weight_decay": True} if kind == "nadam" else {}
     spec = Optimizer(kind, lr=0.1, weight_decay=0.5, groups="matrices", **extra)
-    updater = Updater(spec, dict(parts.named_parameters()))
+    updater = LayerOptimizer(spec, dict(parts.named_parameters()))
     parameters = list(parts.parameters())
     updater.apply(parameters, [torch.zeros_like(p) for p in parameters], 1.0)
     for name, parameter in parts.named_parameters():

@@ -12,30 +12,31 @@ from disturbed import samples
 from stages import Outcome, Task, make_task
 
 import weft
-from weft.pipeline import Optimizer, Sequential
-from weft.pipeline.determinism import deterministic
-from weft.pipeline.residency import Residency
-from weft.pipeline.residency.entry import prepare
-from weft.pipeline.residency.host import taken
-from weft.pipeline.residency.mover import Cuda
-from weft.pipeline.state import layer_digest
+from weft.engine.layer_state import layer_digest
+from weft.engine.optimizer import Optimizer
+from weft.engine.reference import SequentialReference
+from weft.engine.rng import deterministic
+from weft.offload import OffloadConfig
+from weft.offload.copy_engine import CudaCopy
+from weft.offload.host_memory import taken
+from weft.offload.setup import offload, prepare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 CUDA = torch.device("cuda")
 ADAM = Optimizer("adamw", lr=1e-3, weight_decay=0.01)
-PROMISES = ("exact", "delayed(2)", "lagged(2)", "bounded(2, 3)", "stashed(2, 3)", "recomputed(2, 3)")
+PROMISES = ("exact", "delayed(2)", "lagged(2)", "bounded(2, 3)", "stashed(2, 3)")
 
 
-def trained(task: Task, said: Residency | None) -> tuple[Outcome, Any]:
+def trained(task: Task, said: OffloadConfig | None) -> tuple[Outcome, Any]:
     chain = task.chain()
     if said is None:
         chain = chain.to(CUDA)
     else:
         prepare(chain, CUDA)
-    sequential = Sequential(chain, task.law, task.stream, CUDA)
+    sequential = SequentialReference(chain, task.law, task.stream, CUDA)
     if said is not None:
-        sequential.reside(said)
+        offload(sequential, said)
     losses = []
     with deterministic(CUDA):
         sequential.train_mode()
@@ -53,10 +54,10 @@ def test_any_budget_gives_the_same_bits_on_a_gpu(consistency: str, precision: st
     for optimizer in (ADAM, Optimizer("adamw", lr=1e-3, foreach=True), Optimizer("sgd", lr=0.05, momentum=0.9)):
         task = make_task("text", steps=12, m=2, consistency=consistency, optimizer=optimizer, precision=precision)
         wanted, _ = trained(task, None)
-        _, memory = trained(task, Residency("1GiB"))
+        _, memory = trained(task, OffloadConfig("1GiB"))
         for factor in (1.0, 1.5, 4.0):
             budget = int(memory.least * factor)
-            found, small = trained(task, Residency(budget))
+            found, small = trained(task, OffloadConfig(budget))
             assert found.losses == wanted.losses
             assert found.layers == wanted.layers
             assert small.figures()["peak"] <= budget
@@ -64,7 +65,7 @@ def test_any_budget_gives_the_same_bits_on_a_gpu(consistency: str, precision: st
 
 
 def test_only_layers_that_come_late_count_as_late_however_long_the_device_waits_for_others() -> None:
-    mover, there = Cuda(CUDA), torch.zeros(1 << 20, device=CUDA)
+    mover, there = CudaCopy(CUDA), torch.zeros(1 << 20, device=CUDA)
     here = taken(there.nbytes, pin=True).view(torch.float32)
     with deterministic(CUDA):
         torch.cuda._sleep(200_000_000)  # a device that others keep busy
@@ -87,9 +88,7 @@ def test_memory_of_the_host_is_pinned_and_let_go_of() -> None:
 def test_a_run_on_a_gpu_ends_and_is_searched_as_one_without(tmp_path: Path) -> None:
     told: dict[str, Any] = {"steps": 12, "batch_size": 4, "optimizer": ADAM, "device": "cuda", "validate": 4}
     wanted = weft.train(stages.text, samples("text"), **told, runs=tmp_path, run="all")
-    disk = Residency("56KiB", host="20KiB", disk=tmp_path)
-    for name, said in (("small", Residency("56KiB")), ("disk", disk)):
-        found = weft.train(stages.text, samples("text"), **told, runs=tmp_path, run=name, residency=said)
-        assert found.fingerprint == wanted.fingerprint
-        best = [(pick.subnet.id, pick.scores) for pick in weft.search(wanted, minimize=["loss", "flops"], budget=6)]
-        assert [(p.subnet.id, p.scores) for p in weft.search(found, minimize=["loss", "flops"], budget=6)] == best
+    found = weft.train(stages.text, samples("text"), **told, runs=tmp_path, run="small", residency="56KiB")
+    assert found.fingerprint == wanted.fingerprint
+    best = [(pick.subnet.id, pick.scores) for pick in weft.search(wanted, minimize=["loss", "flops"], budget=6)]
+    assert [(p.subnet.id, p.scores) for p in weft.search(found, minimize=["loss", "flops"], budget=6)] == best

@@ -10,23 +10,22 @@ from itertools import combinations, islice, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.pipeline.residency.farthest import Farthest
-from weft.pipeline.residency.ground import Ground, Span
-from weft.pipeline.residency.policy import Policy, Uses
+from weft.offload.allocator import AddressAllocator, FreeSpan
+from weft.offload.policy import EvictionQueue, Policy, Uses
 
 
 def test_the_smallest_hole_that_is_large_enough_is_taken_and_holes_are_merged() -> None:
-    ground = Ground(100)
+    ground = AddressAllocator(100)
     assert [ground.put(key, size) for key, size in (("a", 30), ("b", 10), ("c", 40))] == [
-        Span(0, 30),
-        Span(30, 10),
-        Span(40, 40),
+        FreeSpan(0, 30),
+        FreeSpan(30, 10),
+        FreeSpan(40, 40),
     ]
     ground.free("b")
-    assert ground.put("d", 10) == Span(30, 10)  # not the hole of 20 at the end
+    assert ground.put("d", 10) == FreeSpan(30, 10)  # not the hole of 20 at the end
     ground.free("a")
     ground.free("d")
-    assert ground.put("e", 40) == Span(0, 40)
+    assert ground.put("e", 40) == FreeSpan(0, 40)
     assert ground.put("f", 21) is None
     assert ground.taken == 80
 
@@ -80,17 +79,17 @@ def test_what_is_small_lies_at_the_end_and_goes_last() -> None:
     uses = {"large": 9.0, "tiny": 99.0, "other": 10.0}
     policy = Policy(2 * 2**20, lambda key: False, uses.__getitem__)
     policy.want({"large": 2**20, "tiny": 16})
-    assert policy.ground.spans == {"large": Span(0, 2**20), "tiny": Span(2 * 2**20 - 16, 16)}
+    assert policy.ground.spans == {"large": FreeSpan(0, 2**20), "tiny": FreeSpan(2 * 2**20 - 16, 16)}
     change = policy.want({"other": 2**20})
     assert change is not None
-    assert change.gone == [("large", Span(0, 2**20))]  # although the other is used later
+    assert change.gone == [("large", FreeSpan(0, 2**20))]  # although the other is used later
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_things_go_in_the_order_of_their_worth_whatever_became_of_them(data: st.DataObject) -> None:
     worth: dict[int, tuple[bool, float]] = {}
-    order = Farthest(lambda key: worth[key], worth)
+    order = EvictionQueue(lambda key: worth[key], worth)
     for _ in range(data.draw(st.integers(1, 30))):
         what = data.draw(st.sampled_from(["put", "put", "sooner", "later", "go"] if worth else ["put"]))
         key = data.draw(st.integers(0, 9)) if what == "put" else data.draw(st.sampled_from(sorted(worth)))
@@ -115,7 +114,7 @@ class Bytes:
     def __init__(self, size: int) -> None:
         self.owner: list[int | None] = [None] * size
 
-    def set(self, span: Span, key: int) -> None:
+    def set(self, span: FreeSpan, key: int) -> None:
         assert all(owner is None for owner in self.owner[span.start : span.end])
         assert span.start >= 0
         assert span.end <= len(self.owner)
@@ -136,7 +135,7 @@ class Bytes:
 @given(st.data())
 def test_a_ground_is_a_map_of_bytes(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 40))
-    ground, oracle = Ground(size), Bytes(size)
+    ground, oracle = AddressAllocator(size), Bytes(size)
     for key in range(data.draw(st.integers(1, 25))):
         there = sorted(map(int, ground.spans))  # type: ignore[call-overload]
         what = data.draw(st.sampled_from(["put", "put", "free"] if there else ["put"]))

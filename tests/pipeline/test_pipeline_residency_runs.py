@@ -1,4 +1,4 @@
-"""Whole runs whose layers live on the host: on disk, in processes, killed in the middle of a copy, searched."""
+"""Whole runs whose layers live on the host: in processes, killed in the middle of a copy, searched."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from disturbed import samples
 
 import weft
 from weft.errors import ConfigError, TrainError
-from weft.pipeline.perfetto import perfetto
-from weft.pipeline.residency.host import Host, taken
-from weft.pipeline.trace import read_traces
+from weft.offload.host_memory import taken
+from weft.trace.perfetto import perfetto
+from weft.trace.reader import STATES, read_traces
 
 ADAM = weft.Optimizer("adamw", lr=1e-3)
 BUDGET = "56KiB"
 
 
-def train(folder: Path, **options: Any) -> weft.Trained:
+def train(folder: Path, **options: Any) -> weft.TrainedRun:
     told = {"steps": 12, "batch_size": 4, "optimizer": ADAM, "runs": folder, **options}
     return weft.train(stages.text, partial(samples, "text"), **told)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> weft.Trained:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> weft.TrainedRun:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     found = train(tmp_path_factory.mktemp("alone"), run="alone", validate=4)
@@ -41,12 +41,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> weft.Trained:
     return found
 
 
-def events(run: weft.Trained, kind: str) -> list[dict[str, Any]]:
+def events(run: weft.TrainedRun, kind: str) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in run.run.events.path.read_text().splitlines()]
     return [row for row in rows if row["event"] == kind]
 
 
-def test_a_run_says_what_moved_and_scores_and_ends_as_one_without(tmp_path: Path, alone: weft.Trained) -> None:
+def test_a_run_says_what_moved_and_scores_and_ends_as_one_without(tmp_path: Path, alone: weft.TrainedRun) -> None:
     found = train(tmp_path, run="small", validate=4, residency=BUDGET)
     assert found.fingerprint == alone.fingerprint
     assert [row["scores"] for row in events(found, "validation")] == [
@@ -60,7 +60,7 @@ def test_a_run_says_what_moved_and_scores_and_ends_as_one_without(tmp_path: Path
     assert events(found, "residency")[-1]["stages"][0]["hit_rate"] > 0.9
 
 
-def test_a_search_scores_subnets_of_a_supernet_that_does_not_fit(tmp_path: Path, alone: weft.Trained) -> None:
+def test_a_search_scores_subnets_of_a_supernet_that_does_not_fit(tmp_path: Path, alone: weft.TrainedRun) -> None:
     found = train(tmp_path, run="small", validate=4, residency=BUDGET)
     wanted = [(pick.subnet.id, pick.scores) for pick in weft.search(alone, minimize=["loss", "flops"], budget=6)]
     assert [(p.subnet.id, p.scores) for p in weft.search(found, minimize=["loss", "flops"], budget=6)] == wanted
@@ -68,25 +68,6 @@ def test_a_search_scores_subnets_of_a_supernet_that_does_not_fit(tmp_path: Path,
         found.path, stages.text, samples("text"), steps=12, batch_size=4, optimizer=ADAM, residency=BUDGET
     )
     assert [(p.subnet.id, p.scores) for p in weft.search(loaded, minimize=["loss", "flops"], budget=6)] == wanted
-
-
-def test_layers_beyond_the_host_lie_in_a_file_without_a_name(tmp_path: Path, alone: weft.Trained) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    seen: list[int] = []
-
-    def look(event: Any) -> None:
-        seen.append(len(list(disk.iterdir())))
-
-    said = weft.Residency(BUDGET, host="20KiB", disk=disk)
-    assert train(tmp_path, run="run", validate=4, residency=said, callbacks=[look]).fingerprint == alone.fingerprint
-    assert set(seen) == {0}
-
-
-def test_a_disk_that_is_too_small_is_named_before_there_is_a_run(tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match=r"do not fit into .* name another folder as residency\.disk"):
-        Host([2**60], 0, tmp_path, pin=False)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,7 +82,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(caplog: pytest.LogCapture
 
 
 def test_more_than_the_host_has_is_refused_with_a_way_out() -> None:
-    with pytest.raises(TrainError, match=r"residency\.host"):
+    with pytest.raises(TrainError, match="in host memory only: use more stages"):
         taken(2**50, pin=False)
 
 
@@ -115,7 +96,7 @@ KILLED = """
 import os, signal, sys, torch
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from weft.pipeline.residency.mover import Plain
+from weft.offload.copy_engine import SyncCopy
 import test_pipeline_residency_runs as runs
 
 torch.set_num_threads(1)
@@ -130,13 +111,13 @@ def torn(self, target, source, after):
         os.kill(os.getpid(), signal.SIGKILL)
     target.copy_(source)
 
-Plain.send = torn
+SyncCopy.send = torn
 runs.train(Path({folder!r}), run="killed", checkpoint_every=2, validate=4, residency=runs.BUDGET)
 """
 
 
 def test_a_run_killed_in_the_middle_of_a_write_back_goes_on_with_another_budget(
-    tmp_path: Path, alone: weft.Trained
+    tmp_path: Path, alone: weft.TrainedRun
 ) -> None:
     script = KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", script], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
@@ -148,10 +129,17 @@ def test_a_run_killed_in_the_middle_of_a_write_back_goes_on_with_another_budget(
 
 
 def test_two_processes_with_a_budget_each_give_the_bits_of_one_and_say_how_layers_came_and_went(
-    tmp_path: Path, alone: weft.Trained
+    tmp_path: Path, alone: weft.TrainedRun
 ) -> None:
     found = train(
-        tmp_path, run="two", validate=4, stages=2, cut=(3,), residency=weft.Residency("48KiB"), trace=True, restarts=0
+        tmp_path,
+        run="two",
+        validate=4,
+        stages=2,
+        cut=(3,),
+        residency=weft.OffloadConfig("48KiB"),
+        trace=True,
+        restarts=0,
     )
     assert found.fingerprint == alone.fingerprint
     told = events(found, "finished")[0]["residency"]
@@ -159,8 +147,8 @@ def test_two_processes_with_a_budget_each_give_the_bits_of_one_and_say_how_layer
     assert all(own["peak"] <= own["budget"] for own in told)
     trace = read_traces(found.path)
     first = trace.stages[0].memory
-    assert {row.state for row in first} == {"arriving", "resident", "leaving"}
-    assert all(row.resident + row.arriving <= 48 * 1024 for row in first)
+    assert {STATES[state] for state in first["state"]} == {"arriving", "resident", "leaving"}
+    assert (first["resident"] + first["arriving"]).max() <= 48 * 1024
     tracks: dict[Any, list[str]] = {}
     for event in perfetto(trace)["traceEvents"]:
         if event["ph"] in ("b", "e"):
@@ -173,29 +161,28 @@ def test_two_processes_with_a_budget_each_give_the_bits_of_one_and_say_how_layer
     ("override", "problem"),
     [
         ("--residency.budget=8 gigs", "is no size"),
-        ("--residency.host=64GiB", "need a residency.budget"),
         ("--residency.bugdet=8GiB", "unknown key 'residency.bugdet'; did you mean 'residency.budget'"),
     ],
 )
 def test_a_config_with_a_mistake_says_what_is_meant(override: str, problem: str) -> None:
-    from weft.assembly import train_arguments
+    from weft.cli.build import train_arguments
     from weft.config import make_config
 
     with pytest.raises(ConfigError, match=problem):
         train_arguments(make_config({"supernet": "digits-conv"}, [override]), Path())
 
 
-def test_a_config_gives_the_budget_and_no_part_of_it_is_part_of_the_law(tmp_path: Path) -> None:
-    from weft.assembly import train_arguments
+def test_a_config_gives_the_budget_and_no_part_of_it_is_part_of_the_law() -> None:
+    from weft.cli.build import train_arguments
     from weft.config import make_config
     from weft.data import digits
-    from weft.pipeline.settings import make_settings
     from weft.supernet import initialise
+    from weft.trainer.config import make_settings
     from weft.zoo import digits_conv
 
-    config = make_config({"supernet": "digits-conv"}, ["--residency.budget=8GiB", f"--residency.disk={tmp_path}"])
+    config = make_config({"supernet": "digits-conv"}, ["--residency.budget=8GiB", "--residency.ahead=4"])
     found = train_arguments(config, Path())["residency"]
-    assert found == weft.Residency("8GiB", disk=str(tmp_path))
+    assert found == weft.OffloadConfig("8GiB", ahead=4)
     chain = initialise(digits_conv)
     laws = [make_settings(chain, steps=1, residency=said).law(chain, digits()) for said in (None, found)]
     assert laws[0] == laws[1]

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import weft
 from weft.data import Draws
+from weft.engine.losses import cross_entropy, mean_squared_error
+from weft.engine.optimizer import Optimizer
 from weft.errors import CheckpointError, RunError
-from weft.pipeline import Optimizer, cross_entropy, distillation, mean_squared_error
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared
 
@@ -98,7 +99,7 @@ OPTIONS: dict[str, Any] = {
 
 def undisturbed_and_resumed(
     tmp_path: Path, build: Any, crashes: tuple[int, ...] = (4, 7), **options: Any
-) -> tuple[weft.Trained, weft.Trained]:
+) -> tuple[weft.TrainedRun, weft.TrainedRun]:
     given = {**OPTIONS, **options}
     parts = weft.Data("rows", weft.Tensors(**data()), weft.Tensors(**{key: rows[:8] for key, rows in data().items()}))
     whole = weft.train(build, parts, run="whole", runs=tmp_path, **given)
@@ -111,7 +112,7 @@ def undisturbed_and_resumed(
     return whole, resumed
 
 
-def assert_same(whole: weft.Trained, resumed: weft.Trained) -> None:
+def assert_same(whole: weft.TrainedRun, resumed: weft.TrainedRun) -> None:
     for (name, a), b in zip(whole.chain.state_dict().items(), resumed.chain.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
     assert whole.fingerprint == resumed.fingerprint
@@ -233,12 +234,12 @@ def test_a_sandwich_of_subnets_resumes(tmp_path: Path) -> None:
 def test_augmentation_and_a_teacher_resume(tmp_path: Path) -> None:
     torch.manual_seed(1)
     teacher = nn.Linear(WIDTH, WIDTH)
-    loss = distillation(mean_squared_error)
+    loss = weft.Distillation(teacher, mean_squared_error)
 
     def augment(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
         return {**batch, "x": batch["x"] + torch.from_numpy(draws.uniform("shift")).float().view(-1, 1)}
 
-    assert_same(*undisturbed_and_resumed(tmp_path, mlp, teacher=teacher, loss=loss, augment=augment, workers=2))
+    assert_same(*undisturbed_and_resumed(tmp_path, mlp, loss=loss, augment=augment, workers=2))
 
 
 def test_a_layer_that_counts_in_a_buffer_of_its_own_resumes(tmp_path: Path) -> None:

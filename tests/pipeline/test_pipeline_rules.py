@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from weft.engine.layer_state import capture
+from weft.engine.optimizer import Optimizer
+from weft.engine.reference import SequentialReference
 from weft.errors import ConsistencyError, SupernetError, TrainError
-from weft.pipeline import Optimizer, Sequential
-from weft.pipeline.state import capture
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Choice, Optional, Shared
 
@@ -47,7 +48,7 @@ def batch(seed: int, rows: int = 4) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, WIDTH, generator=generator), "y": torch.randn(rows, WIDTH, generator=generator)}
 
 
-def whole(sequential: Sequential, name: str) -> dict[str, Tensor]:
+def whole(sequential: SequentialReference, name: str) -> dict[str, Tensor]:
     """Everything that a layer is, copied: weights, buffers, optimizer state, versions, gradients that wait."""
     tensors, numbers = capture(sequential.weights[name], sequential.updater, 0)
     found = {key: tensor.detach().clone() for key, tensor in tensors.items()}
@@ -68,7 +69,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("consistency", ["exact", "delayed(2)", "lagged(2)", "bounded(2,2)"])
 @pytest.mark.parametrize("m", [1, 2])
 def test_a_layer_that_nobody_used_is_untouched(
-    make: Callable[..., Sequential], optimizer: Optimizer, consistency: str, m: int
+    make: Callable[..., SequentialReference], optimizer: Optimizer, consistency: str, m: int
 ) -> None:
     chain = two_choices(layer=lambda seed: nn.Sequential(linear(seed), nn.BatchNorm1d(WIDTH)))
     p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
@@ -86,7 +87,7 @@ def test_a_layer_that_nobody_used_is_untouched(
     assert not same(touched, whole(sequential, "b0.q"))
 
 
-def test_optimizer_step_counts_are_per_layer(make: Callable[..., Sequential]) -> None:
+def test_optimizer_step_counts_are_per_layer(make: Callable[..., SequentialReference]) -> None:
     chain = two_choices()
     p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
     sequential = make(chain, [p, q, p, p, p], optimizer=Optimizer("adamw", lr=0.1))
@@ -111,7 +112,7 @@ class Half(nn.Module):
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("consistency", ["exact", "delayed(1)", "lagged(2)", "bounded(2,1)"])
 def test_a_parameter_without_gradient_gets_zeros_so_decay_and_momentum_still_act(
-    make: Callable[..., Sequential], consistency: str, m: int
+    make: Callable[..., SequentialReference], consistency: str, m: int
 ) -> None:
     chain, subnet = only(Half())
     options = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.5}
@@ -128,7 +129,7 @@ def test_a_parameter_without_gradient_gets_zeros_so_decay_and_momentum_still_act
     assert not torch.equal(truth, torch.full((WIDTH,), 0.5))
 
 
-def test_a_frozen_parameter_stays_as_it_is(make: Callable[..., Sequential]) -> None:
+def test_a_frozen_parameter_stays_as_it_is(make: Callable[..., SequentialReference]) -> None:
     layer = linear(1)
     layer.bias.requires_grad_(False)
     for consistency in ("exact", "delayed(2)", "bounded(1,1)"):
@@ -143,7 +144,9 @@ def test_a_frozen_parameter_stays_as_it_is(make: Callable[..., Sequential]) -> N
         assert not torch.equal(layer.weight, weight)
 
 
-def test_a_layer_used_by_some_micro_batches_is_still_divided_by_all_of_them(make: Callable[..., Sequential]) -> None:
+def test_a_layer_used_by_some_micro_batches_is_still_divided_by_all_of_them(
+    make: Callable[..., SequentialReference],
+) -> None:
     chain = two_choices()
     p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
     twin = two_choices()
@@ -170,7 +173,7 @@ def test_a_layer_used_by_some_micro_batches_is_still_divided_by_all_of_them(make
     ],
 )
 def test_an_updates_rate_is_that_of_the_step_of_its_last_micro_batch(
-    make: Callable[..., Sequential], consistency: str, last: list[int] | None, m: int
+    make: Callable[..., SequentialReference], consistency: str, last: list[int] | None, m: int
 ) -> None:
     """The layer is x + w with a loss of sum(w), so every mean gradient is 1 and an update moves w by its rate alone."""
 
@@ -210,7 +213,7 @@ def test_an_updates_rate_is_that_of_the_step_of_its_last_micro_batch(
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("consistency", ["exact", "delayed(2)", "lagged(2)", "bounded(2,1)", "bounded(4,1)"])
 def test_statistics_are_folded_in_micro_batch_order_when_the_update_is_applied(
-    make: Callable[..., Sequential], consistency: str, m: int
+    make: Callable[..., SequentialReference], consistency: str, m: int
 ) -> None:
     norm = nn.BatchNorm1d(WIDTH, momentum=0.3)
     chain, subnet = only(norm)
@@ -238,7 +241,7 @@ def test_statistics_are_folded_in_micro_batch_order_when_the_update_is_applied(
     assert int(norm.num_batches_tracked) == count == 5 * m
 
 
-def test_norms_of_different_momentum_in_one_layer_keep_their_own(make: Callable[..., Sequential]) -> None:
+def test_norms_of_different_momentum_in_one_layer_keep_their_own(make: Callable[..., SequentialReference]) -> None:
     layer = nn.Sequential(
         nn.BatchNorm1d(WIDTH, momentum=0.5, affine=False), nn.BatchNorm1d(WIDTH, momentum=0.25, affine=False)
     )
@@ -257,7 +260,7 @@ def test_norms_of_different_momentum_in_one_layer_keep_their_own(make: Callable[
     torch.testing.assert_close(layer[1].running_mean, expected[1])
 
 
-def test_a_norm_that_the_user_froze_normalises_with_its_own_buffers(make: Callable[..., Sequential]) -> None:
+def test_a_norm_that_the_user_froze_normalises_with_its_own_buffers(make: Callable[..., SequentialReference]) -> None:
     class Frozen(nn.BatchNorm1d):
         def train(self, mode: bool = True) -> Frozen:
             return super().train(False)
@@ -297,7 +300,7 @@ class Counts(nn.Module):
     ("consistency", "m"), [("exact", 2), ("delayed(1)", 1), ("lagged(1)", 1), ("bounded(1,1)", 1), ("bounded(2,1)", 2)]
 )
 def test_a_layer_that_changes_its_own_buffers_is_refused(
-    make: Callable[..., Sequential], consistency: str, m: int
+    make: Callable[..., SequentialReference], consistency: str, m: int
 ) -> None:
     chain, subnet = only(Counts())
     sequential = make(chain, [subnet] * 3, consistency=consistency, m=m)
@@ -305,7 +308,7 @@ def test_a_layer_that_changes_its_own_buffers_is_refused(
         sequential.step(0, batch(0))
 
 
-def test_a_layer_that_changes_its_own_buffers_late_is_refused_too(make: Callable[..., Sequential]) -> None:
+def test_a_layer_that_changes_its_own_buffers_late_is_refused_too(make: Callable[..., SequentialReference]) -> None:
     class Late(Counts):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if float(x[0, 0]) > 0 else x * self.scale
@@ -319,7 +322,7 @@ def test_a_layer_that_changes_its_own_buffers_late_is_refused_too(make: Callable
 
 
 def test_a_layer_that_changes_its_own_buffers_may_be_exact_with_one_micro_batch(
-    make: Callable[..., Sequential],
+    make: Callable[..., SequentialReference],
 ) -> None:
     chain, subnet = only(Counts())
     sequential = make(chain, [subnet] * 3)
@@ -329,13 +332,17 @@ def test_a_layer_that_changes_its_own_buffers_may_be_exact_with_one_micro_batch(
 
 
 @pytest.mark.parametrize(("consistency", "m"), [("exact", 2), ("delayed(1)", 1), ("lagged(1)", 1), ("bounded(1,1)", 1)])
-def test_a_norm_with_a_cumulative_average_is_refused(make: Callable[..., Sequential], consistency: str, m: int) -> None:
+def test_a_norm_with_a_cumulative_average_is_refused(
+    make: Callable[..., SequentialReference], consistency: str, m: int
+) -> None:
     chain, subnet = only(nn.BatchNorm1d(WIDTH, momentum=None))
     with pytest.raises(ConsistencyError, match=r"'b.only' .* momentum=None"):
         make(chain, [subnet] * 3, consistency=consistency, m=m)
 
 
-def test_a_norm_with_a_cumulative_average_may_be_exact_with_one_micro_batch(make: Callable[..., Sequential]) -> None:
+def test_a_norm_with_a_cumulative_average_may_be_exact_with_one_micro_batch(
+    make: Callable[..., SequentialReference],
+) -> None:
     ours, theirs = nn.BatchNorm1d(WIDTH, momentum=None), nn.BatchNorm1d(WIDTH, momentum=None)
     chain, subnet = only(ours)
     sequential = make(chain, [subnet] * 3)
@@ -365,7 +372,7 @@ def test_a_norm_with_a_cumulative_average_may_be_exact_with_one_micro_batch(make
 )
 @pytest.mark.parametrize("regular", [True, False])
 def test_no_more_versions_are_kept_than_the_design_says(
-    make: Callable[..., Sequential], consistency: str, most: int | None, regular: bool
+    make: Callable[..., SequentialReference], consistency: str, most: int | None, regular: bool
 ) -> None:
     chain = two_choices(blocks=4)
     generator = torch.Generator().manual_seed(5)
@@ -413,7 +420,7 @@ class Sum(nn.Module):
 @pytest.mark.parametrize("consistency", ["exact", "lagged(2)", "bounded(2,1)"])
 @pytest.mark.parametrize("m", [1, 2])
 def test_parameters_that_share_a_gradient_tensor_are_each_scaled_once(
-    make: Callable[..., Sequential], consistency: str, clip: float | None, m: int
+    make: Callable[..., SequentialReference], consistency: str, clip: float | None, m: int
 ) -> None:
     """In the last window the layer is used by the last micro-batch alone, so nothing has copied its gradient before."""
     chain = two_choices(layer=lambda seed: Sum())
@@ -469,7 +476,7 @@ class Turned(nn.Module):
 @pytest.mark.parametrize("way", ["default", "fused", "foreach"])
 @pytest.mark.parametrize("consistency", ["exact", "lagged(2)"])
 def test_gradients_that_lie_otherwise_in_memory_than_their_weights_are_applied_element_by_element(
-    make: Callable[..., Sequential], kind: str, way: str, consistency: str
+    make: Callable[..., SequentialReference], kind: str, way: str, consistency: str
 ) -> None:
     found = []
     for extra in ({"fused": False, "foreach": False}, {} if way == "default" else {way: True}):
@@ -485,7 +492,7 @@ def test_gradients_that_lie_otherwise_in_memory_than_their_weights_are_applied_e
         torch.testing.assert_close(plain, other)
 
 
-def test_a_gradient_that_autograd_hands_out_expanded_can_be_clipped(make: Callable[..., Sequential]) -> None:
+def test_a_gradient_that_autograd_hands_out_expanded_can_be_clipped(make: Callable[..., SequentialReference]) -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -501,7 +508,7 @@ def test_a_gradient_that_autograd_hands_out_expanded_can_be_clipped(make: Callab
     torch.testing.assert_close(chain.module("b.only").w.detach(), torch.full((4, WIDTH), -1.0 / norm))
 
 
-def test_clipping_bounds_the_mean_gradient_of_each_layer_by_itself(make: Callable[..., Sequential]) -> None:
+def test_clipping_bounds_the_mean_gradient_of_each_layer_by_itself(make: Callable[..., SequentialReference]) -> None:
     free, clipped = two_choices(), two_choices()
     p = free.space.subnet(b0="p")
     before = {name: [t.detach().clone() for t in free.module(name).parameters()] for name in free.layers}
@@ -581,7 +588,7 @@ def layers() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
 @pytest.mark.parametrize("factory", [pytest.param(factory, id=name) for name, factory in layers()])
 @pytest.mark.parametrize("consistency", ["delayed(2)", "lagged(2)", "bounded(1,3)"])
 def test_a_micro_batch_sees_the_old_version_whatever_the_layer_is_made_of(
-    make: Callable[..., Sequential], factory: Callable[[], nn.Module], consistency: str
+    make: Callable[..., SequentialReference], factory: Callable[[], nn.Module], consistency: str
 ) -> None:
     """The first three micro-batches read version 0, so their losses are those of the layer as it was, and it trains."""
     torch.manual_seed(0)
@@ -601,7 +608,7 @@ def test_a_micro_batch_sees_the_old_version_whatever_the_layer_is_made_of(
     assert all(not torch.equal(a, b) and b.dtype == a.dtype for a, b in zip(start, chain.parameters(), strict=True))
 
 
-def test_the_law_holds_for_a_supernet_in_double_precision(make: Callable[..., Sequential]) -> None:
+def test_the_law_holds_for_a_supernet_in_double_precision(make: Callable[..., SequentialReference]) -> None:
     found = []
     for consistency in ("exact", "bounded(1,1)", "bounded(1,3)"):
         chain = two_choices().double()
@@ -633,7 +640,7 @@ class Everything(nn.Module):
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("consistency", ["delayed(2)", "bounded({m},1)", "bounded({m},3)"])
 def test_where_nothing_moves_every_consistency_is_exact(
-    make: Callable[..., Sequential], consistency: str, m: int, precision: str
+    make: Callable[..., SequentialReference], consistency: str, m: int, precision: str
 ) -> None:
     """At a rate of zero all versions are equal, so losses and the momentum of every gradient are those of `exact`."""
     found = []
@@ -660,7 +667,7 @@ def test_where_nothing_moves_every_consistency_is_exact(
         assert same(mine, true)
 
 
-def test_a_parameters_name_that_would_confuse_a_checkpoint_is_refused(make: Callable[..., Sequential]) -> None:
+def test_a_parameters_name_that_would_confuse_a_checkpoint_is_refused(make: Callable[..., SequentialReference]) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -686,7 +693,7 @@ def test_a_parameters_name_that_would_confuse_a_checkpoint_is_refused(make: Call
 )
 @pytest.mark.parametrize("way", ["fused", "foreach"])
 def test_a_layer_may_be_used_for_the_first_time_beside_one_that_has_a_state(
-    make: Callable[..., Sequential], options: dict[str, Any], way: str
+    make: Callable[..., SequentialReference], options: dict[str, Any], way: str
 ) -> None:
     """The fused kernels are what a GPU runs; torch has them for the CPU as well."""
     found = []
@@ -702,7 +709,7 @@ def test_a_layer_may_be_used_for_the_first_time_beside_one_that_has_a_state(
         torch.testing.assert_close(plain, other)
 
 
-def test_single_parameters_may_have_options_of_their_own(make: Callable[..., Sequential]) -> None:
+def test_single_parameters_may_have_options_of_their_own(make: Callable[..., SequentialReference]) -> None:
     chain = two_choices()
     p = chain.space.subnet(b0="p")
     groups = lambda name, parameter: {"weight_decay": 0.0} if parameter.dim() < 2 else {"lr": 0.0}  # noqa: E731
@@ -714,7 +721,7 @@ def test_single_parameters_may_have_options_of_their_own(make: Callable[..., Seq
         assert torch.equal(before[name], after) == (name.endswith("weight") or name.startswith("b0.q")), name
 
 
-def test_muon_takes_the_matrices_and_another_optimizer_the_rest(make: Callable[..., Sequential]) -> None:
+def test_muon_takes_the_matrices_and_another_optimizer_the_rest(make: Callable[..., SequentialReference]) -> None:
     chain = two_choices()
     p = chain.space.subnet(b0="p")
     sequential = make(chain, [p] * 2, optimizer=Optimizer("muon", lr=0.1, others=Optimizer("sgd", lr=0.0)))
@@ -734,20 +741,20 @@ def test_an_unknown_optimizer_or_option_is_refused_by_name() -> None:
         Optimizer("lbfgs")
 
 
-def test_options_that_torch_refuses_come_back_as_an_error_of_ours(make: Callable[..., Sequential]) -> None:
+def test_options_that_torch_refuses_come_back_as_an_error_of_ours(make: Callable[..., SequentialReference]) -> None:
     chain, subnet = only(linear())
     with pytest.raises(TrainError, match="SGD refuses its options"):
         make(chain, [subnet], optimizer=Optimizer("sgd", lr=-1.0))
 
 
-def test_a_batch_that_does_not_divide_is_refused(make: Callable[..., Sequential]) -> None:
+def test_a_batch_that_does_not_divide_is_refused(make: Callable[..., SequentialReference]) -> None:
     chain, subnet = only(linear())
     sequential = make(chain, [subnet], m=3)
     with pytest.raises(TrainError, match="multiple of 3"):
         sequential.step(0, batch(0, rows=4))
 
 
-def test_entries_of_a_batch_that_are_not_per_sample_cannot_be_split(make: Callable[..., Sequential]) -> None:
+def test_entries_of_a_batch_that_are_not_per_sample_cannot_be_split(make: Callable[..., SequentialReference]) -> None:
     chain, subnet = only(linear())
     sequential = make(chain, [subnet], m=2)
     for odd in (torch.ones(3), torch.tensor(1.0)):
@@ -755,13 +762,17 @@ def test_entries_of_a_batch_that_are_not_per_sample_cannot_be_split(make: Callab
             sequential.step(0, {**batch(0, rows=4), "odd": odd})
 
 
-def test_a_stream_with_another_number_of_subnets_than_micro_batches_is_refused(make: Callable[..., Sequential]) -> None:
+def test_a_stream_with_another_number_of_subnets_than_micro_batches_is_refused(
+    make: Callable[..., SequentialReference],
+) -> None:
     chain, subnet = only(linear())
     with pytest.raises(TrainError, match="set microbatches=3"):
         make(chain, [(subnet,) * 3], m=2).step(0, batch(0))
 
 
-def test_a_subnet_that_uses_no_weights_at_all_is_a_step_like_any_other(make: Callable[..., Sequential]) -> None:
+def test_a_subnet_that_uses_no_weights_at_all_is_a_step_like_any_other(
+    make: Callable[..., SequentialReference],
+) -> None:
     space = Space()
     chain = Chain(Optional(space, "a", linear(1)), Optional(space, "z", nn.BatchNorm1d(WIDTH, affine=False)))
     on, off = space.subnet(a=True, z=True), space.subnet(a=False, z=False)
@@ -773,7 +784,7 @@ def test_a_subnet_that_uses_no_weights_at_all_is_a_step_like_any_other(make: Cal
     assert int(chain.module("z").num_batches_tracked) == 3
 
 
-def test_a_loss_that_is_no_number_is_refused(make: Callable[..., Sequential]) -> None:
+def test_a_loss_that_is_no_number_is_refused(make: Callable[..., SequentialReference]) -> None:
     chain, subnet = only(linear())
     for loss in (lambda out, batch: out.sum(0), lambda out, batch: 1.0):
         with pytest.raises(TrainError, match="one number"):

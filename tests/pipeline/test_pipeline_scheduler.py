@@ -19,11 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import event as note
 from hypothesis import strategies as st
 
+from weft.engine.consistency import Bounded, Consistency, Delayed, Exact, Lagged, VersionSchedule, version_schedule
 from weft.errors import ConsistencyError
-from weft.pipeline import Bounded, Consistency, Delayed, Exact, Lagged
 from weft.pipeline import scheduler as scheduler_module
-from weft.pipeline.consistency import Clock, clock
-from weft.pipeline.scheduler import Kind, Need, Op, Rule, Scheduler
+from weft.pipeline.scheduler import Kind, LayerDependency, Op, SchedulePolicy, Scheduler
 
 Layer = tuple[int, int]
 """A layer's name: (block, choice)."""
@@ -43,7 +42,7 @@ class Case:
     picks: tuple[tuple[int | None, ...], ...]  # per micro-batch, per block; None: the block is skipped
     m: int
     cut: tuple[int, ...]
-    rules: tuple[Rule, ...]
+    rules: tuple[SchedulePolicy, ...]
 
     @property
     def stages(self) -> int:
@@ -73,12 +72,12 @@ class Case:
                     found.setdefault((block, choice), []).append(n)
         return found
 
-    def clock(self, layer: Layer) -> Clock:
+    def clock(self, layer: Layer) -> VersionSchedule:
         block, choice = layer
-        return clock(self.promises[block][choice], block, len(self.promises), self.m, self.total // self.m)
+        return version_schedule(self.promises[block][choice], block, len(self.promises), self.m, self.total // self.m)
 
     @cached_property
-    def clocks(self) -> dict[Layer, Clock]:
+    def clocks(self) -> dict[Layer, VersionSchedule]:
         return {layer: self.clock(layer) for layer in self.users}
 
     @cached_property
@@ -137,11 +136,11 @@ class Pipeline:
         ]
         self._feed()
 
-    def _uses(self, stage: int) -> Callable[[int], list[Need]]:
-        def uses(n: int) -> list[Need]:
+    def _uses(self, stage: int) -> Callable[[int], list[LayerDependency]]:
+        def uses(n: int) -> list[LayerDependency]:
             self.asked[stage].append(n)
             clocks = ((layer, self.case.clocks[layer]) for layer in self.case.used[stage][n])
-            return [Need(layer, c.slot(n), c.forward_reads(n), c.backward_reads(n)) for layer, c in clocks]
+            return [LayerDependency(layer, c.slot(n), c.forward_reads(n), c.backward_reads(n)) for layer, c in clocks]
 
         return uses
 
@@ -372,7 +371,7 @@ def lockstep(pipeline: Pipeline) -> list[str]:
             row.append(str(op)[1:] if op else "..")
 
 
-def shared(blocks: int, total: int, m: int, rules: list[Rule], promise: Consistency | None = None) -> Case:
+def shared(blocks: int, total: int, m: int, rules: list[SchedulePolicy], promise: Consistency | None = None) -> Case:
     """One block a stage, and every micro-batch uses all of them."""
     promises = ((promise or Exact(),),) * blocks
     return Case(promises, ((0,) * blocks,) * total, m, tuple(range(1, blocks)), tuple(rules))
@@ -388,9 +387,9 @@ def test_operations_print_as_stage_kind_and_microbatch() -> None:
 
 def test_rules_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConsistencyError, match="window=0: at least one"):
-        Rule(0)
+        SchedulePolicy(0)
     with pytest.raises(ConsistencyError, match="did you mean 'backward'"):
-        Rule(1, "backwards")
+        SchedulePolicy(1, "backwards")
 
 
 ONE_F_ONE_B = """
@@ -417,32 +416,32 @@ def drawn(picture: str, steps: int, m: int) -> list[str]:
 
 
 def test_layers_that_all_share_become_1f1b_with_flush() -> None:
-    case = shared(3, 12, 4, [Rule(3 - stage) for stage in range(3)])
+    case = shared(3, 12, 4, [SchedulePolicy(3 - stage) for stage in range(3)])
     assert lockstep(Pipeline(case)) == drawn(ONE_F_ONE_B, 3, 4)
 
 
 @pytest.mark.parametrize("window", [4, 5, 64])
 def test_forwards_first_and_a_window_of_a_step_are_gpipe(window: int) -> None:
-    case = shared(3, 12, 4, [Rule(window, "forward")] * 3)
+    case = shared(3, 12, 4, [SchedulePolicy(window, "forward")] * 3)
     assert lockstep(Pipeline(case)) == drawn(GPIPE, 3, 4)
 
 
 def test_a_delay_of_a_step_fills_the_gap_between_steps() -> None:
     """PipeDream with a delay of the run's own: two stages, one micro-batch a step."""
-    case = shared(2, 5, 1, [Rule(2), Rule(1)], Delayed(1))
+    case = shared(2, 5, 1, [SchedulePolicy(2), SchedulePolicy(1)], Delayed(1))
     assert lockstep(Pipeline(case)) == [
         "F0 F1 .. B0 F2 B1 F3 B2 F4 B3 .. B4",
         ".. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 ..",
     ]
 
 
-def needs(*users: str) -> Callable[[int], list[Need]]:
+def needs(*users: str) -> Callable[[int], list[LayerDependency]]:
     """Exact layers named by letters, one micro-batch a step: `needs("a", "ab")`."""
-    return lambda n: [Need(layer, n, n, n) for layer in users[n]]
+    return lambda n: [LayerDependency(layer, n, n, n) for layer in users[n]]
 
 
 def test_a_microbatch_that_waits_for_a_layer_is_passed_by_one_that_shares_nothing_with_it() -> None:
-    stage = Scheduler(0, 2, needs("ab", "bc", "d"), 3, Rule(3))
+    stage = Scheduler(0, 2, needs("ab", "bc", "d"), 3, SchedulePolicy(3))
     assert stage.next() == Op(0, "F", 0)
     stage.finished(Op(0, "F", 0))
     assert stage.next() == Op(0, "F", 2)  # 1 waits for the b of 0
@@ -459,7 +458,7 @@ def test_a_microbatch_that_waits_for_a_layer_is_passed_by_one_that_shares_nothin
 
 
 def test_the_last_place_is_kept_for_the_oldest() -> None:
-    stage = Scheduler(1, 2, needs("a", "b", "c"), 3, Rule(2))
+    stage = Scheduler(1, 2, needs("a", "b", "c"), 3, SchedulePolicy(2))
     stage.arrived("F", 2)
     stage.arrived("F", 1)
     assert stage.next() == Op(1, "F", 1)
@@ -474,7 +473,7 @@ def test_the_last_place_is_kept_for_the_oldest() -> None:
 
 
 def test_an_older_backward_goes_before_a_younger_one_that_was_there_first() -> None:
-    stage = Scheduler(0, 2, needs("a", "b", "c"), 3, Rule(3))
+    stage = Scheduler(0, 2, needs("a", "b", "c"), 3, SchedulePolicy(3))
     for n in range(3):
         assert stage.next() == Op(0, "F", n)
         stage.finished(Op(0, "F", n))
@@ -486,10 +485,10 @@ def test_an_older_backward_goes_before_a_younger_one_that_was_there_first() -> N
 def test_a_layer_that_a_microbatch_uses_twice_on_a_stage_is_one_layer() -> None:
     """Weights tied across two blocks of one stage, delayed by a step, and a backward that overtakes an older one."""
 
-    def tied(n: int) -> list[Need]:
-        return [Need("a", n, max(n - 1, 0), max(n - 1, 0))] * 2
+    def tied(n: int) -> list[LayerDependency]:
+        return [LayerDependency("a", n, max(n - 1, 0), max(n - 1, 0))] * 2
 
-    stage = Scheduler(0, 2, tied, 4, Rule(4))
+    stage = Scheduler(0, 2, tied, 4, SchedulePolicy(4))
     assert [stage.next(), stage.next(), stage.next()] == [Op(0, "F", 0), Op(0, "F", 1), None]
     for n in (1, 0):
         stage.finished(Op(0, "F", n))
@@ -510,7 +509,7 @@ class Greedy(Scheduler):
 @pytest.mark.parametrize("kind", [Greedy, Scheduler])
 def test_without_the_kept_place_a_window_deadlocks(kind: type[Scheduler]) -> None:
     """Micro-batch 1 overtakes 0, takes the only place of stage 1, and waits on stage 2 for 0, which has no place."""
-    middle, last = kind(1, 3, needs("a", "b"), 2, Rule(1)), kind(2, 3, needs("c", "c"), 2, Rule(1))
+    middle, last = kind(1, 3, needs("a", "b"), 2, SchedulePolicy(1)), kind(2, 3, needs("c", "c"), 2, SchedulePolicy(1))
     middle.arrived("F", 1)
     started = middle.next()
     middle.arrived("F", 0)
@@ -563,7 +562,7 @@ def some_case(number: Number, most: int) -> Case:
     cut = tuple(block for block in range(1, blocks) if number(0, 2))
     prefer = PREFER[number(0, 2)]
     equal = number(0, 1) and number(1, 2 * len(cut) + 3)
-    rules = tuple(Rule(equal or number(1, 2 * len(cut) + 3), prefer) for _ in range(len(cut) + 1))
+    rules = tuple(SchedulePolicy(equal or number(1, 2 * len(cut) + 3), prefer) for _ in range(len(cut) + 1))
     return Case(promises, picks, m, cut, rules)
 
 
@@ -600,7 +599,9 @@ def test_microbatches_that_share_nothing_are_held_back_by_the_window_alone(
     stages: int, window: int, total: int, prefer: str, script: bytes, seed: int
 ) -> None:
     picks = tuple((n,) * stages for n in range(total))
-    case = Case(((Exact(),) * total,) * stages, picks, 1, tuple(range(1, stages)), (Rule(window, prefer),) * stages)
+    case = Case(
+        ((Exact(),) * total,) * stages, picks, 1, tuple(range(1, stages)), (SchedulePolicy(window, prefer),) * stages
+    )
     pipeline = Pipeline(case)
     choose = adversary(script, seed)
     while options := pipeline.options():
@@ -647,7 +648,9 @@ def explore(case: Case) -> Counter[str]:
     return found
 
 
-def small(promise: Consistency, patterns: tuple[str, str], m: int, rules: tuple[Rule, Rule]) -> Case:
+def small(
+    promise: Consistency, patterns: tuple[str, str], m: int, rules: tuple[SchedulePolicy, SchedulePolicy]
+) -> Case:
     """Two stages of one block each; a pattern such as `ab.` gives the choice of every micro-batch, `.` for none."""
     promises = ((promise, promise),) * 2
     picks = tuple(tuple(None if c == "." else "ab".index(c) for c in column) for column in zip(*patterns, strict=True))
@@ -674,7 +677,9 @@ SMALL = [
 def test_every_law_holds_in_all_interleavings_of_small_cases(
     promise: Consistency, patterns: tuple[str, str], m: int, windows: tuple[int, int], prefer: str
 ) -> None:
-    found = explore(small(promise, patterns, m, (Rule(windows[0], prefer), Rule(windows[1], prefer))))
+    found = explore(
+        small(promise, patterns, m, (SchedulePolicy(windows[0], prefer), SchedulePolicy(windows[1], prefer)))
+    )
     assert found["ends"] >= 1
 
 
@@ -689,7 +694,9 @@ def test_every_law_holds_in_all_interleavings_of_all_streams_of_three(
     """All that three micro-batches can share with each other on a stage, up to the names of the choices."""
     patterns = ("aaa", "aab", "aba", "abb", "a.a", "ab.", "...")
     for first, second in product(patterns, repeat=2):
-        explore(small(promise, (first, second), 1, (Rule(windows[0], prefer), Rule(windows[1], prefer))))
+        explore(
+            small(promise, (first, second), 1, (SchedulePolicy(windows[0], prefer), SchedulePolicy(windows[1], prefer)))
+        )
 
 
 # What a decision costs.
@@ -763,7 +770,7 @@ class Watched(Scheduler):
 def wide(window: int, total: int, kind: type[Scheduler] = Scheduler) -> Pipeline:
     """Micro-batches that share nothing, forwards first, so that the window is full for most of the time."""
     picks = tuple((n,) * 2 for n in range(total))
-    return Pipeline(Case(((Exact(),) * total,) * 2, picks, 1, (1,), (Rule(window, "forward"),) * 2), kind)
+    return Pipeline(Case(((Exact(),) * total,) * 2, picks, 1, (1,), (SchedulePolicy(window, "forward"),) * 2), kind)
 
 
 def test_a_decision_costs_the_same_in_a_wide_window(monkeypatch: pytest.MonkeyPatch) -> None:

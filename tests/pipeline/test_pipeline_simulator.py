@@ -12,25 +12,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_bound import lower_bound
 from torch import nn
 
 from weft.data import digits
+from weft.engine.consistency import Consistency, Exact, parse_consistency
 from weft.errors import ConsistencyError
-from weft.pipeline.bound import lower_bound
-from weft.pipeline.consistency import Consistency, Exact, parse
-from weft.pipeline.profile import message_bytes, profile_chain
-from weft.pipeline.scheduler import Op, Rule
+from weft.pipeline.profiler import message_bytes, profile_chain
+from weft.pipeline.scheduler import Op, SchedulePolicy
 from weft.pipeline.simulator import Simulated, Span, jitter, simulate
 from weft.pipeline.workload import Workload, chain_workload
-from weft.plan.cut import best_cut
 from weft.space import Space, make_stream
 from weft.supernet import Chain, Shared, initialise
+from weft.supernet.partition import best_cut
 from weft.zoo import digits_conv
 
 
 def shared(blocks: int, m: int, steps: int, consistency: str = "exact") -> Workload:
     """A plain network: every micro-batch uses every layer."""
-    return Workload(blocks, m, steps, lambda n: [(b, b) for b in range(blocks)], lambda layer: parse(consistency))
+    return Workload(
+        blocks, m, steps, lambda n: [(b, b) for b in range(blocks)], lambda layer: parse_consistency(consistency)
+    )
 
 
 def spaced(blocks: int, choices: int, stream: str, steps: int, m: int = 1) -> Workload:
@@ -49,7 +51,7 @@ def spaced(blocks: int, choices: int, stream: str, steps: int, m: int = 1) -> Wo
 
 
 def on(work: Workload, stages: int, **options: object) -> Simulated:
-    return simulate(work, best_cut(work.expected_costs(), stages), Rule(2 * stages), **options)  # type: ignore[arg-type]
+    return simulate(work, best_cut(work.expected_costs(), stages), SchedulePolicy(2 * stages), **options)  # type: ignore[arg-type]
 
 
 def test_two_stages_one_flush_drawn_by_hand() -> None:
@@ -73,7 +75,7 @@ def test_two_stages_one_flush_drawn_by_hand() -> None:
 @pytest.mark.parametrize("m", [1, 4, 8])
 def test_layers_that_all_steps_share_exactly_cost_the_bubble_of_a_flush(stages: int, m: int) -> None:
     """Every step is a pipeline of its own: m + S - 1 turns of forward and backward for the work of m."""
-    result = simulate(shared(8, m, steps=5), best_cut([1.0] * 8, stages), Rule(stages + m, "forward"))
+    result = simulate(shared(8, m, steps=5), best_cut([1.0] * 8, stages), SchedulePolicy(stages + m, "forward"))
     assert result.bubble == pytest.approx((stages - 1) / (m + stages - 1))
 
 
@@ -84,7 +86,7 @@ def drawn(result: Simulated) -> dict[str, tuple[float, float]]:
 def test_what_arrives_at_the_moment_of_a_choice_can_be_chosen() -> None:
     # stage 0: F0 F1 .  .  .  B0 B0 B1 B1    F1 arrives on stage 1 when F0 ends there: GPipe does it first
     # stage 1: .  F0 F1 B0 B0 B1 B1
-    result = simulate(shared(2, m=2, steps=1), (1,), Rule(4, "forward"))
+    result = simulate(shared(2, m=2, steps=1), (1,), SchedulePolicy(4, "forward"))
     assert drawn(result) == {
         "0F0": (0, 1),
         "0F1": (1, 2),
@@ -101,7 +103,7 @@ def test_what_arrives_at_the_moment_of_a_choice_can_be_chosen() -> None:
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.sampled_from([1.0, 0.1, 0.3, 1 / 3, 1e-3]))
 def test_forwards_first_is_gpipe_whatever_the_costs_round_to(stages: int, m: int, steps: int, cost: float) -> None:
     work = replace(shared(stages, m, steps), costs=dict.fromkeys(range(stages), (cost, 2 * cost)))
-    result = simulate(work, tuple(range(1, stages)), Rule(stages + m, "forward"), latency=0.7 * cost)
+    result = simulate(work, tuple(range(1, stages)), SchedulePolicy(stages + m, "forward"), latency=0.7 * cost)
     for stage in range(stages):
         order = [span.op for span in result.spans if span.op.stage == stage]
         for step in range(steps):
@@ -113,7 +115,7 @@ def test_messages_queue_on_their_link_and_the_two_directions_do_not_meet() -> No
     # Eight bytes at two a unit take the link 4, and arrive 0.5 after that.
     # forward link:   [1 - 5) of 0, then [5 - 9) of 1      backward link: [8.5 - 12.5) of 0, [12.5 - 16.5) of 1
     work = replace(shared(2, m=2, steps=1), sizes=[0.0, 8.0])
-    result = simulate(work, (1,), Rule(4), 0.5, bandwidth=2.0)
+    result = simulate(work, (1,), SchedulePolicy(4), 0.5, bandwidth=2.0)
     assert drawn(result) == {
         "0F0": (0, 1),
         "0F1": (1, 2),
@@ -129,14 +131,14 @@ def test_messages_queue_on_their_link_and_the_two_directions_do_not_meet() -> No
 def test_gradients_queue_on_their_link_too() -> None:
     # stage 1: F0 F1 B0 B0 B1 B1, from 2 on: gradients are there at 6 and 8, the link takes 5 for each
     work = replace(shared(2, m=2, steps=1), sizes=[0.0, 5.0])
-    slow = simulate(work, (1,), Rule(4, "forward"), bandwidth=1.0)
+    slow = simulate(work, (1,), SchedulePolicy(4, "forward"), bandwidth=1.0)
     assert drawn(slow)["1F0"] == (6, 7)
     assert drawn(slow)["1B0"] == (7, 9)  # the second forward comes at 11
     assert drawn(slow)["1B1"] == (12, 14)
     assert drawn(slow)["0B0"] == (14, 16)
     assert drawn(slow)["0B1"] == (19, 21)
     work = replace(work, costs={0: (1, 2), 1: (5, 1)})  # stage 1: F0 6..11, F1 11..16, B0 16..17, B1 17..18
-    held = simulate(work, (1,), Rule(4, "forward"), bandwidth=1.0)
+    held = simulate(work, (1,), SchedulePolicy(4, "forward"), bandwidth=1.0)
     assert drawn(held)["1B1"] == (17, 18)
     assert drawn(held)["0B0"] == (22, 24)
     assert drawn(held)["0B1"] == (27, 29)  # sent at 18, but the link is taken until 22
@@ -146,7 +148,7 @@ def test_a_split_backward_sends_its_message_early_and_its_updates_count_at_its_e
     # stage 0: F0 .  .  b0 b0 F1 .  .  b1 b1     half of a backward finds the gradient of the input
     # stage 1: .  F0 b0 b0 .  .  F1 b1 b1 .
     work = shared(2, m=1, steps=2)
-    result = simulate(work, (1,), Rule(4), split=0.5)
+    result = simulate(work, (1,), SchedulePolicy(4), split=0.5)
     assert drawn(result) == {
         "0F0": (0, 1),
         "1F0": (1, 2),
@@ -158,12 +160,12 @@ def test_a_split_backward_sends_its_message_early_and_its_updates_count_at_its_e
         "0B1": (8, 10),
     }
     assert lower_bound(work, (1,), split=0.5) == result.time == 10
-    assert simulate(work, (1,), Rule(4)).time == 12
-    assert simulate(work, (1,), Rule(4), split=1.0) == simulate(work, (1,), Rule(4))
+    assert simulate(work, (1,), SchedulePolicy(4)).time == 12
+    assert simulate(work, (1,), SchedulePolicy(4), split=1.0) == simulate(work, (1,), SchedulePolicy(4))
 
 
 def test_a_slow_stage_takes_longer_for_the_same_work() -> None:
-    result = simulate(shared(2, m=1, steps=1), (1,), Rule(4), speeds=[1.0, 0.5])
+    result = simulate(shared(2, m=1, steps=1), (1,), SchedulePolicy(4), speeds=[1.0, 0.5])
     assert drawn(result) == {"0F0": (0, 1), "1F0": (1, 3), "1B0": (3, 7), "0B0": (7, 9)}
     assert result.busy == (3, 6)
     assert result.work == 6
@@ -184,19 +186,19 @@ def test_a_slow_stage_takes_longer_for_the_same_work() -> None:
 )
 def test_a_machine_that_cannot_be_is_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConsistencyError, match=told):
-        simulate(shared(2, 1, 1), (1,), Rule(4), **options)
+        simulate(shared(2, 1, 1), (1,), SchedulePolicy(4), **options)
     with pytest.raises(ConsistencyError, match=told):
         lower_bound(shared(2, 1, 1), (1,), **options)
 
 
 def test_a_message_cannot_arrive_before_it_is_sent() -> None:
     with pytest.raises(ConsistencyError, match="latency"):
-        simulate(shared(2, 1, 1), (1,), Rule(4), latency=-1.0)
+        simulate(shared(2, 1, 1), (1,), SchedulePolicy(4), latency=-1.0)
 
 
 def test_every_layer_reads_by_its_own_consistency() -> None:
     told = ["exact", "delayed(1)", "lagged(2)", "exact"]
-    work = Workload(4, 1, 6, lambda n: list(enumerate(range(4))), lambda layer: parse(told[layer]))  # type: ignore[call-overload]
+    work = Workload(4, 1, 6, lambda n: list(enumerate(range(4))), lambda layer: parse_consistency(told[layer]))  # type: ignore[call-overload]
     assert work.uses((3,), 0)(5) == [(0, 5, 5, 5), (1, 5, 4, 4), (2, 2, 1, 1)]
     assert work.uses((3,), 1)(5) == [(3, 5, 5, 5)]
     frozen = replace(work, consistency=lambda layer: None if layer == 1 else Exact())
@@ -287,7 +289,7 @@ def test_the_laws_hold_on_every_machine(
     work, cut = some(stages, m, steps, told, stream), best_cut([1.0] * 5, stages)
     machine = {**machine, "speeds": machine["speeds"][:stages]}
     vary = jitter(seed, 0.5) if seed else None
-    result = simulate(work, cut, Rule(window, prefer), duration=vary, **machine)
+    result = simulate(work, cut, SchedulePolicy(window, prefer), duration=vary, **machine)
     spans = {span.op: span for span in result.spans}
 
     # Every operation once, one at a time on a stage, no more in flight than the window, and time adds up.
@@ -361,7 +363,7 @@ def test_a_real_chain_is_profiled_and_simulated() -> None:
     costs = profile_chain(chain, batch, repeats=1)
     assert set(costs) == set(chain.layers)
     assert all(forward > 0 and backward > 0 for forward, backward in costs.values())
-    promised: dict[str, Consistency] = {name: parse("lagged(4)") for name in chain.layers}
+    promised: dict[str, Consistency] = {name: parse_consistency("lagged(4)") for name in chain.layers}
     work = chain_workload(chain, make_stream(chain.space, "iid", 0), promised, 1, 20, dict(costs))
     result = on(work, 3)
     assert len(result.spans) == 2 * 3 * 20

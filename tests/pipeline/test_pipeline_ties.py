@@ -16,20 +16,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from stages import CPU, TIED, Task, in_stages, make_task, sequentially
-from test_pipeline_placement_stages import on_ranks
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import weft
+from weft.engine.grad_clip import GlobalNorm
+from weft.engine.losses import cross_entropy
+from weft.engine.optimizer import Optimizer
+from weft.engine.reference import SequentialReference
+from weft.engine.tied_weights import TIES
 from weft.errors import SupernetError, TrainError
-from weft.pipeline import Optimizer, Sequential, Trained, cross_entropy
-from weft.pipeline.initial import load_initial
-from weft.pipeline.norms import GlobalNorm
-from weft.pipeline.placement import Placement
-from weft.pipeline.settings import make_settings
 from weft.pipeline.stage import Stage
-from weft.pipeline.ties import TIES
 from weft.supernet import Chain, Choice, Shared, export, extract, initialise
+from weft.trainer.api import TrainedRun
+from weft.trainer.checkpointing import load_initial
+from weft.trainer.config import make_settings
 from weft.zoo import language_model
 
 BLOCKS = 6
@@ -46,8 +47,8 @@ def task_of(consistency: str, *, steps: int = 10, m: int = 1, **options: Any) ->
     return make_task("tied", steps=steps, m=m, consistency=consistency, **options)
 
 
-def started(task: Task, dropout: bool = True) -> Sequential:
-    run = Sequential(task.chain(), task.law, task.stream, CPU)
+def started(task: Task, dropout: bool = True) -> SequentialReference:
+    run = SequentialReference(task.chain(), task.law, task.stream, CPU)
     run.train_mode()
     for module in run.chain.modules():
         if isinstance(module, nn.Dropout) and not dropout:
@@ -143,10 +144,9 @@ def test_an_update_uses_the_gradients_of_the_update_a_delay_before(every: int, d
         torch.testing.assert_close(run.chain.get_parameter(name).detach(), true, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["bounded", "recomputed"])
-def test_what_an_update_does_is_the_sum_of_a_delay_before_and_nothing_at_first(kind: str) -> None:
+def test_what_an_update_does_is_the_sum_of_a_delay_before_and_nothing_at_first() -> None:
     """SGD at rate 1 without momentum: the change of a weight is its gradient. Depth 3 and K 2 make a delay of 2."""
-    task = task_of(f"{kind}(2, 3)", steps=12, optimizer=Optimizer("sgd", lr=1.0))
+    task = task_of("bounded(2, 3)", steps=12, optimizer=Optimizer("sgd", lr=1.0))
     run = started(task)
     assert run.ties is not None
     assert run.ties.delay == 2
@@ -205,16 +205,14 @@ def test_operations_wait_for_the_sums_that_they_must_see_and_no_longer() -> None
 
 @settings(quiet, max_examples=40)
 @given(
-    promise=st.sampled_from(
-        ["exact", "bounded(2, 3)", "bounded(4, 6)", "bounded(2, 6)", "stashed(2, 6)", "recomputed(2, 3)"]
-    ),
+    promise=st.sampled_from(["exact", "bounded(2, 3)", "bounded(4, 6)", "bounded(2, 6)", "stashed(2, 6)"]),
     optimizer=st.sampled_from(["sgd", "adamw", "muon"]),
     clip=st.sampled_from([None, 0.05, GlobalNorm(0.5)]),
     m=st.sampled_from([1, 2]),
     cut=CUTS,
     window=st.integers(1, 8),
     steps=st.integers(1, 9),
-    defer=st.booleans(),
+    split=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_cut_and_timing_gives_the_bits_of_one_device(
@@ -225,11 +223,11 @@ def test_any_cut_and_timing_gives_the_bits_of_one_device(
     cut: tuple[int, ...],
     window: int,
     steps: int,
-    defer: bool,
+    split: bool,
     seed: int,
 ) -> None:
     task = task_of(promise, steps=steps, m=m, optimizer=OPTIMIZERS[optimizer], clip=clip)
-    found, _ = in_stages(task, cut, window, seed, defer=defer)
+    found, _ = in_stages(task, cut, window, seed, split=split)
     alone = sequentially(task)
     assert found.losses == alone.losses
     assert found.layers == alone.layers
@@ -249,41 +247,31 @@ def test_the_copies_are_equal_after_every_step(promise: str, clip: Any, precisio
     assert not torch.equal(seen[0], seen[-1])
 
 
-@settings(quiet, max_examples=15)
-@given(
-    placement=st.sampled_from(
-        [Placement(2, 2, "v"), Placement(3, 2, "v"), Placement(2, 2, "loop"), Placement(3, 2, "loop"), Placement(5)]
-    ),
-    promise=st.sampled_from(["exact", "bounded(2, 4)", "stashed(2, 3)"]),
-    window=st.integers(1, 6),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_any_placement_gives_the_bits_of_one_device(placement: Placement, promise: str, window: int, seed: int) -> None:
-    task = task_of(promise, steps=6, m=2)
-    found, _ = on_ranks(task, tuple(range(1, placement.stages)), placement, window, seed)
-    alone = sequentially(task)
-    assert (found.losses, found.layers) == (alone.losses, alone.layers)
-
-
-@pytest.mark.parametrize("shape", ["v", "loop"])
-def test_gradients_go_straight_to_the_other_copy_where_ranks_have_a_link(shape: str) -> None:
-    task, placement = task_of("exact"), Placement(2, 2, shape)
-    made = [Stage(task.chain(), task.law, task.stream, CPU, (3, 4, 5), k, placement=placement) for k in range(4)]
-    assert [stage.ties is not None for stage in made] == [True, False, True, True]  # layer1 is on the first stage
-    assert made[0].ties is not None
+def test_gradients_go_from_stage_to_stage_until_they_are_at_the_other_copy() -> None:
+    task = task_of("exact")
+    made = [Stage(task.chain(), task.law, task.stream, CPU, (1, 2, 4, 5), k) for k in range(5)]
+    ties = [stage.ties for stage in made if stage.ties is not None]
+    assert len(ties) == 5
     weights = made[0].weights["embed"]
     weights.add(0, [torch.ones_like(p) for p in weights.parameters])
-    made[0].ties.record(weights)
-    assert sorted(to for to, _, _ in made[0].ties.advance(1)) == [2, 3]
+    ties[0].record(weights)
+    ((to, number, gradient),) = ties[0].advance(1)
+    for stage in (1, 2, 3):
+        assert to == stage
+        ((to, number, gradient),) = ties[stage].received(number, gradient)
+    assert ties[4].received(number, gradient) == []
+    inner = Chain(*stages.plain().blocks, inputs=("tokens",), tie=[TIED[1]])
+    told = [Stage(initialise(inner), task.law, task.stream, CPU, (1, 3, 4, 5), k).ties is not None for k in range(5)]
+    assert told == [False, True, True, True, False]  # layer1 and layer3 are on the stages 1 and 3
 
 
 def test_a_run_that_ends_early_leaves_nothing_under_way() -> None:
     for promise in ("exact", "bounded(2, 4)"):
-        task, placement = task_of(promise, steps=12, m=2), Placement(2, 2, "v")
+        task = task_of(promise, steps=12, m=2)
         for after in (1, 20, 33):
-            found, steps = on_ranks(task, (1, 2, 3), placement, 3, after, stop_after=after)
+            found, _ = in_stages(task, (1, 2, 3), 3, after, stop_after=after)
             run = started(task)
-            losses = [float(loss) for step in range(steps) for loss in run.step(step, task.batch(step)).losses]
+            losses = [float(loss) for step in range(found.steps) for loss in run.step(step, task.batch(step)).losses]
             assert found.losses == losses
             run.eval_mode()
             own = {name: stages.layer_digest(w, run.updater) for name, w in run.weights.items()}
@@ -483,7 +471,7 @@ def rounds() -> weft.Data:
     return weft.Data("rounds", weft.data.Text(row, 12, 1), weft.data.Text(row[:48], 12, 12))
 
 
-def trained(runs: Path, run: str, consistency: str, **more: Any) -> Trained:
+def trained(runs: Path, run: str, consistency: str, **more: Any) -> TrainedRun:
     return weft.train(
         small(tied=True),
         rounds,
@@ -502,21 +490,17 @@ def trained(runs: Path, run: str, consistency: str, **more: Any) -> Trained:
     )
 
 
-def scores(run: Trained) -> list[Any]:
+def scores(run: TrainedRun) -> list[Any]:
     return [event["scores"] for event in run.run.events.read() if event["event"] == "validation"]
 
 
 @pytest.mark.parametrize(
-    ("consistency", "placed"),
-    [
-        pytest.param("exact", {"stages": 2}, marks=pytest.mark.long),
-        ("bounded(4, 4)", {"stages": 4, "ranks": 2, "placement": "v"}),
-    ],
+    ("consistency", "count"), [pytest.param("exact", 2, marks=pytest.mark.long), ("bounded(4, 4)", 3)]
 )
-def test_real_processes_give_the_fingerprint_of_one(tmp_path: Path, consistency: str, placed: dict[str, Any]) -> None:
+def test_real_processes_give_the_fingerprint_of_one(tmp_path: Path, consistency: str, count: int) -> None:
     one = trained(tmp_path, "one", consistency)
     assert torch.equal(one.chain.get_parameter("head.out.weight"), one.chain.get_parameter("tokens.tokens.weight"))
-    many = trained(tmp_path, "many", consistency, **placed)
+    many = trained(tmp_path, "many", consistency, stages=count)
     assert many.fingerprint == one.fingerprint
     assert scores(many) == scores(one)  # after steps 5, in the middle of an update, 10 and 12
     assert len(scores(one)) == 3

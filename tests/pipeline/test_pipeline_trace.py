@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,24 +19,25 @@ import pytest
 import stages as nets
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from traceoracle import Message, StageTrace, Trace, Update, Versions, columns, read_by_line, rows, same
 
 import weft
+from weft.distributed.rank_loop import Runtime, _seen
+from weft.distributed.transport import Received
+from weft.engine.consistency import VersionSchedule, parse_consistency
 from weft.errors import RunError
-from weft.pipeline import Validate
-from weft.pipeline.batches import Batches
-from weft.pipeline.consistency import Clock, parse
-from weft.pipeline.perfetto import perfetto
-from weft.pipeline.runtime import Runtime, _seen
-from weft.pipeline.scheduler import Op, Rule
+from weft.pipeline.scheduler import Op, SchedulePolicy
 from weft.pipeline.simulator import Simulated, Span, jitter, simulate
 from weft.pipeline.stage import Stage
-from weft.pipeline.trace import Message, StageTrace, Trace, Tracer, Update, Versions, read_traces
-from weft.pipeline.transport import Arrived
-from weft.pipeline.utilisation import bubble, busy, idle_shares, steady_bubble, summary
-from weft.pipeline.waits import gaps, worst_waits
 from weft.pipeline.worker import Worker
 from weft.pipeline.workload import Workload
-from weft.plan.cut import best_cut
+from weft.supernet.partition import best_cut
+from weft.trace.analysis import bubble, busy, gaps, idle_shares, steady_bubble, summary, worst_waits
+from weft.trace.perfetto import perfetto
+from weft.trace.reader import read_traces
+from weft.trace.recorder import Tracer
+from weft.trainer.batches import MicroBatches
+from weft.trainer.config import Validation
 
 EPOCH = 2.0**31
 """Later than any start line of today; whole and half seconds after it are exact in floats."""
@@ -43,11 +45,13 @@ EPOCH = 2.0**31
 
 def shared(blocks: int, m: int, steps: int, consistency: str = "exact") -> Workload:
     """A plain network: every micro-batch uses every layer."""
-    return Workload(blocks, m, steps, lambda n: [(b, b) for b in range(blocks)], lambda layer: parse(consistency))
+    return Workload(
+        blocks, m, steps, lambda n: [(b, b) for b in range(blocks)], lambda layer: parse_consistency(consistency)
+    )
 
 
 def on(work: Workload, stages: int, **options: Any) -> Simulated:
-    return simulate(work, best_cut([1.0] * work.blocks, stages), Rule(2 * stages), **options)
+    return simulate(work, best_cut([1.0] * work.blocks, stages), SchedulePolicy(2 * stages), **options)
 
 
 def flying(spans: Sequence[Span], at: Span) -> int:
@@ -103,7 +107,7 @@ def write(
 
 
 def of(trace: Trace, *phases: str) -> list[dict[str, Any]]:
-    return [event for event in perfetto(trace)["traceEvents"] if event["ph"] in phases]
+    return [event for event in perfetto(columns(trace))["traceEvents"] if event["ph"] in phases]
 
 
 # Two stages, one step of two micro-batches, forward 1, backward 2, a message takes half a second; a letter is half one:
@@ -125,7 +129,7 @@ def test_two_stages_drawn_by_hand_wait_for_what_the_drawing_says() -> None:
         "0B0": (5, 7),
         "0B1": (8, 10),
     }
-    found = summary(trace)
+    found = summary(columns(trace))
     assert found["time"] == 10
     assert [(row["busy"], row["idle"], row["busy_share"]) for row in found["stages"]] == [(6, 4, 0.6), (6, 4, 0.6)]
     assert [(row["ops"], row["ops_per_second"]) for row in found["stages"]] == [(4, 0.4), (4, 0.4)]
@@ -151,7 +155,7 @@ def test_a_wait_is_told_by_the_cause_that_took_most_of_it() -> None:
     first = stage(0, [("F", 0, 0, 1), ("F", 1, 1, 2)])
     for arrived, start, cause in ((2, 3, "op"), (5, 6, "message"), (2.5, 8, "version or window")):
         second = stage(1, [("F", 1, start, start + 1)], [Message("F", 1, arrived)])
-        wait = worst_waits(Trace(0, (first, second)), 1)[0]
+        wait = worst_waits(columns(Trace(0, (first, second))), 1)[0]
         assert (str(wait.op), wait.seconds, wait.cause, str(wait.source)) == ("1F1", start, cause, "0F1")
 
 
@@ -162,21 +166,21 @@ def test_an_operation_whose_input_lay_there_is_named_as_held_back() -> None:
         [("F", 0, 1, 2), ("B", 0, 2, 5), ("F", 1, 9, 10)],
         [Message("F", 0, 1), Message("F", 1, 2)],
     )
-    waits = {str(wait.op): wait for wait in worst_waits(Trace(0, (first, second)), 10)}
+    waits = {str(wait.op): wait for wait in worst_waits(columns(Trace(0, (first, second))), 10)}
     assert str(waits["0B0"].held) == "0F2"  # the first stage makes its own inputs
     assert waits["1F1"].held is None
     assert waits["1F1"].cause == "version or window"
     assert waits["1F1"].seconds == 4
     assert waits["1F0"].held is None
     late = stage(1, [("F", 0, 1, 2), ("B", 0, 6, 7), ("F", 1, 7, 8)], [Message("F", 0, 1), Message("F", 1, 3)])
-    waits = {str(wait.op): wait for wait in worst_waits(Trace(0, (first, late)), 10)}
+    waits = {str(wait.op): wait for wait in worst_waits(columns(Trace(0, (first, late))), 10)}
     assert waits["1B0"].held is None  # the input came in the meantime
 
 
 def test_a_wait_whose_source_was_not_written_is_blamed_on_it() -> None:
     """The first stage's buffer may be written later than the second's."""
     trace = Trace(0, (stage(0, [("F", 0, 0, 1)]), stage(1, [("F", 3, 6, 7)])))
-    wait = worst_waits(trace, 1)[0]
+    wait = worst_waits(columns(trace), 1)[0]
     assert (wait.cause, str(wait.source)) == ("op", "0F3")
 
 
@@ -210,7 +214,7 @@ def test_jittered_runs_have_the_figures_of_the_simulation(
     stages: int, m: int, steps: int, consistency: str, seed: int
 ) -> None:
     result = on(shared(4, m, steps, consistency), stages, duration=jitter(seed, 0.5))
-    trace = traced(result)
+    trace = columns(traced(result))
     assert bubble(trace) == pytest.approx(result.bubble, abs=1e-9)
     assert steady_bubble(trace) == pytest.approx(result.steady_bubble, abs=1e-9)
     # The rule starts what is ready: a stage that stands still does so for an input, never for anything else.
@@ -220,7 +224,7 @@ def test_jittered_runs_have_the_figures_of_the_simulation(
 def test_the_error_of_the_simulation_is_that_of_the_time_of_what_both_did() -> None:
     real = traced(on(shared(4, 1, 4), 2, latency=1.0))
     foreseen = on(shared(4, 1, 8), 2)
-    found = summary(Trace(0, real.stages, simulated=foreseen.spans))["simulated"]
+    found = summary(columns(Trace(0, real.stages, simulated=foreseen.spans)))["simulated"]
     assert found["time"] == foreseen.time
     assert found["error"] == pytest.approx(on(shared(4, 1, 4), 2).time / (real.end - real.begin) - 1)
     assert found["error"] < 0
@@ -245,24 +249,26 @@ def test_busy_and_idle_time_of_every_stage_add_up_to_the_time_of_the_trace(
         spans = [Span(Op(number, "F", n), at, at + took) for n, (at, took) in enumerate(sorted(ops))]
         updates = tuple(Update(1, n, at, at + took) for n, (at, took) in enumerate(changes))
         stages.append(StageTrace(number, tuple(spans), (1,) * len(spans), (), (), updates))
-    trace = Trace(0, tuple(stages))
+    trace = columns(Trace(0, tuple(stages)))
     found = summary(trace)
     cells = range(int(trace.begin), int(trace.end))
-    for one, row in zip(stages, found["stages"], strict=True):
+    for number, (one, row) in enumerate(zip(stages, found["stages"], strict=True)):
         worked = [any(start <= cell < end for start, end in one.intervals()) for cell in cells]
         assert row["busy"] == sum(worked)
         assert row["idle"] == len(cells) - sum(worked)
         assert row["busy"] + row["idle"] == found["time"]
-        shown = {cell for start, end in busy(one) for cell in range(int(start), int(end))}
-        waited = [cell for gap in gaps(one, trace.begin, trace.end) for cell in range(int(gap.start), int(gap.end))]
+        work, idle = busy(trace.stages[number]), gaps(trace, [number])
+        shown = {cell for start, end in zip(*work, strict=True) for cell in range(int(start), int(end))}
+        waited = [cell for start, end in zip(*idle[:2], strict=True) for cell in range(int(start), int(end))]
         assert sorted([*shown, *waited]) == list(cells)
 
 
 @pytest.mark.parametrize("every", [1, 3, 50])
 def test_idle_shares_of_windows_add_up_to_the_idle_time(every: int) -> None:
-    trace = traced(on(shared(4, 1, 9), 3))
-    for one, row in zip(trace.stages, summary(trace)["stages"], strict=True):
-        shares = idle_shares(one, trace.begin, trace.end, every)
+    drawn = traced(on(shared(4, 1, 9), 3))
+    trace = columns(drawn)
+    for one, row in zip(drawn.stages, summary(trace)["stages"], strict=True):
+        shares = idle_shares(trace, one.stage, every)
         assert len(shares) == -(-len(one.spans) // every)
         ends = [*(at for at, _ in shares[1:]), trace.end]
         assert shares[0][0] == trace.begin
@@ -278,8 +284,7 @@ def test_what_a_tracer_writes_is_read_back_to_the_last_bit(tmp_path: Path) -> No
     result = on(shared(4, 2, 5, "lagged(2)"), 3, duration=jitter(1, 0.3))
     trace = traced(result, 0.125, m=2, since=EPOCH, updates=True)
     write(trace, tmp_path, restart=3, simulated=result.spans)
-    read = read_traces(tmp_path)
-    assert read == Trace(3, trace.stages, (), 2, result.spans)
+    assert same(read_traces(tmp_path), Trace(3, trace.stages, (), 2, result.spans))
     heads = [json.loads((tmp_path / "traces" / f"stage{s}.jsonl").read_text().splitlines()[0]) for s in range(3)]
     assert [("simulated" in head, head["stage"], head["stages"]) for head in heads] == [
         (True, 0, 3),
@@ -322,20 +327,18 @@ def test_threads_lose_no_line_to_a_flush(tmp_path: Path) -> None:
     finally:
         sys.setswitchinterval(pause)
     tracer.close()
-    assert [span.op.microbatch for span in read_traces(tmp_path).stages[0].spans] == list(range(6000))
+    assert read_traces(tmp_path).stages[0].ops.microbatch.tolist() == list(range(6000))
 
 
 def test_a_torn_last_line_is_skipped_and_a_restart_is_not_glued_to_it(tmp_path: Path) -> None:
     trace = traced(TWO, 0.5, since=EPOCH)
     write(trace, tmp_path)
-    whole = read_traces(tmp_path)
     for number in range(2):
         with open(tmp_path / "traces" / f"stage{number}.jsonl", "ab") as file:
             file.write(b'["op","F",9,2147483')
-    assert read_traces(tmp_path) == whole
+    assert same(read_traces(tmp_path), trace)
     write(trace, tmp_path, restart=1)
-    assert read_traces(tmp_path) == Trace(1, trace.stages, ())
-    assert read_traces(tmp_path, 0) == whole
+    assert same(read_traces(tmp_path), Trace(1, trace.stages, ()))
 
 
 def test_every_cut_of_a_file_can_be_read(tmp_path: Path) -> None:
@@ -345,31 +348,26 @@ def test_every_cut_of_a_file_can_be_read(tmp_path: Path) -> None:
     counts = []
     for size in range(len(text)):
         path.write_bytes(text[:size])
-        found = read_traces(tmp_path).stages[1]
-        counts.append(sum(map(len, (found.spans, found.sent, found.received, found.updates))))
+        counts.append(sum(map(len, rows(read_traces(tmp_path).stages[1]).values())))
     assert counts == sorted(counts)
     assert counts[0] == 0
     assert counts[-1] == 4 + 2 + 2 + 2  # the last line lacks its newline alone
 
 
 def test_lines_of_another_shape_are_skipped(tmp_path: Path) -> None:
-    write(traced(TWO, 0.5, since=EPOCH), tmp_path)
-    whole = read_traces(tmp_path)
+    trace = traced(TWO, 0.5, since=EPOCH)
+    write(trace, tmp_path)
     with open(tmp_path / "traces" / "stage0.jsonl", "a") as file:
         file.write('3\n"op"\n[]\n["op"]\n["op","X",1,2,3,4]\n{"event":"step"}\n["other",1]\nnull\n')
         file.write('["op","F",1,2,3,4,"5"]\n["op","B",1,2,3,4,5,6,7]\n["sent","W",1,2,3]\n')
-    assert read_traces(tmp_path) == whole
+    assert same(read_traces(tmp_path), trace)
 
 
-def test_the_last_of_two_starts_is_read_unless_another_is_asked_for(tmp_path: Path) -> None:
+def test_the_last_of_two_starts_is_read(tmp_path: Path) -> None:
     old, new = traced(on(shared(4, 1, 3), 4), since=EPOCH), traced(on(shared(4, 1, 5), 2), since=EPOCH + 1000)
     write(old, tmp_path, 0)
     write(new, tmp_path, 1)  # on fewer stages
-    assert read_traces(tmp_path).stages == new.stages
-    assert read_traces(tmp_path, 1) == read_traces(tmp_path)
-    assert read_traces(tmp_path, 0).stages == old.stages
-    with pytest.raises(RunError, match="no trace of start 7; known: 0, 1"):
-        read_traces(tmp_path, 7)
+    assert same(read_traces(tmp_path), Trace(1, new.stages, ()))
 
 
 def test_a_stage_that_has_not_begun_again_is_not_taken_from_an_older_start_of_the_same_number(tmp_path: Path) -> None:
@@ -381,7 +379,7 @@ def test_a_stage_that_has_not_begun_again_is_not_taken_from_an_older_start_of_th
     write(old, tmp_path / "again")
     lines = (tmp_path / "again" / "traces" / "stage1.jsonl").read_bytes()
     (tmp_path / "traces" / "stage1.jsonl").write_bytes(lines)  # its own start line was never written
-    assert read_traces(tmp_path).stages == (new.stages[0], StageTrace(1))
+    assert same(read_traces(tmp_path), Trace(0, (new.stages[0], StageTrace(1))))
 
 
 def test_a_run_without_traces_says_how_to_get_them(tmp_path: Path) -> None:
@@ -429,7 +427,7 @@ def test_perfetto_events_keep_the_rules_of_the_format(
 ) -> None:
     result = on(shared(4, 2, steps, "lagged(2)"), stages, latency=latency, duration=jitter(seed, 0.5))
     trace = traced(result, latency, m=2, since=EPOCH, updates=True)
-    drawn = perfetto(trace, result if beside else None)
+    drawn = perfetto(columns(replace(trace, simulated=result.spans if beside else ())))
     assert json.loads(json.dumps(drawn, allow_nan=False)) == drawn
     assert set(drawn) == {"traceEvents", "displayTimeUnit"}
     events = drawn["traceEvents"]
@@ -467,7 +465,7 @@ def test_an_arrow_leads_from_the_operation_that_sent_a_message_to_the_one_that_t
     stages: int, steps: int, latency: float, seed: int
 ) -> None:
     result = on(shared(4, 2, steps, "lagged(2)"), stages, latency=latency, duration=jitter(seed, 0.5))
-    events = perfetto(traced(result, latency))["traceEvents"]
+    events = perfetto(columns(traced(result, latency)))["traceEvents"]
     arrows: dict[int, list[str]] = {}
     last: dict[int, dict[str, Any]] = {}
     for event in events:  # as a viewer does: an arrow belongs to the last operation of its thread
@@ -532,7 +530,8 @@ def test_counters_follow_what_is_in_flight_the_version_and_the_idle_share() -> N
 
 def test_the_simulation_that_a_trace_holds_is_drawn_beside_it(tmp_path: Path) -> None:
     write(traced(TWO, 0.5, since=EPOCH), tmp_path, simulated=on(shared(2, 2, 1), 2).spans)
-    shown = {(event["pid"], event["name"]): event["ts"] for event in of(read_traces(tmp_path), "X")}
+    events = perfetto(read_traces(tmp_path))["traceEvents"]
+    shown = {(event["pid"], event["name"]): event["ts"] for event in events if event["ph"] == "X"}
     assert (shown[2, "1F0"], shown[4, "1F0"]) == (1_500_000, 1_000_000)
     assert (shown[1, "0B1"], shown[3, "0B1"]) == (8_000_000, 7_000_000)
     assert len(shown) == 16
@@ -561,12 +560,12 @@ def asynchronous(since: float = 0.0) -> Trace:
 def test_versions_and_operations_of_every_kind_are_read_back(tmp_path: Path) -> None:
     trace = asynchronous(EPOCH)
     write(trace, tmp_path)
-    assert read_traces(tmp_path) == trace
+    assert same(read_traces(tmp_path), trace)
 
 
 def test_the_drift_of_backwards_is_counted_and_drawn() -> None:
     trace = asynchronous()
-    (row,) = summary(trace)["stages"]
+    (row,) = summary(columns(trace))["stages"]
     assert row["drift"] == {"0": 1, "1": 2}
     assert (row["busy"], row["idle"], row["updates"], row["ops"]) == (13, 0, 3, 10)
     events = {event["name"]: event for event in of(trace, "X") if event["cat"] != "update"}
@@ -587,32 +586,20 @@ def test_the_drift_of_backwards_is_counted_and_drawn() -> None:
 
 def test_a_trace_without_drift_has_no_track_of_it() -> None:
     trace = traced(TWO, 0.5)
-    assert [row["drift"] for row in summary(trace)["stages"]] == [{}, {}]
+    assert [row["drift"] for row in summary(columns(trace))["stages"]] == [{}, {}]
     assert {event["name"] for event in of(trace, "C")} == {"in flight", "idle"}
     assert all("version_forward" not in event["args"] for event in of(trace, "X"))
 
 
-def test_what_is_scored_and_what_is_put_off_wait_for_what_they_need() -> None:
-    first = stage(0, [("E", 0, 0, 2), ("F", 0, 2, 3)])
-    second = stage(1, [("E", 0, 3, 4), ("B", 0, 4, 5), ("W", 0, 9, 10)], [Message("E", 0, 2.1)])
-    told = {str(wait.op): (wait.cause, str(wait.source)) for wait in worst_waits(Trace(0, (first, second)), 9)}
-    assert told == {"1W0": ("version or window", "1B0"), "1E0": ("op", "0E0")}
-    shown = Trace(0, (StageTrace(0, first.spans, (1, 1), (Message("E", 0, 2.0, 8),)), second))
-    assert [(event["name"], event["pid"]) for event in of(shown, "s", "f")] == [
-        ("activations to score", 1),
-        ("activations to score", 2),
-    ]
-
-
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 8)), min_size=1, max_size=4), st.integers(0, 60))
 def test_the_versions_of_a_stage_are_those_of_its_layer_that_drifts_most(drawn: list[tuple[int, int]], n: int) -> None:
-    clocks = [Clock(parse(f"bounded({every}, 9)"), 1, 100, window) for every, window in drawn]
+    clocks = [VersionSchedule(parse_consistency(f"bounded({every}, 9)"), 1, 100, window) for every, window in drawn]
     drifts = [n // every - max(n + 1 - window, 0) // every for every, window in drawn]
     forward, backward = _seen(clocks, "B", n)
     assert backward - forward == max(drifts)
     assert (forward, backward) in [(max(n + 1 - window, 0) // every, n // every) for every, window in drawn]
     assert _seen(clocks, "F", n) == (forward,)
-    assert _seen(clocks, "W", n) == _seen([], "B", n) == ()
+    assert _seen([], "B", n) == ()
 
 
 def test_a_run_on_two_processes_is_traced_with_its_versions_and_all_its_updates(tmp_path: Path) -> None:
@@ -625,33 +612,27 @@ def test_a_run_on_two_processes_is_traced_with_its_versions_and_all_its_updates(
         microbatches=2,
         consistency="bounded(2, 2)",
         clip="global:1.0",
-        validate=Validate(4, batch_size=6, flow=True),
         runs=tmp_path,
         stages=2,
         cut=[3],
-        split_backward="defer",
+        split_backward=True,
         trace=True,
     )
-    trace = read_traces(trained.path)
+    found, trace = summary(read_traces(trained.path)), read_by_line(trained.path)
+    assert trace is not None
+    assert same(read_traces(trained.path), trace)
     finished = next(event for event in trained.run.events.read() if event["event"] == "finished")
-    scored = {span.op.microbatch for span in trace.stages[0].spans if span.op.kind == "E"}
-    # Before micro-batches 8 and 16: the validation data is two batches.
-    assert scored == set(range(len(scored)))
-    assert len(scored) % 4 == 0
-    assert scored
     for one, window, layers in zip(trace.stages, (2, 1), (("embed", 3), ("out", 3)), strict=True):
         ops = {span.op: seen for span, seen in zip(one.spans, one.versions, strict=True)}
         assert len(ops) == len(one.spans)
-        assert ops.keys() == {Op(one.stage, kind, n) for kind in "FBW" for n in range(24)} | {  # type: ignore[arg-type]
-            Op(one.stage, "E", n) for n in scored
-        }
+        assert ops.keys() == {Op(one.stage, kind, n) for kind in "FB" for n in range(24)}  # type: ignore[arg-type]
         for op, seen in ops.items():
-            n = op.microbatch if op.kind != "E" else 8 * (1 + op.microbatch // (len(scored) // 2))
+            n = op.microbatch
             forward = max(n + 1 - window, 0) // 2
-            assert seen == {"B": Versions(forward, n // 2), "W": None}.get(op.kind, Versions(forward))
-        found = summary(trace)["stages"][one.stage]
-        assert found["drift"] == finished["drift"].get(layers[0], {"0": 24})
-        assert found["peak_in_flight"] <= window + (one.stage == 0)
+            assert seen == (Versions(forward, n // 2) if op.kind == "B" else Versions(forward))
+        told = found["stages"][one.stage]
+        assert told["drift"] == finished["drift"].get(layers[0], {"0": 24})
+        assert told["peak_in_flight"] <= window + (one.stage == 0)
         # Every layer's twelve updates, each of them counted once and none while something else was done.
         assert sum(update.layers for update in one.updates) == one.updates[-1].version == 12 * layers[1]
         work = sorted(one.intervals())
@@ -675,10 +656,10 @@ class Beside:
             self._waiting.append(nets.through_bytes(message))
         return 8
 
-    def take(self, timeout: float) -> Arrived | None:
+    def take(self, timeout: float) -> Received | None:
         while timeout and self.worker is not None and self.worker.work() is not None:
             pass
-        return Arrived(self._waiting.popleft(), time.time()) if self._waiting else None
+        return Received(self._waiting.popleft(), time.time()) if self._waiting else None
 
     def doing(self, op: str) -> None: ...
 
@@ -694,18 +675,21 @@ def test_an_update_that_came_late_is_drawn_before_the_operation_that_it_came_wit
     link = Beside()
     tracer = Tracer(tmp_path / "traces" / "stage0.jsonl", 0)
     tracer.start(0, 2, (3,), 2)
-    runtime = Runtime(0, link, link, {0: tracer}, lambda: False)  # type: ignore[arg-type]
+    runtime = Runtime(link, link, tracer, lambda: False)  # type: ignore[arg-type]
     workers = []
     for index, send in enumerate((runtime.send, link.send)):
         one = Stage(task.chain(), task.law, task.stream, nets.CPU, (3,), index)
         one.train_mode()
-        parts = Batches(nets.Numbered(task), 0, 4, 2)  # type: ignore[arg-type]
-        workers.append(Worker(one, Rule(2 - index), 0, 8, parts, send))
+        parts = MicroBatches(nets.Numbered(task), 0, 4, 2)  # type: ignore[arg-type]
+        workers.append(Worker(one, SchedulePolicy(2 - index), 0, 8, parts, send))
     link.worker = workers[1]
     done = []
     runtime.drive(workers[0], lambda op: done.append(op) if op is not None else None)
     tracer.close()
-    (first, _) = read_traces(tmp_path).stages
+    trace = read_by_line(tmp_path)
+    assert trace is not None
+    assert same(read_traces(tmp_path), trace)
+    (first, _) = trace.stages
     assert [str(span.op) for span in first.spans][:6] == ["0F0", "0F1", "0B0", "0B1", "0F2", "0F3"]
     late = [str(op.op) for op in done if op.late]
     assert late == ["0F3", "0F5", "0F7"]

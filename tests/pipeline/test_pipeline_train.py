@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from weft.data import Data, IterableLoader, Tensors
+from weft.engine.losses import accuracy, cross_entropy, mean_squared_error
+from weft.engine.optimizer import Optimizer
 from weft.errors import CheckpointError, ConsistencyError, StreamError, TrainError
-from weft.pipeline import Optimizer, accuracy, cross_entropy, distillation, evaluate, mean_squared_error
-from weft.pipeline.evaluate import recalibrated
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared, initialise
+from weft.trainer.evaluate import evaluate, recalibrated
 
 WIDTH, CLASSES = 4, 3
 
@@ -90,7 +91,7 @@ def test_what_should_not_matter_does_not(tmp_path: Path) -> None:
         {"workers": 3},
         {"checkpoint_every": 1},
         {"validate": 1, "metrics": {"accuracy": accuracy}},
-        {"validate": weft.Validate(2, random=1, recalibrate=0)},
+        {"validate": weft.Validation(2, random=1, recalibrate=0)},
         {"callbacks": [lambda event: torch.randn(3)]},
         {"keep": 1},
     ]
@@ -222,7 +223,7 @@ def test_validation_scores_named_subnets_with_the_weights_of_that_moment(tmp_pat
         build,
         data(),
         runs=tmp_path,
-        validate=weft.Validate(3, random=2, recalibrate=2),
+        validate=weft.Validation(3, random=2, recalibrate=2),
         metrics={"accuracy": accuracy},
         **OPTIONS,
     )
@@ -241,13 +242,13 @@ def test_validation_scores_named_subnets_with_the_weights_of_that_moment(tmp_pat
     assert events[0]["scores"] != scores
 
 
-def _train_batches(trained: weft.Trained, count: int) -> list[dict[str, Tensor]]:
+def _train_batches(trained: weft.TrainedRun, count: int) -> list[dict[str, Tensor]]:
     loader = weft.Loader(trained.data.train, 8, trained.settings.seed)
     return [loader.batch(k) for k in range(count)]
 
 
 def test_without_recalibration_validation_uses_the_running_statistics(tmp_path: Path) -> None:
-    trained = weft.train(build, data(), runs=tmp_path, validate=weft.Validate(6, random=0, recalibrate=0), **OPTIONS)
+    trained = weft.train(build, data(), runs=tmp_path, validate=weft.Validation(6, random=0, recalibrate=0), **OPTIONS)
     events = [e for e in trained.run.events.read() if e["event"] == "validation"]
     truth = evaluate(trained.chain, trained.chain.largest(), [samples(20, 1).take(np.arange(20))], cross_entropy)
     assert events[0]["scores"] == truth
@@ -287,8 +288,9 @@ def test_evaluation_weights_batches_by_their_sizes() -> None:
 
 def test_tensorboard_shows_the_losses_that_the_events_hold(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    trained = weft.train(build, data(), runs=tmp_path, validate=3, **OPTIONS)
-    shown = accumulator.EventAccumulator(str(trained.run.tensorboard)).Reload()
+    board = weft.TensorBoard(tmp_path / "logs")
+    trained = weft.train(build, data(), runs=tmp_path, validate=3, callbacks=[board], **OPTIONS)
+    shown = accumulator.EventAccumulator(str(tmp_path / "logs")).Reload()
     assert {"train/loss", "train/rate", "validation/largest/loss", "validation/random1/loss"} <= set(
         shown.Tags()["scalars"]
     )
@@ -356,7 +358,7 @@ def test_a_chain_is_trained_in_place(tmp_path: Path) -> None:
 
 def test_a_run_can_be_loaded_again_with_its_weights(tmp_path: Path) -> None:
     trained = weft.train(build, data(), run="x", runs=tmp_path, **OPTIONS)
-    loaded = weft.pipeline.load_run(tmp_path / "x", build, data(), **OPTIONS)
+    loaded = weft.load_run(tmp_path / "x", build, data(), **OPTIONS)
     for (name, a), b in zip(trained.chain.state_dict().items(), loaded.chain.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
 
@@ -367,31 +369,43 @@ def test_a_run_can_be_loaded_again_with_its_weights(tmp_path: Path) -> None:
 def test_a_teachers_outputs_enter_the_loss(tmp_path: Path) -> None:
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(WIDTH, CLASSES), nn.Dropout(0.5))
-    mixed = distillation(cross_entropy, weight=0.5)
-    by_module = weft.train(build, data(), runs=tmp_path, teacher=teacher, **{**OPTIONS, "loss": mixed})
-    by_function = weft.train(
-        build, data(), runs=tmp_path, teacher=lambda batch: teacher[0](batch["x"]), **{**OPTIONS, "loss": mixed}
-    )
-    assert by_module.fingerprint == by_function.fingerprint
-    none = weft.train(build, data(), runs=tmp_path, **OPTIONS)
-    weightless = weft.train(
-        build, data(), runs=tmp_path, teacher=teacher, **{**OPTIONS, "loss": distillation(cross_entropy, weight=0.0)}
-    )
-    losses = [[e["loss"] for e in t.run.events.read() if e["event"] == "step"] for t in (none, weightless, by_module)]
+
+    def trained(loss: Any) -> weft.TrainedRun:
+        return weft.train(build, data(), runs=tmp_path, **{**OPTIONS, "loss": loss})
+
+    by_module = trained(weft.Distillation(teacher))
+    assert by_module.fingerprint == trained(weft.Distillation(lambda batch: teacher[0](batch["x"]))).fingerprint
+    assert by_module.fingerprint == trained(weft.Distillation(teacher, inputs="x")).fingerprint
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    found = [trained(loss) for loss in (cross_entropy, weft.Distillation(teacher, weight=0.0))]
+    losses = [[e["loss"] for e in t.run.events.read() if e["event"] == "step"] for t in (*found, by_module)]
     assert losses[0] == pytest.approx(losses[1])
     assert losses[0] != pytest.approx(losses[2])
-    with pytest.raises(TrainError, match="needs the outputs of a teacher"):
-        weft.train(build, data(), runs=tmp_path, **{**OPTIONS, "loss": mixed})
+    with pytest.raises(TrainError, match="the teacher takes image, but the batch has x, "):
+        trained(weft.Distillation(teacher, inputs=("image",)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_teacher_is_the_same_on_the_last_of_several_stages(tmp_path: Path, precision: str) -> None:
+    torch.manual_seed(0)
+    loss = weft.Distillation(nn.Sequential(nn.Linear(WIDTH, CLASSES), nn.Dropout(0.5)))
+    found = {
+        weft.train(
+            build, data, runs=tmp_path, **{**OPTIONS, "loss": loss, "stages": n, "precision": precision}
+        ).fingerprint
+        for n in (1, 2)
+    }
+    assert len(found) == 1
 
 
 def test_distillation_is_zero_for_a_student_like_its_teacher() -> None:
     outputs = torch.randn(5, 3)
-    alone = distillation(lambda out, batch: torch.zeros(()), weight=1.0)
-    assert float(alone(outputs, {"teacher": outputs})) == pytest.approx(0.0, abs=1e-6)
+    alone = weft.Distillation(lambda batch: batch["said"], lambda out, batch: torch.zeros(()), weight=1.0)
+    assert float(alone(outputs, {"said": outputs})) == pytest.approx(0.0, abs=1e-6)
     softened = torch.softmax(outputs / 2, -1)
     other = torch.randn(5, 3)
     expected = 4 * (softened * (softened.log() - torch.log_softmax(other / 2, -1))).sum(-1).mean()
-    torch.testing.assert_close(alone(other, {"teacher": outputs}), expected)
+    torch.testing.assert_close(alone(other, {"said": outputs}), expected)
 
 
 def test_a_subnet_is_retrained_from_scratch_or_from_what_it_inherits(tmp_path: Path) -> None:

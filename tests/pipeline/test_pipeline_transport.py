@@ -12,10 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from weft.distributed.env import read_env
+from weft.distributed.launcher import launch
+from weft.distributed.remote_call import Call
+from weft.distributed.store import connect
+from weft.distributed.transport import PeerLost, Transport
 from weft.errors import TrainError
-from weft.pipeline.launch import Call, connect, launch, ranks
 from weft.pipeline.message import Message
-from weft.pipeline.transport import Lost, Transport
 
 CPU = torch.device("cpu")
 SIZES = (1, 50, 3, 200_000, 7, 7, 7, 1_000_000, 0, *([2] * 40), 90_000)
@@ -27,7 +30,7 @@ def tensor(n: int, size: int) -> torch.Tensor:
 
 def exchange(apart: str | None, file: str) -> None:
     """Three stages; each sends messages of many sizes to both neighbours and checks what comes."""
-    me = ranks()
+    me = read_env()
     assert me is not None
     dist.init_process_group("gloo", store=connect(), rank=me.rank, world_size=me.world)
     transport = Transport(me.rank, me.world, CPU, apart)
@@ -63,7 +66,7 @@ def test_messages_of_any_size_arrive_whole_and_in_order_both_ways(tmp_path: Path
 
 def bereaved(file: str) -> None:
     """Stage 1 dies without a word; stage 0 must hear of it while it waits."""
-    me = ranks()
+    me = read_env()
     assert me is not None
     dist.init_process_group("gloo", store=connect(), rank=me.rank, world_size=me.world)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the one that elastic sends when it finds stage 1 dead
@@ -74,7 +77,7 @@ def bereaved(file: str) -> None:
     began = time.monotonic()
     try:
         transport.take()
-    except Lost as lost:
+    except PeerLost as lost:
         Path(file).write_text(json.dumps({"stage": lost.stage, "seconds": time.monotonic() - began}))
     os._exit(9)
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from weft.pipeline.watch import Beat, Watch, complaint
+from weft.distributed.heartbeat import Beat, Heartbeat, diagnose
 
 PERIOD = 0.05
 FOREVER = 3600.0
@@ -43,11 +43,11 @@ def lost() -> Lost:
 
 
 @pytest.fixture
-def watch() -> Iterator[Callable[..., Watch]]:
-    started: list[Watch] = []
+def watch() -> Iterator[Callable[..., Heartbeat]]:
+    started: list[Heartbeat] = []
 
-    def begin(*arguments: Any, **options: Any) -> Watch:
-        started.append(Watch(*arguments, **{"period": PERIOD, "silence": FOREVER, "patience": FOREVER, **options}))
+    def begin(*arguments: Any, **options: Any) -> Heartbeat:
+        started.append(Heartbeat(*arguments, **{"period": PERIOD, "silence": FOREVER, "patience": FOREVER, **options}))
         return started[-1]
 
     yield begin
@@ -90,18 +90,18 @@ BEATS = st.builds(Beat, st.integers(1), st.none() | st.just("2F17"), st.floats(0
     ],
 )
 def test_a_complaint_names_what_the_stage_did_and_for_how_long(beat, quiet, expected):
-    assert complaint(2, beat, quiet, 20.0, 300.0) == expected
+    assert diagnose(2, beat, quiet, 20.0, 300.0) == expected
 
 
 @given(BEATS, st.floats(0, 1e4), st.floats(0, 1e4))
 def test_longer_silence_never_makes_a_stage_look_better(beat, quiet, more):
-    if complaint(0, beat, quiet, 20.0, 300.0) is not None:
-        assert complaint(0, beat, quiet + more, 20.0, 300.0) is not None
+    if diagnose(0, beat, quiet, 20.0, 300.0) is not None:
+        assert diagnose(0, beat, quiet + more, 20.0, 300.0) is not None
 
 
 @given(BEATS, st.floats(0, 19), st.floats(0, 299))
 def test_a_stage_that_beats_and_gets_on_is_left_alone(beat, quiet, seconds):
-    assert complaint(0, Beat(beat.count, beat.op, seconds, {}, beat.done), quiet, 20.0, 300.0) is None
+    assert diagnose(0, Beat(beat.count, beat.op, seconds, {}, beat.done), quiet, 20.0, 300.0) is None
 
 
 # Several watches over one store
@@ -190,7 +190,7 @@ def test_a_watch_may_be_closed_by_its_own_callback(watch, lost):
 BEATING = """
 import sys
 from torch.distributed import PrefixStore, TCPStore
-from weft.pipeline.watch import Watch
+from weft.distributed.heartbeat import Watch
 store = PrefixStore("weft/0", TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False))
 watch = Watch(store, 2, 3, lambda rank, message: None, period=0.05)
 watch.figures = {"in_flight": 3}

@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stages import KINDS, Numbered, Outcome, Task, in_stages, make_task, sequentially
 
+from weft.engine.optimizer import Optimizer
 from weft.errors import NonFiniteError
-from weft.pipeline import Optimizer
-from weft.pipeline.batches import Batches
 from weft.pipeline.message import Message
-from weft.pipeline.scheduler import Rule
+from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.stage import Stage
 from weft.pipeline.worker import Worker
+from weft.trainer.batches import MicroBatches
 
 quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -50,6 +50,14 @@ def test_every_number_of_stages_gives_the_bits_of_one(kind: str, m: int, optimiz
     for cut in ((), (2,), (1, blocks - 1), tuple(range(1, blocks))):
         for seed in (0, 1):
             assert_same(whole, in_stages(task, cut, 2 * len(cut) + 2, seed)[0])
+
+
+@pytest.mark.parametrize("after", [1, 20])
+def test_a_run_that_is_told_to_stop_ends_on_every_stage_at_the_same_whole_step(after: int) -> None:
+    task = make_task("text", steps=12, m=2)
+    stopped, _ = in_stages(task, (1, 2, 3), 4, after, stop_after=after)
+    assert 0 < stopped.steps < 12
+    assert_same(in_stages(task, (1, 2, 3), 4, until=stopped.steps)[0], stopped)
 
 
 def test_the_comparison_can_fail() -> None:
@@ -102,13 +110,6 @@ def test_any_mixture_cut_window_and_timing_gives_the_bits_of_one_stage(
 def test_a_backward_that_is_split_gives_the_same_bits(case: tuple[Task, tuple[int, ...], int, int]) -> None:
     task, cut, window, seed = case
     assert_same(sequentially(task), in_stages(task, cut, window, seed, split=True)[0])
-
-
-@settings(quiet, max_examples=40)
-@given(cases())
-def test_gradients_of_weights_that_are_put_off_give_the_same_bits(case: tuple[Task, tuple[int, ...], int, int]) -> None:
-    task, cut, window, seed = case
-    assert_same(sequentially(task), in_stages(task, cut, window, seed, defer=True)[0])
 
 
 @pytest.mark.long
@@ -214,8 +215,8 @@ def test_a_version_stays_for_a_checkpoint_although_every_micro_batch_that_read_i
     sent: list[Message] = []
     stage = Stage(task.chain(), task.law, task.stream, torch.device("cpu"), (1,), 0)
     stage.train_mode()
-    batches = Batches(Numbered(task), 0, 6, 1)  # type: ignore[arg-type]
-    worker = Worker(stage, Rule(9), 0, 6, batches, lambda to, message: sent.append(message), every=2)
+    batches = MicroBatches(Numbered(task), 0, 6, 1)  # type: ignore[arg-type]
+    worker = Worker(stage, SchedulePolicy(9), 0, 6, batches, lambda to, message: sent.append(message), every=2)
     while worker.work() is not None:
         pass
     assert [message.microbatch for message in sent] == [0, 1, 2, 3, 4]

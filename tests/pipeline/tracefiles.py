@@ -7,13 +7,12 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.pipeline.consistency import parse
-from weft.pipeline.placement import Placement
-from weft.pipeline.scheduler import Rule
+from weft.engine.consistency import parse_consistency
+from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.simulator import Duration, Simulated, Span, simulate
-from weft.pipeline.tracer import Tracer
 from weft.pipeline.workload import Workload
-from weft.plan.cut import best_cut
+from weft.supernet.partition import best_cut
+from weft.trace.recorder import Tracer
 
 EPOCH = 2.0**31
 """Later than any start line of today; whole and half seconds after it are exact in floats."""
@@ -28,16 +27,15 @@ def simulated(
     duration: Duration | None = None,
     choices: int = 1,
     window: int | None = None,
-    placement: Placement | None = None,
 ) -> Simulated:
     """A chain of one block a stage; step i uses choice i % choices of each."""
 
     def uses(n: int) -> list[tuple[int, Hashable]]:
         return [(block, (block, (n // m) % choices)) for block in range(stages)]
 
-    work = Workload(stages, m, steps, uses, lambda layer: parse(consistency))
-    rule = Rule(window or 2 * stages * m)
-    return simulate(work, best_cut([1.0] * stages, stages), rule, latency, duration, placement=placement)
+    work = Workload(stages, m, steps, uses, lambda layer: parse_consistency(consistency))
+    rule = SchedulePolicy(window or 2 * stages * m)
+    return simulate(work, best_cut([1.0] * stages, stages), rule, latency, duration)
 
 
 def write(
@@ -47,7 +45,6 @@ def write(
     latency: float = 0.0,
     updates: float = 0.0,
     foreseen: Sequence[Span] | None = None,
-    ranks: Sequence[int] = (),
     restart: int = 0,
     first: int = 0,
 ) -> None:
@@ -56,13 +53,13 @@ def write(
     for stage in range(result.stages):
         tracer = Tracer(run / "traces" / f"stage{stage}.jsonl", stage)
         known = foreseen if stage == 0 else None
-        tracer.start(restart, result.stages, tuple(range(1, result.stages)), m, known, ranks)
+        tracer.start(restart, result.stages, tuple(range(1, result.stages)), m, known)
         flying: set[int] = set()
         done = 0
         for span in sorted(result.spans, key=lambda span: (span.start, span.end)):
             kind, n = span.op.kind, span.op.microbatch
             to = span.op.stage + (1 if kind == "F" else -1)
-            if kind != "W" and to == stage and span.op.stage != stage:
+            if to == stage and span.op.stage != stage:
                 tracer.received(kind, first + n, EPOCH + span.end + latency)
             if span.op.stage != stage:
                 continue

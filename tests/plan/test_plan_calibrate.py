@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.plan import collective
+from weft.hardware import collectives
+from weft.hardware.machine import Machine
 from weft.plan.calibrate import Stopwatch, Work, calibrate, fit, rates
-from weft.plan.machine import Machine
 
 
 def rows(q: int, bandwidth: float, latency: float) -> list[tuple[str, int, float, float]]:
@@ -50,7 +50,7 @@ def test_the_fit_counts_bytes_and_messages_as_the_costs_of_a_plan_do(
     bandwidth: float, latency: float, size: float
 ) -> None:
     made = [
-        (kind, 2, each, float(getattr(collective, kind)(each, 2, bandwidth, latency)))
+        (kind, 2, each, float(getattr(collectives, kind)(each, 2, bandwidth, latency)))
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
         for each in (size, 3 * size)
     ]

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.errors import PlanError
-from weft.keys import torch_seeded
 from weft.plan.capture import Captured, bias_operand, capture, draws, localise, summed
 from weft.plan.capture.program import WAYS
 from weft.plan.graph import Operator
+from weft.utils.rng import torch_seeded
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +59,19 @@ def find(captured: Captured, name: str) -> Operator:
     return captured.graph.operators[captured.places[name]]
 
 
+def placeholders(captured: Captured, model: nn.Module, batch: Any) -> dict[str, Any]:
+    """A tensor for each placeholder of the program: parameters and buffers, constants, and the batch's tensors."""
+    own, state = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
+    return {
+        **{node: own[name] for node, name in captured.parameters.items()},
+        **{node: state[name] for node, name in captured.buffers.items()},
+        **captured.constants,
+        **{node: batch if isinstance(batch, Tensor) else batch[key] for node, key in captured.inputs.items()},
+    }
+
+
 def run(captured: Captured, model: nn.Module, batch: Any) -> dict[str, Any]:
-    values: dict[str, Any] = dict(captured.bind(model, batch))
+    values = placeholders(captured, model, batch)
     for node in captured.nodes.nodes:
         if node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: values[source.name])

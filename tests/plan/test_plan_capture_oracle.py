@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 
 import weft
 from weft import zoo
-from weft.keys import generator, torch_seeded
 from weft.plan.capture import Captured, bias_operand, capture, draws, localise, tensors
 from weft.plan.capture.program import WAYS
 from weft.plan.capture.rules.view import groups
 from weft.plan.graph import Operator
+from weft.utils.rng import generator, torch_seeded
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +46,20 @@ def apply(node: fx.Node, arguments: Any, operands: list[Tensor], values: Mapping
     return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
 
+def placeholders(captured: Captured, model: nn.Module, batch: Any) -> dict[str, Any]:
+    """A tensor for each placeholder of the program: parameters and buffers, constants, and the batch's tensors."""
+    own, state = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
+    return {
+        **{node: own[name] for node, name in captured.parameters.items()},
+        **{node: state[name] for node, name in captured.buffers.items()},
+        **captured.constants,
+        **{node: batch if isinstance(batch, Tensor) else batch[key] for node, key in captured.inputs.items()},
+    }
+
+
 def run_whole(captured: Captured, model: nn.Module, batch: Any) -> dict[str, Any]:
     """The value of every node, computed on one device."""
-    values: dict[str, Any] = dict(captured.bind(model, batch))
+    values = placeholders(captured, model, batch)
     for node in captured.nodes.nodes:
         if node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: values[source.name])

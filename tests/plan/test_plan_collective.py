@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.plan.collective import all_gather, all_reduce, all_to_all, reduce_scatter, send
+from weft.hardware.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, send
 
 ALL: list[Callable[..., Any]] = [all_reduce, reduce_scatter, all_gather, all_to_all, send]
 SIZES, GROUPS = st.floats(0, 1e12), st.integers(1, 2000)

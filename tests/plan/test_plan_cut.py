@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConsistencyError
-from weft.plan.cut import best_cut, stage_of
+from weft.supernet.partition import best_cut, stage_of
 
 
 def largest(costs: list[float], cut: tuple[int, ...]) -> float:

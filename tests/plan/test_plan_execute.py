@@ -22,7 +22,6 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from weft.errors import PlanError
-from weft.keys import generator
 from weft.plan.capture import Captured, capture
 from weft.plan.execute import Applied, apply
 from weft.plan.execute.passage import Kind
@@ -31,6 +30,7 @@ from weft.plan.execute.wire import Wire
 from weft.plan.graph import PARAMETER, Dim, Operator
 from weft.plan.layout import REPLICATED, Mesh, Split, splits
 from weft.plan.strategy import Strategy
+from weft.utils.rng import generator
 
 SEED = 5
 

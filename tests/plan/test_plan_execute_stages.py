@@ -25,7 +25,6 @@ from torch.multiprocessing import start_processes
 from torch.nn import functional
 
 from weft.errors import PlanError
-from weft.keys import generator
 from weft.plan import Plan
 from weft.plan.capture import Captured, capture
 from weft.plan.execute import Staged, apply_stages
@@ -40,6 +39,7 @@ from weft.plan.graph import Tensor as Shape
 from weft.plan.layout import REPLICATED, Mesh, Split, splits
 from weft.plan.planner import plan_captured
 from weft.plan.strategy import Strategy
+from weft.utils.rng import generator
 
 SEED, ROWS = 5, 8
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.plan.machine import Device, Level, Machine, machine
-from weft.plan.presets import PRESETS
+from weft.hardware.machine import Device, Level, Machine, machine
+from weft.hardware.presets import PRESETS
 
 SMALL = Machine(
     "small",

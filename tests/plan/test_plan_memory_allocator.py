@@ -8,13 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.memory.addresses import OneWay, Slots
-from weft.plan.memory.allocator import MIB, CachingAllocator, OutOfMemory, Rules
-from weft.plan.memory.expandable import ENDLESS, ExpandableAllocator
-from weft.plan.memory.steady import lasting
-from weft.plan.memory.tape import Tape
+from weft.memory.allocator import (
+    ENDLESS,
+    MIB,
+    AllocatorConfig,
+    CachingAllocator,
+    ExpandableAllocator,
+    OneWay,
+    OutOfMemory,
+    Slots,
+)
+from weft.memory.timeline import AllocationTimeline, repeat_last_step
 
-EXPANDABLE = Rules(expandable=True)
+EXPANDABLE = AllocatorConfig(expandable=True)
 SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 3 * MIB), st.integers(MIB, 40 * MIB))
 
 
@@ -266,7 +272,7 @@ def test_segments_fill_the_holes_of_earlier_slots_the_lowest_first_and_those_tha
     assert slots.place(40 * MIB) == large
 
 
-def tape_of(*steps: list[int]) -> Tape:
+def tape_of(*steps: list[int]) -> AllocationTimeline:
     """A tape of forwards and updates whose events are block numbers, freed where negative; block n has n MiB."""
     order, phases = [], ["setup"]
     for number, events in enumerate(steps):
@@ -274,7 +280,7 @@ def tape_of(*steps: list[int]) -> Tape:
         order += [0, *events, 0]
         assert number < 2
     count = max(abs(event) for event in order)
-    return Tape(
+    return AllocationTimeline(
         tuple(order), tuple(number * MIB for number in range(1, count + 1)), ("activations",) * count, ("",) * count,
         tuple(phases),
     )  # fmt: skip
@@ -283,7 +289,7 @@ def tape_of(*steps: list[int]) -> Tape:
 def test_a_third_step_is_the_second_once_more_with_what_that_one_left_in_place_of_what_it_found() -> None:
     """Each step frees what the one before left (12, then 12 again, as block 24 of as many bytes) in its middle."""
     tape = replace(tape_of([15, 12, -15], [18, -12, 24, -18]), sizes=tuple([12 * MIB] * 24))
-    more = lasting(tape, 4)
+    more = repeat_last_step(tape, 4)
     assert len(more.phases) == len(tape.phases) + 4
     assert more.order[: len(tape.order)] == tape.order
     assert more.order[len(tape.order) :] == (0, 25, -24, 26, -25, 0, 0, 27, -26, 28, -27, 0)
@@ -299,4 +305,4 @@ def test_a_third_step_is_the_second_once_more_with_what_that_one_left_in_place_o
 
 def test_a_step_that_leaves_other_blocks_than_it_found_is_not_repeated() -> None:
     tape = tape_of([15, 12, -15], [18, -12, 14, -18])
-    assert lasting(tape, 3) is tape
+    assert repeat_last_step(tape, 3) is tape

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 import weft
 from weft.errors import PlanError
-from weft.plan.memory import KERNELS, recompute
-from weft.plan.memory.curve import Curve
-from weft.plan.memory.estimate import Estimate, estimate
-from weft.plan.memory.tape import Tape, in_place
-from weft.plan.memory.workspaces import partial_sums
+from weft.memory import KERNELS, recompute
+from weft.memory.estimate import BatchPolynomial, Estimate, estimate
+from weft.memory.timeline import AllocationTimeline, in_place
+from weft.memory.workspaces import partial_sums
 
 MIB = 2**20
 BLAS = KERNELS["h200"].blas
@@ -506,18 +505,20 @@ def test_a_sum_in_the_backward_takes_the_place_of_a_summand_that_ends_with_it() 
 
 
 def test_a_curve_goes_through_its_tapes_and_refuses_two_of_a_different_order() -> None:
-    first, second = (Tape((1, 2, -1, -2), sizes, ("batch",) * 2, ("",) * 2, ("setup",)) for sizes in ((10, 7), (30, 7)))
-    line = Curve({2: first, 4: second}, KERNELS["h200"])
+    first, second = (
+        AllocationTimeline((1, 2, -1, -2), sizes, ("batch",) * 2, ("",) * 2, ("setup",)) for sizes in ((10, 7), (30, 7))
+    )
+    line = BatchPolynomial({2: first, 4: second}, KERNELS["h200"])
     assert (line.at(2), line.at(4)) == (first, second)
     assert line.at(7).sizes == (60, 7)
     squares = {batch: replace(first, sizes=(batch**2, 7)) for batch in (2, 4, 8)}
-    parabola = Curve(squares, KERNELS["h200"])
+    parabola = BatchPolynomial(squares, KERNELS["h200"])
     assert [parabola.at(batch).sizes for batch in (2, 3, 8, 1001)] == [(4, 7), (9, 7), (64, 7), (1001**2, 7)]
     assert line.meets(7, replace(first, sizes=(60, 7)))
     assert not line.meets(8, squares[8])
-    other = Tape((1, -1, 2, -2), (10, 7), ("batch",) * 2, ("",) * 2, ("setup",))
+    other = AllocationTimeline((1, -1, 2, -2), (10, 7), ("batch",) * 2, ("",) * 2, ("setup",))
     with pytest.raises(PlanError, match="in a different order"):
-        Curve({2: first, 4: other}, KERNELS["h200"])
+        BatchPolynomial({2: first, 4: other}, KERNELS["h200"])
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from weft.plan.memory.choices import PASSES, Shape, kind, pieces
-from weft.plan.memory.convolutions import FEW, convolution_backward, workspace
-from weft.plan.memory.kernels import kernels
-from weft.plan.memory.recurrent import workspace as recurrent
-from weft.plan.memory.sketch import Sketch
+from weft.hardware.gpus import kernels
+from weft.memory.cudnn_conv import FEW, PASSES, Shape, convolution_backward, kind, pieces, workspace
+from weft.memory.cudnn_rnn import workspace as recurrent
+from weft.memory.tensor_shape import TensorShape
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -64,9 +63,9 @@ def test_trees_tell_workspaces_of_convolutions_that_they_were_not_fitted_to(
     assert sum(close) / len(close) > least
 
 
-def outline(element: int, *shape: int) -> Sketch:
+def outline(element: int, *shape: int) -> TensorShape:
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return Sketch(shape, tuple(strides), element)
+    return TensorShape(shape, tuple(strides), element)
 
 
 def test_filters_of_one_pixel_have_a_rule_for_the_gradients_of_their_weights(convolutions: list[list[str]]) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pase import AS_PUBLISHED, CORRECTED, NETWORKS, Corrections, configurations, network, tables
+from pase.layers import Builder, Value
+from pase.network import Network, Vertex
 
 from weft.errors import PlanError
-from weft.plan.pase import AS_PUBLISHED, CORRECTED, NETWORKS, Corrections, configurations, network, tables
-from weft.plan.pase.layers import Builder, Value
-from weft.plan.pase.network import Network, Vertex
 
 WORD = 5000.0  # FLOP a word of 8 bytes with the usual 10 TFLOP/s and 16 GB/s
 

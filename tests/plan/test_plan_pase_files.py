@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from weft.plan.pase import network, tables
-from weft.plan.pase.network import Vertex
+from pase import network, tables
+from pase.network import Vertex
 
 Require = Callable[[str, bool, str], None]
 

@@ -17,17 +17,17 @@ from torch.nn import functional as F
 
 import weft
 from weft.errors import PlanError
+from weft.hardware.machine import machine
 from weft.plan import Machine, Plan
 from weft.plan.candidate import solved
 from weft.plan.capture import Captured, capture
-from weft.plan.machine import machine
 from weft.plan.planner import plan_captured
 from weft.plan.request import Request
 from weft.plan.shapes import shapes
 from weft.plan.shown import show
 from weft.plan.solve import OverLimit
 from weft.plan.tables import Training
-from weft.units import size_of
+from weft.utils.units import parse_bytes
 
 WIDTH, LENGTH, HEADS, BATCH = 512, 128, 4, 48
 
@@ -114,7 +114,7 @@ def test_stages_need_not_divide_the_batch(captured: Captured, stages: int) -> No
 @pytest.mark.parametrize("memory", ["80GiB", "900MiB", "330MiB"])
 def test_no_way_that_was_left_out_is_faster(captured: Captured, memory: str) -> None:
     made = plan_captured(captured, "2080ti", devices=4, memory=memory, compare=False)
-    computer, limit = machine("2080ti"), size_of(memory)
+    computer, limit = machine("2080ti"), parse_bytes(memory)
     steps = []
     for _, shape in shapes(captured.graph, Request(computer, 4, limit, Training())):
         with suppress(OverLimit):
@@ -254,7 +254,7 @@ def test_what_no_cut_divides_is_what_each_device_needs_at_least() -> None:
     weights = sum(o.outputs[0].bytes for o in found.graph.operators if o.kind == "parameter")
     with pytest.raises(PlanError, match="each needs at least") as refused:
         plan_captured(found, devices=3, stages=3, microbatches=3, memory=weights)
-    told = size_of("".join(re.findall(r"at least ([\d.]+) (\w+)", str(refused.value))[0]), PlanError)
+    told = parse_bytes("".join(re.findall(r"at least ([\d.]+) (\w+)", str(refused.value))[0]), PlanError)
     assert told > 3.9 * weights  # weight, gradient and two states, whole in one stage; not a third of them
 
 

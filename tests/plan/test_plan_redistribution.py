@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.plan import collective
+from weft.hardware import collectives
+from weft.hardware.machine import Device, Level, Machine
 from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh
-from weft.plan.machine import Device, Level, Machine
 from weft.plan.redistribution import Redistribution, meshes, settled
 
 SIZE = 1 << 20
@@ -29,10 +29,10 @@ def test_each_step_is_its_collective() -> None:
         (0, 0): 0.0,
         (REPLICATED, REPLICATED): 0.0,
         (REPLICATED, 0): 0.0,
-        (0, REPLICATED): float(collective.all_gather(SIZE, 4, *link)),
-        (PARTIAL, REPLICATED): float(collective.all_reduce(SIZE, 4, *link)),
-        (PARTIAL, 1): float(collective.reduce_scatter(SIZE, 4, *link)),
-        (0, 1): float(collective.all_to_all(SIZE / 4, 4, *link)),
+        (0, REPLICATED): float(collectives.all_gather(SIZE, 4, *link)),
+        (PARTIAL, REPLICATED): float(collectives.all_reduce(SIZE, 4, *link)),
+        (PARTIAL, 1): float(collectives.reduce_scatter(SIZE, 4, *link)),
+        (0, 1): float(collectives.all_to_all(SIZE / 4, 4, *link)),
     }
     for (source, target), seconds in cases.items():
         assert one(Mesh((4,)), (source,), (target,)) == pytest.approx(seconds)
@@ -42,15 +42,15 @@ def test_a_tensor_is_cut_before_it_travels() -> None:
     """Partial along the outer axis and to be cut along the inner one: only the cut part is summed."""
     link = MACHINE.axis_link((2, 4), 0)
     cut = one(Mesh((2, 4)), (PARTIAL, REPLICATED), (REPLICATED, 0))
-    assert cut == pytest.approx(float(collective.all_reduce(SIZE / 4, 2, *link)))
+    assert cut == pytest.approx(float(collectives.all_reduce(SIZE / 4, 2, *link)))
 
 
 def test_parts_within_parts_are_gathered_when_the_outer_cut_goes() -> None:
     mesh = Mesh((2, 2))
     inner, outer = MACHINE.axis_link((2, 2), 1), MACHINE.axis_link((2, 2), 0)
-    gathered = float(collective.all_gather(SIZE / 2, 2, *inner)) + float(collective.all_gather(SIZE, 2, *outer))
+    gathered = float(collectives.all_gather(SIZE / 2, 2, *inner)) + float(collectives.all_gather(SIZE, 2, *outer))
     assert one(mesh, (0, 0), (REPLICATED, 0)) == pytest.approx(gathered)
-    assert one(mesh, (0, 1), (REPLICATED, 1)) == pytest.approx(float(collective.all_gather(SIZE / 2, 2, *outer)))
+    assert one(mesh, (0, 1), (REPLICATED, 1)) == pytest.approx(float(collectives.all_gather(SIZE / 2, 2, *outer)))
 
 
 def test_a_table_has_the_cost_of_each_pair() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from weft.hardware.machine import Device, Level, Machine
 from weft.plan.batches import microbatch
 from weft.plan.candidate import Candidate, Shape, priced, solved
 from weft.plan.capture import capture
@@ -21,7 +22,6 @@ from weft.plan.graph import PARAMETER, Dim, Graph, Operator, Read
 from weft.plan.graph import Tensor as Laid
 from weft.plan.layout import Mesh
 from weft.plan.line import line
-from weft.plan.machine import Device, Level, Machine
 from weft.plan.proof import Proof
 from weft.plan.refine import Refinement
 from weft.plan.solve import OverLimit

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pase.markov_chain import markov_chain
 
-from weft import keys
 from weft.errors import PlanError
-from weft.plan.solve import OverLimit, Problem, markov_chain, solve, tied
+from weft.plan.solve import OverLimit, Problem, solve
+from weft.utils import rng
 
 KINDS = ("path", "tree", "cycle", "dense", "sparse", "layers")
 
@@ -125,7 +126,7 @@ def test_the_least_weight_counts_only_picks_that_may_meet():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_optimum_is_that_of_brute_force(kind: str, entries: int):
     for number in range(40):
-        draw = keys.generator("solve", kind, number)
+        draw = rng.generator("solve", kind, number)
         count = int(draw.integers(1, 7))
         agrees(problem_of(kind, count, draw, forbid=number % 3 == 0, weigh=number % 2 == 0), entries)
 
@@ -134,7 +135,7 @@ def test_the_optimum_is_that_of_brute_force(kind: str, entries: int):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pick_is_within_the_gap_that_is_asked_for_and_its_bound_never_above_the_optimum(kind: str, gap: float):
     for number in range(30):
-        draw = keys.generator("within", kind, number)
+        draw = rng.generator("within", kind, number)
         problem = problem_of(kind, int(draw.integers(2, 7)), draw, forbid=number % 3 == 0, weigh=True)
         best, _ = brute(problem)
         if math.isinf(best):
@@ -148,7 +149,7 @@ def test_a_pick_is_within_the_gap_that_is_asked_for_and_its_bound_never_above_th
 
 
 def test_layers_that_all_read_one_tensor_are_within_a_hundredth_though_they_are_too_entangled_to_eliminate():
-    draw = keys.generator("hub")
+    draw = rng.generator("hub")
     sizes = [24, 24, *[12] * 14]  # two tensors that every layer reads, each with its own wish of how they lie
     unary = tuple(draw.gamma(2.0, 1.0, size) for size in sizes)
     chain = {(i, i + 1): draw.gamma(2.0, 1.0, (12, 12)) for i in range(2, len(sizes) - 1)}
@@ -167,13 +168,13 @@ def test_layers_that_all_read_one_tensor_are_within_a_hundredth_though_they_are_
 def test_the_optimum_is_that_of_brute_force_whatever_is_drawn(
     seed: int, kind: str, count: int, forbid: bool, weigh: bool
 ):
-    agrees(problem_of(kind, count, keys.generator("drawn", seed), forbid, weigh), 1 << 20)
+    agrees(problem_of(kind, count, rng.generator("drawn", seed), forbid, weigh), 1 << 20)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(KINDS))
 def test_the_optimum_does_not_depend_on_how_vertices_and_configurations_are_numbered(seed: int, kind: str):
-    draw = keys.generator("numbered", seed)
+    draw = rng.generator("numbered", seed)
     problem = problem_of(kind, 9, draw, forbid=False, weigh=False)
     place = draw.permutation(9)
     orders = [draw.permutation(len(costs)) for costs in problem.unary]
@@ -191,7 +192,7 @@ def test_the_optimum_does_not_depend_on_how_vertices_and_configurations_are_numb
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_tighter_limit_never_costs_less_and_the_bound_never_passes_the_optimum(seed: int):
-    draw = keys.generator("limits", seed)
+    draw = rng.generator("limits", seed)
     problem = problem_of("layers", 7, draw, forbid=False, weigh=True)
     free = solve(Problem(problem.unary, problem.pairs))
     costs = []
@@ -206,7 +207,7 @@ def test_a_tighter_limit_never_costs_less_and_the_bound_never_passes_the_optimum
 
 
 def test_a_long_chain_of_equal_layers_is_the_power_of_one_layer():
-    draw = keys.generator("chain")
+    draw = rng.generator("chain")
     table, costs = draw.random((7, 7)), draw.random(7)
     count = 300
     best = costs
@@ -218,7 +219,7 @@ def test_a_long_chain_of_equal_layers_is_the_power_of_one_layer():
 
 
 def test_a_vertex_that_all_layers_read_costs_as_many_entries_as_it_has_classes_not_configurations():
-    draw = keys.generator("shared")
+    draw = rng.generator("shared")
     kinds = draw.integers(0, 3, 200)  # 200 configurations of the shared vertex, three ways in which its tensor lies
     read, table = draw.random((3, 5))[kinds], draw.random((5, 5))
     pairs = {(0, layer): read for layer in range(1, 31)} | {(layer, layer + 1): table for layer in range(1, 30)}
@@ -227,29 +228,8 @@ def test_a_vertex_that_all_layers_read_costs_as_many_entries_as_it_has_classes_n
     assert found.entries <= 3 * 5 * 5
 
 
-def test_tied_vertices_pick_alike_and_cost_the_same_in_both_problems():
-    for number in range(30):
-        draw = keys.generator("tied", number)
-        problem = problem_of("sparse", 6, draw, forbid=number % 2 == 0, weigh=True)
-        sizes = [len(costs) for costs in problem.unary]
-        groups = [[v for v in range(6) if sizes[v] == size] for size in set(sizes)]
-        small, expand = tied(problem, groups)
-        assert len(small.unary) == len(groups)
-        for pick in itertools.product(*[range(len(costs)) for costs in small.unary]):
-            whole = expand(pick)
-            assert all(len({whole[v] for v in group}) == 1 for group in groups)
-            assert near(small.cost(pick), problem.cost(whole)) or small.cost(pick) == problem.cost(whole)
-            assert near(small.weight(pick), problem.weight(whole))
-
-
-@pytest.mark.parametrize("groups", [[[0, 1]], [[0], [0]], [[5]]], ids=["unequal", "twice", "unknown"])
-def test_vertices_that_cannot_be_tied_are_refused(groups: list[list[int]]):
-    with pytest.raises(PlanError):
-        tied(Problem((np.zeros(2), np.zeros(3)), {}), groups)
-
-
 def test_a_markov_chain_is_never_below_the_optimum_and_its_history_only_falls():
-    problem = problem_of("layers", 8, keys.generator("walk"), forbid=False, weigh=False)
+    problem = problem_of("layers", 8, rng.generator("walk"), forbid=False, weigh=False)
     walk = markov_chain(problem, 0.2, seed=1)
     assert near(problem.cost(walk.pick), walk.cost)
     assert walk.cost >= solve(problem).cost - 1e-9

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft import keys
 from weft.errors import PlanError
 from weft.plan.solve import Problem
 from weft.plan.solve import minimum as blocks
@@ -25,6 +24,7 @@ from weft.plan.solve.elimination import Network, effort, eliminate, same
 from weft.plan.solve.local import neighbours, polished
 from weft.plan.solve.price import Minimum, Priced, costs_at, priced
 from weft.plan.solve.splice import changed, spliced
+from weft.utils import rng
 
 
 def costs_of_all(problem: Problem) -> dict[tuple[int, ...], float]:
@@ -33,7 +33,7 @@ def costs_of_all(problem: Problem) -> dict[tuple[int, ...], float]:
 
 
 def graph(seed: int, count: int = 6, size: int = 3, weigh: bool = False) -> Problem:
-    draw = keys.generator("parts", seed)
+    draw = rng.generator("parts", seed)
     pairs = {(i, j): draw.normal(size=(size, size)) for j in range(count) for i in range(j) if draw.random() < 0.5}
     weights = tuple(draw.integers(0, 9, size).astype(float) for _ in range(count)) if weigh else None
     limit = sum(float(0.6 * w.min() + 0.4 * w.max()) for w in weights) if weights else math.inf
@@ -62,7 +62,7 @@ def test_a_join_tells_apart_exactly_what_either_does_and_is_the_same_object_from
 
 
 def test_equal_tables_are_compressed_once_and_others_apart():
-    table = keys.generator("equal").random((40, 40))
+    table = rng.generator("equal").random((40, 40))
     other = table.copy()
     other[39, 39] += 1.0  # where no sample is taken
     edges = compressed({(0, 1): table, (1, 2): table.copy(), (2, 3): other})
@@ -73,7 +73,7 @@ def test_equal_tables_are_compressed_once_and_others_apart():
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.lists(st.integers(1, 7), min_size=1, max_size=4), st.sampled_from([1, 4, 16, 64]))
 def test_the_least_of_a_sum_in_blocks_is_the_least_of_the_sum(seed: int, shape: list[int], block: int):
-    draw = keys.generator("blocks", seed)
+    draw = rng.generator("blocks", seed)
     shape = [int(draw.integers(1, 9)), *shape]
     terms = []
     for _ in range(int(draw.integers(1, 5))):
@@ -89,7 +89,7 @@ def test_the_least_of_a_sum_in_blocks_is_the_least_of_the_sum(seed: int, shape: 
 
 
 def test_an_order_never_makes_a_table_above_what_is_allowed_and_says_what_is_left():
-    draw = keys.generator("order")
+    draw = rng.generator("order")
     pairs = {(i, j): draw.random((4, 4)) for j in range(6) for i in range(j)}
     network = Network(6, compressed(pairs), 4**3)
     assert network.order.entries <= 4**3
@@ -99,7 +99,7 @@ def test_an_order_never_makes_a_table_above_what_is_allowed_and_says_what_is_lef
 
 
 def test_in_a_ring_of_equal_layers_only_as_many_steps_are_computed_as_it_takes_to_double_up():
-    draw = keys.generator("once")
+    draw = rng.generator("once")
     table, costs = draw.random((5, 5)), draw.random(5)
     for count in (64, 128):
         pairs = {(i, i + 1): table for i in range(count - 1)} | {(0, count - 1): table.T}
@@ -127,7 +127,7 @@ def test_a_dual_bound_only_rises_never_passes_the_optimum_and_keeps_every_optima
 
 
 def test_on_a_tree_two_sweeps_prove_the_optimum():
-    draw = keys.generator("tree")
+    draw = rng.generator("tree")
     problem = Problem(
         tuple(draw.random(4) for _ in range(7)), {((j - 1) // 2, j): draw.random((4, 4)) for j in range(1, 7)}
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pase import tables
 
-from weft.plan.pase import tables
 from weft.plan.solve import Problem, solve
 
 Require = Callable[[str, bool, str], None]

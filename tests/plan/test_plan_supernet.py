@@ -12,10 +12,10 @@ from torch import nn
 
 import weft
 from weft.errors import PlanError
-from weft.pipeline.settings import make_settings
-from weft.pipeline.survey import workload_of
 from weft.plan import plan_chain
 from weft.supernet import Chain
+from weft.trainer.config import make_settings
+from weft.trainer.partitioning import workload_of
 
 WIDTH = 32
 BATCH = {"x": torch.zeros(16, WIDTH)}

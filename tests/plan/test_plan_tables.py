@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.plan import collective
+from weft.hardware import collectives
+from weft.hardware.machine import Device, Level, Machine
 from weft.plan.batches import batch_dims, microbatch
 from weft.plan.capture import Captured, capture
 from weft.plan.graph import INPUT, Graph
 from weft.plan.layout import REPLICATED, Mesh
-from weft.plan.machine import Device, Level, Machine
 from weft.plan.solve import solve
 from weft.plan.tables import Tables, Training, layer_of, tables
 
@@ -70,12 +70,12 @@ def test_strategies_cost_the_collectives_that_they_are_known_for() -> None:
 
     compute, moving = cost(graph, made, rows)
     # Data parallelism: one all-reduce for the gradient of each weight.
-    assert moving == pytest.approx(2 * float(collective.all_reduce(weights, 4, *link)))
+    assert moving == pytest.approx(2 * float(collectives.all_reduce(weights, 4, *link)))
     assert compute < whole
 
     # Stored in parts: gathered for the forward, and the gradient is scattered.
     stored = {**rows, n["w1"]: "a0", n["w2"]: "a0"}
-    gathered = float(collective.all_gather(weights, 4, *link) + collective.reduce_scatter(weights, 4, *link))
+    gathered = float(collectives.all_gather(weights, 4, *link) + collectives.reduce_scatter(weights, 4, *link))
     assert cost(graph, made, stored)[1] == pytest.approx(2 * gathered)
 
     # Columns, then rows: nothing moves between the two. The input needs no gradient; the result stays a sum.
@@ -99,7 +99,7 @@ def test_a_parameter_that_is_read_twice_sends_its_gradient_once_where_both_read_
     link = MACHINE.axis_link((4,), 0)
     (weight,) = (operator.name for operator in graph.operators if operator.kind == "parameter")
     lookup, head = (operator.name for operator in graph.operators if operator.reads)
-    once = float(collective.all_reduce(4.0 * WIDTH * WIDTH, 4, *link))
+    once = float(collectives.all_reduce(4.0 * WIDTH * WIDTH, 4, *link))
     batch = [operator.dims[dim or 0].name for operator, dim in zip(graph.operators, batch_dims(graph), strict=True)]
     rows = {o.name: name for o, name in zip(graph.operators, batch, strict=True) if o.name in (lookup, head)}
 

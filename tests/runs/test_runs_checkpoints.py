@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.errors import CheckpointError, RunError
-from weft.keys import generator
 from weft.runs import Checkpoints, shards
+from weft.utils.rng import generator
 
 DTYPES = sorted(shards.DTYPES, key=str)
 
@@ -146,14 +146,23 @@ def test_only_the_last_are_kept(tmp_path: Path) -> None:
         Checkpoints(tmp_path, keep=0)
 
 
-def test_a_step_that_exists_is_replaced(tmp_path: Path) -> None:
+def test_a_step_is_published_once(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, example(0), {"n": 0})
-    checkpoints.save(1, {"other.w": torch.ones(3)}, {"n": 1})
+    for again in (checkpoints, Checkpoints(tmp_path)):
+        with pytest.raises(CheckpointError, match=r"step 1 has a checkpoint .* already"):
+            again.save(1, {"other.w": torch.ones(3)}, {"n": 1})
+    entry = checkpoints.write_shard(1, "stage0", {"other.w": torch.ones(3)})
+    with pytest.raises(CheckpointError, match=r"step 1 has a checkpoint .* already"):
+        checkpoints.publish(1, [entry], {"n": 1})
     got = checkpoints.load(1)
-    assert got.meta == {"n": 1}
-    assert_same(got.tensors, {"other.w": torch.ones(3)})
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert got.meta == {"n": 0}
+    assert_same(got.tensors, example(0))
+    checkpoints.save(2, {}, {})  # which tidies up
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+    checkpoints.drop_after(0)
+    checkpoints.save(1, {"other.w": torch.ones(3)}, {"n": 1})  # a run that went back
+    assert checkpoints.load(1).meta == {"n": 1}
 
 
 def test_shards_of_several_writers_become_one_checkpoint_when_published(tmp_path: Path) -> None:
@@ -319,14 +328,17 @@ def test_a_missing_checkpoint_is_an_error_that_says_which_there_are(tmp_path: Pa
     assert sorted(path.name for path in (tmp_path / "none").iterdir()) == ["step-00000004"]
 
 
-def test_a_checkpoint_set_aside_is_found_and_brought_back(tmp_path: Path) -> None:
-    Checkpoints(tmp_path).save(1, example(), {})
-    (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.old")  # killed between two renames
-    assert Checkpoints(tmp_path).steps() == [1]
-    assert_same(Checkpoints(tmp_path).load().tensors, example())
-    assert [path.name for path in tmp_path.iterdir()] == [".step-00000001.old"]  # reading changes nothing
-    Checkpoints(tmp_path).save(2, example(), {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+def test_a_checkpoint_that_is_dropped_while_it_is_read_is_missing_and_not_damaged(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, example(), {})
+
+    def drop(name: str) -> bool:
+        checkpoints.drop_after(1)
+        return True
+
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 2 .*there are: 1"):
+        Checkpoints(tmp_path).load(2, only=drop)
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:

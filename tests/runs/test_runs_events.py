@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weft.errors import RunError
 from weft.runs import Events
-from weft.runs.peek import ended, head, tail
+from weft.runs.events import ended, head, tail
 
 FIELDS = st.dictionaries(
     st.text(min_size=1).filter(lambda name: name not in ("event", "time")),

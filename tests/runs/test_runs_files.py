@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import RunError
-from weft.runs.files import plain, read_json, replacing, sha256_file, write_atomic, write_json
+from weft.utils.files import read_json, replacing, sha256_file, to_json, write_atomic, write_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -58,7 +58,7 @@ def test_values_of_numpy_torch_and_dataclasses_become_plain() -> None:
         "set": {3, 1},
         7: (True, None),
     }
-    assert plain(value) == {
+    assert to_json(value) == {
         "p": {"x": "-inf", "where": "a/b"},
         "n": 0.5,
         "m": [0, 1, 2],

@@ -9,9 +9,8 @@ import pytest
 from torch import nn
 
 import weft
-from weft.search.cheap import COUNTED, CheapCosts
-from weft.search.expected import measure_expected
-from weft.search.score import Scorer
+from weft.search.cost_model import build_cost_model
+from weft.search.scorer import COUNTED, CostLookup, Scorer
 from weft.space import Subnet
 from weft.supernet import Chain
 
@@ -51,19 +50,19 @@ def scorer(tmp_path: Path) -> Counting:
 
 
 def test_after_a_few_subnets_costs_come_from_tables_and_are_the_same(scorer: Counting) -> None:
-    costs, every = CheapCosts(scorer, most=200), list(scorer.chain.space.enumerate())
+    costs, every = CostLookup(scorer, most=200), list(scorer.chain.space.enumerate())
     found = [costs(subnet) for subnet in every]
     assert scorer.counted == every[:COUNTED]
     assert found == [scorer.cheap(subnet) for subnet in every]
 
 
 def test_tables_that_are_known_are_not_measured_but_compared(scorer: Counting) -> None:
-    right = [measure_expected(scorer.chain, scorer.example, metric) for metric in ("parameters", "flops")]
-    wrong = [measure_expected(scorer.chain, scorer.example, "parameters"), right[1]]
+    right = [build_cost_model(scorer.chain, scorer.example, metric) for metric in ("parameters", "flops")]
+    wrong = [build_cost_model(scorer.chain, scorer.example, "parameters"), right[1]]
     wrong[0].constant += 1
     every = list(itertools.islice(scorer.chain.space.enumerate(), 2 * COUNTED))
     for known, counted in ((right, COUNTED), (wrong, 2 * COUNTED)):
-        costs = CheapCosts(scorer, 200, known)
+        costs = CostLookup(scorer, 200, known)
         scorer.counted.clear()
         scorer._costs.clear()
         found = [costs(subnet) for subnet in every]
@@ -71,8 +70,8 @@ def test_tables_that_are_known_are_not_measured_but_compared(scorer: Counting) -
         assert found == [scorer.cheap(subnet) for subnet in every]
 
 
-def test_where_tables_take_more_subnets_than_are_asked_for_all_are_counted(scorer: Counting) -> None:
-    costs, every = CheapCosts(scorer, most=0), list(itertools.islice(scorer.chain.space.enumerate(), 2 * COUNTED))
-    costs._most = 3
+def test_where_few_subnets_are_asked_for_all_are_counted(scorer: Counting) -> None:
+    costs = CostLookup(scorer, most=4 * COUNTED - 1)
+    every = list(itertools.islice(scorer.chain.space.enumerate(), 2 * COUNTED))
     assert [costs(subnet) for subnet in every] == [scorer.cheap(subnet) for subnet in every]
     assert scorer.counted == every

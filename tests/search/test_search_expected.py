@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.elastic import Linear, Mixture, Module, Switch, Zero
+from weft.elastic import Sequential as Row
 from weft.errors import SearchError
-from weft.keys import generator
+from weft.search import cost_measure
 from weft.search.cost import flops, parameters
-from weft.search.expected import Expected, measure_expected, meter, survey
+from weft.search.cost_model import CostModel, build_cost_model
 from weft.space import Expr, Space, Subnet
-from weft.supernet import Chain, Choice, Elastic, Optional, Shared, Unbuilt, extract, initialise
-from weft.supernet.elastic import Linear, Mixture, Module
+from weft.supernet import Chain, Choice, Elastic, LazyLayer, Optional, Shared, extract, initialise
+from weft.utils.rng import generator
 from weft.zoo import digits_mlp
 
 Batch = dict[str, Tensor]
@@ -104,6 +106,155 @@ class Valued(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) if float(x.sum()) < 1e9 else x
+
+
+class Deep(Module):
+    """Modules in modules: switches in a switch, and what they hold read choices of their own."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__()
+        size = space.handle("size")
+        inner = Switch(space, "inner", {"a": Feed(space, 4, size), "b": nn.Linear(4, 4), "c": Zero()})
+        self.outer = Switch(space, "outer", {"on": Row(inner, Feed(space, 4, 2 * size)), "off": nn.Identity()})
+
+    def forward(self, x: Tensor, pick: Any) -> Tensor:
+        out: Tensor = self.outer(x, pick=pick)
+        return out
+
+
+class Splitting(Module):
+    """Gives two tensors, or one: what is around it looks which."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__()
+        self.layer = Linear(space, 4, 4)
+
+    def forward(self, x: Tensor, pick: Any) -> Any:
+        y = self.layer(x, pick=pick)
+        return (y, x) if pick["case"] == 1 else None if pick["case"] == 2 else y
+
+
+class Looking(Module):
+    """Decides by what a module within gives, by what it took, and by numbers that it hands on."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__()
+        self.split, self.keep, self.times = Splitting(space), Keeping(space), Times(space)
+        self.pair, self.none, self.kept = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 7)
+
+    def forward(self, x: Tensor, pick: Any) -> Tensor:
+        out = self.split(x, pick=pick)
+        if isinstance(out, tuple):
+            x = self.pair(out[0]) + out[1]
+        elif out is None:
+            x = self.none(x)
+        y = self.keep(x, pick=pick)
+        if y is x:
+            return self.kept(x)
+        out_: Tensor = self.times(y, int(pick["other"]), pick=pick)
+        return out_
+
+
+class Keeping(Module):
+    def __init__(self, space: Space) -> None:
+        super().__init__()
+        self.layer = Linear(space, 4, 4)
+
+    def forward(self, x: Tensor, pick: Any) -> Tensor:
+        return x if pick["case"] == 0 else self.layer(x, pick=pick)
+
+
+class Times(Module):
+    """Runs a layer as often as it is told."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__()
+        self.layer = Linear(space, 4, 4)
+
+    def forward(self, x: Tensor, times: int, pick: Any) -> Tensor:
+        for _ in range(times):
+            x = self.layer(x, pick=pick)
+        return x
+
+
+class Asking(Module):
+    """Asks the pick for more than it declares, in every way that there is."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=bool(index % 2)) for index in range(5))
+        self.space = space
+
+    def forward(self, x: Tensor, pick: Any) -> Tensor:
+        if pick.get("deep") == 2:
+            x = self.layers[0](x)
+        if "extra" in pick and pick.values["extra"] == 3:
+            x = self.layers[1](x)
+        if {"deep", "extra"} <= pick.values.keys():
+            x = self.layers[2](x)
+        if pick["twice"] == 4:  # a derived dimension
+            x = self.layers[3](x)
+        return self.layers[4](x)
+
+
+class Twofold(Module):
+    """One module and one weight in two places."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__()
+        shared = Linear(space, 4, 4)
+        self.first, self.second = Row(shared, nn.ReLU()), Switch(space, "case", {0: shared, 1: Zero(), 2: Row(shared)})
+        self.scaled = Row(Scaled(4), Scaled(4))
+        self.scaled[1].scale = self.scaled[0].scale
+
+    def forward(self, x: Tensor, pick: Any) -> Tensor:
+        x = self.first(x, pick=pick) + self.second(x, pick=pick)
+        x = self.first(x, pick=pick)
+        return self.scaled(x, pick=pick) if pick["other"] else x
+
+
+class Scaled(Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor, pick: Any) -> Tensor:
+        return x * self.scale
+
+
+class Gossip(Module):
+    """Tells another module what the pick is, behind the back of everybody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[int] = [0]
+        self.say, self.hear = Say(self.told), Hear(self.told)
+
+    def forward(self, x: Tensor, pick: Any) -> Tensor:
+        out: Tensor = self.hear(self.say(x, pick=pick), pick=pick)
+        return out
+
+
+class Say(Module):
+    def __init__(self, told: list[int]) -> None:
+        super().__init__()
+        self.told = told
+
+    def forward(self, x: Tensor, pick: Any) -> Tensor:
+        self.told[0] = pick["case"]
+        return x + 1
+
+
+class Hear(Module):
+    def __init__(self, told: list[int]) -> None:
+        super().__init__()
+        self.told = told
+        self.each = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, pick: Any) -> Tensor:
+        for layer in self.each[: self.told[0] + 1]:
+            x = layer(x)
+        return x
 
 
 def tower(layers: int = 3) -> tuple[Chain, Batch]:
@@ -211,8 +362,44 @@ def sided() -> tuple[Chain, Batch]:
     return chain, {"x": torch.ones(3, 4), "y": torch.ones(4, 4), "bias": torch.ones(3, 4)}
 
 
+def deep() -> tuple[Chain, Batch]:
+    space = Space()
+    outer = space.categorical("outer", ["off", "on"])
+    space.categorical("inner", ["a", "b", "c"], when=outer == "on")
+    space.integer("size", [2, 3, 5], when=outer == "on")
+    return Chain(Elastic(space, "deep", Deep(space)), Shared(nn.Linear(4, 2), "head")), {"x": torch.ones(2, 4)}
+
+
+def cases(make: Callable[[Space], Module]) -> Callable[[], tuple[Chain, Batch]]:
+    def chain() -> tuple[Chain, Batch]:
+        space = Space()
+        space.integer("case", [0, 1, 2])
+        space.integer("other", [0, 1, 3])
+        return Chain(Elastic(space, "layer", make(space))), {"x": torch.ones(2, 4)}
+
+    chain.__name__ = make.__name__.lower()
+    return chain
+
+
+def asking() -> tuple[Chain, Batch]:
+    space = Space()
+    deep = space.integer("deep", [0, 1, 2])
+    space.integer("extra", [3, 4], when=deep > 0)
+    half = space.integer("half", [1, 2])
+    space.derive("twice", 2 * half)
+    return Chain(Elastic(space, "layer", Asking(space))), {"x": torch.ones(2, 4)}
+
+
+def tied() -> tuple[Chain, Batch]:
+    space = Space()
+    choice = Choice(space, "a", {"x": nn.Linear(4, 4), "y": nn.Identity()})
+    ends = Shared(nn.Linear(4, 4), "first"), Shared(nn.Linear(4, 4), "last")
+    return Chain(ends[0], choice, ends[1], tie=[("first.weight", "last.weight")]), {"x": torch.ones(2, 4)}
+
+
 CHAINS: list[Callable[[], tuple[Chain, Batch]]] = [
-    tower, plain_and_optional, nested, cropped, following, cased, valued, constrained, sided,
+    tower, plain_and_optional, nested, cropped, following, cased, valued, constrained, sided, deep, asking, tied,
+    cases(Looking), cases(Twofold),
 ]  # fmt: skip
 
 
@@ -238,7 +425,7 @@ def probability(mixture: Mixture, subnet: Subnet) -> float:
     return math.prod(float(mixture[name][options[name].index(value)]) for name, value in subnet.values.items())
 
 
-def brute_force(expected: Expected, mixture: Mixture) -> float:
+def brute_force(expected: CostModel, mixture: Mixture) -> float:
     """Over all valid subnets, each as likely as its active choices are together."""
     every = list(mixture.space.enumerate())
     chances = [probability(mixture, subnet) for subnet in every]
@@ -249,7 +436,7 @@ def test_a_width_of_which_both_layers_read_the_size_by_hand() -> None:
     space = Space()
     width = space.integer("width", [2, 5])
     chain = Chain(Elastic(space, "stem", Linear(space, 3, width)), Elastic(space, "head", Linear(space, width, 2)))
-    counted = measure_expected(chain, {"x": torch.ones(7, 3)}, "parameters")
+    counted = build_cost_model(chain, {"x": torch.ones(7, 3)}, "parameters")
     by_hand = {2: (3 + 1) * 2 + (2 + 1) * 2, 5: (3 + 1) * 5 + (5 + 1) * 2}
     assert {w: counted.of(space.subnet(width=w)) for w in (2, 5)} == by_hand
     mixture = Mixture(space, {"width": torch.tensor([0.25, 0.75])})
@@ -257,7 +444,7 @@ def test_a_width_of_which_both_layers_read_the_size_by_hand() -> None:
     assert counted.expect(mixture).dtype == torch.float32
     assert counted.expect(mixture).shape == ()
     assert (counted.low, counted.high, counted.metric) == (14, 32, "parameters")
-    products = measure_expected(chain, {"x": torch.ones(7, 3)}, "flops")
+    products = build_cost_model(chain, {"x": torch.ones(7, 3)}, "flops")
     assert products.of(space.subnet(width=5)) == 2 * 7 * (3 * 5 + 5 * 2)
 
 
@@ -267,7 +454,7 @@ def test_costs_are_those_of_the_extracted_subnets_and_expectations_those_over_al
     make: Callable[[], tuple[Chain, Batch]], metric: str
 ) -> None:
     chain, batch = make()
-    expected = measure_expected(chain, batch, metric)
+    expected = build_cost_model(chain, batch, metric)
     every = list(chain.space.enumerate())
     rng = generator(0, "some")
     some = every if len(every) <= 24 else [every[int(i)] for i in rng.choice(len(every), 24, replace=False)]
@@ -284,7 +471,7 @@ def test_costs_are_those_of_the_extracted_subnets_and_expectations_those_over_al
 
 def test_a_part_that_runs_for_one_combination_of_two_choices_is_found() -> None:
     chain, batch = cased()
-    expected = measure_expected(chain, batch, "parameters")
+    expected = build_cost_model(chain, batch, "parameters")
     for case, other in itertools.product(range(30), range(6)):
         own = 16 + (4 if case % 2 == 0 else 0) + (20 if (case, other) == (3, 2) else 0)
         assert expected.of(chain.space.subnet(case=case, other=other)) == own + 5
@@ -293,7 +480,7 @@ def test_a_part_that_runs_for_one_combination_of_two_choices_is_found() -> None:
 def test_every_candidate_is_measured_however_many_there_are() -> None:
     space = Space()
     candidates: dict[str, nn.Module] = {f"of{n}": nn.Linear(1, n, bias=False) for n in range(1, 90)}
-    expected = measure_expected(Chain(Choice(space, "a", candidates)), {"x": torch.ones(1, 1)}, "parameters")
+    expected = build_cost_model(Chain(Choice(space, "a", candidates)), {"x": torch.ones(1, 1)}, "parameters")
     assert [expected.of(space.subnet(a=f"of{n}")) for n in range(1, 90)] == list(range(1, 90))
 
 
@@ -301,8 +488,8 @@ def test_layers_that_are_not_built_yet_are_measured_and_stay_so() -> None:
     chain = digits_mlp(blocks=3)
     batch = {"x": torch.ones(1, 1, 8, 8)}
     for metric in ("parameters", "flops"):
-        expected = measure_expected(chain, batch, metric)
-        assert all(isinstance(chain.module(name), Unbuilt) for name in chain.layers)
+        expected = build_cost_model(chain, batch, metric)
+        assert all(isinstance(chain.module(name), LazyLayer) for name in chain.layers)
         built = initialise(lambda: digits_mlp(blocks=3))
         for subnet in built.space.enumerate():
             assert expected.of(subnet) == true_cost(built, subnet, batch, metric)
@@ -313,7 +500,7 @@ def test_measuring_leaves_the_chain_as_it_was() -> None:
     before = {name: tensor.clone() for name, tensor in chain.state_dict().items()}
     chain.train()
     for metric in ("parameters", "flops", "latency"):
-        measure_expected(chain, batch, metric, repeats=1)
+        build_cost_model(chain, batch, metric, repeats=1)
     assert all(module.training for module in chain.modules())
     assert all("forward" not in vars(module) and "plain" not in vars(module) for module in chain.modules())
     assert all(torch.equal(before[name], tensor) for name, tensor in chain.state_dict().items())
@@ -322,14 +509,14 @@ def test_measuring_leaves_the_chain_as_it_was() -> None:
 def test_the_gradient_is_that_of_the_expectation() -> None:
     for make in (tower, constrained):
         chain, batch = make()
-        expected = measure_expected(chain, batch, "flops")
+        expected = build_cost_model(chain, batch, "flops")
         space = chain.space
         rng = generator(1, "logits")
         logits = [
             torch.tensor(rng.normal(size=len(c.options or ())), requires_grad=True) for c in space.choices.values()
         ]
 
-        def cost(*rows: Tensor, space: Space = space, expected: Expected = expected) -> Tensor:
+        def cost(*rows: Tensor, space: Space = space, expected: CostModel = expected) -> Tensor:
             chances = {name: row.softmax(0) for name, row in zip(space.choices, rows, strict=True)}
             return expected.expect(Mixture.unchecked(space, chances)) / expected.high
 
@@ -341,7 +528,7 @@ def test_forbidden_combinations_do_not_count() -> None:
     a, b = space.integer("a", [1, 10]), space.integer("b", [1, 10])
     space.require((a < 10) | (b < 10))
     chain = Chain(Elastic(space, "first", Linear(space, 1, a, bias=False)), Elastic(space, "last", Linear(space, a, b)))
-    expected = measure_expected(chain, {"x": torch.ones(1, 1)}, "parameters")
+    expected = build_cost_model(chain, {"x": torch.ones(1, 1)}, "parameters")
     even = Mixture.uniform(space)  # a third each for (1, 1), (1, 10) and (10, 1)
     assert expected.expect(even).item() == pytest.approx(((1 + 2) + (1 + 20) + (10 + 11)) / 3)
     assert expected.high == 21
@@ -349,20 +536,20 @@ def test_forbidden_combinations_do_not_count() -> None:
 
 def test_it_travels_as_tables_alone() -> None:
     chain, batch = tower(2)
-    expected = measure_expected(chain, batch, "parameters")
+    expected = build_cost_model(chain, batch, "parameters")
     mixture = random_mixture(chain.space, 5)
     expected.expect(mixture)
     written = pickle.dumps(expected)
     assert b"weft.space" not in written
     assert b"weft.supernet" not in written
-    again: Expected = pickle.loads(written)
+    again: CostModel = pickle.loads(written)
     assert torch.equal(again.expect(mixture), expected.expect(mixture))
     assert [again.of(s) for s in chain.space.enumerate()] == [expected.of(s) for s in chain.space.enumerate()]
 
 
 def test_an_expectation_asks_a_mixture_for_nothing_but_joint_probabilities() -> None:
     chain, batch = tower(2)
-    expected = measure_expected(chain, batch, "parameters")
+    expected = build_cost_model(chain, batch, "parameters")
     mixture = random_mixture(chain.space)
 
     class Joints:
@@ -377,7 +564,7 @@ def test_an_expectation_copies_nothing_and_looks_at_no_value_the_second_time(
     make: Callable[[], tuple[Chain, Batch]],
 ) -> None:
     chain, batch = make()
-    expected = measure_expected(chain, batch, "parameters")
+    expected = build_cost_model(chain, batch, "parameters")
     expected.expect(random_mixture(chain.space, dtype=torch.float32))
     seen: list[str] = []
 
@@ -395,7 +582,7 @@ def test_an_expectation_copies_nothing_and_looks_at_no_value_the_second_time(
 
 def test_latencies_add_up_over_the_layers_that_a_subnet_uses() -> None:
     chain, batch = tower(2)
-    expected = measure_expected(chain, batch, "latency", repeats=2)
+    expected = build_cost_model(chain, batch, "latency", repeats=2)
     costs = {subnet: expected.of(subnet) for subnet in chain.space.enumerate()}
     assert 0 < expected.low <= expected.high
     assert (expected.low, expected.high) == pytest.approx((min(costs.values()), max(costs.values())))
@@ -413,16 +600,16 @@ def test_latencies_add_up_over_the_layers_that_a_subnet_uses() -> None:
 
 
 def test_latencies_of_layers_with_many_combinations_are_taken_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "WHOLE", 1)
+    monkeypatch.setattr(cost_measure, "WHOLE", 1)
     chain, batch = tower(1)
-    expected = measure_expected(chain, batch, "latency", repeats=1)
+    expected = build_cost_model(chain, batch, "latency", repeats=1)
     assert expected.low > 0
     assert not any({"heads0", "ratio0"} <= set(table.names) for table in expected.tables)
 
 
 def test_a_chain_without_choices_costs_what_it_costs() -> None:
     chain = Chain(Shared(nn.Linear(3, 4), "only"))
-    expected = measure_expected(chain, {"x": torch.ones(1, 3)}, "parameters")
+    expected = build_cost_model(chain, {"x": torch.ones(1, 3)}, "parameters")
     assert expected.of(chain.space.subnet()) == expected.low == expected.high == 16
     assert expected.expect(Mixture.unchecked(chain.space, {})).item() == 16
 
@@ -436,7 +623,7 @@ def test_a_constraint_that_ties_too_many_choices_leaves_bounds() -> None:
     space.require(total <= 20)
     chain = Chain(*(Elastic(space, f"block{i}", Feed(space, 2, size)) for i, size in enumerate(sizes)))
     batch = {"x": torch.ones(1, 2)}
-    expected = measure_expected(chain, batch, "parameters")
+    expected = build_cost_model(chain, batch, "parameters")
     rng = generator(0, "subnets")
     for _ in range(8):
         subnet = space.sample(rng)
@@ -448,13 +635,20 @@ def test_a_constraint_that_ties_too_many_choices_leaves_bounds() -> None:
 def test_what_cannot_be_expected_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     chain, batch = tower(1)
     with pytest.raises(SearchError, match="no metric 'flop' can be expected; did you mean 'flops'"):
-        measure_expected(chain, batch, "flop")
+        build_cost_model(chain, batch, "flop")
     other, _ = tower(2)
     with pytest.raises(SearchError, match="is of space"):
-        measure_expected(chain, batch, "parameters").of(other.space.first())
-    monkeypatch.setattr(survey, "LIMIT", 5)
+        build_cost_model(chain, batch, "parameters").of(other.space.first())
+    monkeypatch.setattr(cost_measure, "LIMIT", 5)
     with pytest.raises(SearchError, match=r"depend on width, .*combinations, more than 5. Let it depend on fewer"):
-        measure_expected(chain, batch, "parameters")
+        build_cost_model(chain, batch, "parameters")
+
+
+def test_modules_that_tell_each_other_more_than_tensors_are_refused() -> None:
+    chain, batch = cases(lambda space: Gossip())()
+    for metric in ("parameters", "flops"):
+        with pytest.raises(SearchError, match="follows neither from the choices that its modules ask the pick for"):
+            build_cost_model(chain, batch, metric)
 
 
 @st.composite
@@ -490,7 +684,7 @@ def test_any_chain_is_the_sum_of_its_tables(made: tuple[Chain, Batch], seed: int
         return
     every = list(chain.space.enumerate())
     for metric in ("parameters", "flops"):
-        expected = measure_expected(chain, batch, metric)
+        expected = build_cost_model(chain, batch, metric)
         rng = generator(seed, "pick")
         for index in rng.choice(len(every), min(len(every), 6), replace=False):
             assert expected.of(every[int(index)]) == true_cost(chain, every[int(index)], batch, metric)

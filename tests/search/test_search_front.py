@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from weft.errors import SearchError, WeftError
-from weft.search.front import Front
-from weft.search.objective import Constraint, dominates, parse_constraints, parse_objectives
-from weft.search.scored import Scored
+from weft.search.front import Front, Scored
+from weft.search.objectives import Constraint, dominates, parse_constraints, parse_objectives
 from weft.space import Space, Subnet
 
 GOALS = parse_objectives("accuracy", "flops")
@@ -149,18 +148,6 @@ def test_a_missing_metric_and_a_missing_objective_are_refused() -> None:
         Front(scored((1, 1)), GOALS, ["size<=4"])
     with pytest.raises(SearchError, match="objective"):
         Front(scored((1, 1)), ())
-
-
-def test_hypervolume_is_in_the_units_of_the_objectives() -> None:
-    front = Front(scored((0.5, 1), (0.75, 3), (0.25, 2)), GOALS)
-    assert front.hypervolume({"accuracy": 0.0, "flops": 4.0}) == 0.5 * 3 + 0.25 * 1
-    assert front.hypervolume([0.0, 4.0]) == 0.5 * 3 + 0.25 * 1
-    assert front.hypervolume([0.5, 4.0]) == 0.25 * 1
-    assert front.hypervolume([1.0, 1.0]) == 0.0
-    with pytest.raises(SearchError, match="'flops'"):
-        front.hypervolume({"accuracy": 0.0})
-    with pytest.raises(SearchError, match="3 numbers for 2"):
-        front.hypervolume([0.0, 1.0, 2.0])
 
 
 def test_a_front_survives_being_saved_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

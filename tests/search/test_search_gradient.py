@@ -21,14 +21,11 @@ from weft.errors import SearchError
 from weft.search.gradient import (
     GRADIENT_METHODS,
     GradientMethod,
-    Learner,
     SampledMethod,
-    gradient_search,
     make_gradient_method,
+    search_gradient,
 )
-from weft.search.gradient.drnas import DrNAS
-from weft.search.gradient.gdas import GDAS
-from weft.search.gradient.method import usual_optimizer, usual_warmup
+from weft.search.gradient.methods import GDAS, DrNAS, default_optimizer, default_warmup
 from weft.supernet import Chain
 
 RELAXED = [name for name in GRADIENT_METHODS if isinstance(make_gradient_method(name), GradientMethod)]
@@ -73,7 +70,7 @@ SPACES: dict[str, tuple[Callable[[], Chain], Callable[[], Data]]] = {
 
 def search(folder: Path, method: str = "drnas", steps: int = 6, **options: Any) -> Any:
     given = {"batch_size": 32, "metrics": {"accuracy": weft.accuracy}, "runs": folder, **options}
-    return gradient_search(layered, open_data("digits"), method=method, steps=steps, **given)
+    return search_gradient(layered, open_data("digits"), method=method, steps=steps, **given)
 
 
 @pytest.mark.parametrize("method", RELAXED)
@@ -108,33 +105,6 @@ def test_drnas_draws_from_the_dirichlet_whose_mean_it_gives_without_training() -
     torch.testing.assert_close(drawn.var(0), mean * (1 - mean) / (total + 1), rtol=0.1, atol=0.0)
 
 
-def test_a_learner_finds_the_option_that_costs_least_and_repeats_to_the_bit() -> None:
-    space = weft.Space()
-    for name in ("a", "b"):
-        space.integer(name, [0, 1, 2])
-
-    def run(method: str) -> tuple[weft.Subnet, list[float]]:
-        learner = Learner(space, make_gradient_method(method), weft.Optimizer("adam", lr=0.05), steps=200, seed=1)
-        for _ in range(200):
-            p = learner.ask()
-            far = (p["a"] - torch.tensor([0.0, 0.0, 1.0])).square().sum()
-            (far + p["b"] @ torch.tensor([1.0, 0.0, 2.0])).backward()
-            learner.tell()
-        return learner.ask(training=False).likeliest(), [p for a in learner.alphas.values() for p in a.tolist()]
-
-    for method in ("darts", "drnas", "gdas"):
-        found, alphas = run(method)
-        assert found == space.subnet(a=2, b=1)
-        assert run(method) == (found, alphas)
-
-
-def test_a_learner_that_is_told_nothing_says_what_comes_first() -> None:
-    space = weft.Space()
-    space.integer("a", [0, 1])
-    with pytest.raises(SearchError, match="after a backward"):
-        Learner(space, make_gradient_method("darts")).tell()
-
-
 LONG = (
     "darts-partial",
     "conv-macro",
@@ -155,7 +125,7 @@ def test_every_method_searches_every_space(tmp_path: Path, space: str) -> None:
         if method == "pc-darts" and space != "darts-partial":
             continue
         options: dict[str, Any] = {"batch_size": 4, "steps": 2, "runs": tmp_path, "budget": 2, "recalibrate": 1}
-        found = gradient_search(build, data(), method=method, **options)
+        found = search_gradient(build, data(), method=method, **options)
         assert found.trained.chain.space.contains(found.subnet)
         assert found.scores["parameters"] == sum(p.numel() for p in found.extract().parameters())
         saved = json.loads((found.trained.run.path / "results" / "search" / "front.json").read_text())
@@ -192,7 +162,7 @@ def test_a_target_that_no_architecture_meets_is_refused_before_the_training_with
 def test_a_method_that_needs_validation_data_says_so(tmp_path: Path) -> None:
     data = Data("x", open_data("digits").train)
     with pytest.raises(SearchError, match="validation data"):
-        gradient_search(layered, data, method="darts", steps=2, runs=tmp_path)
+        search_gradient(layered, data, method="darts", steps=2, runs=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -309,21 +279,21 @@ def test_a_search_on_two_stages_finds_what_one_finds(tmp_path: Path) -> None:
 def test_wrong_arguments_have_their_line(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
     given = {"method": "drnas", "steps": 20, "runs": tmp_path, **wrong}
     with pytest.raises(SearchError, match=re.escape(said)):
-        gradient_search(layered, weft.data.digits(), **given)
+        search_gradient(layered, weft.data.digits(), **given)
     assert not any(tmp_path.iterdir())
 
 
 def test_a_module_that_is_no_chain_is_refused() -> None:
-    with pytest.raises(SearchError, match=r"takes a run that weft\.train made, or a supernet and its data, not Linear"):
+    with pytest.raises(SearchError, match=r"takes a run that weft\.train made, not Linear; .*search_gradient"):
         weft.search(torch.nn.Linear(2, 2), weft.data.digits(), steps=2)
 
 
 def test_methods_that_decide_quickly_warm_up_and_learn_at_a_rate_that_suits_the_run() -> None:
     darts, drnas = make_gradient_method("darts"), make_gradient_method("drnas")
-    assert (usual_warmup(darts, 500), usual_warmup(drnas, 500)) == (0, 150)
-    rates = [usual_optimizer(drnas, steps).options["lr"] for steps in (100, 500, 1500, 50_000)]
+    assert (default_warmup(darts, 500), default_warmup(drnas, 500)) == (0, 150)
+    rates = [default_optimizer(drnas, steps).options["lr"] for steps in (100, 500, 1500, 50_000)]
     assert rates == [0.03, 0.03, 0.01, 0.003]
-    assert usual_optimizer(darts, 500).options["lr"] == 0.003
+    assert default_optimizer(darts, 500).options["lr"] == 0.003
 
 
 def test_a_loss_of_ones_own_teaches_in_a_sandwich(tmp_path: Path) -> None:
@@ -333,16 +303,16 @@ def test_a_loss_of_ones_own_teaches_in_a_sandwich(tmp_path: Path) -> None:
         seen.append(len(outputs))
         return weft.cross_entropy(outputs, batch)
 
-    gradient_search(layered, weft.data.digits(), method="sandwich", steps=2, distil=taught, budget=2, runs=tmp_path)
+    search_gradient(layered, weft.data.digits(), method="sandwich", steps=2, distil=taught, budget=2, runs=tmp_path)
     assert len(seen) == 2 * 3
 
 
 def test_what_a_mixture_gets_wrong_is_told_before_it_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "weft.search"):
-        gradient_search(chunked, weft.data.digits(), method="darts", steps=2, runs=tmp_path, run="wrong")
+        search_gradient(chunked, weft.data.digits(), method="darts", steps=2, runs=tmp_path, run="wrong")
         assert "block 'cut' under a mixture that is certain of 'width=4'" in caplog.text
         caplog.clear()
-        gradient_search(layered, weft.data.digits(), method="darts", steps=2, runs=tmp_path, run="right")
+        search_gradient(layered, weft.data.digits(), method="darts", steps=2, runs=tmp_path, run="right")
         assert not caplog.text
 
 

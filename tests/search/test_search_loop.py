@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import SearchError
-from weft.search.cache import Cache
-from weft.search.loop import SearchResult, run_search
-from weft.search.method import METHODS
-from weft.search.objective import parse_objectives
-from weft.search.scored import Scored
+from weft.search.front import Scored
+from weft.search.loop import Cache, SearchResult, run_search
+from weft.search.methods import METHODS
+from weft.search.objectives import parse_objectives
 from weft.space import Space, Subnet
 
 GOALS = parse_objectives("good", "cost")

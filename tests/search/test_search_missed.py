@@ -12,16 +12,15 @@ from torch import Tensor, nn
 
 import weft
 from weft.data import Data, Tensors
+from weft.elastic import Mixture
 from weft.errors import SearchError
-from weft.pipeline.settings import make_settings
-from weft.search.expected import measure_expected
-from weft.search.gradient import gradient_search
-from weft.search.gradient.darts import Darts
-from weft.search.gradient.missed import _without, most_missed
-from weft.search.pick import likeliest
-from weft.search.target import Penalty
+from weft.search.cost_model import build_cost_model
+from weft.search.discretize import _without, by_perturbation, most_probable_subnet
+from weft.search.gradient import search_gradient
+from weft.search.gradient.methods import Darts
+from weft.search.targets import Penalty
 from weft.supernet import initialise
-from weft.supernet.elastic import Mixture
+from weft.trainer.config import make_settings
 
 
 class Zero(nn.Module):
@@ -70,7 +69,7 @@ def off(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def settled(chain: weft.Chain, mixture: Mixture, data: Data, **more: Any) -> weft.Subnet:
-    return most_missed(
+    return by_perturbation(
         chain.eval(), mixture, data, make_settings(chain, steps=8, batch_size=16, loss=off, stream="iid"), **more
     )
 
@@ -79,7 +78,7 @@ def test_an_option_that_is_unlikely_but_cannot_be_done_without_is_kept() -> None
     chain = initialise(build, 0)
     rows = {f"block{i}": torch.tensor([0.6, 0.1, 0.3]) for i in range(2)}
     mixture = Mixture(chain.space, rows)
-    assert likeliest(mixture) == chain.space.subnet(block0="zero", block1="zero")
+    assert most_probable_subnet(mixture) == chain.space.subnet(block0="zero", block1="zero")
     assert settled(chain, mixture, doubled()) == chain.space.subnet(block0="twice", block1="twice")
 
 
@@ -100,15 +99,15 @@ def test_what_breaks_the_network_when_it_is_alone_is_not_kept_however_much_it_is
 
 
 def test_sizes_are_the_likeliest(tmp_path: Path) -> None:
-    found = gradient_search(layered, weft.data.digits(), method="darts", steps=8, batch_size=32, runs=tmp_path)
-    assert (found.subnet, found.pick) == (likeliest(found.mixture), "likeliest")
+    found = search_gradient(layered, weft.data.digits(), method="darts", steps=8, batch_size=32, runs=tmp_path)
+    assert (found.subnet, found.pick) == (most_probable_subnet(found.mixture), "likeliest")
     plain = found.trained
-    assert most_missed(plain.chain, found.mixture, plain.data, plain.settings) == found.subnet
+    assert by_perturbation(plain.chain, found.mixture, plain.data, plain.settings) == found.subnet
 
 
 def test_under_a_target_the_likeliest_subnet_that_meets_it_is_picked(tmp_path: Path) -> None:
     given: dict[str, Any] = {"steps": 8, "batch_size": 32, "runs": tmp_path, "targets": "parameters=650"}
-    found = gradient_search(blocks, weft.data.digits(), method="darts", **given)
+    found = search_gradient(blocks, weft.data.digits(), method="darts", **given)
     assert found.pick == "likeliest"
     assert found.scores["parameters"] == 650  # of the head alone: both blocks are skipped
 
@@ -116,25 +115,25 @@ def test_under_a_target_the_likeliest_subnet_that_meets_it_is_picked(tmp_path: P
 def test_what_costs_is_missed_less() -> None:
     digits, chain = weft.data.digits(), initialise(blocks, 0).eval()
     settings = make_settings(chain, steps=100, batch_size=32)
-    expected = measure_expected(chain, digits.train.take([0]), "parameters")
+    expected = build_cost_model(chain, digits.train.take([0]), "parameters")
     mixture = Mixture.uniform(chain.space)
-    cheap = most_missed(chain, mixture, digits, settings, penalties=[Penalty(expected, 1e3)])
+    cheap = by_perturbation(chain, mixture, digits, settings, penalties=[Penalty(expected, 1e3)])
     assert set(cheap.values.values()) == {"skip"}
 
 
 def test_it_is_the_default_of_darts_and_drnas_and_the_same_on_two_stages_and_after_a_resume(tmp_path: Path) -> None:
     def run(**more: Any) -> Any:
         given = {"steps": 8, "batch_size": 32, "microbatches": 2, "runs": tmp_path, "method": "darts", **more}
-        return gradient_search(blocks, weft.data.digits(), **given)
+        return search_gradient(blocks, weft.data.digits(), **given)
 
     one, two = run(run="one"), run(stages=2)
     assert (one.subnet, one.pick) == (two.subnet, "missed")
     assert run(method="drnas").pick == "missed"
     assert run(method="gdas").pick == "likeliest"
     plain = one.trained
-    assert one.subnet == most_missed(plain.chain, one.mixture, plain.data, plain.settings)
+    assert one.subnet == by_perturbation(plain.chain, one.mixture, plain.data, plain.settings)
     other = run(run="one", resume=True, pick="likeliest")
-    assert (other.pick, other.subnet) == ("likeliest", likeliest(one.mixture))
+    assert (other.pick, other.subnet) == ("likeliest", most_probable_subnet(one.mixture))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ def test_it_is_the_default_of_darts_and_drnas_and_the_same_on_two_stages_and_aft
 def test_a_pick_that_is_not_known_is_refused(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
     given = {"method": "darts", "steps": 20, "runs": tmp_path, **wrong}
     with pytest.raises(SearchError, match=said):
-        gradient_search(blocks, weft.data.digits(), **given)
+        search_gradient(blocks, weft.data.digits(), **given)
     assert not any(tmp_path.iterdir())
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import SearchError, WeftError
-from weft.search.objective import (
+from weft.search.objectives import (
     Constraint,
     Objective,
     dominates,

@@ -1,16 +1,15 @@
-"""Fronts, ranks, crowding and hypervolume of points, against brute force."""
+"""Fronts, ranks and crowding of points, against brute force."""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.search.pareto import Array, crowding, hypervolume, non_dominated, ranks
+from weft.utils.pareto import Array, crowding, non_dominated, ranks
 
 
 def grids(columns: int, top: int = 4, size: int = 9) -> st.SearchStrategy[Array]:
@@ -68,32 +67,3 @@ def test_crowding_is_never_nan_even_with_equal_or_infinite_points() -> None:
     points = np.array([[1.0, math.inf], [1.0, math.inf], [1.0, math.inf], [1.0, -math.inf]])
     assert not np.isnan(crowding(points, np.zeros(4, dtype=np.int64))).any()
     assert crowding(np.zeros((0, 2)), np.zeros(0, dtype=np.int64)).tolist() == []
-
-
-def test_hypervolume_by_hand() -> None:
-    corner = np.array([4.0, 4.0])
-    assert hypervolume(np.array([[1.0, 3.0], [3.0, 1.0]]), corner) == 3 + 3 - 1
-    assert hypervolume(np.array([[1.0, 3.0], [2.0, 3.5], [3.0, 1.0], [5.0, 0.0]]), corner) == 5
-    assert hypervolume(np.array([[4.0, 0.0]]), corner) == 0
-    assert hypervolume(np.zeros((0, 2)), corner) == 0
-    assert hypervolume(np.array([[3.0], [1.0]]), np.array([4.0])) == 3
-    cube = np.array([[0.0, 1.0, 1.0], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
-    assert hypervolume(cube, np.array([2.0, 2.0, 2.0])) == 4
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.one_of(*(grids(columns, size=6) for columns in (1, 2, 3, 4))))
-def test_hypervolume_is_the_union_of_boxes_by_inclusion_and_exclusion(points: Array) -> None:
-    corner = np.full(points.shape[1], 3.0)
-    boxes = [np.minimum(row, corner) for row in points]
-    expected = 0.0
-    for count in range(1, len(boxes) + 1):
-        for some in itertools.combinations(boxes, count):
-            expected += (-1) ** (count + 1) * float(np.prod(corner - np.max(some, axis=0)))
-    assert hypervolume(points, corner) == expected
-
-
-@given(grids(3), st.permutations(range(3)))
-def test_hypervolume_does_not_depend_on_the_order_of_rows_and_columns(points: Array, order: list[int]) -> None:
-    corner = np.array([3.0, 4.0, 5.0])
-    assert hypervolume(points[::-1][:, order], corner[order]) == hypervolume(points, corner)

@@ -11,28 +11,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.elastic import Linear, Mixture
 from weft.errors import SearchError
-from weft.keys import generator
-from weft.search import pick
-from weft.search.expected import Expected, Table, measure_expected, tabled
-from weft.search.pick import likeliest
-from weft.search.target import Penalty, Target, parse_targets
+from weft.search import discretize
+from weft.search.cost_model import CostModel, build_cost_model
+from weft.search.cost_table import Table, tabled
+from weft.search.discretize import most_probable_subnet
+from weft.search.targets import Penalty, Target, parse_targets
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Elastic
-from weft.supernet.elastic import Linear, Mixture
+from weft.utils.rng import generator
 from weft.zoo import digits_mlp
 
 
-def made(space: Space, tables: list[Table], metric: str = "parameters", constant: float = 0.0) -> Expected:
+def made(space: Space, tables: list[Table], metric: str = "parameters", constant: float = 0.0) -> CostModel:
     """Costs that are written down instead of measured."""
     options = {name: choice.options or () for name, choice in space.choices.items()}
     tables = [*tables, Table((), np.array(constant))]
-    loose = Expected(metric, space.id, options, tables, [None] * len(tables), 0.0, math.inf)
+    loose = CostModel(metric, space.id, options, tables, [None] * len(tables), 0.0, math.inf)
     costs = [loose.of(subnet) for subnet in space.enumerate()] if space.size() <= 1e5 else [0.0, math.inf]
-    return Expected(metric, space.id, options, tables, [None] * len(tables), min(costs), max(costs))
+    return CostModel(metric, space.id, options, tables, [None] * len(tables), min(costs), max(costs))
 
 
-def product_space(choices: int, seed: int, constrained: bool = True) -> tuple[Space, list[Expected]]:
+def product_space(choices: int, seed: int, constrained: bool = True) -> tuple[Space, list[CostModel]]:
     """A width, a depth that switches some choices off, and two costs that are sums over the choices."""
     rng = generator(seed, "space")
     space = Space()
@@ -117,7 +118,7 @@ def test_the_penalty_grows_with_the_distance_and_vanishes_at_the_target() -> Non
 @pytest.mark.parametrize("share", [0.05, 0.4, 0.95])
 def test_descending_the_penalty_brings_the_expected_cost_to_the_target(share: float) -> None:
     space, chain, batch = widths()
-    expected = measure_expected(chain, batch, "parameters")
+    expected = build_cost_model(chain, batch, "parameters")
     target = Target(expected, expected.low + share * (expected.high - expected.low))
     logits = {name: torch.zeros(4, requires_grad=True) for name in space.choices}
     adam = torch.optim.Adam(logits.values(), lr=0.1)
@@ -133,7 +134,7 @@ def test_descending_the_penalty_brings_the_expected_cost_to_the_target(share: fl
 def test_a_loss_of_fixed_slope_gives_way_to_the_target() -> None:
     """The loss wants the largest; pulled by a square it would end well above the target."""
     space, chain, batch = widths()
-    expected = measure_expected(chain, batch, "parameters")
+    expected = build_cost_model(chain, batch, "parameters")
     target = Target(expected, 0.4 * expected.high, weight=4.0)
     logits = {name: torch.zeros(4, requires_grad=True) for name in space.choices}
     adam = torch.optim.Adam(logits.values(), lr=0.05)
@@ -148,7 +149,7 @@ def test_a_loss_of_fixed_slope_gives_way_to_the_target() -> None:
 
 def test_targets_and_penalties_travel() -> None:
     space, chain, batch = widths()
-    expected = measure_expected(chain, batch, "flops")
+    expected = build_cost_model(chain, batch, "flops")
     mixture = Mixture.uniform(space)
     for one in (Target(expected, expected.high / 2, 3.0), Penalty(expected, 0.5)):
         assert torch.equal(pickle.loads(pickle.dumps(one)).penalty(mixture), one.penalty(mixture))
@@ -173,9 +174,9 @@ def test_targets_and_penalties_travel() -> None:
 def test_targets_are_read_from_text(text: str, metric: str, value: float) -> None:
     asked: list[str] = []
 
-    def measure(name: str) -> Expected:
+    def measure(name: str) -> CostModel:
         asked.append(name)
-        return Expected(name, "space", {}, [], [], 0.0, 1e12)
+        return CostModel(name, "space", {}, [], [], 0.0, 1e12)
 
     (target,) = parse_targets(text, measure, weight=2.0)
     assert (target.expected.metric, target.weight) == (metric, 2.0)
@@ -184,8 +185,8 @@ def test_targets_are_read_from_text(text: str, metric: str, value: float) -> Non
 
 
 def test_several_targets_come_apart_or_joined() -> None:
-    def measure(name: str) -> Expected:
-        return Expected(name, "space", {}, [], [], 0.0, 1e12)
+    def measure(name: str) -> CostModel:
+        return CostModel(name, "space", {}, [], [], 0.0, 1e12)
 
     joined = parse_targets("parameters=5e6, flops=1e9", measure)
     assert [(t.expected.metric, t.value) for t in joined] == [("parameters", 5e6), ("flops", 1e9)]
@@ -211,17 +212,17 @@ def test_several_targets_come_apart_or_joined() -> None:
 )
 def test_targets_that_cannot_be_read_or_met_are_refused(text: str, message: str) -> None:
     with pytest.raises(SearchError, match=message):
-        parse_targets(text, lambda name: Expected(name, "space", {}, [], [], 10.0, 1000.0))
+        parse_targets(text, lambda name: CostModel(name, "space", {}, [], [], 10.0, 1000.0))
 
 
 def test_a_target_just_outside_of_the_range_is_met_within_the_tolerance() -> None:
-    expected = Expected("flops", "space", {}, [], [], 100.0, 1000.0)
+    expected = CostModel("flops", "space", {}, [], [], 100.0, 1000.0)
     assert [Target(expected, value).value for value in (98.5, 1015.0)] == [98.5, 1015.0]
     for weight in (-1.0, math.nan):
         with pytest.raises(SearchError, match="weight"):
             Target(expected, 500.0, weight)
     with pytest.raises(SearchError, match="nothing to put a price on"):
-        Penalty(Expected("flops", "space", {}, [], [], 0.0, 0.0))
+        Penalty(CostModel("flops", "space", {}, [], [], 0.0, 0.0))
 
 
 # -- the pick
@@ -233,7 +234,7 @@ def test_without_targets_the_likeliest_valid_subnet_is_picked() -> None:
     space.require(a + b < 4)
     mixture = Mixture(space, {"a": torch.tensor([0.3, 0.7]), "b": torch.tensor([0.4, 0.6])})
     # The two likeliest options together are forbidden; .7 * .4 is more than .3 * .6.
-    assert likeliest(mixture) == space.subnet(a=2, b=1)
+    assert most_probable_subnet(mixture) == space.subnet(a=2, b=1)
 
 
 def test_a_deeper_subnet_is_not_less_likely_for_the_choices_that_it_has_more() -> None:
@@ -244,19 +245,19 @@ def test_a_deeper_subnet_is_not_less_likely_for_the_choices_that_it_has_more() -
     mixture = Mixture.uniform(space)
     mixture = Mixture(space, {**{n: mixture[n] for n in mixture.names}, "depth": torch.tensor([0.4, 0.6])})
     # As a plain product, .4 alone would be more than .6 * (1/3)^3.
-    assert likeliest(mixture) == space.subnet(depth=2, x0=0, x1=0, x2=0)
+    assert most_probable_subnet(mixture) == space.subnet(depth=2, x0=0, x1=0, x2=0)
 
 
 def test_the_pick_meets_the_target_where_the_likeliest_does_not() -> None:
     chain = digits_mlp(blocks=4)
     space = chain.space
-    expected = measure_expected(chain, {"x": torch.ones(1, 1, 8, 8)}, "parameters")
+    expected = build_cost_model(chain, {"x": torch.ones(1, 1, 8, 8)}, "parameters")
     mixture = random_mixture(space, 3)
-    free = likeliest(mixture)
+    free = most_probable_subnet(mixture)
     some = space.subnet(block0="hidden128", block1="skip", block2="hidden64", block3="hidden32")
     target = Target(expected, 1.01 * expected.of(some))
     assert abs(expected.of(free) / target.value - 1) > 0.02
-    picked = likeliest(mixture, [target])
+    picked = most_probable_subnet(mixture, [target])
     assert abs(expected.of(picked) / target.value - 1) <= 0.02
     assert log_probability(mixture, picked) == pytest.approx(best_by_hand(mixture, [target]))
 
@@ -269,21 +270,21 @@ def test_the_pick_is_the_best_of_all(seed: int, share: float, tolerance: float, 
     every = list(space.enumerate())
     wanted = every[int(share * (len(every) - 1))]
     targets = [Target(cost, cost.of(wanted) * 1.01) for cost in (costs if two else costs[:1])]
-    picked = likeliest(mixture, targets, tolerance)
+    picked = most_probable_subnet(mixture, targets, tolerance)
     assert all(abs(t.expected.of(picked) / t.value - 1) <= tolerance for t in targets)
     assert log_probability(mixture, picked) == pytest.approx(best_by_hand(mixture, targets, tolerance))
-    assert log_probability(mixture, likeliest(mixture)) == pytest.approx(best_by_hand(mixture, []))
+    assert log_probability(mixture, most_probable_subnet(mixture)) == pytest.approx(best_by_hand(mixture, []))
 
 
 @pytest.mark.parametrize("goals", [0, 1, 2])
 def test_the_search_of_large_spaces_finds_the_best_of_small_ones(goals: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pick, "EXACT", 0)
+    monkeypatch.setattr(discretize, "EXACT", 0)
     for seed in range(12):
         space, costs = product_space(5, seed)
         mixture = random_mixture(space, seed)
         wanted = space.sample(generator(seed, "wanted"))
         targets = [Target(cost, cost.of(wanted) * 1.005) for cost in costs[:goals]]
-        picked = likeliest(mixture, targets, 0.01)
+        picked = most_probable_subnet(mixture, targets, 0.01)
         assert all(abs(t.expected.of(picked) / t.value - 1) <= 0.01 for t in targets)
         assert log_probability(mixture, picked) == pytest.approx(best_by_hand(mixture, targets, 0.01))
 
@@ -292,20 +293,20 @@ def test_a_space_with_more_subnets_than_can_be_counted_is_searched() -> None:
     space, costs = product_space(80, 1)
     mixture = random_mixture(space, 1)
     drawn = [space.sample(generator(index, "drawn")) for index in range(3)]
-    free = log_probability(mixture, likeliest(mixture))
+    free = log_probability(mixture, most_probable_subnet(mixture))
     for wanted in drawn:
         targets = [Target(cost, cost.of(wanted)) for cost in costs]
-        picked = likeliest(mixture, targets)
+        picked = most_probable_subnet(mixture, targets)
         assert all(abs(t.expected.of(picked) / t.value - 1) <= 0.02 for t in targets)
         assert free >= log_probability(mixture, picked) > log_probability(mixture, wanted) + 30
-        assert likeliest(mixture, targets) == picked
+        assert most_probable_subnet(mixture, targets) == picked
 
 
 def test_without_targets_large_spaces_are_settled_exactly() -> None:
     space, _ = product_space(60, 2, constrained=False)
     mixture = random_mixture(space, 2)
-    assert likeliest(mixture) == mixture.likeliest()
-    assert log_probability(mixture, likeliest(mixture)) == 0.0
+    assert most_probable_subnet(mixture) == mixture.likeliest()
+    assert log_probability(mixture, most_probable_subnet(mixture)) == 0.0
 
 
 def test_constraints_over_very_many_choices_hold_in_the_pick() -> None:
@@ -318,7 +319,7 @@ def test_constraints_over_very_many_choices_hold_in_the_pick() -> None:
     expected = made(space, [tabled(space.rules, [n], lambda v, n=n: 7.0 * int(v[n]) ** 2) for n in space.choices])  # type: ignore[misc]
     mixture = Mixture(space, {name: torch.tensor([0.1, 0.2, 0.3, 0.4]) for name in space.choices})
     for targets in ([], [Target(expected, 7.0 * 50)]):
-        picked = likeliest(mixture, targets)
+        picked = most_probable_subnet(mixture, targets)
         assert sum(int(value) for value in picked.values.values()) <= 24
         assert all(abs(t.expected.of(picked) / t.value - 1) <= 0.02 for t in targets)
 
@@ -327,11 +328,11 @@ def test_the_nearest_is_named_where_no_subnet_meets_the_target(monkeypatch: pyte
     space = Space()
     space.integer("size", [100, 200])
     expected = made(space, [tabled(space.rules, ["size"], lambda values: float(values["size"]))])
-    for exact in (pick.EXACT, 0):
-        monkeypatch.setattr(pick, "EXACT", exact)
+    for exact in (discretize.EXACT, 0):
+        monkeypatch.setattr(discretize, "EXACT", exact)
         with pytest.raises(SearchError, match="within 2% of parameters=170; the nearest has parameters=200"):
-            likeliest(Mixture.uniform(space), [Target(expected, 170.0)])
-        assert likeliest(Mixture.uniform(space), [Target(expected, 170.0)], tolerance=0.2)["size"] == 200
+            most_probable_subnet(Mixture.uniform(space), [Target(expected, 170.0)])
+        assert most_probable_subnet(Mixture.uniform(space), [Target(expected, 170.0)], tolerance=0.2)["size"] == 200
 
 
 def test_an_option_without_any_probability_is_taken_where_the_target_needs_it() -> None:
@@ -339,14 +340,14 @@ def test_an_option_without_any_probability_is_taken_where_the_target_needs_it() 
     space.integer("size", [100, 200])
     expected = made(space, [tabled(space.rules, ["size"], lambda values: float(values["size"]))])
     mixture = Mixture(space, {"size": torch.tensor([1.0, 0.0])})
-    assert likeliest(mixture)["size"] == 100
-    assert likeliest(mixture, [Target(expected, 200.0)])["size"] == 200
+    assert most_probable_subnet(mixture)["size"] == 100
+    assert most_probable_subnet(mixture, [Target(expected, 200.0)])["size"] == 200
 
 
 def test_targets_of_another_space_are_refused() -> None:
     first, costs = product_space(3, 0)
     other, _ = product_space(4, 0)
     with pytest.raises(SearchError, match="measured on another space"):
-        likeliest(random_mixture(other, 0), [Target(costs[0], costs[0].of(first.first()))])
+        most_probable_subnet(random_mixture(other, 0), [Target(costs[0], costs[0].of(first.first()))])
     with pytest.raises(SearchError, match="has no choices"):
-        likeliest(Mixture.unchecked(Space(), {}))
+        most_probable_subnet(Mixture.unchecked(Space(), {}))

@@ -114,8 +114,8 @@ def runs(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 @contextmanager
 def serving(root: Path, port: int = 0) -> Iterator[str]:
     """A real server on loopback; gives its address."""
-    from weft.serve.http.server import listen, make_server
     from weft.serve.library import Library
+    from weft.serve.server import listen, make_server
 
     listener: socket.socket = listen("127.0.0.1", port)
     server = make_server(listener, Library.under(root))

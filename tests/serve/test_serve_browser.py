@@ -8,13 +8,19 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from weft.plan.capture import capture
+from weft.plan.planner import plan_captured
 from weft.runs import Run
-from weft.serve.report import html, write_report
+from weft.serve.report import html, write_plan, write_report
+from weft.serve.views.plan import shown
 
 Open = Callable[..., Any]
 Serving = Callable[..., AbstractContextManager[str]]
@@ -339,13 +345,57 @@ def test_the_graph_of_a_plan_is_walked_by_keys_and_zoomed(opened: Open, site: st
     boxes = page.locator(".graph .box")
     assert boxes.count() >= 3
     boxes.first.focus()
-    first = page.locator(".told").inner_text()
+    first = page.locator(".about-box").inner_text()
+    assert "computing a step" in first
     page.keyboard.press("ArrowDown")
-    assert page.locator(".told").inner_text() not in ("", first)
+    assert page.locator(".about-box").inner_text() not in ("", first)
     wide = page.locator(".graph svg").bounding_box()["width"]
     page.get_by_role("button", name="zoom in").click()
     assert page.locator(".graph svg").bounding_box()["width"] == pytest.approx(1.25 * wide, rel=0.01)
     assert "data parallel" in page.locator("[aria-label='comparison with other ways']").inner_text()
+
+
+OVERLAPS = """() => {
+  const rects = [...document.querySelectorAll(".graph .box .body")].map((own) => own.getBoundingClientRect());
+  return rects.flatMap((a, i) => rects.slice(i + 1).filter((b) =>
+    a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1)).length;
+}"""
+
+
+def test_a_plan_is_drawn_whole_and_no_box_lies_on_another(opened: Open, tmp_path: Path) -> None:
+    """The page that `weft plan --html` writes, of equal layers with a skip, whose names are no HTML."""
+    evil = "<img src=x onerror=alert(1)>"
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(512), nn.Linear(512, 2048), nn.Linear(2048, 512)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(self.up(self.norm(x)).relu())
+
+    with torch.device("meta"):
+        net = nn.Sequential(*(Layer() for _ in range(12)), nn.Linear(512, 10))
+        captured = capture(net, torch.zeros(64, 512), loss=lambda output, batch: output.square().mean())
+    plan = plan_captured(captured, "a100", devices=8, stages=2, microbatches=2, compare=False)
+    plan = replace(plan, model=evil, graph=replace(plan.graph, name=evil))
+    file = write_plan(plan, tmp_path / "plan.html")
+    found = shown(plan.to_saved(), "plan")["graph"]
+    page = opened(file.as_uri())
+    assert page.locator("h1").inner_text() == f"{evil} on 8 x A100"
+    assert page.locator("h1 img").count() == 0
+    assert page.locator(".graph .box").count() == sum(len(column["nodes"]) for column in found["columns"])
+    assert page.locator(".graph .line").count() == len(found["edges"])
+    assert page.locator(".graph .column").count() == sum(3 if own["times"] > 1 else 1 for own in found["columns"])
+    times = [f"x {column['times']}" for column in found["columns"] if column["times"] > 1]
+    assert page.locator(".graph .times").all_text_contents() == times
+    stages = page.locator(".graph .stage").all_text_contents()
+    assert stages == ["stage 1: devices 0 to 3", "stage 2: devices 4 to 7"]
+    assert page.evaluate(OVERLAPS) == 0
+    legend = page.locator(".figure .key").nth(2).inner_text()
+    assert all(own["label"] in legend for own in found["splits"])
+    page.locator(".graph .box").last.hover()
+    assert "split" in page.locator(".about-box").inner_text()
 
 
 def test_a_report_opens_from_disk_with_every_view(opened: Open, runs: Path, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.runs import Run
-from weft.serve import curves
-from weft.serve.documents import encode
+from weft.serve.library import encode
+from weft.serve.views import curves
 
 
 def series(run: Path) -> dict[tuple[str, str], dict[str, Any]]:

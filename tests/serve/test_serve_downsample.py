@@ -8,7 +8,7 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.serve.events.thin import LARGEST, Curve, number, rounded, whole
+from weft.serve.downsample import LARGEST, Curve, number, rounded, whole
 
 POINTS = st.lists(st.tuples(st.integers(0, 2000), st.integers(-1000, 1000).map(float)), max_size=200)
 

@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.runs import Events
-from weft.serve.events.fold import Fold, Follower
-from weft.serve.events.said import LONGEST, NEWEST, SERIES, Said
+from weft.serve.event_log import LONGEST_NAME, NEWEST, SERIES, ReducedFile, Reducer, RunSummary
 
 Figures = tuple[int, int, int]
 
 
-def figures(said: Said) -> Figures:
-    return said.points, said.done, said.damaged
+def figures(reduced: RunSummary) -> Figures:
+    return reduced.points, reduced.done, reduced.damaged
 
 
 def step(at: int, **more: Any) -> bytes:
@@ -38,39 +37,42 @@ def append(file: Path, *lines: bytes) -> None:
 
 
 def test_what_is_added_is_read_and_what_was_read_is_not_read_again(file: Path) -> None:
-    follower = Follower(file, Said)
-    assert follower.ask(figures) == (0, 0, 0)  # there is no file yet
+    follower = ReducedFile(file, RunSummary)
+    assert follower.query(figures) == (0, 0, 0)  # there is no file yet
     append(file, step(0), step(1))
-    assert follower.ask(figures) == (2, 2, 0)
-    assert follower.ask(figures) == (2, 2, 0)
+    assert follower.query(figures) == (2, 2, 0)
+    assert follower.query(figures) == (2, 2, 0)
     append(file, step(2))
-    assert follower.ask(figures) == (3, 3, 0)
-    assert follower.ask(lambda said: said.curves["train", "loss"].to_json()) == {"x": [0, 1, 2], "y": [0.0, 1.0, 2.0]}
+    assert follower.query(figures) == (3, 3, 0)
+    assert follower.query(lambda own: own.curves["train", "loss"].to_json()) == {
+        "x": [0, 1, 2],
+        "y": [0.0, 1.0, 2.0],
+    }
 
 
 def test_a_torn_last_line_waits_for_the_rest_of_it(file: Path) -> None:
-    follower = Follower(file, Said)
+    follower = ReducedFile(file, RunSummary)
     append(file, step(0), step(1)[:20])
-    assert follower.ask(figures) == (1, 1, 0)
+    assert follower.query(figures) == (1, 1, 0)
     append(file, step(1)[20:-1])
-    assert follower.ask(figures) == (1, 1, 0)
+    assert follower.query(figures) == (1, 1, 0)
     append(file, b"\n")
-    assert follower.ask(figures) == (2, 2, 0)
+    assert follower.query(figures) == (2, 2, 0)
 
 
 def test_a_line_that_a_killed_writer_tore_is_counted_once_the_next_writer_comes(file: Path) -> None:
     append(file, step(0), step(1)[:-9])
-    follower = Follower(file, Said)
-    assert follower.ask(figures) == (1, 1, 0)
+    follower = ReducedFile(file, RunSummary)
+    assert follower.query(figures) == (1, 1, 0)
     with Events(file) as events:
         events.append("step", step=1, loss=1.0)
-    assert follower.ask(figures) == (2, 2, 1)
+    assert follower.query(figures) == (2, 2, 1)
 
 
 def test_malformed_lines_are_skipped_and_counted(file: Path) -> None:
     wrong = [b"{]\n", b"[1, 2]\n", b"\xff\xfe\n", b'"text"\n', b"NaN\n", b"[" * 100_000 + b"\n"]
     append(file, step(0), *wrong, b"\n", b"  \n", step(1))
-    assert Follower(file, Said).ask(figures) == (2, 2, len(wrong))
+    assert ReducedFile(file, RunSummary).query(figures) == (2, 2, len(wrong))
 
 
 def test_events_that_weft_would_not_write_change_nothing(file: Path) -> None:
@@ -87,15 +89,15 @@ def test_events_that_weft_would_not_write_change_nothing(file: Path) -> None:
         {"event": "pipeline", "utilisation": 3},
     ]
     append(file, step(0), *(json.dumps(event).encode() + b"\n" for event in odd))
-    assert Follower(file, Said).ask(figures) == (1, 1, 0)
+    assert ReducedFile(file, RunSummary).query(figures) == (1, 1, 0)
 
 
 def test_a_line_longer_than_any_event_is_skipped_and_the_next_one_read(file: Path) -> None:
-    follower = Follower(file, Said)
+    follower = ReducedFile(file, RunSummary)
     append(file, step(0), b'{"event": "' + b"x" * (3 << 20))
-    assert follower.ask(figures) == (1, 1, 0)
+    assert follower.query(figures) == (1, 1, 0)
     append(file, b'more"}\n', step(1))
-    assert follower.ask(figures) == (2, 2, 1)
+    assert follower.query(figures) == (2, 2, 1)
 
 
 def test_a_resume_that_drops_events_begins_again(file: Path) -> None:
@@ -105,28 +107,28 @@ def test_a_resume_that_drops_events_begins_again(file: Path) -> None:
         events.append("step", step=at, loss=1.0 + at)
     events.append("stopped", at=6)
     events.flush()
-    follower = Follower(file, Said)
-    assert follower.ask(lambda said: (said.done, said.ended)) == (6, "stopped")
+    follower = ReducedFile(file, RunSummary)
+    assert follower.query(lambda reduced: (reduced.done, reduced.ended)) == (6, "stopped")
     events.drop_from(3)
     events.append("started", at=3, steps=9)
     events.append("step", step=3, loss=0.5)
     events.close()
-    assert follower.ask(lambda said: (said.points, said.done, said.ended)) == (4, 4, None)
-    assert follower.ask(lambda said: said.curves["train", "loss"].to_json()["y"]) == [1.0, 2.0, 3.0, 0.5]
+    assert follower.query(lambda reduced: (reduced.points, reduced.done, reduced.ended)) == (4, 4, None)
+    assert follower.query(lambda reduced: reduced.curves["train", "loss"].to_json()["y"]) == [1.0, 2.0, 3.0, 0.5]
 
 
 def test_a_file_that_is_cut_off_or_written_anew_begins_again(file: Path) -> None:
-    follower = Follower(file, Said)
+    follower = ReducedFile(file, RunSummary)
     append(file, *(step(at) for at in range(5)))
-    assert follower.ask(figures) == (5, 5, 0)
+    assert follower.query(figures) == (5, 5, 0)
     os.truncate(file, len(step(0)) * 2)
-    assert follower.ask(figures) == (2, 2, 0)
+    assert follower.query(figures) == (2, 2, 0)
     file.write_bytes(b"".join(step(at, accuracy=0.5) for at in range(4)))  # longer than what was read
-    assert follower.ask(figures) == (4, 4, 0)
+    assert follower.query(figures) == (4, 4, 0)
     file.unlink()
-    assert follower.ask(figures) == (0, 0, 0)
+    assert follower.query(figures) == (0, 0, 0)
     append(file, step(0))
-    assert follower.ask(figures) == (1, 1, 0)
+    assert follower.query(figures) == (1, 1, 0)
 
 
 @given(st.lists(st.one_of(st.integers(0, 30), st.sampled_from([b"{]", b"", b"[]"])), max_size=20), st.data())
@@ -137,15 +139,17 @@ def test_however_the_file_grows_the_end_is_the_same(lines: list[int | bytes], da
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "events.jsonl"
-        follower = Follower(file, Said)
+        follower = ReducedFile(file, RunSummary)
         for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
             append(file, whole[start:end])
-            follower.ask(figures)
+            follower.query(figures)
         steps = [line for line in lines if isinstance(line, int)]
         wrong = sum(line in (b"{]", b"[]") for line in lines)
-        assert follower.ask(figures) == (len(steps), max(steps, default=-1) + 1, wrong)
-        grown = follower.ask(lambda said: {key: curve.to_json() for key, curve in said.curves.items()})
-        assert grown == Follower(file, Said).ask(lambda said: {key: c.to_json() for key, c in said.curves.items()})
+        assert follower.query(figures) == (len(steps), max(steps, default=-1) + 1, wrong)
+        grown = follower.query(lambda reduced: {key: curve.to_json() for key, curve in reduced.curves.items()})
+        assert grown == ReducedFile(file, RunSummary).query(
+            lambda reduced: {key: c.to_json() for key, c in reduced.curves.items()}
+        )
 
 
 def test_a_large_file_is_read_in_little_memory(file: Path) -> None:
@@ -158,10 +162,10 @@ def test_a_large_file_is_read_in_little_memory(file: Path) -> None:
                 out.seek(15 << 20, os.SEEK_CUR)
                 out.write(b"\n")
     assert file.stat().st_size > 60 << 20
-    follower = Follower(file, Said)
+    follower = ReducedFile(file, RunSummary)
     tracemalloc.start()
     try:
-        assert follower.ask(figures) == (20_004, 20_000, 4)
+        assert follower.query(figures) == (20_004, 20_000, 4)
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -170,13 +174,13 @@ def test_a_large_file_is_read_in_little_memory(file: Path) -> None:
 
 
 def test_an_event_file_with_countless_names_keeps_a_few(file: Path) -> None:
-    append(file, *(step(at, **{f"metric{at}": 1.0}) for at in range(500)), step(500, **{"x" * (LONGEST + 1): 1.0}))
-    assert Follower(file, Said).ask(lambda said: len(said.curves)) == SERIES
-    assert Follower(file, Said).ask(lambda said: len(said.newest)) <= SERIES
+    append(file, *(step(at, **{f"metric{at}": 1.0}) for at in range(500)), step(500, **{"x" * (LONGEST_NAME + 1): 1.0}))
+    assert ReducedFile(file, RunSummary).query(lambda reduced: len(reduced.curves)) == SERIES
+    assert ReducedFile(file, RunSummary).query(lambda reduced: len(reduced.newest)) <= SERIES
 
 
 def test_seconds_are_those_of_training_and_not_of_the_night_between() -> None:
-    said = Said()
+    reduced = RunSummary()
     for event in (
         {"event": "started", "time": 1000.0, "at": 0, "steps": 4},
         {"event": "step", "time": 1001.0, "step": 0, "loss": 3.0},
@@ -187,39 +191,41 @@ def test_seconds_are_those_of_training_and_not_of_the_night_between() -> None:
         {"event": "finished", "time": 9004.0, "steps": 4, "fingerprint": "ab"},
         {"event": "test", "time": 9999.0, "name": "chosen"},
     ):
-        said.take(event)
-    assert (said.seconds, said.done, said.ended, said.fingerprint) == (7.0, 4, "finished", "ab")
-    assert said.curves["progress", "seconds"].to_json()["y"] == [1.0, 3.0, 5.0, 6.0]
-    assert said.smooth("loss") == 1.5
+        reduced.add_event(event)
+    assert (reduced.seconds, reduced.done, reduced.ended, reduced.fingerprint) == (7.0, 4, "finished", "ab")
+    assert reduced.curves["progress", "seconds"].to_json()["y"] == [1.0, 3.0, 5.0, 6.0]
+    assert reduced.smooth("loss") == 1.5
 
 
 def test_the_time_left_follows_the_newest_steps() -> None:
-    said = Said()
-    said.take({"event": "started", "time": 0.0, "at": 0, "steps": 1000})
-    assert said.left() is None
+    reduced = RunSummary()
+    reduced.add_event({"event": "started", "time": 0.0, "at": 0, "steps": 1000})
+    assert reduced.seconds_left() is None
     for at in range(300):
-        said.take({"event": "step", "time": 10.0 * min(at, 100) + 0.5 * max(0, at - 100), "step": at, "loss": 1.0})
-    assert said.left() == pytest.approx(700 * 0.5)
-    assert said.smooth("loss") == 1.0
-    assert len(said.newest["loss"]) == NEWEST
+        reduced.add_event(
+            {"event": "step", "time": 10.0 * min(at, 100) + 0.5 * max(0, at - 100), "step": at, "loss": 1.0}
+        )
+    assert reduced.seconds_left() == pytest.approx(700 * 0.5)
+    assert reduced.smooth("loss") == 1.0
+    assert len(reduced.newest["loss"]) == NEWEST
 
 
 def test_a_study_counts_its_trials_and_keeps_the_best() -> None:
-    said = Said()
-    said.take({"event": "started", "time": 0.0, "at": 0, "steps": 5, "trials": []})
+    reduced = RunSummary()
+    reduced.add_event({"event": "started", "time": 0.0, "at": 0, "steps": 5, "trials": []})
     for number, values in enumerate(([0.5, 9.0], [0.7, 2.0], None, ["nan", 1.0])):
-        said.take({"event": "ended", "time": 2.0 * number, "trials": [number], "values": values})
-    assert (said.done, said.steps, said.values[1]) == (4, 5, (1.0, 9.0))
-    assert said.values[0] == (0.5, 0.7)
-    assert said.left() == pytest.approx(2.0)
+        reduced.add_event({"event": "ended", "time": 2.0 * number, "trials": [number], "values": values})
+    assert (reduced.done, reduced.steps, reduced.values[1]) == (4, 5, (1.0, 9.0))
+    assert reduced.values[0] == (0.5, 0.7)
+    assert reduced.seconds_left() == pytest.approx(2.0)
 
 
 def test_a_fold_reads_each_file_once_and_keeps_them_apart(tmp_path: Path) -> None:
-    fold, one, other = Fold(Said), tmp_path / "one", tmp_path / "other"
+    fold, one, other = Reducer(RunSummary), tmp_path / "one", tmp_path / "other"
     append(one, step(0), step(1))
     append(other, step(0))
-    kept = fold.ask(one, lambda said: said)
-    assert fold.ask(other, figures) == (1, 1, 0)
+    kept = fold.query(one, lambda reduced: reduced)
+    assert fold.query(other, figures) == (1, 1, 0)
     append(one, step(2))
-    assert fold.ask(one, figures) == (3, 3, 0)
-    assert fold.ask(one, lambda said: said) is kept
+    assert fold.query(one, figures) == (3, 3, 0)
+    assert fold.query(one, lambda reduced: reduced) is kept

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from weft.runs import Run
-from weft.serve.documents import Absent
-from weft.serve.library import Library
+from weft.serve.library import Absent, Library
 from weft.serve.overview import LARGE, flattened
-from weft.serve.study.elsewhere import Elsewhere
 
 CONFIG = {"data": "digits", "train": {"steps": 4, "stages": 2, "metrics": ["accuracy"]}, "limits": {}}
 
@@ -263,26 +261,6 @@ def test_a_document_is_made_once_until_a_file_changes(tmp_path: Path) -> None:
         os.close(handle)
         states = {line["name"]: line["state"] for line in read(library, "runs")["runs"]}
     assert states == {"conv": "interrupted", "other": "running"}
-
-
-def test_a_study_that_lies_elsewhere_is_listed_beside_the_runs(tmp_path: Path) -> None:
-    optuna = pytest.importorskip("optuna")
-    made(tmp_path / "runs", "conv")
-    storage = f"sqlite:///{tmp_path}/other.db"
-    study = optuna.create_study(storage=storage, study_name="other", directions=["maximize", "minimize"])
-    study.add_trial(optuna.trial.create_trial(values=[0.5, 3.0]))
-    library = Library.under(tmp_path / "runs", {"other": Elsewhere(storage, again=0.0)})
-    line = next(line for line in read(library, "runs")["runs"] if line["name"] == "other")
-    assert (line["kind"], line["state"], line["done"], line["views"]) == ("tune", "finished", 1, ["tune"])
-    assert sorted(line["metrics"].values()) == [0.5, 3.0]
-    assert set(line) == set(read(library, "runs", "conv")) - {"config", "manifest"}
-    assert len(read(library, "runs", "other", "tune")["trials"]) == 1
-    assert storage not in library.get(("runs", "other")).body.decode()
-    study.ask()
-    again = read(library, "runs", "other")
-    assert (again["state"], again["steps"], again["revision"]) == ("running", 2, line["revision"] + 1)
-    with pytest.raises(Absent, match="has no curves"):
-        library.get(("runs", "other", "curves"))
 
 
 def test_no_directory_is_an_empty_list(tmp_path: Path) -> None:

@@ -12,23 +12,19 @@ import disturbed
 import numpy as np
 import pytest
 import stages as nets
+import traceoracle as oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracefiles import EPOCH, simulated, step, write, write_events
+from traceoracle import read_by_line
 
 import weft
 from weft.errors import RunError
-from weft.pipeline.placement import Placement
-from weft.pipeline.scheduler import Op
 from weft.pipeline.simulator import Simulated, jitter
-from weft.pipeline.trace import read_traces
-from weft.pipeline.utilisation import bubble, summary
-from weft.pipeline.waits import Wait, worst_waits
 from weft.runs import Run
-from weft.serve.pipeline.buckets import shares, work
-from weft.serve.pipeline.document import REMEDY, SPANS, WAITING, document, present
-from weft.serve.pipeline.spans import load
-from weft.serve.pipeline.waiting import CAUSES, waits_of
+from weft.serve.views.pipeline import REMEDY, SPANS, WAITING, document, present
+from weft.trace.analysis import bubble, busy, busy_shares, summary, worst_waits
+from weft.trace.reader import read_traces
 
 KEYS = {
     "traced",
@@ -131,26 +127,12 @@ def test_updates_and_versions_are_told_with_the_operation_that_they_follow(run: 
         ["op", "F", 4, 10.0, 11.0, 1, 3],
         ["op", "B", 4, 11.0, 13.0, 1, 3, 5],
         ["update", 2, 6, 13.0, 13.5],
-        ["op", "E", 0, 14.0, 15.0, 1],
     ]
     (traces / "stage0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_events(run, step(4, "cc"))
     assert document(run)["real"]["spans"] == [
         [0, "F", 4, 4, "cc", 0.0, 1.0, 3, None, None, 0],
         [0, "B", 4, 4, "cc", 1.0, 3.0, 3, 5, None, 0],
-        [
-            0,
-            "E",
-            0,
-            None,
-            None,
-            4.0,
-            5.0,
-            None,
-            None,
-            "for weights, a place in the window or the stage's attention: its input was there",
-            0.5,
-        ],
         [0, "U", 4, 4, "cc", 3.0, 3.5, 6, None, None, 0],
     ]
 
@@ -164,24 +146,6 @@ def test_a_run_that_was_resumed_counts_on_and_so_does_what_was_foreseen(run: Pat
     assert {(row[2], row[3], row[4]) for row in found["simulated"]["spans"]} == {(n, n, f"s{n}") for n in (20, 21, 22)}
 
 
-def causes(run: Path) -> dict[Op, tuple[float, str, Op | None]]:
-    traced = load(run)
-    assert traced is not None
-    found = {}
-    for waits in waits_of(traced).values():
-        for stage, op, seconds, cause, held in zip(
-            waits.stage, waits.op, waits.seconds, waits.cause(), waits.held, strict=True
-        ):
-            ops = traced.stages[stage].ops
-            named = [Op(int(stage), chr(ops.kind[at]), int(ops.microbatch[at])) for at in (op, held)]  # type: ignore[arg-type]
-            found[named[0]] = (float(seconds), CAUSES[cause], named[1] if held >= 0 else None)
-    return found
-
-
-def told(wait: Wait) -> tuple[float, str, Op | None]:
-    return wait.seconds, wait.cause, wait.held
-
-
 @settings(max_examples=40)
 @given(
     stages=st.integers(1, 4),
@@ -192,9 +156,8 @@ def told(wait: Wait) -> tuple[float, str, Op | None]:
     updates=st.sampled_from([0.0, 0.125]),
     spread=st.sampled_from([0.0, 0.4]),
     choices=st.integers(1, 3),
-    shared=st.booleans(),
 )
-def test_every_wait_and_every_share_is_what_weft_trace_says(
+def test_every_wait_and_every_share_is_what_is_found_operation_by_operation(
     tmp_path_factory: pytest.TempPathFactory,
     stages: int,
     steps: int,
@@ -204,16 +167,14 @@ def test_every_wait_and_every_share_is_what_weft_trace_says(
     updates: float,
     spread: float,
     choices: int,
-    shared: bool,
 ) -> None:
     run = tmp_path_factory.mktemp("run")
-    placed = Placement(stages // 2, 2, "loop") if shared and stages in (2, 4) else None
-    result = simulated(stages, steps, m, consistency, latency, jitter(1, spread), choices, placement=placed)
-    ranks = [placed.rank_of(stage) for stage in range(stages)] if placed else ()
-    write(run, result, m=m, latency=latency, updates=updates, ranks=ranks)
-    trace = read_traces(run)
-    expected = {wait.op: told(wait) for wait in worst_waits(trace, 10**6)}
-    assert causes(run) == expected
+    result = simulated(stages, steps, m, consistency, latency, jitter(1, spread), choices)
+    write(run, result, m=m, latency=latency, updates=updates)
+    trace, by_line = read_traces(run), read_by_line(run)
+    assert by_line is not None
+    expected = oracle.worst_waits(by_line, 10**6)
+    assert worst_waits(trace, 10**6) == expected
     found, said = document(run), summary(trace)
     assert [own["busy"] for own in found["stages"]] == pytest.approx(
         [own["busy_share"] for own in said["stages"]], abs=1e-4
@@ -222,7 +183,7 @@ def test_every_wait_and_every_share_is_what_weft_trace_says(
     assert sum(by_rank.values()) / len(by_rank) == pytest.approx(bubble(trace), abs=1e-4)
     rows = found["real"]["spans"]
     assert {f"{row[0]}{row[1]}{row[2]}": row[10] for row in rows if row[9]} == pytest.approx(
-        {str(op): seconds for op, (seconds, _, _) in expected.items()}, abs=1e-6
+        {str(wait.op): wait.seconds for wait in expected}, abs=1e-6
     )
     for own in found["stages"]:
         assert sum(own["waits"].values()) <= own["bubble"] + 1e-3
@@ -277,7 +238,7 @@ def test_the_share_of_a_bucket_is_the_time_in_it_that_any_interval_covers(
     expected = [
         sum(half in covered for half in range(low * 2, high * 2)) / ((high - low) * 2) for low, high in pairwise(edges)
     ]
-    assert shares(work(stage), np.array(edges, dtype=float)).tolist() == pytest.approx(expected)
+    assert busy_shares(busy(stage), np.array(edges, dtype=float)).tolist() == pytest.approx(expected)
 
 
 def test_many_stages_and_steps_stay_below_half_a_megabyte(tmp_path: Path) -> None:
@@ -393,7 +354,7 @@ def test_what_residency_moved_is_the_newest_that_all_ranks_told(run: Path) -> No
 
 
 def test_subnets_are_found_wherever_in_a_long_file_their_step_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serve.events.grown.CHUNK", 1000)
+    monkeypatch.setattr("weft.serve.event_log.PIECE", 1000)
     result = simulated(1, 3)
     write(run, result, first=150)
     events = [step(n if n % 7 else 1000 + n, f"s{n}") for n in range(300)]

@@ -1,13 +1,15 @@
-"""A plan as a page: it shows what the plan says, nothing lies on anything else, and no name gets out of hand."""
+"""The graph of a plan as nodes and edges: all of it, repeated layers once, and costs that add up."""
 
 from __future__ import annotations
 
+import json
 import math
-import re
+from collections.abc import Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
-from itertools import combinations, pairwise
+from itertools import combinations
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,22 +21,16 @@ from weft.plan.capture import Captured, capture
 from weft.plan.graph import Dim, Graph, Operator, Read
 from weft.plan.graph import Tensor as Value
 from weft.plan.layout import Mesh
-from weft.plan.machine import Machine, machine
-from weft.plan.page import page
-from weft.plan.page.boxes import boxes
-from weft.plan.page.colours import WHOLE, colours, labels
-from weft.plan.page.columns import picture
-from weft.plan.page.figures import layer_costs
-from weft.plan.page.groups import Group, groups
-from weft.plan.page.lanes import Lanes
-from weft.plan.page.prices import prices
-from weft.plan.page.routes import HEIGHT, WIDTH, routes
-from weft.plan.page.style import BACKGROUNDS, INKS
-from weft.plan.plan import Cost, Plan, Row
+from weft.plan.operators import op_costs, operators
+from weft.plan.plan import Cost, Plan
 from weft.plan.planner import plan_captured
+from weft.plan.saved import read_splits
+from weft.serve.views import plan_layers as layers
+from weft.serve.views.plan import MOST, TOO_LARGE, shown
+from weft.serve.views.plan_graph import WHOLE, columns, layer_costs, split_label, stage_memory
+from weft.serve.views.plan_layers import Group, groups, nodes_of, shown_edges
 
 LAYERS, WIDE = 3, 2048
-VOID = {"meta"}
 
 
 class Layer(nn.Module):
@@ -60,50 +56,25 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class Page(HTMLParser):
-    """What a browser would see: every tag closed in turn, and what belongs to each box."""
+def rows(plan: Plan) -> list[layers.Operator]:
+    return msgspec.convert(operators(plan), list[layers.Operator])
 
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.boxes: dict[int, str] = {}
-        self.titles: dict[int, str] = {}
-        self.tags: set[str] = set()
-        self.attributes: list[tuple[str, str | None]] = []
-        self.lines: list[tuple[int, ...]] = []
-        self.text = ""
-        self._box: int | None = None
-        self.feed(text)
-        self.close()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.attributes += attrs
-        self.tags.add(tag)
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "g" and (found.get("class") or "").startswith("box "):
-            self._box = int(str(found["id"])[1:])
-            self.boxes[self._box] = str(found["class"]).split()[1]
-        if tag == "path" and "data-ends" in found:
-            self.lines.append(tuple(map(int, str(found["data-ends"]).split())))
+def grouped(plan: Plan) -> list[Group]:
+    found = rows(plan)
+    return groups(found, nodes_of(found))
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
 
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+def drawn(plan: Plan) -> dict[str, Any]:
+    """The graph of the document."""
+    found = shown(plan.to_saved(), "plan")
+    assert found["note"] is None
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    return dict(found["graph"])
 
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] not in ("style", "script"):
-            self.text += data
-        if self.open[-2:] == ["g", "title"] and self._box is not None:
-            self.titles[self._box] = self.titles.get(self._box, "") + data
 
-    def close(self) -> None:
-        super().close()
-        assert self.open == []
+def nodes(graph: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    return {node["id"]: node for column in graph["columns"] for node in column["nodes"]}
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +91,10 @@ def made(captured: Captured) -> Plan:
     return plan_captured(captured, "2080ti", devices=4, stages=1, mesh=(2, 2), keep={"layers.*.up": "n"})
 
 
-def seen(plan: Plan) -> tuple[Page, list[Group]]:
-    return Page(page(plan)), groups(plan, boxes(plan.graph))
+def with_splits(plan: Plan, given: dict[str, tuple[str, ...]]) -> Plan:
+    """The plan with other splits of some operators, by their names."""
+    names = {operator.name: plan.names(place) for place, operator in enumerate(plan.graph.operators)}
+    return replace(plan, splits=read_splits(plan.graph, plan.mesh, names | given))
 
 
 def apart(plan: Plan) -> Plan:
@@ -131,47 +104,58 @@ def apart(plan: Plan) -> Plan:
     )
     names = [dim.name for dim in operator.dims if dim.parts > 1]
     others = [[name, name] for name in names if (name, name) != plan.names(place)]
-    return plan.with_splits({operator.name: tuple(others[-1])})
+    return with_splits(plan, {operator.name: tuple(others[-1])})
 
 
-def test_every_operator_that_computes_is_in_the_page(made: Plan) -> None:
+def test_every_operator_that_computes_is_in_the_graph(made: Plan) -> None:
     for plan in (made, apart(made)):
-        shown, found = seen(plan)
-        drawn = {place for group in found for copy in group.copies for place in copy}
-        assert {p for p, o in enumerate(plan.graph.operators) if o.flops > 0} <= drawn
-        assert sum(len(copy) for group in found for copy in group.copies) == len(drawn)
-        assert set(shown.boxes) == {place for group in found for place in group.places}
-        for place, told in shown.titles.items():
+        found, graph = grouped(plan), drawn(plan)
+        places = [place for group in found for copy in group.copies for place in copy]
+        assert len(places) == len(set(places))
+        assert {p for p, o in enumerate(plan.graph.operators) if o.flops > 0} <= set(places)
+        assert set(nodes(graph)) == {place for group in found for place in group.places}
+        for place, node in nodes(graph).items():
             operator = plan.graph.operators[place]
-            assert told.startswith(operator.name)
-            for words in (operator.module, operator.target, *(f"{dim.name} {dim.size}" for dim in operator.dims)):
-                assert words in told
+            assert (node["operator"], node["module"]) == (operator.name, operator.module)
+            assert node["target"].startswith(operator.target)
+            assert node["space"] == ", ".join(f"{dim.name} {dim.size}" for dim in operator.dims)
 
 
-def test_equal_layers_are_folded_and_others_are_drawn_apart(made: Plan) -> None:
-    shown, found = seen(made)
-    (folded,) = [group for group in found if group.times > 1]
+def test_equal_layers_are_shown_once_and_others_apart(made: Plan) -> None:
+    (folded,) = [group for group in grouped(made) if group.times > 1]
     assert (folded.title, folded.times) == (f"layers.0-{LAYERS - 1}", LAYERS)
-    assert f"layers.0-{LAYERS - 1} x {LAYERS}" in shown.text
-    assert all(f"and {LAYERS - 1} alike" in shown.titles[place] for place in folded.places)
+    graph = drawn(made)
+    assert [c["title"] for c in graph["columns"] if c["times"] == LAYERS] == [f"layers.0-{LAYERS - 1}"]
+    assert all(nodes(graph)[place]["copies"] == LAYERS for place in folded.places)
     for copy in folded.copies:
         assert [made.splits[place] for place in copy] == [made.splits[place] for place in folded.places]
+    assert [group.title for group in grouped(apart(made)) if group.is_layer] == [f"layers.{n}" for n in range(LAYERS)]
 
-    _, other = seen(apart(made))
-    assert [group.title for group in other if group.layer] == [f"layers.{number}" for number in range(LAYERS)]
+
+def test_the_costs_of_a_node_are_means_of_all_that_it_stands_for(made: Plan) -> None:
+    known, found = nodes(drawn(made)), rows(made)
+    costs = op_costs(made)
+    assert costs is not None
+    owners = nodes_of(found).owner
+    rest = math.fsum(seconds for seconds, owner in zip(costs.compute, owners, strict=True) if owner is None)
+    total = math.fsum(node["costs"]["compute"] * node["copies"] for node in known.values())
+    assert total + rest == pytest.approx(math.fsum(costs.compute))
+    parameters = math.fsum(node["costs"]["parameters"] * node["copies"] for node in known.values())
+    assert parameters == pytest.approx(made.cost.parameters)
 
 
 def test_layers_that_alternate_are_folded_in_pairs() -> None:
     steps = [step(0, "in", None)]
     for number in range(6):
         steps.append(step(number + 1, f"layers.{number}", number, target="even" if number % 2 == 0 else "odd"))
-    found = groups(plan := by_hand(steps), boxes(plan.graph))
+    plan = by_hand(steps)
+    found = grouped(plan)
     assert [(group.title, group.copies) for group in found] == [
         ("in", ((0,),)),
         ("layers.0-4", ((1,), (3,), (5,))),
         ("layers.1-5", ((2,), (4,), (6,))),
     ]
-    assert set(picture(boxes(plan.graph), found).edges) == {(0, 1), (1, 2)}
+    assert set(shown_edges(nodes_of(rows(plan)), found)[0]) == {(0, 1), (1, 2)}
 
 
 def test_a_layer_that_is_applied_to_an_earlier_one_is_no_copy_that_feeds_itself() -> None:
@@ -180,16 +164,17 @@ def test_a_layer_that_is_applied_to_an_earlier_one_is_no_copy_that_feeds_itself(
     for number in range(3):
         steps += [step(1 + 2 * number, f"l.{number}", 2 * number), step(2 + 2 * number, f"l.{number}", 1 + 2 * number)]
     plan = by_hand([*steps, step(7, "out", 6)])
-    found = groups(plan, boxes(plan.graph))
+    found = grouped(plan)
     assert [group.copies for group in found] == [((0,),), ((1, 2), (3, 4), (5, 6)), ((7,),)]
-    assert set(picture(boxes(plan.graph), found).edges) == {(0, 1), (1, 2), (2, 7)}
+    assert set(shown_edges(nodes_of(rows(plan)), found)[0]) == {(0, 1), (1, 2), (2, 7)}
 
 
 def test_layers_within_a_tall_layer_are_folded() -> None:
     steps = [step(0, "in", None)]
     for number in range(40):
         steps.append(step(number + 1, f"stages.0.blocks.{number // 4}.part{number % 4}", number))
-    found = groups(plan := by_hand(steps), boxes(plan.graph))
+    plan = by_hand(steps)
+    found = grouped(plan)
     assert [(group.title, group.times, len(group.places)) for group in found] == [
         ("in", 1, 1),
         ("stages.0.blocks.0-9", 10, 4),
@@ -217,145 +202,97 @@ def test_views_constants_and_parameters_are_folded_into_their_neighbours() -> No
             node("counted", "constant", flops=1),
         ),
     )
-    found = boxes(graph, {(3, 4)})
+    change = msgspec.structs.replace
+    known = rows(by_hand(list(graph.operators)))
+    moving = [change(row, reads=tuple(change(read, moved=read.source == 3) for read in row.reads)) for row in known]
+    found = nodes_of(moving)
     assert found.places == (1, 3, 5, 8)  # what computes has a box, whatever its kind
     assert found.owner == (3, 1, 3, 3, 5, 5, 5, None, 8)
     assert found.edges == {(1, 3), (3, 5), (1, 5)}
     assert found.moved == {(3, 5)}
 
 
+def test_a_counter_that_nothing_reads_is_folded_into_its_module() -> None:
+    """Such as the number of batches that a batch norm has seen."""
+    scalar = Value((), 8, ())
+    counter = Operator("count", "elementwise", "aten.add.Tensor", (), (), (scalar,), 1.0, module="norm")
+    found = nodes_of(rows(by_hand([step(0, "in", None), counter, step(2, "norm", 0)])))
+    assert (found.places, found.owner) == ((0, 2), (0, 2, 2))
+    alone = nodes_of(rows(by_hand([replace(counter, module="")])))
+    assert alone.places == (0,), "where there is nothing else, it is shown"
+
+
 def test_equal_splits_have_equal_colours_and_others_different_ones(made: Plan) -> None:
     for plan in (made, apart(made)):
-        shown, _ = seen(plan)
-        split = labels(plan)
-        assert len({split[place] for place in shown.boxes}) > 1
-        for a, b in combinations(shown.boxes, 2):
-            assert (shown.boxes[a] == shown.boxes[b]) == (split[a] == split[b])
+        graph, found = drawn(plan), rows(plan)
+        known = nodes(graph)
+        split = [split_label(row, plan.mesh.sizes) for row in found]
+        assert len({split[place] for place in known}) > 1
+        for a, b in combinations(known, 2):
+            assert (known[a]["split"] == known[b]["split"]) == (split[a] == split[b])
+        assert all(graph["splits"][known[place]["split"]]["label"] == split[place] for place in known)
+        assert sum(own["count"] for own in graph["splits"]) == len(nodes_of(found).places)
 
 
 def test_the_batch_has_one_name_whatever_an_operator_calls_it(made: Plan) -> None:
     data = plan_all_batch(made)
-    assert {label for place, label in enumerate(labels(data)) if data.graph.operators[place].kind == "matmul"} == {
-        "batch/4"
-    }
+    found = {split_label(row, data.mesh.sizes) for row in rows(data) if row.kind == "matmul"}
+    assert found == {"batch/4"}
+    words = {node["words"] for node in nodes(drawn(data)).values() if node["kind"] == "matmul"}
+    assert all(own.startswith("the batch (") and own.endswith(") in 4 parts") for own in words)
 
 
 def plan_all_batch(plan: Plan) -> Plan:
     wanted = {
         o.name: (o.dims[0].name,) * 2 for o in plan.graph.operators if o.kind == "matmul" and o.dims[0].parts % 4 == 0
     }
-    return plan.with_splits(wanted)
-
-
-@given(st.integers(1, 150))
-def test_colours_are_all_different_and_can_be_told_from_the_page(count: int) -> None:
-    found = colours([WHOLE, *(f"n/{number}" for number in range(count))])
-    assert len(found) == count + 1
-    for theme in (0, 1):
-        used = [pair[theme] for pair in found.values()]
-        assert len(set(used)) == len(used)
-        for colour in used:
-            assert all(contrast(colour, behind) >= 3 for behind in BACKGROUNDS[theme])
-            inside = mixed(colour, BACKGROUNDS[theme][1], 0.17)
-            assert contrast(INKS[theme][0], inside) >= 7
-            assert contrast(INKS[theme][1], inside) >= 4.5
-
-
-def light(colour: str) -> float:
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(a: str, b: str) -> float:
-    high, low = sorted((light(a), light(b)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
-def mixed(a: str, b: str, part: float) -> str:
-    values = [round(part * int(a[at : at + 2], 16) + (1 - part) * int(b[at : at + 2], 16)) for at in (1, 3, 5)]
-    return "#" + "".join(f"{value:02x}" for value in values)
-
-
-HOSTILE = "</title></svg><script>alert('x')</script>\"onload=\"a&b<!--"
-
-
-def test_hostile_names_are_text_and_nothing_else(made: Plan) -> None:
-    plain = page(replace(made, machine="other", captured=None))
-    operators = tuple(
-        replace(
-            o,
-            name=f"{HOSTILE}{place}",
-            module=f"layers.{place % 5}.{HOSTILE}",
-            target=HOSTILE,
-            dims=tuple(replace(dim, name=HOSTILE + dim.name) for dim in o.dims),
-            known=False,
-        )
-        for place, o in enumerate(made.graph.operators)
-    )
-    bad = replace(
-        made,
-        model=HOSTILE,
-        machine=HOSTILE,
-        graph=replace(made.graph, operators=operators),
-        rows=(Row(HOSTILE, made.cost, HOSTILE), Row(HOSTILE, None, "", HOSTILE)),
-        captured=None,
-    )
-    text = page(bad)
-    shown = Page(text)
-    assert text.count("<script") == plain.count("<script") == 1
-    assert shown.tags <= Page(plain).tags
-    assert not {name for name, _ in shown.attributes} & {"onload", "onclick", "onerror", "src", "href"}
-    assert HOSTILE in shown.text
-    assert all(told.startswith(f"{HOSTILE}{place}") for place, told in shown.titles.items())
-
-
-def test_nothing_is_fetched(made: Plan) -> None:
-    text = page(made)
-    assert "default-src 'none'" in text
-    assert not re.search(r"https?:|@import|<link|<img|<iframe|\bfetch\(|\bimport\(", text)
-    assert set(re.findall(r"url\(([^)]*)\)", text)) <= {"#still", "#moved", "#inside"}
+    return with_splits(plan, wanted)
 
 
 def test_what_is_not_proven_is_told(made: Plan) -> None:
-    assert "the best with this mesh" in page(made)
+    found = shown(made.to_saved(), "plan")
+    assert (found["untried"], found["gap"], found["within"]) == (0, pytest.approx(0.0, abs=1e-12), made.within)
     short = replace(made, untried=7, cost=replace(made.cost, bound=made.cost.step / 1.05))
-    assert "within 5.0% of the best so cut" in page(short)
-    assert "7 other ways to use the devices might be faster" in page(short)
-    assert "might be faster" not in page(made)
-    assert "no other way to use the devices is faster by more than 1%" in page(made)
-    assert "no other way" not in page(short)
+    found = shown(short.to_saved(), "plan")
+    assert (found["untried"], found["gap"]) == (7, pytest.approx(0.05))
 
 
-def test_a_page_is_the_same_each_time(made: Plan) -> None:
-    assert page(made) == page(made)
+def test_a_graph_is_the_same_each_time(made: Plan) -> None:
+    assert drawn(made) == drawn(made)
 
 
-def test_a_plan_of_one_device_is_a_page(captured: Captured) -> None:
+def test_a_graph_that_is_too_large_is_not_drawn() -> None:
+    steps = [step(0, "in", None), *(step(n, f"m{n}", n - 1) for n in range(1, MOST + 1))]
+    found = shown(by_hand(steps).to_saved(), "plan")
+    assert (found["graph"], found["note"]) == (None, TOO_LARGE.format(count=MOST))
+
+
+def test_a_plan_of_one_device_is_drawn(captured: Captured) -> None:
     plan = plan_captured(captured, "h100", devices=1)
-    shown, _ = seen(plan)
-    assert len(set(shown.boxes.values())) == 1
-    assert WHOLE in shown.text
-    assert "communicating 0 s" in shown.text
-    assert "bubble" not in shown.text
-    assert "needs at least 4 devices" in shown.text
-    assert "can be runyes" in shown.text
+    found = shown(plan.to_saved(), "one")
+    assert [own["label"] for own in found["graph"]["splits"]] == [WHOLE]
+    assert found["seconds"]["communication"] == 0.0
+    assert not any(moved for _, _, moved in found["graph"]["edges"])
+    assert any(row["why"].startswith("needs at least 4 devices") for row in found["rows"])
 
 
-def test_a_plan_of_stages_is_a_page_with_the_memory_of_each(captured: Captured) -> None:
+def test_a_plan_of_stages_is_drawn_with_the_memory_of_each(captured: Captured) -> None:
     plan = plan_captured(captured, "a100", devices=4, stages=2, mesh=(2,), microbatches=4, compare=False)
-    shown, found = seen(plan)
+    found = grouped(plan)
     assert {group.stage for group in found} == {0, 1}
     for group in found:
         assert {plan.stage[place] for copy in group.copies for place in copy} == {group.stage}
-    for words in ("stage 1: devices 0 to 1", "stage 2: devices 2 to 3", "bubble", *plan.reasons()):
-        assert words in shown.text
-    known = prices(plan)
-    assert known is not None
-    memory = [sum(known.stage_memory(plan, stage)) for stage in range(2)]
-    assert max(memory) == pytest.approx(plan.cost.memory)
-    rows = layer_costs(plan, boxes(plan.graph), found, known)
-    assert math.fsum(row.total for row in rows) == pytest.approx(2 * (plan.cost.compute + plan.cost.communication))
+    graph = drawn(plan)
+    assert {column["stage"] for column in graph["columns"]} == {"stage 1: devices 0 to 1", "stage 2: devices 2 to 3"}
+    stage = {place: plan.stage[place] for place in nodes(graph)}
+    across = [(source, reader, moved) for source, reader, moved in graph["edges"] if stage[source] != stage[reader]]
+    assert any(moved for _, _, moved in across)
+    memory = stage_memory(rows(plan), 4, 2, 4)
+    assert list(memory) == ["stage 1: devices 0 to 1", "stage 2: devices 2 to 3"]
+    assert max(sum(own.values()) for own in memory.values()) == pytest.approx(plan.cost.memory)
+    costs = layer_costs(rows(plan), 2, plan.cost.compute, plan.cost.communication)
+    total = math.fsum(row["compute"] + row["communication"] for row in costs)
+    assert total == pytest.approx(2 * (plan.cost.compute + plan.cost.communication))
 
 
 @pytest.mark.parametrize(
@@ -368,36 +305,32 @@ def test_a_plan_of_stages_is_a_page_with_the_memory_of_each(captured: Captured) 
         {"recompute": True, "microbatches": 2},
     ],
 )
-def test_the_prices_of_operators_add_up_to_the_costs_of_the_plan(
-    captured: Captured, options: dict[str, object]
-) -> None:
+def test_the_costs_of_operators_add_up_to_those_of_the_plan(captured: Captured, options: dict[str, object]) -> None:
     plan = plan_captured(captured, "v100", devices=4, stages=1, compare=False, **options)  # type: ignore[arg-type]
-    found = prices(plan)
+    found = op_costs(plan)
     assert found is not None
     assert math.fsum(found.compute) <= plan.cost.compute * (1 + 1e-9)
     assert math.fsum(found.communication) == pytest.approx(plan.cost.communication, abs=1e-15)
-    weights, states, activations = found.stage_memory(plan, 0)
-    assert weights + states == pytest.approx(plan.cost.parameters)
-    assert activations == pytest.approx(plan.cost.activations)
-    rows = layer_costs(plan, boxes(plan.graph), groups(plan, boxes(plan.graph)), found)
-    assert math.fsum(row.compute for row in rows) == pytest.approx(plan.cost.compute)
-    assert math.fsum(row.communication for row in rows) == pytest.approx(plan.cost.communication, abs=1e-15)
+    (memory,) = stage_memory(rows(plan), 4, 1, plan.microbatches).values()
+    assert memory["weights"] + memory["gradients and states"] == pytest.approx(plan.cost.parameters)
+    assert memory["activations"] == pytest.approx(plan.cost.activations)
+    costs = layer_costs(rows(plan), 1, plan.cost.compute, plan.cost.communication)
+    assert math.fsum(row["compute"] for row in costs) == pytest.approx(plan.cost.compute)
+    assert math.fsum(row["communication"] for row in costs) == pytest.approx(plan.cost.communication, abs=1e-15)
 
 
-def test_prices_that_cannot_be_told_are_left_out(captured: Captured, made: Plan) -> None:
-    mine: Machine = replace(machine("v100"), name="mine")
-    known = plan_captured(captured, mine, devices=2, stages=1, compare=False)
-    assert page(known) == page(known, mine)
-    plan = replace(known, computer=None)
-    assert prices(plan) is None
-    assert "are not told" in page(plan)
-    assert "communicating" in page(plan, mine)
-    assert "are not told" not in page(plan, mine)
-    assert prices(apart(made)) is None
-    assert "a step:" not in page(apart(made))
+def test_costs_that_are_not_known_are_left_out(captured: Captured, made: Plan) -> None:
+    mine = replace(made, machine="mine", computer=None)
+    for plan in (mine, apart(made)):
+        assert op_costs(plan) is None
+        found = shown(plan.to_saved(), "plan")
+        assert all(node["costs"] is None for node in nodes(found["graph"]).values())
+        assert found["layers"] == []
+        (memory,) = found["memory"]
+        assert sum(memory["parts"].values()) == pytest.approx(made.cost.memory)
 
 
-# The drawing, on graphs of any form.
+# Graphs of any form.
 
 
 def step(place: int, module: str, *reads: int | None, target: str = "aten.add.Tensor") -> Operator:
@@ -429,61 +362,22 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @settings(max_examples=120, deadline=None)
 @given(plans())
-def test_no_line_runs_through_a_box_and_no_box_lies_on_another(plan: Plan) -> None:
-    found = boxes(plan.graph)
-    drawn = picture(found, groups(plan, found))
-    laid = routes(drawn)
-    for (ax, ay), (bx, by) in combinations(laid.boxes.values(), 2):
-        assert abs(ax - bx) >= WIDTH or abs(ay - by) >= HEIGHT
-    for x, y in laid.boxes.values():
-        assert 0 <= x <= laid.width - WIDTH
-        assert 0 <= y <= laid.height - HEIGHT
-    for (source, reader), corners in laid.lines.items():
-        (x, y), (u, v) = laid.boxes[source], laid.boxes[reader]
-        assert corners[0] == (x + WIDTH / 2, y + HEIGHT)
-        assert corners[-1] == (u + WIDTH / 2, v)
-        for (ax, ay), (bx, by) in pairwise(corners):
-            # A curve from one row to the next stays between them; all else goes straight across or down.
-            assert len(corners) == 2 or ax == bx or ay == by
-            for left, top in laid.boxes.values():
-                beside = max(ax, bx) <= left or min(ax, bx) >= left + WIDTH
-                assert beside or max(ay, by) <= top or min(ay, by) >= top + HEIGHT
-
-
-@settings(max_examples=120, deadline=None)
-@given(plans())
-def test_a_box_lies_below_what_it_reads_in_its_column_and_every_edge_is_drawn(plan: Plan) -> None:
-    found = boxes(plan.graph)
-    known = groups(plan, found)
-    drawn = picture(found, known)
+def test_every_node_is_in_one_column_and_every_edge_is_told_once(plan: Plan) -> None:
+    found = rows(plan)
+    known = groups(found, nodes_of(found))
     copy = {
         place: (group.run, number, first)
         for group in known
         for number, own in enumerate(group.copies)
         for place, first in zip(own, group.places, strict=True)
     }
-    assert set(copy) == set(found.places)
-    for column in drawn.columns:
-        for source, reader in drawn.edges:
-            if source in column.at and reader in column.at:
-                assert column.at[source][1] < column.at[reader][1]
+    assert set(copy) == set(nodes_of(found).places)
+    in_columns: Sequence[int] = [place for _, _, places in columns(known) for place in places]
+    assert sorted(in_columns) == sorted(place for group in known for place in group.places)
     expected = {
-        (copy[a][2], copy[b][2]) for a, b in found.edges if copy[a][0] != copy[b][0] or copy[a][1] == copy[b][1]
+        (copy[a][2], copy[b][2])
+        for a, b in nodes_of(found).edges
+        if copy[a][0] != copy[b][0] or copy[a][1] == copy[b][1]
     }
-    assert set(drawn.edges) == expected
-    shown = Page(page(plan))
-    assert set(shown.lines) == expected
-    assert len(shown.lines) == len(expected)
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=20))
-def test_lanes_keep_what_touches_apart_and_are_no_more_than_needed(spans: list[tuple[int, int]]) -> None:
-    lanes = Lanes()
-    for key, ends in enumerate(spans):
-        lanes.add(key, *ends)
-    found = lanes.assigned()
-    for a, b in combinations(range(len(spans)), 2):
-        if max(min(spans[a]), min(spans[b])) <= min(max(spans[a]), max(spans[b])):
-            assert found[a] != found[b]
-    deepest = max((sum(min(s) <= at <= max(s) for s in spans) for at in range(21)), default=0)
-    assert len(set(found.values())) == deepest
+    edges = [(source, reader) for source, reader, _ in drawn(plan)["edges"]]
+    assert (set(edges), len(edges)) == (expected, len(expected))

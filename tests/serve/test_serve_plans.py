@@ -13,18 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft import planning
 from weft.cli import main
+from weft.cli import plan as planning
 from weft.errors import PlanError, WeftError
+from weft.hardware.machine import machine
 from weft.plan.capture import Captured, capture
-from weft.plan.machine import machine
-from weft.plan.page import page
 from weft.plan.plan import Plan
 from weft.plan.planner import plan_captured
-from weft.runs.files import write_json
-from weft.serve.plan.document import document, listed, present
-from weft.serve.plan.drawings import is_drawing
-from weft.serve.plan.saved import EDITED, NOT_DRAWN, STRANGE
+from weft.serve.views.plan import DAMAGED, EDITED, NO_OPERATORS, document, listed
+from weft.utils.files import write_json
 
 MODEL = """
 import torch
@@ -82,8 +79,7 @@ def test_a_saved_plan_is_told_whole(saved: Path, made: Plan) -> None:
     }
     assert found["gap"] == pytest.approx(made.gap)
     assert found["note"] is None
-    assert found["graph"]["svg"] in page(made, machine("a100")), "the graph of the page"
-    labels = [own["label"] for own in found["strategies"]]
+    labels = [own["label"] for own in found["graph"]["splits"]]
     assert len(labels) == len(set(labels)) > 0
     (memory,) = found["memory"]
     assert memory["device"] == "devices 0 to 3"
@@ -109,10 +105,10 @@ def test_the_memory_of_each_stage_is_told(tmp_path: Path, captured: Captured) ->
     assert found["seconds"]["bubble"] > 0
 
 
-def test_a_plan_that_was_saved_without_its_page_is_told_without_its_graph(tmp_path: Path, made: Plan) -> None:
+def test_a_plan_that_was_saved_without_its_operators_is_told_without_its_graph(tmp_path: Path, made: Plan) -> None:
     write_json(tmp_path / "bare.json", made.to_json())
     found = document(tmp_path / "bare.json")
-    assert (found["graph"], found["note"], found["strategies"], found["layers"]) == (None, NOT_DRAWN, [], [])
+    assert (found["graph"], found["note"], found["layers"]) == (None, NO_OPERATORS, [])
     assert sum(found["memory"][0]["parts"].values()) == pytest.approx(made.cost.memory)
 
 
@@ -147,7 +143,6 @@ def test_a_foreign_file_is_passed_over_in_the_list_and_refused_by_itself(saved: 
     path = saved.with_name(f"{name}.json")
     path.write_text(FOREIGN[name])
     assert [plan["name"] for plan in listed(saved.parent)] == ["net"]
-    assert not present(path)
     with pytest.raises(WeftError) as problem:
         document(path)
     assert "\n" not in str(problem.value)
@@ -193,46 +188,35 @@ def test_there_need_be_no_folder_of_plans(tmp_path: Path) -> None:
         document(tmp_path / "plans" / "net.json")
 
 
-def test_hostile_names_stay_text(tmp_path: Path, made: Plan) -> None:
+def test_hostile_names_are_given_as_they_are(tmp_path: Path, made: Plan) -> None:
     bad = '</text><script>alert("1")</script><img src=x onerror=alert(2)>'
     operators = tuple(replace(own, module=bad, name=f"{bad}{n}") for n, own in enumerate(made.graph.operators))
     plan = replace(made, model=bad, graph=replace(made.graph, operators=operators))
     plan.save(tmp_path / "bad.json")
     found = document(tmp_path / "bad.json")
-    assert found["model"] == bad, "escaped by whoever makes HTML of it"
-    assert found["note"] is None
-    assert "<script" not in found["graph"]["svg"]
-    assert "<img" not in found["graph"]["svg"]
+    assert (found["model"], found["note"]) == (bad, None), "the page makes text of it"
+    assert all(node["module"] == bad for column in found["graph"]["columns"] for node in column["nodes"])
 
 
-@pytest.mark.parametrize(
-    "evil",
-    [
-        "<script>alert(1)</script>",
-        '<rect onload="alert(1)"/>',
-        '<a href="https://example.org"><text>x</text></a>',
-        '<image href="https://example.org/x.png"/>',
-        "<foreignObject><p>x</p></foreignObject>",
-        '<path clip-path="url(https://example.org/x)"/>',
-        "<style>*{background:url(https://example.org)}</style>",
-        '<rect style="fill:red"/>',
-        "<!-- x -->",
-    ],
-)
-def test_a_drawing_with_anything_that_weft_does_not_draw_is_not_shown(saved: Path, evil: str) -> None:
-    svg = json.loads(saved.read_text())["page"]["svg"]
-    assert is_drawing(svg)
-    worse = svg.replace("</svg>", f"{evil}</svg>")
-    assert not is_drawing(worse)
-    edit(saved, lambda plan: plan["page"].update(svg=worse))
-    found = document(saved)
-    assert (found["graph"], found["note"]) == (None, STRANGE)
+WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no list": lambda plan: plan.update(operators={"a": 1}),
+    "no row": lambda plan: plan["operators"].append(3),
+    "no name": lambda plan: plan["operators"][0].pop("name"),
+    "a later source": lambda plan: plan["operators"][0].update(
+        reads=[{"source": 0, "shape": [1], "local": [1], "moved": False}]
+    ),
+    "a split of other axes": lambda plan: plan["operators"][0].update(split=["-"] * 9),
+    "an unknown dimension": lambda plan: plan["operators"][0].update(split=["zz"] * len(plan["mesh"])),
+    "no such stage": lambda plan: plan["operators"][0].update(stage=5),
+    "no cost": lambda plan: plan["operators"][0].update(compute="much"),
+}
 
 
-def test_a_page_of_another_form_is_not_shown(saved: Path) -> None:
-    edit(saved, lambda plan: plan["page"].update(strategies=[{"label": "x", "colour": ["red;}", "blue"]}]))
-    found = document(saved)
-    assert (found["graph"], found["strategies"], found["note"]) == (None, [], STRANGE)
+@pytest.mark.parametrize("name", WRONG)
+def test_damaged_operators_are_not_drawn_and_the_rest_is_told(saved: Path, name: str) -> None:
+    found = document(edit(saved, WRONG[name]))
+    assert (found["graph"], found["layers"], found["note"]) == (None, [], DAMAGED)
+    assert found["rows"]
 
 
 def test_a_bare_name_is_a_plan_among_the_runs_and_a_path_is_itself(tmp_path: Path) -> None:
@@ -263,6 +247,10 @@ def test_weft_plan_saves_by_name_where_the_dashboard_looks(
         assert listed(tmp_path / "runs" / "plans") == [{"name": "tiny", "model": "Sequential", "devices": 4}]
         assert document(tmp_path / "runs" / "plans" / "tiny.json")["graph"]
         assert weft("--load", "tiny")[0] == 0
+        code, said = weft("--html", "plan.html")
+        assert code == 0
+        assert "written to plan.html" in said
+        assert '"/api/plans/plan"' in (tmp_path / "plan.html").read_text()
         code, said = weft("--load", "other")
         assert (code, said.count("\n")) == (2, 1)
     finally:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.serve.search.probabilities import STEPS, Course, present, probabilities
+from weft.serve.views.search_samples import STEPS, MixtureHistory, has_mixture, probabilities
 
 CHOICES = [{"name": "a", "options": ["x", "y"]}, {"name": "b", "options": [1, 2, 3]}]
 
@@ -32,7 +32,7 @@ def written(run: Path, *events: object) -> Path:
 
 def test_each_option_has_its_line_over_the_steps(tmp_path: Path) -> None:
     run = written(tmp_path, started(), step(0, 0.4, 0.6, 0.1, 0.2, 0.7), step(1, 0.3, 0.7, 0.2, 0.2, 0.6))
-    assert probabilities(run, {}) == {
+    assert probabilities(run) == {
         "steps": [0, 1],
         "choices": [
             {"name": "a", "options": ["x", "y"], "values": [[0.4, 0.3], [0.6, 0.7]]},
@@ -42,22 +42,13 @@ def test_each_option_has_its_line_over_the_steps(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_mixture_has_none(tmp_path: Path) -> None:
-    assert probabilities(tmp_path, {}) is None
-    assert probabilities(written(tmp_path, started(), {"event": "step", "step": 0, "loss": 1.0}), {}) is None
-    assert not present({"law": {"bilevel": None}})
-    assert not present({})
-    assert present({"law": {"bilevel": {"every": 2}}})
-
-
-def test_an_older_run_tells_how_many_options_its_choices_have(tmp_path: Path) -> None:
-    law = {"law": {"loss": "MixedLoss(loss=<function f>, layout=(('a', 2), ('b', 3)), targets=(('t', 9),), method='')"}}
-    found = probabilities(written(tmp_path, step(0, 0.4, 0.6, 0.1, 0.2, 0.7)), law)
-    assert found is not None
-    assert [(one["name"], one["options"]) for one in found["choices"]] == [
-        ("a", ["option 0", "option 1"]),
-        ("b", ["option 0", "option 1", "option 2"]),
-    ]
-    assert probabilities(tmp_path, {"law": {"loss": "cross_entropy"}}) is None  # nobody knows what they stand for
+    assert probabilities(tmp_path) is None
+    assert probabilities(written(tmp_path, started(), {"event": "step", "step": 0, "loss": 1.0})) is None
+    unnamed = written(tmp_path, step(0, 0.4, 0.6))
+    assert probabilities(unnamed) is None  # nobody knows what the numbers stand for
+    assert not has_mixture({"law": {"bilevel": None}})
+    assert not has_mixture({})
+    assert has_mixture({"law": {"bilevel": {"every": 2}}})
 
 
 def test_damaged_events_are_passed_over(tmp_path: Path) -> None:
@@ -74,7 +65,7 @@ def test_damaged_events_are_passed_over(tmp_path: Path) -> None:
         started([{"name": 3}, 4]),
         b'{"event": "step", "step": 4, "mixture": [0.1',
     ]
-    found = probabilities(written(tmp_path, started(), good, *bad), {})
+    found = probabilities(written(tmp_path, started(), good, *bad))
     assert found is not None
     assert found["steps"] == [3]
 
@@ -82,10 +73,11 @@ def test_damaged_events_are_passed_over(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(1, 3))
 def test_there_are_at_most_five_hundred_steps_and_they_come_to_the_mean(steps: int, stride: int) -> None:
-    course = Course()
+    history = MixtureHistory()
+    history.add_line(json.dumps(started([{"name": "a", "options": ["x", "y"]}])).encode())
     for at in range(0, steps, stride):
-        course.see(json.dumps(step(at, at / steps, 1 - at / steps)).encode())
-    found = course.told([("a", ["x", "y"])])
+        history.add_line(json.dumps(step(at, at / steps, 1 - at / steps)).encode())
+    found = history.to_json()
     assert found is not None
     assert len(found["steps"]) <= STEPS
     assert found["steps"] == sorted(set(found["steps"]))
@@ -97,10 +89,11 @@ def test_there_are_at_most_five_hundred_steps_and_they_come_to_the_mean(steps: i
 
 
 def test_many_options_are_told_at_fewer_steps() -> None:
-    course = Course()
+    history = MixtureHistory()
+    history.add_line(json.dumps(started([{"name": "a", "options": list(range(3456))}])).encode())
     for at in range(200):
-        course.see(json.dumps(step(at, *[0.001] * 3456)).encode())
-    found = course.told([("a", list(range(3456)))])
+        history.add_line(json.dumps(step(at, *[0.001] * 3456)).encode())
+    found = history.to_json()
     assert found is not None
     assert len(json.dumps(found)) < 400_000
 
@@ -112,7 +105,7 @@ def test_a_long_file_is_read_in_little_memory(tmp_path: Path) -> None:
         for at in range(count):
             file.write(json.dumps(step(at, 0.25, 0.75, 0.1, 0.2, 0.7)).encode() + b"\n")
     tracemalloc.start()
-    found = probabilities(tmp_path, {})
+    found = probabilities(tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found is not None

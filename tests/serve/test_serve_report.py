@@ -15,8 +15,7 @@ import pytest
 from weft.errors import RunError
 from weft.runs import Run
 from weft.serve.library import Library
-from weft.serve.pagefiles import PAGE
-from weft.serve.report import html, write_report
+from weft.serve.report import PAGE, html, write_report
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>"
 

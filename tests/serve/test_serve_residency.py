@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from tracefiles import EPOCH
 
 from weft.runs import Run
-from weft.serve.pipeline.document import document
-from weft.serve.pipeline.memory import POINTS, memory
-from weft.serve.pipeline.spans import Traced, load
+from weft.serve.views.pipeline import document, load_trace
+from weft.serve.views.residency import POINTS, residency
+from weft.trace.reader import Trace
 
 Row = tuple[str, str, float, int, int, int, int]
 
 
-def write(run: Path, *stages: list[Row], end: float = 10.0) -> Traced:
+def write(run: Path, *stages: list[Row], end: float = 10.0) -> Trace:
     """Stages that compute from 0 to ``end``, with these changes of their memory."""
     (run / "traces").mkdir(parents=True, exist_ok=True)
     for number, own in enumerate(stages):
@@ -30,7 +30,7 @@ def write(run: Path, *stages: list[Row], end: float = 10.0) -> Traced:
             *(["memory", layer, state, EPOCH + at, *shares] for layer, state, at, *shares in own),
         ]
         (run / "traces" / f"stage{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = load(run)
+    found = load_trace(run)
     assert found is not None
     return found
 
@@ -49,7 +49,7 @@ HAND: list[Row] = [
 
 def test_layers_that_come_and_go_are_told_as_drawn(tmp_path: Path) -> None:
     traced = write(tmp_path, HAND)
-    assert memory(traced, (0, 10), {0: 400}) == [
+    assert residency(traced, (0, 10), {0: 400}) == [
         {
             "stage": 0,
             "budget": 400,
@@ -68,7 +68,7 @@ def test_layers_that_come_and_go_are_told_as_drawn(tmp_path: Path) -> None:
 
 
 def test_a_window_begins_with_what_was_there(tmp_path: Path) -> None:
-    (found,) = memory(write(tmp_path, HAND), (4.5, 7), {})
+    (found,) = residency(write(tmp_path, HAND), (4.5, 7), {})
     assert found["budget"] is None
     assert (found["time"], found["resident"]) == ([4.5, 5, 6, 7], [100, 150, 50, 50])
     assert found["layers"] == [
@@ -80,20 +80,20 @@ def test_a_window_begins_with_what_was_there(tmp_path: Path) -> None:
 def test_the_bytes_of_layers_that_come_together_are_not_guessed(tmp_path: Path) -> None:
     rows: list[Row] = [("a", "arriving", 1, 300, 0, 0, 0), ("b", "arriving", 1.5, 300, 0, 0, 0)]
     rows += [("c", "arriving", 2, 320, 0, 0, 0)]
-    (found,) = memory(write(tmp_path, rows), (0, 10), {})
+    (found,) = residency(write(tmp_path, rows), (0, 10), {})
     assert {own["name"]: own["bytes"] for own in found["layers"]} == {"a": None, "b": None, "c": 20}
 
 
 def test_what_was_there_before_the_first_operation_is_there_at_its_start(tmp_path: Path) -> None:
     rows: list[Row] = [("a", "arriving", -2, 0, 10, 0, 0), ("a", "resident", -1, 10, 0, 0, 0)]
-    (found,) = memory(write(tmp_path, rows), (0, 10), {})
+    (found,) = residency(write(tmp_path, rows), (0, 10), {})
     assert found["layers"][0]["spans"] == [["resident", 0, 10]]
     assert found["time"][0] == 0
     assert found["resident"][-1] == 10
 
 
 def test_stages_without_layers_on_the_host_have_no_memory_to_show(tmp_path: Path) -> None:
-    found = memory(write(tmp_path, [], HAND), (0, 10), {0: 1, 1: 2})
+    found = residency(write(tmp_path, [], HAND), (0, 10), {0: 1, 1: 2})
     assert [(own["stage"], own["budget"]) for own in found] == [(1, 2)]
 
 
@@ -113,7 +113,7 @@ def test_much_is_thinned_and_the_fullest_moment_is_kept(tmp_path: Path, stages: 
         layer, at = f"layer{number % 300}", number / 1000
         rows.append((layer, ("arriving", "resident", "leaving")[number // 300 % 3], at, 1000 + number % 7, 0, 0, 0))
     rows[1234] = (rows[1234][0], "resident", 1.234, 99_999, 0, 0, 0)
-    found = memory(write(tmp_path, *[rows] * stages), (0.0, 10.0), {})
+    found = residency(write(tmp_path, *[rows] * stages), (0.0, 10.0), {})
     assert sum(len(own["time"]) for own in found) <= POINTS + 3 * stages
     assert sum(len(layer["spans"]) for own in found for layer in own["layers"]) <= POINTS
     for own in found:
@@ -143,7 +143,7 @@ def test_a_layer_is_in_one_state_at_a_time_and_within_the_window(
     rows: list[Row] = [
         (a, b, float(at), size, 0, size % 2, 0) for a, b, at, size in sorted(changes, key=lambda x: x[2])
     ]
-    (found,) = memory(write(tmp_path_factory.mktemp("run"), rows), (float(window[0]), float(window[1])), {})
+    (found,) = residency(write(tmp_path_factory.mktemp("run"), rows), (float(window[0]), float(window[1])), {})
     for layer in found["layers"]:
         own = layer["spans"]
         assert all(window[0] <= start < end <= window[1] for _, start, end in own)

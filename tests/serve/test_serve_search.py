@@ -19,7 +19,7 @@ import torch
 import weft
 from weft.cli import main
 from weft.errors import RunError
-from weft.serve.search import document as searches
+from weft.serve.views import search as searches
 
 CONFIG = """
 run = "small"
@@ -77,7 +77,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(home: Path, tmp_path: Path) -> Path:
     """A copy of that run, to be damaged."""
     copy = tmp_path / "runs" / "small"
-    shutil.copytree(home / "runs" / "small", copy, ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
+    shutil.copytree(home / "runs" / "small", copy, ignore=shutil.ignore_patterns("checkpoints"))
     return copy
 
 
@@ -148,23 +148,6 @@ def test_an_unknown_name_is_answered_with_the_nearest(run: Path) -> None:
         searches.document(run, name="../../small/results/search")
 
 
-def test_what_an_older_weft_wrote_is_shown_without_what_it_lacks(run: Path) -> None:
-    file = run / "results" / "search" / "front.json"
-    front = json.loads(file.read_text())
-    for member in front["members"]:
-        del member["layers"]
-    del front["choices"], front["context"]
-    file.write_text(json.dumps(front))
-    scores = run / "results" / "scores.jsonl"
-    lines = [json.loads(line) for line in scores.read_text().splitlines()]
-    old = [{key: line[key] for key in ("subnet", "context", "scores")} for line in lines]
-    scores.write_text("".join(json.dumps(line) + "\n" for line in old))
-    found = searches.document(run)
-    assert all(member["layers"] is None and member["values"] for member in found["front"])
-    assert len(found["scored"]) >= 6
-    assert found["choices"] == []
-
-
 def test_a_search_that_goes_on_shows_what_it_scored_before_there_is_a_front(run: Path) -> None:
     for name in ("search", "other"):
         shutil.rmtree(run / "results" / name)
@@ -212,7 +195,7 @@ def test_damaged_scores_and_a_damaged_manifest_give_a_document(run: Path) -> Non
 def test_a_run_that_was_never_searched_has_no_search(tmp_path: Path) -> None:
     assert not searches.present(tmp_path)
     found = searches.document(tmp_path)
-    assert (found["front"], found["scored"], found["choices"], found["tau"]) == ([], [], [], None)
+    assert (found["front"], found["scored"], found["choices"]) == ([], [], [])
 
 
 def test_a_link_that_leads_out_of_the_run_is_no_front(run: Path, tmp_path: Path) -> None:
@@ -248,7 +231,8 @@ def test_however_large_a_front_is_its_document_is_not(run: Path) -> None:
 def test_a_gradient_search_is_shown_with_its_probabilities(tmp_path: Path) -> None:
     options: dict[str, Any] = {"steps": 3, "batch_size": 8, "recalibrate": 1, "runs": tmp_path, "run": "gradient"}
     metrics = {"accuracy": weft.accuracy}
-    found = weft.search(weft.zoo.find("digits-conv"), weft.data.digits(), method="darts", metrics=metrics, **options)
+    build = weft.zoo.find("digits-conv")
+    found = weft.search_gradient(build, weft.data.digits(), method="darts", metrics=metrics, **options)
     shown = searches.document(tmp_path / "gradient")
     assert searches.present(tmp_path / "gradient")
     assert [member["id"] for member in shown["front"]] == [found.subnet.id]

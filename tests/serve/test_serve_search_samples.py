@@ -10,21 +10,21 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.search.objective import Constraint, Objective
-from weft.serve.events.fold import Fold
-from weft.serve.search.shares import SCORED, Point, Sample, Scores, ordered, shares
+from weft.search.objectives import Constraint, Objective
+from weft.serve.event_log import Reducer
+from weft.serve.views.search_samples import SCORED, Point, Sample, Scores, option_frequencies, ordered
 
 ACCURACY, FLOPS = Objective("accuracy", True), Objective("flops", False)
 
 
 def point(id: str, accuracy: float, flops: float = 0.0, **values: object) -> Point:
-    return Point(id, {"accuracy": accuracy, "flops": flops}, values or None)
+    return Point(id, {"accuracy": accuracy, "flops": flops}, values)
 
 
 def test_shares_of_eleven_by_hand() -> None:
     best = [point("a", 0.9, op="conv", depth=2), point("b", 0.8, op="conv")]
     rest = [point(f"c{at}", 0.1, op="skip") for at in range(9)]
-    found = shares([*best, *rest], [("op", ["skip", "conv", "pool"]), ("depth", [1, 2])])
+    found = option_frequencies([*best, *rest], [("op", ["skip", "conv", "pool"]), ("depth", [1, 2])])
     # A tenth of eleven, rounded up, is two; depth is switched off in all but one.
     assert found == [
         {"name": "op", "options": ["skip", "conv", "pool"], "best": [0, 1, 0], "all": [0.8181818, 0.1818182, 0]},
@@ -33,14 +33,13 @@ def test_shares_of_eleven_by_hand() -> None:
 
 
 def test_options_that_python_takes_for_one_are_told_apart() -> None:
-    found = shares([point("a", 1, flag=True), point("b", 1, flag=1)])
+    found = option_frequencies([point("a", 1, flag=True), point("b", 1, flag=1)])
     assert [type(option) for option in found[0]["options"]] == [bool, int]
     assert found == [{"name": "flag", "options": [True, 1], "best": [1, 0], "all": [0.5, 0.5]}]
 
 
-def test_subnets_without_values_are_left_out_and_none_gives_no_shares() -> None:
-    assert shares([point("a", 1), point("b", 1, op="x")])[0]["all"] == [1]
-    assert shares([point("a", 1)], [("op", ["x"])]) == []
+def test_of_no_subnets_there_are_no_shares() -> None:
+    assert option_frequencies([], [("op", ["x"])]) == []
 
 
 def test_of_two_objectives_the_front_comes_first() -> None:
@@ -102,13 +101,14 @@ def test_the_newest_scores_of_a_subnet_count() -> None:
 
 
 def line(subnet: str, accuracy: float | str, context: str = "x", **more: object) -> bytes:
-    return json.dumps({"subnet": subnet, "context": context, "scores": {"accuracy": accuracy}, **more}).encode()
+    told = {"subnet": subnet, "context": context, "scores": {"accuracy": accuracy}, "values": {}, **more}
+    return json.dumps(told).encode()
 
 
 def scores(*lines: bytes) -> Scores:
     found = Scores()
     for one in lines:
-        found.see(one)
+        found.add_line(one)
     return found
 
 
@@ -128,11 +128,11 @@ def test_scores_of_the_fronts_context_are_taken_and_no_others() -> None:
 
 
 def test_damaged_lines_are_counted_and_change_nothing() -> None:
-    bad = [b"{", b"[]", b'{"subnet": 1, "context": "x", "scores": {}}', b'{"subnet": "a"}', b"\xff\xfe", b"x" * 99999]
-    found = scores(*bad, b"", line("a", "nan"), line("b", 0.5, values=[1]))
+    odd = [b'{"subnet": 1, "context": "x", "scores": {}}', b'{"subnet": "a"}', line("c", 0.5, values=[1])]
+    bad = [b"{", b"[]", *odd, b"\xff\xfe", b"x" * 99999]
+    found = scores(*bad, b"", line("a", "nan"), line("b", 0.5))
     assert found.damaged == len(bad)
     assert [one.id for one in found.of("x")[0]] == ["a", "b"]
-    assert found.of("x")[0][1].values is None
 
 
 def test_a_long_file_is_read_once_in_little_memory(tmp_path: Path) -> None:
@@ -140,18 +140,18 @@ def test_a_long_file_is_read_once_in_little_memory(tmp_path: Path) -> None:
     with open(path, "wb") as file:
         for at in range(count):
             file.write(line(f"{at:016x}", at / count, values={"op": at % 7}, costs={"flops": at}) + b"\n")
-    fold = Fold(Scores)
+    fold = Reducer(Scores)
     tracemalloc.start()
-    points, seen = fold.ask(path, lambda scores: scores.of("x"))
+    points, seen = fold.query(path, lambda scores: scores.of("x"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (len(points), seen) == (SCORED, count)
     assert peak < 16 * 2**20
     with open(path, "ab") as file:
         file.write(line("new", 2.0)[:20])
-    assert fold.ask(path, lambda scores: scores.of("x")[1]) == count  # torn: it waits for its end
+    assert fold.query(path, lambda scores: scores.of("x")[1]) == count  # torn: it waits for its end
     with open(path, "ab") as file:
         file.write(line("new", 2.0)[20:] + b"\n")
-    assert fold.ask(path, lambda scores: scores.of("x")[1]) == count + 1
+    assert fold.query(path, lambda scores: scores.of("x")[1]) == count + 1
     path.write_bytes(line("other", 1.0) + b"\n")
-    assert fold.ask(path, lambda scores: [one.id for one in scores.of("x")[0]]) == ["other"]
+    assert fold.query(path, lambda scores: [one.id for one in scores.of("x")[0]]) == ["other"]

@@ -17,9 +17,8 @@ import httpx
 import pytest
 
 from weft.runs import Run
-from weft.serve.http.server import listen, make_server
-from weft.serve.http.stream import Changes
 from weft.serve.library import Library
+from weft.serve.server import Changes, listen, make_server
 
 Serve = Callable[..., httpx.Client]
 
@@ -276,15 +275,15 @@ def test_streams_do_not_keep_a_server_that_ends(root: Path) -> None:
 
 def test_changes_are_numbered_without_gaps_and_old_ones_forgotten(root: Path) -> None:
     changes = Changes(Library.under(root))
-    changes.note({"conv": "0"}, "")
+    changes.record({"conv": "0"}, "")
     start = changes.since(None)[-1][0]
     for at in range(1, 1500):
-        changes.note({"conv": str(at)}, "")
+        changes.record({"conv": str(at)}, "")
     assert changes.since(start + 1499) == []
     assert [at for at, _ in changes.since(start + 1400)] == list(range(start + 1401, start + 1500))
     assert changes.since(start + 10)[0] == (start + 1499, {"runs": True})  # too long ago
     assert changes.since(start + 99_999)[0][1] == {"runs": True}
-    changes.note({"conv": "1499", "new": "0"}, "")
+    changes.record({"conv": "1499", "new": "0"}, "")
     assert [change for _, change in changes.since(start + 1499)] == [{"runs": True}, {"run": "new", "revision": 1}]
-    changes.note({}, "plans")
+    changes.record({}, "plans")
     assert [change for _, change in changes.since(start + 1501)] == [{"runs": True}]

@@ -1,29 +1,24 @@
-"""The document of a study: by its run's events, by its result, and by its storage, which all say the same."""
+"""The document of a study: by its run's events, and by its result, which say the same."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import weft
-import weft.serve.study.importances as worked_out
-from weft.errors import TuneError
-from weft.runs.lock import hold
-from weft.serve.study import document as studies
-from weft.serve.study.trials import SHOWN, Trial
+import weft.serve.views.study as worked_out
+from weft.runs.run import hold
+from weft.serve.views import study as studies
+from weft.serve.views.study_events import SHOWN, Trial
 from weft.space import Space
-from weft.tune import Device, Job, Tuned
+from weft.tune import Device, Job, StudyResult
 from weft.tune import Trial as Tried
-from weft.tune.job import Ended, Event, Lost, Reported
-from weft.tune.storage import default_url
-from weft.tune.study import Study
+from weft.tune.jobs import Ended, Event, Lost, Reported
 
 optuna = pytest.importorskip("optuna")
 
@@ -79,25 +74,25 @@ def never(trial: Tried) -> float:
     raise AssertionError("the executor knows without asking")
 
 
-def tuned(runs: Path, objectives: int = 1, **more: Any) -> Tuned:
+def tuned(runs: Path, objectives: int = 1, **more: Any) -> StudyResult:
     aims: dict[str, Any] = {"maximize": "quality", **({"minimize": "cost"} if objectives == 2 else {})}
     given = {"trials": 8, "sampler": "random", "window": 3, "memory": "8MiB", "name": "study", "runs": runs, **more}
     return weft.tune(never, space(), executor=Instant(objectives), **aims, **given)
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+def study(tmp_path_factory: pytest.TempPathFactory) -> StudyResult:
     """One that has ended; only to be read."""
     return tuned(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture
-def run(study: Tuned, tmp_path: Path) -> Path:
+def run(study: StudyResult, tmp_path: Path) -> Path:
     """A copy of its run, to be damaged."""
     return Path(shutil.copytree(study.path, tmp_path / "study"))
 
 
-def test_every_trial_is_told_as_the_study_has_it(study: Tuned, run: Path) -> None:
+def test_every_trial_is_told_as_the_study_has_it(study: StudyResult, run: Path) -> None:
     found = studies.document(run)
     assert (found["study"], found["count"], found["damaged"]) == ("study", 8, 0)
     assert found["objectives"] == [{"name": "quality", "maximize": True}]
@@ -135,17 +130,6 @@ def test_devices_have_their_memory_and_each_attempt_as_a_bar(run: Path) -> None:
         for bar in device["bars"]:
             beside = [one for one in device["bars"] if one["lane"] == bar["lane"] and one is not bar]
             assert all(one["end"] <= bar["start"] or bar["end"] <= one["start"] for one in beside)
-
-
-def test_the_storage_says_what_the_events_say(study: Tuned, run: Path) -> None:
-    events, storage = studies.document(run), studies.from_storage(default_url(run))
-    for name in ("study", "objectives", "parameters", "importances", "count"):
-        assert storage[name] == events[name]
-    for told, other in zip(storage["trials"], events["trials"], strict=True):
-        for name in ("number", "state", "params", "values", "measured", "estimated", "attempts", "reports", "why"):
-            assert told[name] == other[name]
-    assert sum(len(device["bars"]) for device in storage["devices"]) == 8
-    assert {path.name for path in run.iterdir()} == {path.name for path in study.path.iterdir()}  # no lock, no journal
 
 
 def test_without_its_storage_a_study_is_shown_all_the_same(run: Path) -> None:
@@ -211,94 +195,12 @@ def test_a_job_runs_without_end_for_as_long_as_its_driver_does(run: Path) -> Non
 
 def test_a_study_of_two_objectives_has_importances_of_both(tmp_path: Path) -> None:
     study = tuned(tmp_path, objectives=2, trials=5)
-    for found in (studies.document(study.path), studies.from_storage(default_url(study.path))):
-        assert found["objectives"] == [{"name": "quality", "maximize": True}, {"name": "cost", "maximize": False}]
-        assert found["importances"].keys() == {"quality", "cost"}
-        assert [name for name, _ in found["importances"]["quality"]] == list(study.importances)
-        assert sum(share for _, share in found["importances"]["cost"]) == pytest.approx(1, abs=1e-5)
-        assert all(len(one["values"]) == 2 for one in found["trials"] if one["state"] == "complete")
-
-
-def opened(url: str, trials: int = 4) -> Study:
-    aims: Any = ("maximize",)
-    return Study.open(
-        "digits", space(), directions=aims, seed=0, window=3, trials=trials, storage=url, sampler="random"
-    )
-
-
-def ask_while_it_runs(url: str) -> None:
-    """A study can be looked at while another claims and writes it."""
-    with opened(url) as study:
-        found = studies.from_storage(url)
-        assert (found["study"], found["trials"], found["importances"], found["began"]) == ("digits", [], {}, None)
-        proposal = study.ask()
-        study.report(proposal.number, 5, 0.25)
-        (told,) = studies.from_storage(url, "digits")["trials"]
-        assert (told["state"], told["values"], told["reports"]) == ("running", None, [[5, 0.25]])
-        study.tell(proposal.number, "pruned")
-        (told,) = studies.from_storage(url)["trials"]
-        assert (told["state"], told["values"]) == ("pruned", [0.25])
-
-
-def test_a_study_that_is_being_run_is_looked_at_without_disturbing_it(tmp_path: Path) -> None:
-    ask_while_it_runs(default_url(tmp_path))
-
-
-def test_a_storage_that_is_not_there_is_said_to_be_so_and_is_not_made(tmp_path: Path) -> None:
-    for url, why in {
-        default_url(tmp_path): "there is no file",
-        f"sqlite:///{tmp_path}/no/study.db": "there is no folder",
-        "mysql://host/name": "sqlite:/// or postgresql://",
-        "nonsense": "is no URL",
-    }.items():
-        with pytest.raises(TuneError, match=why):
-            studies.from_storage(url)
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "study.db").write_bytes(b"no database at all" * 100)
-    with pytest.raises(TuneError, match=r"holds no studies that can be read: .*not a database"):
-        studies.from_storage(default_url(tmp_path))
-
-
-def test_an_unknown_study_is_answered_with_the_nearest(run: Path) -> None:
-    with pytest.raises(TuneError, match="has no study 'studdy'; did you mean 'study'"):
-        studies.from_storage(default_url(run), "studdy")
-
-
-def test_a_database_that_is_locked_or_gone_is_shown_as_it_was(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.tune.database.BUSY", 0.05)
-    before = studies.from_storage(default_url(run))
-    assert before["problem"] is None
-    holder = sqlite3.connect(run / "study.db", isolation_level=None)
-    holder.execute("BEGIN EXCLUSIVE")
-    locked = studies.from_storage(default_url(run))
-    assert "database is locked" in locked["problem"]
-    assert locked == {**before, "problem": locked["problem"]}
-    holder.close()
-    assert studies.from_storage(default_url(run)) == before
-    (run / "study.db").unlink()
-    gone = studies.from_storage(default_url(run))
-    assert "there is no file" in gone["problem"]
-    assert gone["trials"] == before["trials"]
-
-
-def test_a_study_that_weft_did_not_make_is_shown_too(tmp_path: Path) -> None:
-    url = default_url(tmp_path)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    study = optuna.create_study(storage=url, study_name="theirs", direction="minimize")
-
-    def objective(trial: Any) -> float:
-        x, n = trial.suggest_float("x", 0.0, 1.0), trial.suggest_int("n", 1, 8, log=True)
-        if trial.number == 3:
-            raise optuna.TrialPruned
-        return float(x + n + (trial.suggest_categorical("kind", ["a", None]) is None))
-
-    study.optimize(objective, n_trials=5)
-    found = studies.from_storage(url)
-    assert (found["study"], found["objectives"]) == ("theirs", [{"name": "value", "maximize": False}])
-    assert {one["name"] for one in found["parameters"]} == {"x", "n", "kind"}
-    assert [one["state"] for one in found["trials"]].count("pruned") == 1
-    assert [device["name"] for device in found["devices"]] == ["unknown"]
-    json.dumps(found, allow_nan=False)
+    found = studies.document(study.path)
+    assert found["objectives"] == [{"name": "quality", "maximize": True}, {"name": "cost", "maximize": False}]
+    assert found["importances"].keys() == {"quality", "cost"}
+    assert [name for name, _ in found["importances"]["quality"]] == list(study.importances)
+    assert sum(share for _, share in found["importances"]["cost"]) == pytest.approx(1, abs=1e-5)
+    assert all(len(one["values"]) == 2 for one in found["trials"] if one["state"] == "complete")
 
 
 def many(path: Path, count: int) -> Path:
@@ -350,24 +252,3 @@ def test_importances_take_no_trial_that_was_not_drawn_from_the_space() -> None:
     odd = [Trial(0, {"lr": 7.0}, "complete", [1.0]), Trial(1, {"no": 1}, "complete", [2.0]), Trial(2, {}, "failed")]
     assert worked_out.importances(space(), odd, [("loss", False)], "odd") == {}
     assert worked_out.importances(None, odd, [("loss", False)], "odd") == {}
-
-
-@pytest.fixture(scope="module")
-def server(require: Callable[[str, bool, str], None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    pytest.importorskip("psycopg")
-    require("postgres", importlib.util.find_spec("pgserver") is not None, "pip install pgserver")
-    import pgserver
-
-    try:
-        found = pgserver.get_server(tmp_path_factory.mktemp("postgres") / "data")
-    except Exception as error:
-        require("postgres", False, f"it does not start: {error!r}")
-    yield found.get_uri()
-    found.cleanup()
-
-
-@pytest.mark.long
-def test_a_study_in_postgresql_is_looked_at_as_one_in_sqlite(server: str) -> None:
-    ask_while_it_runs(server)
-    with pytest.raises(TuneError, match="has no study 'other'"):
-        studies.from_storage(server, "other")

@@ -1,4 +1,4 @@
-"""Traces as the dashboard reads them: the same as ``weft.pipeline.trace`` reads, while they grow and when damaged."""
+"""Traces as they are read: all that was written, while they grow and when they are damaged."""
 
 from __future__ import annotations
 
@@ -12,81 +12,22 @@ import pytest
 import tracefiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from traceoracle import read_by_line, rows, same
 
 from weft.errors import RunError
-from weft.pipeline.trace import StageTrace, Trace, read_traces
-from weft.serve.events.grown import Grown
-from weft.serve.pipeline.columns import STATES, Stage
-from weft.serve.pipeline.spans import KEPT, Traced, load
+from weft.serve.event_log import LogTail
+from weft.serve.views.pipeline import KEPT, load_trace
+from weft.trace.reader import STATES, read_traces
 
 
-def rows(stage: Stage) -> dict[str, list[Any]]:
-    """All that is kept of a stage, row by row, in the order of ``StageTrace``."""
-    ops, updates, received, memory = stage.ops, stage.updates, stage.received, stage.memory
-    return {
-        "ops": [
-            (chr(kind), int(n), float(start), float(end), int(flying), int(seen), int(back))
-            for kind, n, start, end, flying, seen, back in zip(
-                ops.kind, ops.microbatch, ops.start, ops.end, ops.in_flight, ops.forward, ops.backward, strict=True
-            )
-        ],
-        "updates": [
-            (int(version), float(start), float(end))
-            for version, start, end in zip(updates["version"], updates["start"], updates["end"], strict=True)
-        ],
-        "received": [
-            (chr(kind), int(n), float(at))
-            for kind, n, at in zip(received["kind"], received["microbatch"], received["time"], strict=True)
-        ],
-        "memory": [
-            (stage.layers[layer], STATES[state], float(at), *map(int, shares))
-            for layer, state, at, *shares in zip(
-                *(memory[name] for name in ("layer", "state", "time", "resident", "arriving", "leaving", "pinned")),
-                strict=True,
-            )
-        ],
-    }
-
-
-def oracle(stage: StageTrace) -> dict[str, list[Any]]:
-    versions = stage.versions or (None,) * len(stage.spans)
-    return {
-        "ops": [
-            (span.op.kind, span.op.microbatch, span.start, span.end, flying)
-            + ((-1, -1) if seen is None else (seen.forward, -1 if seen.backward is None else seen.backward))
-            for span, flying, seen in zip(stage.spans, stage.in_flight, versions, strict=True)
-        ],
-        "updates": sorted(((u.version, u.start, u.end) for u in stage.updates), key=lambda row: row[1]),
-        "received": [tuple(message[:3]) for message in stage.received],
-        "memory": sorted((tuple(row) for row in stage.memory), key=lambda row: row[2]),
-    }
-
-
-def same(found: Traced | None, expected: Trace) -> bool:
-    assert found is not None
-    assert (found.head.start, tuple(found.head.cut), found.head.microbatches) == (
-        expected.start,
-        expected.cut,
-        expected.microbatches,
-    )
-    assert [rows(stage) for stage in found.stages] == [oracle(stage) for stage in expected.stages]
-    assert (found.begin, found.end) == (expected.begin, expected.end)
-    return True
-
-
-def test_a_trace_is_what_the_pipelines_own_reader_says(tmp_path: Path) -> None:
+def test_a_trace_is_what_was_written_operation_by_operation(tmp_path: Path) -> None:
     result = tracefiles.simulated(3, 4, m=2, latency=0.5)
     tracefiles.write(tmp_path, result, m=2, latency=0.5, updates=0.25, foreseen=result.spans)
-    found = load(tmp_path)
-    assert same(found, read_traces(tmp_path))
-    assert found is not None
-    drawn = {
-        (stage, chr(kind), int(n), float(start), float(end))
-        for stage, own in enumerate(found.simulated)
-        for kind, n, start, end in zip(own.ops.kind, own.ops.microbatch, own.ops.start, own.ops.end, strict=True)
-    }
-    assert drawn == {(*span.op, span.start, span.end) for span in result.spans}
-    assert load(tmp_path) is found, "nothing is read again while nothing changed"
+    found, expected = load_trace(tmp_path), read_by_line(tmp_path)
+    assert expected is not None
+    assert same(found, expected)
+    assert same(read_traces(tmp_path), expected)
+    assert load_trace(tmp_path) is found, "nothing is read again while nothing changed"
 
 
 times = st.integers(0, 8).map(lambda at: tracefiles.EPOCH + at / 2)
@@ -98,12 +39,12 @@ def line(draw: st.DrawFn) -> bytes:
     """A line of a stage's file, of which some are damaged or unknown."""
     start = draw(times)
     end = start + draw(few)
-    kind = draw(st.sampled_from("FBWE"))
+    kind = draw(st.sampled_from("FBX"))
     own = [draw(few), draw(few)][: draw(st.integers(0, 2))]
     cases: list[Any] = [
         ["op", kind, draw(few), start, end, draw(few), *own],
-        ["received", draw(st.sampled_from("FBE")), draw(few), start],
-        ["sent", draw(st.sampled_from("FBE")), draw(few), start, 5],
+        ["received", draw(st.sampled_from("FBX")), draw(few), start],
+        ["sent", draw(st.sampled_from("FBX")), draw(few), start, 5],
         ["update", 2, draw(few), start, end],
         ["memory", draw(st.sampled_from("ab")), draw(st.sampled_from(STATES)), start, 3, 2, 1, 0],
         ["op", kind, "one", start, end, 1],
@@ -130,15 +71,16 @@ def test_however_a_file_grows_it_is_read_as_if_at_once(
         for number, (text, at) in enumerate(zip(texts, (one, two), strict=True)):
             with open(run / "traces" / f"stage{number}.jsonl", "ab") as file:
                 file.write(text[at:] if half else text[:at])
-        load(run)
-    try:
-        expected = read_traces(run)
-    except RunError:
-        found = load(run)
+        load_trace(run)
+    found, expected = load_trace(run), read_by_line(run)
+    if expected is None:
         assert found is not None
         assert not any(len(stage.ops) for stage in found.stages)
+        with pytest.raises(RunError, match="hold no operation yet"):
+            read_traces(run)
         return
-    assert same(load(run), expected)
+    assert same(found, expected)
+    assert same(read_traces(run), expected)
 
 
 def test_a_torn_last_line_waits_until_it_is_whole(tmp_path: Path) -> None:
@@ -146,25 +88,25 @@ def test_a_torn_last_line_waits_until_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "traces" / "stage0.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
-    found = load(tmp_path)
+    found = load_trace(tmp_path)
     assert found is not None
     assert len(found.stages[0].ops) == 3
     with open(path, "ab") as file:
         file.write(whole[-20:])
-    found = load(tmp_path)
+    found = load_trace(tmp_path)
     assert found is not None
     assert len(found.stages[0].ops) == 4
 
 
 def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
     tracefiles.write(tmp_path, tracefiles.simulated(1, 3))
-    before = load(tmp_path)
+    before = load_trace(tmp_path)
     assert before is not None
     assert len(before.stages[0].ops) == 6
     shutil.rmtree(tmp_path / "traces")
-    assert load(tmp_path) is None
+    assert load_trace(tmp_path) is None
     tracefiles.write(tmp_path, tracefiles.simulated(1, 5))
-    after = load(tmp_path)
+    after = load_trace(tmp_path)
     assert after is not None
     assert len(after.stages[0].ops) == 10
 
@@ -173,7 +115,7 @@ def test_a_stage_without_a_file_did_nothing_and_the_others_are_told(tmp_path: Pa
     tracefiles.write(tmp_path, tracefiles.simulated(3, 2))
     (tmp_path / "traces" / "stage1.jsonl").unlink()
     (tmp_path / "traces" / "stage2.jsonl").write_bytes(b"")
-    found = load(tmp_path)
+    found = load_trace(tmp_path)
     assert found is not None
     assert [len(stage.ops) for stage in found.stages] == [4, 0, 0]
 
@@ -181,7 +123,7 @@ def test_a_stage_without_a_file_did_nothing_and_the_others_are_told(tmp_path: Pa
 def test_without_the_first_stages_file_the_next_one_says_what_it_can(tmp_path: Path) -> None:
     tracefiles.write(tmp_path, tracefiles.simulated(2, 2))
     (tmp_path / "traces" / "stage0.jsonl").unlink()
-    found = load(tmp_path)
+    found = load_trace(tmp_path)
     assert found is not None
     assert [len(stage.ops) for stage in found.stages] == [0, 4]
     assert found.simulated == ()
@@ -192,8 +134,9 @@ def test_what_a_stage_did_before_the_last_start_belongs_to_an_older_one(tmp_path
     later = json.dumps({"start": 0, "stages": 2, "cut": [1], "time": tracefiles.EPOCH + 1e6}) + "\n"
     with open(tmp_path / "traces" / "stage0.jsonl", "a") as file:
         file.write(later + json.dumps(["op", "F", 0, tracefiles.EPOCH + 2e6, tracefiles.EPOCH + 2e6 + 1, 1]) + "\n")
-    assert same(load(tmp_path), read_traces(tmp_path))
-    found = load(tmp_path)
+    found, expected = load_trace(tmp_path), read_by_line(tmp_path)
+    assert expected is not None
+    assert same(found, expected)
     assert found is not None
     assert [len(stage.ops) for stage in found.stages] == [1, 0]
 
@@ -213,7 +156,7 @@ def test_what_a_stage_did_before_the_last_start_belongs_to_an_older_one(tmp_path
 def test_a_file_that_is_no_trace_is_none(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "traces").mkdir()
     (tmp_path / "traces" / "stage0.jsonl").write_bytes(text)
-    assert load(tmp_path) is None
+    assert load_trace(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -229,7 +172,7 @@ def test_numbers_that_no_stage_writes_are_skipped(tmp_path: Path, row: str) -> N
     (tmp_path / "traces").mkdir()
     good = '{"start":0,"stages":1,"cut":[]}\n["op","F",0,1.0,2.0,1]\n'
     (tmp_path / "traces" / "stage0.jsonl").write_text(f"{good}{row}\n")
-    found = load(tmp_path)
+    found = load_trace(tmp_path)
     assert found is not None
     assert len(found.stages[0].ops) == 1
 
@@ -237,10 +180,10 @@ def test_numbers_that_no_stage_writes_are_skipped(tmp_path: Path, row: str) -> N
 def test_traces_of_few_runs_are_kept_and_others_are_read_again(tmp_path: Path) -> None:
     for number in range(KEPT + 1):
         tracefiles.write(tmp_path / str(number), tracefiles.simulated(1, 1))
-    first = load(tmp_path / "0")
+    first = load_trace(tmp_path / "0")
     for number in range(1, KEPT + 1):
-        load(tmp_path / str(number))
-    again = load(tmp_path / "0")
+        load_trace(tmp_path / str(number))
+    again = load_trace(tmp_path / "0")
     assert again is not None
     assert first is not None
     assert again is not first
@@ -250,11 +193,11 @@ def test_traces_of_few_runs_are_kept_and_others_are_read_again(tmp_path: Path) -
 def test_a_line_that_is_absurdly_long_is_skipped_and_the_next_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.serve.events.grown.CHUNK", 64)
-    monkeypatch.setattr("weft.serve.events.grown.LONGEST", 256)
+    monkeypatch.setattr("weft.serve.event_log.PIECE", 64)
+    monkeypatch.setattr("weft.serve.event_log.LONGEST_LINE", 256)
     path = tmp_path / "lines"
     path.write_bytes(b"one\n" + b"x" * 5000 + b"\ntwo\n" + b"y" * 200 + b"\nth")
-    file = Grown(path)
+    file = LogTail(path)
     assert b"".join(piece for _, piece in file.read()).split() == [b"one", b"two", b"y" * 200]
     with open(path, "ab") as end:
         end.write(b"ree\n")
@@ -269,7 +212,7 @@ def test_every_line_is_given_once_and_at_its_offset(
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "file"
     path.touch()
-    text, file, found, at = b"".join(own + b"\n" for own in lines), Grown(path), b"", 0
+    text, file, found, at = b"".join(own + b"\n" for own in lines), LogTail(path), b"", 0
     while at < len(text):
         more = data.draw(st.integers(1, 60))
         with open(path, "ab") as end:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import SpaceError
-from weft.keys import generator
 from weft.space import Categorical, Floats, Integers
 from weft.space.choice import choice_from_json
+from weft.utils.rng import generator
 
 values = st.text(max_size=3) | st.booleans() | st.integers(-5, 5) | st.floats(-2, 2)
 categoricals = st.lists(values, min_size=1, max_size=6, unique=True).map(lambda options: Categorical(tuple(options)))

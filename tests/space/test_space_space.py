@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weft.errors import SpaceError
-from weft.keys import generator
-from weft.space import Expr, Space, counter
+from weft.space import Expr, Space, counting
+from weft.utils.rng import generator
 
 OPS = {
     "+": lambda x, y: x + y,
@@ -240,7 +240,7 @@ def test_a_chain_of_conditions_and_a_bounded_sum_are_counted_without_going_throu
 
 
 def test_a_count_that_would_not_end_is_given_up_with_the_reason(monkeypatch):
-    monkeypatch.setattr(counter, "MAX_CASES", 1000)
+    monkeypatch.setattr(counting, "MAX_CASES", 1000)
     space = Space()
     parts = [space.integer(f"x{number}", 0, 9) for number in range(12)]
     space.require(sum((part * 31**at for at, part in enumerate(parts)), Expr.of(0)) % 97 == 1, "hash")

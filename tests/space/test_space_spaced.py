@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.keys import generator
-from weft.space.spaced import SpacedOrder, bits_per_step, bridge_round, eras, free_round
+from weft.space.permutation_streams import SpacedPermutation, bits_per_step, bridge_round, eras, free_round
+from weft.utils.rng import generator
 
 shapes = st.integers(2, 14).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, count)))
 
@@ -71,7 +71,7 @@ def test_no_fewer_bridging_rounds_would_always_arrive(count, slack):
 @given(shapes, st.integers(0, 2**32), st.integers(0, 50))
 def test_every_round_holds_each_option_once_and_every_window_is_distinct(shape, seed, era):
     count, spacing = shape
-    order = SpacedOrder(seed, "choice", count, spacing)
+    order = SpacedPermutation(seed, "choice", count, spacing)
     rounds = order.free + order.bridges
     first = (era * rounds + max(rounds - 12, 0)) * count  # from the last rounds of an era into the next
     steps = [order.at(first + step) for step in range(24 * count)]
@@ -83,7 +83,7 @@ def test_every_round_holds_each_option_once_and_every_window_is_distinct(shape, 
 
 @pytest.mark.parametrize(("count", "spacing"), [(3, 2), (9, 6), (10, 9), (130, 100)])
 def test_windows_are_distinct_over_whole_eras(count, spacing):
-    order = SpacedOrder(5, "choice", count, spacing)
+    order = SpacedPermutation(5, "choice", count, spacing)
     last_seen: dict[int, int] = {}
     for step in range(count * (2 * (order.free + order.bridges) + 3)):
         option = order.at(step)
@@ -95,23 +95,23 @@ def test_windows_are_distinct_over_whole_eras(count, spacing):
 @given(shapes, st.integers(0, 2**32), st.lists(st.integers(0, 20_000), min_size=1, max_size=8))
 def test_access_in_any_order_equals_access_in_sequence(shape, seed, steps):
     count, spacing = shape
-    wandering = SpacedOrder(seed, "choice", count, spacing)
+    wandering = SpacedPermutation(seed, "choice", count, spacing)
     for step in steps:
-        assert wandering.at(step) == SpacedOrder(seed, "choice", count, spacing).at(step)
-    sequence = SpacedOrder(seed, "choice", count, spacing)
+        assert wandering.at(step) == SpacedPermutation(seed, "choice", count, spacing).at(step)
+    sequence = SpacedPermutation(seed, "choice", count, spacing)
     for step in range(min(steps), min(steps) + 300):
         assert wandering.at(step) == sequence.at(step)
 
 
 def test_steps_far_apart_in_sequence_agree_with_a_jump():
-    sequence = SpacedOrder(1, "choice", 7, 5)
+    sequence = SpacedPermutation(1, "choice", 7, 5)
     walked = [sequence.at(step) for step in range(6000)]
     for step in (0, 1, 999, 1022, 1023, 1500, 5999):
-        assert SpacedOrder(1, "choice", 7, 5).at(step) == walked[step]
+        assert SpacedPermutation(1, "choice", 7, 5).at(step) == walked[step]
 
 
 def test_an_anchor_is_the_last_round_of_the_era_before():
-    order = SpacedOrder(0, "choice", 8, 6)
+    order = SpacedPermutation(0, "choice", 8, 6)
     rounds = order.free + order.bridges
     for era in (1, 2, 7):
         assert order.round(era * rounds - 1) == order._anchor(era)[0]
@@ -121,13 +121,13 @@ def test_an_anchor_is_the_last_round_of_the_era_before():
 def test_the_option_at_one_step_is_uniform_over_seeds(place):
     count, spacing, seeds = 8, 6, 1600  # free rounds are steps 0..1023, bridging rounds 1024..1055
     assert eras(count, spacing) == (128, 4)
-    seen = Tally(SpacedOrder(seed, "choice", count, spacing).at(place) for seed in range(seeds))
+    seen = Tally(SpacedPermutation(seed, "choice", count, spacing).at(place) for seed in range(seeds))
     expected = seeds / count
     assert sum((seen[option] - expected) ** 2 / expected for option in range(count)) < 24.3  # 99.9 %, 7 degrees
 
 
 def test_all_valid_rounds_follow_each_other_equally_often():
-    order, seen, rounds = SpacedOrder(3, "choice", 4, 2), Tally(), 4000
+    order, seen, rounds = SpacedPermutation(3, "choice", 4, 2), Tally(), 4000
     for number in range(rounds):
         era, place = divmod(number, order.free)
         first = era * (order.free + order.bridges) + place
@@ -143,13 +143,13 @@ def test_all_valid_rounds_follow_each_other_equally_often():
 
 def test_seeds_and_names_make_different_sequences():
     def start(seed, name):
-        return tuple(SpacedOrder(seed, name, 12, 8).at(step) for step in range(24))
+        return tuple(SpacedPermutation(seed, name, 12, 8).at(step) for step in range(24))
 
     assert len({start(seed, name) for seed in range(5) for name in ("a", "b")}) == 10
 
 
 def test_without_slack_the_order_never_changes():
-    order = SpacedOrder(0, "choice", 5, 5)
+    order = SpacedPermutation(0, "choice", 5, 5)
     assert {tuple(order.round(number)) for number in range(500)} == {tuple(order.round(0))}
     assert bits_per_step(5, 5) == 0
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import SpaceError, StreamError
-from weft.keys import generator
 from weft.space import Fair, Fixed, FromFile, Iid, Sandwich, Space, Spaced, make_stream
-from weft.space.spaced import bits_per_step
+from weft.space.permutation_streams import bits_per_step
+from weft.utils.rng import generator
 
 
 def blocks(*counts: int) -> Space:

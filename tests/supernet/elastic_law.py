@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft.keys import generator
+from weft.elastic import Mixture
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Elastic, extract
-from weft.supernet.elastic import Mixture
+from weft.utils.rng import generator
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import weft
 from weft import elastic
-from weft.supernet.elastic import Pick
+from weft.elastic import Pick
 
 
 class Hidden(elastic.Module):

@@ -24,8 +24,7 @@ from transformer_law import (
 )
 
 import weft
-from weft.errors import SupernetError
-from weft.supernet.elastic import (
+from weft.elastic import (
     MLP,
     Attention,
     Grid,
@@ -40,7 +39,8 @@ from weft.supernet.elastic import (
     TokenEmbedding,
     TransformerBlock,
 )
-from weft.supernet.elastic.plain import plain_module
+from weft.elastic.extract import plain_module
+from weft.errors import SupernetError
 
 TOKENS = 5
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from weft.elastic import BatchNorm2d, Conv2d, Mixture, Module, Pick, Sequential, SqueezeExcite
+from weft.engine.batch_stats import BatchStats
 from weft.errors import SupernetError
-from weft.keys import torch_seeded
-from weft.pipeline.evaluate import Calibration
-from weft.pipeline.statistics import Statistics
 from weft.space import Space, Subnet
 from weft.supernet import Chain
-from weft.supernet.elastic import BatchNorm2d, Conv2d, Mixture, Module, Pick, Sequential, SqueezeExcite
+from weft.trainer.evaluate import Calibration
+from weft.utils.rng import torch_seeded
 
 
 @pytest.fixture(autouse=True)
@@ -265,7 +265,7 @@ def test_channels_that_a_forward_did_not_see_keep_their_statistics_when_it_is_fo
     norm = make_norm(space)
     plain = {c: nn.BatchNorm2d(c) for c in (2, 4, 6)}
     mean, var = (b.clone() for b in (norm.running_mean, norm.running_var) if b is not None)
-    statistics = Statistics("norm", norm, False)
+    statistics = BatchStats("norm", norm, False)
     statistics.attach()
     records = []
     for step, width in enumerate((4, 2, 6, 2)):
@@ -299,7 +299,7 @@ class Either(Module):
 def test_a_norm_that_a_forward_left_out_keeps_its_statistics() -> None:
     space = make_space()
     either = Either()
-    statistics = Statistics("either", either, False)
+    statistics = BatchStats("either", either, False)
     statistics.attach()
     base = dict(space.first().values)
     x = draw(5, 3, 2, 2, dtype=torch.float32)
@@ -321,7 +321,7 @@ def test_a_mixture_without_a_chance_for_a_channel_leaves_its_statistics_alone() 
     for attached in (False, True):
         norm = make_norm(space)
         before = norm.running_var.clone() if norm.running_var is not None else torch.zeros(0)
-        statistics = Statistics("norm", norm, False)
+        statistics = BatchStats("norm", norm, False)
         if attached:
             statistics.attach()
         rows = {**Mixture.uniform(space)._probabilities, "a": torch.tensor([0.5, 0.5, 0.0])}

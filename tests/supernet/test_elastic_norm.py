@@ -23,7 +23,9 @@ from transformer_law import (
 )
 
 import weft
-from weft.supernet.elastic import Embedding, LayerNorm, Leaf, Mixture, RMSNorm, norm_chunks, normalise
+from weft.elastic import Embedding, LayerNorm, Leaf, Mixture, RMSNorm
+from weft.elastic.ops import norm as norm_chunks
+from weft.elastic.ops import norm as normalise
 
 
 def widths(*values: int) -> tuple[weft.Space, object]:

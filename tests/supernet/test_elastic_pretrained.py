@@ -22,9 +22,9 @@ from transformers import (
 
 import weft
 from weft import elastic
+from weft.elastic import Mixture, Module
 from weft.errors import SupernetError
-from weft.keys import generator, torch_seeded
-from weft.supernet.elastic import Mixture, Module
+from weft.utils.rng import generator, torch_seeded
 
 WORDS = 50
 FAMILIES = ("gpt2", "llama", "vit")
@@ -68,8 +68,12 @@ def chain_of(family: str, model: Any) -> weft.Chain:
     hidden = [space.integer(f"hidden{i}", [20, 36] if family != "gpt2" else [40, 96]) for i in range(3)]
     if family == "llama":
         groups, each = space.integer("groups", [1, 2, 4]), space.integer("each", [1, 2])
-        return weft.elastic(model, space, depth=depth, width=width, heads=groups * each, kv_heads=groups, hidden=hidden)
-    return weft.elastic(model, space, depth=depth, width=width, heads=space.integer("heads", [1, 2, 4]), hidden=hidden)
+        return weft.from_transformers(
+            model, space, depth=depth, width=width, heads=groups * each, kv_heads=groups, hidden=hidden
+        )
+    return weft.from_transformers(
+        model, space, depth=depth, width=width, heads=space.integer("heads", [1, 2, 4]), hidden=hidden
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -100,7 +104,7 @@ def test_a_model_with_other_settings_has_the_same_bits_with_nothing_that_varies(
     family: str, more: dict[str, Any]
 ) -> None:
     model = model_of(family, **more)
-    chain = weft.elastic(model, weft.Space())
+    chain = weft.from_transformers(model, weft.Space())
     x = inputs_of(family)
     with torch.no_grad():
         assert torch.equal(chain(x, chain.largest()), logits(model, x))
@@ -158,7 +162,7 @@ def test_a_smaller_pick_of_llama_is_the_llama_that_is_cut_by_hand() -> None:
 def test_a_shallower_pick_of_gpt2_is_the_gpt2_without_the_last_layers() -> None:
     model = model_of("gpt2")
     space = weft.Space()
-    chain = weft.elastic(model, space, depth=space.integer("depth", [1, 3]))
+    chain = weft.from_transformers(model, space, depth=space.integer("depth", [1, 3]))
     shallow = copy.deepcopy(model)
     shallow.transformer.h = shallow.transformer.h[:1]
     x = inputs_of("gpt2")
@@ -185,7 +189,7 @@ def test_the_chain_has_weights_of_its_own_and_the_model_stays_as_it_is() -> None
 def test_what_is_frozen_stays_so_and_the_mode_too() -> None:
     model = model_of("vit").train()
     model.vit.embeddings.requires_grad_(False)
-    chain = weft.elastic(model, weft.Space())
+    chain = weft.from_transformers(model, weft.Space())
     frozen = {name for name, p in chain.named_parameters() if not p.requires_grad}
     assert frozen == {name for name, _ in chain.named_parameters() if name.startswith("embed.")}
     assert chain.training
@@ -206,41 +210,35 @@ def test_sizes_that_are_not_the_models_are_refused(sizes: dict[str, list[int]], 
     space = weft.Space()
     given = {name: space.integer(name, values) for name, values in sizes.items()}
     with pytest.raises(SupernetError, match=message):
-        weft.elastic(model_of("vit"), space, **given)
+        weft.from_transformers(model_of("vit"), space, **given)
 
 
 def test_a_list_of_another_length_is_refused() -> None:
     space = weft.Space()
     with pytest.raises(SupernetError, match=r"heads has 2 entries, but the model has 3 layers"):
-        weft.elastic(model_of("vit"), space, heads=[4, 4])
+        weft.from_transformers(model_of("vit"), space, heads=[4, 4])
 
 
 def test_heads_that_the_models_groups_do_not_divide_are_refused() -> None:
     space = weft.Space()
     with pytest.raises(SupernetError, match=r"6 heads and 4 kv_heads"):
-        weft.elastic(model_of("llama"), space, heads=space.integer("heads", [6, 8]))
+        weft.from_transformers(model_of("llama"), space, heads=space.integer("heads", [6, 8]))
 
 
 def test_unknown_models_are_refused_with_the_known_ones() -> None:
     bert = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
     for model in (bert, nn.Linear(2, 2), model_of("gpt2").transformer):
         with pytest.raises(SupernetError, match=r"GPT2LMHeadModel, LlamaForCausalLM, ViTForImageClassification"):
-            weft.elastic(model, weft.Space())
+            weft.from_transformers(model, weft.Space())
 
 
 def test_models_that_compute_otherwise_are_refused() -> None:
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}
     with pytest.raises(SupernetError, match=r"'dynamic' change with the length"):
-        weft.elastic(model_of("llama", rope_parameters=dynamic), weft.Space())
+        weft.from_transformers(model_of("llama", rope_parameters=dynamic), weft.Space())
     with pytest.raises(SupernetError, match=r"add_cross_attention"):
-        weft.elastic(model_of("gpt2", add_cross_attention=True), weft.Space())
+        weft.from_transformers(model_of("gpt2", add_cross_attention=True), weft.Space())
     model = model_of("gpt2")
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(SupernetError, match=r"by 'flex_attention'.*set_attn_implementation"):
-        weft.elastic(model, weft.Space())
-
-
-def test_the_package_is_called_and_still_a_package() -> None:
-    assert elastic is weft.elastic
-    assert elastic.Linear.__module__ == "weft.supernet.elastic.linear"
-    assert callable(elastic)
+        weft.from_transformers(model, weft.Space())

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import weft
-from weft.keys import generator
-from weft.supernet.elastic import Linear, Mixture, passes
-from weft.supernet.elastic import superpose as module
-from weft.supernet.elastic.superpose import mixed_linear, superpose
+from weft.elastic import Linear, Mixture
+from weft.elastic.ops import linear
+from weft.elastic.ops import linear as module
+from weft.elastic.ops.linear import mixed_linear, superpose
+from weft.utils.rng import generator
 
 FORMS = {"masked": module._Masked, "scaled": module._Scaled}
 
@@ -149,7 +150,7 @@ def test_gradients_agree_with_finite_differences() -> None:
 def test_weights_taken_in_pieces_of_any_size_give_the_same(
     entries: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "_PIECE", entries)
+    monkeypatch.setattr(linear, "_PIECE", entries)
     given = parts(3, 5, 7, rank)
     gradient = draw(2, 3, 7, seed=9)
     ours, theirs = module._Masked.apply(*given), literal(*given)
@@ -215,7 +216,7 @@ def test_on_a_gpu_the_fused_kernels_agree_with_the_eager_path_and_with_themselve
         return [out, expected, *found, *torch.autograd.grad(out, given, gradient)]
 
     first, again = run(), run()
-    monkeypatch.setattr(passes, "weight_kernels", lambda *_: None)
+    monkeypatch.setattr(linear, "weight_kernels", lambda *_: None)
     for one, two, other in zip(first, again, run(), strict=True):
         assert torch.equal(one, two)
         close(one, other, 1e-5)

@@ -10,12 +10,12 @@ from elastic_law import any_mixture, chain_of, check_agree, check_law, draw, nea
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from weft.elastic import Conv2d, Mixture, Module, Sequential, Switch, Zero
+from weft.engine.batch_stats import BatchStats
 from weft.errors import SpaceError, SupernetError
-from weft.keys import torch_seeded
-from weft.pipeline.statistics import Statistics
 from weft.space import Space
 from weft.supernet import extract
-from weft.supernet.elastic import Conv2d, Mixture, Module, Sequential, Switch, Zero
+from weft.utils.rng import torch_seeded
 
 OPTIONS = ("none", "skip", "conv1", "conv3", "pool")
 
@@ -168,7 +168,7 @@ def test_a_module_of_one_option_that_reads_the_choice_is_told_that_option() -> N
 def test_norms_of_modules_that_were_not_chosen_keep_their_statistics() -> None:
     space = make_space()
     switch = make_switch(space)
-    statistics = Statistics("switch", switch, False)
+    statistics = BatchStats("switch", switch, False)
     before = {name: b.clone() for name, b in switch.named_buffers()}
     x = draw(3, 4, 5, 5, dtype=torch.float32)
     statistics.attach()

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_law import chances, close, noise, random_mixture, randomise
 
 import weft
-from weft.supernet.elastic import MLP, Attention, Linear, Mixture
-from weft.supernet.elastic import linear as module
-from weft.supernet.elastic import together as joined
-from weft.supernet.elastic.linear import together
-from weft.supernet.elastic.together import mixed_linears
+from weft.elastic import MLP, Attention, Linear, Mixture
+from weft.elastic import linear as module
+from weft.elastic.linear import together
+from weft.elastic.ops import linear as joined
+from weft.elastic.ops.linear import mixed_linears
 
 SIZES = ["heads", "ratio", "ratio down", "one choice", "inputs", "outputs", "two alone"]
 

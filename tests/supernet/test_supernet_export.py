@@ -27,10 +27,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from weft.errors import SupernetError
-from weft.keys import key, torch_seeded
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Choice, Shared, export, extract
-from weft.supernet.formats import _check_near
+from weft.supernet.export import _check_near
+from weft.utils.rng import key, torch_seeded
 
 onnxruntime = pytest.importorskip("onnxruntime")
 NETS = ("conv", "mlp", "tuple")

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import weft
 from weft import elastic
+from weft.elastic import Mixture
 from weft.errors import SupernetError
 from weft.supernet import Chain
-from weft.supernet.elastic import Mixture
-from weft.supernet.faithful import unfaithful
+from weft.supernet.mixed_chain import find_mixture_mismatch
 
 
 class Joined(elastic.Module):
@@ -54,7 +54,7 @@ def nested() -> Chain:
 
 
 def test_a_block_that_joins_features_of_varying_number_is_named() -> None:
-    found = unfaithful(weft.initialise(joined, 0), {"x": torch.randn(2, 6)})
+    found = find_mixture_mismatch(weft.initialise(joined, 0), {"x": torch.randn(2, 6)})
     assert found is not None
     block, subnet, off = found
     assert block == "join"
@@ -66,7 +66,7 @@ def test_a_block_that_joins_features_of_varying_number_is_named() -> None:
 def test_chains_of_elastic_layers_keep_the_law(make: Callable[[], Chain]) -> None:
     chain = weft.initialise(make, 0)
     before = chain.training
-    assert unfaithful(chain, {"x": torch.randn(2, 64 if make is layered else 6)}, subnets=12) is None
+    assert find_mixture_mismatch(chain, {"x": torch.randn(2, 64 if make is layered else 6)}, subnets=12) is None
     assert chain.training == before
 
 

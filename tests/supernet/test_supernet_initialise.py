@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.errors import SupernetError
 from weft.space import Space
-from weft.supernet import Chain, Choice, Shared, Unbuilt, initialise
+from weft.supernet import Chain, Choice, LazyLayer, Shared, initialise
 
 
 def candidate(width: int) -> nn.Module:
@@ -163,8 +163,8 @@ def test_a_meta_module_that_cannot_reset_itself_is_refused_with_a_remedy() -> No
 def test_only_the_named_layers_are_built() -> None:
     chain = initialise(build, 1, only=["b.thin", "head"])
     full = initialise(build, 1)
-    assert isinstance(chain.module("stem"), Unbuilt)
-    assert isinstance(chain.module("b.wide"), Unbuilt)
+    assert isinstance(chain.module("stem"), LazyLayer)
+    assert isinstance(chain.module("b.wide"), LazyLayer)
     for name in ("b.thin", "head"):
         for a, b in zip(chain.module(name).parameters(), full.module(name).parameters(), strict=True):
             assert torch.equal(a, b)

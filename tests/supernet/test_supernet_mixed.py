@@ -13,8 +13,8 @@ from torch import nn
 import weft
 from weft import elastic
 from weft.errors import SupernetError
-from weft.search.gradient.darts import Darts
-from weft.supernet.mixed import Architecture, mix, mixed_factory
+from weft.search.gradient.methods import Darts
+from weft.supernet.mixed_chain import Architecture, make_mixed_chain, mixed_factory
 
 CHAINS = {"layered": (layered, (5, 8, 8)), "blended": (blended, (5, 6))}
 
@@ -69,7 +69,7 @@ def test_a_chain_of_linear_blocks_under_a_mixture_is_the_product_of_their_expect
 
 
 def test_the_mixed_chain_gives_what_the_chain_gives_under_the_mixture_that_it_holds() -> None:
-    mixed = weft.initialise(mix(layered, Darts()), 5)
+    mixed = weft.initialise(make_mixed_chain(layered, Darts()), 5)
     with torch.no_grad():
         for layer in mixed.held:
             mixed.module(layer).alpha.copy_(torch.randn(len(mixed.module(layer).alpha)))
@@ -82,14 +82,14 @@ def test_the_mixed_chain_gives_what_the_chain_gives_under_the_mixture_that_it_ho
 
 def test_the_weights_of_a_mixed_chain_are_those_of_the_plain_one_by_name() -> None:
     for make in (layered, blended):
-        mixed, plain = weft.initialise(mix(make, Darts()), 7), weft.initialise(make, 7)
+        mixed, plain = weft.initialise(make_mixed_chain(make, Darts()), 7), weft.initialise(make, 7)
         found = {name: p for name, p in mixed.state_dict().items() if not name.startswith("arch-")}
         assert found.keys() == plain.state_dict().keys()
         assert all(torch.equal(found[name], p) for name, p in plain.state_dict().items())
 
 
 def test_the_parameters_of_a_choice_live_before_the_first_block_that_reads_it() -> None:
-    mixed = mix(layered, Darts())
+    mixed = make_mixed_chain(layered, Darts())
     assert mixed.held == {
         "arch-stem": ("width",),
         "arch-block0": ("depth", "ratio0"),
@@ -109,7 +109,7 @@ def test_a_choice_that_only_a_users_own_code_reads_is_there_from_the_start() -> 
     space = weft.Space()
     space.integer("gain", [0, 1])
     chain = weft.Chain(weft.Shared(nn.Identity(), "stem"), weft.Elastic(space, "own", Own()))
-    mixed = weft.initialise(mix(chain, Darts()))
+    mixed = weft.initialise(make_mixed_chain(chain, Darts()))
     assert mixed.held == {"arch-stem": ("gain",)}
     assert torch.equal(mixed(torch.ones(2), space.first())[0], torch.full((2,), 0.5))
 

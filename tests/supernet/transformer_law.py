@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
-from weft.keys import generator
-from weft.supernet.elastic import Leaf, Mixture, Module
-from weft.supernet.elastic.plain import plain_module
-from weft.supernet.elastic.sizes import combinations
+from weft.elastic import Leaf, Mixture, Module
+from weft.elastic.extract import plain_module
+from weft.elastic.sizes import combinations
+from weft.utils.rng import generator
 
 Input = Callable[[weft.Subnet], Tensor]
 """The part of an input that a subnet takes."""
@@ -110,7 +110,11 @@ def _one_hots(
 
 
 def agrees_with_the_definition(
-    module: Module, x: Tensor, space: weft.Space, literal: Callable[[Tensor, Mixture], Tensor], seed: int = 3
+    module: Module,
+    x: Tensor,
+    space: weft.Space,
+    literal: Callable[[Tensor, Mixture], Tensor],
+    seed: int = 3,
 ) -> None:
     """Outputs and gradients are those of a slow reference; of probabilities, along what keeps their sum.
 
@@ -152,7 +156,12 @@ def chances(space: weft.Space, mixture: Mixture) -> Iterator[tuple[Tensor, weft.
         yield chance, space.subnet(values)
 
 
-def expected(leaf: Leaf, space: weft.Space, mixture: Mixture, scale: Callable[[weft.Subnet], float] | None = None):
+def expected(
+    leaf: Leaf,
+    space: weft.Space,
+    mixture: Mixture,
+    scale: Callable[[weft.Subnet], float] | None = None,
+):
     """The expectation of the padded corners of a leaf's parameters, straight from the definition."""
     found = {name: torch.zeros_like(p) for name, p in leaf.named_parameters()}
     for chance, subnet in chances(space, mixture):

@@ -11,18 +11,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import weft
-from weft.tune.cap import Cap, OutOfMemory
-from weft.tune.job import Fit
-from weft.tune.recipe import Recipe
-from weft.tune.setting import setting
-from weft.tune.training import train
+from weft.tune.jobs import Fit
+from weft.tune.recipe import Recipe, trial_config
+from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
+from weft.tune.training.trainer import train
 
 CPU = torch.device("cpu")
 
 
 def test_tensors_that_live_count_and_those_that_died_do_not():
     held = torch.zeros(100)  # 400 bytes
-    cap = Cap(CPU, 1400)
+    cap = MemoryLimit(CPU, 1400)
     with cap, cap.counted([held]):
         a = torch.zeros(100)
         b = torch.ones(100)
@@ -35,7 +34,7 @@ def test_tensors_that_live_count_and_those_that_died_do_not():
 
 
 def test_the_operator_that_passes_the_cap_raises_and_says_how_much_was_wanted():
-    cap = Cap(CPU, 1000)
+    cap = MemoryLimit(CPU, 1000)
     with cap, cap.counted([]):
         first = torch.zeros(200)
         with pytest.raises(OutOfMemory) as caught:
@@ -47,7 +46,7 @@ def test_the_operator_that_passes_the_cap_raises_and_says_how_much_was_wanted():
 
 
 def test_without_a_limit_nothing_is_counted():
-    cap = Cap(CPU, None)
+    cap = MemoryLimit(CPU, None)
     with cap, cap.counted([]):
         torch.zeros(10**6)
     assert cap.peak is None
@@ -67,7 +66,7 @@ def test_without_a_limit_nothing_is_counted():
     ],
 )
 def test_failures_of_memory_are_told_from_others(problem, needed):
-    found = Cap(CPU, 100).exceeded(problem)
+    found = MemoryLimit(CPU, 100).exceeded(problem)
     assert (None if found is None else found.needed) == needed
 
 
@@ -79,7 +78,9 @@ RECIPE = Recipe(model=build, data=weft.data.digits, steps=2, batch_size=256, opt
 
 
 def peak(tmp, fit=None, memory=2**40):
-    return train(setting(RECIPE, {}), fit, device="cpu", memory=memory, directory=tmp, report=lambda *_: False).peak
+    return train(
+        trial_config(RECIPE, {}), fit, device="cpu", memory=memory, directory=tmp, report=lambda *_: False
+    ).peak
 
 
 def test_a_trial_fits_into_the_memory_that_it_was_seen_to_take_and_into_no_less(tmp_path):
@@ -104,7 +105,7 @@ def test_a_trial_that_failed_for_memory_can_be_had_in_smaller_parts(tmp_path):
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 7))
 def test_the_peak_is_the_largest_sum_of_what_lived_together(sizes, dropped):
-    cap, living, most = Cap(CPU, 10**9), {}, 0
+    cap, living, most = MemoryLimit(CPU, 10**9), {}, 0
     with cap, cap.counted([]):
         for number, size in enumerate(sizes):
             living[number] = torch.zeros(size)

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 
 import weft
 from weft.data import Data, digits
-from weft.pipeline import cross_entropy
-from weft.plan.memory.allocator import Rules
-from weft.plan.memory.replay import replay
-from weft.plan.memory.tape import Tape
+from weft.engine.losses import cross_entropy
+from weft.engine.rng import host
+from weft.memory.allocator import AllocatorConfig
+from weft.memory.replay import replay
+from weft.memory.timeline import AllocationTimeline
+from weft.nn.state import ModuleState
 from weft.runs import Checkpoints
-from weft.tune.captured import KINDS, LEAST, OBSERVED, Captured, _alike
-from weft.tune.fusion import train_fused
-from weft.tune.job import Fit
-from weft.tune.peaks import peaks
-from weft.tune.pools import reserved_apart
-from weft.tune.recipe import Recipe
-from weft.tune.setting import Setting, setting
-from weft.tune.steady import Seen
-from weft.tune.training import OutOfMemory, Result, train
+from weft.tune.fit.peaks import step_memory
+from weft.tune.fusion.trainer import train_fused
+from weft.tune.jobs import Fit
+from weft.tune.recipe import Recipe, TrialConfig, trial_config
+from weft.tune.training.cuda_graphs import KINDS, LEAST, OBSERVED, Captured, _alike, reserved_apart
+from weft.tune.training.memory_limit import OutOfMemory
+from weft.tune.training.trainer import Result, train
 
 STEPS = 14
 MODELS = ("mlp", "conv", "transformer", "idle", "caches")
@@ -105,7 +105,7 @@ def recorded() -> Iterator[list[Standin]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("training", "fusion"):
-            patch.setattr(f"weft.tune.{module}.recorder", recorder)
+            patch.setattr(f"weft.tune.{module}.trainer.recorder", recorder)
         yield found
     assert all(one.closed for one in found)
 
@@ -139,7 +139,7 @@ def cut(micro: int) -> Fit:
     return Fit("accumulate", micro, -(-16 // micro), 1, 0, None, "")
 
 
-def run(one: Setting, folder: Path, fit: Fit | None = None) -> tuple[Result, dict[str, Tensor]]:
+def run(one: TrialConfig, folder: Path, fit: Fit | None = None) -> tuple[Result, dict[str, Tensor]]:
     result = train(one, fit, device="cpu", directory=folder, report=lambda *_: False)
     return result, kept(folder)
 
@@ -167,7 +167,7 @@ def check_same(one: Any, other: Any) -> None:
 def test_replayed_steps_have_the_bits_of_steps_that_run_as_they_are(
     model: Any, fit: Fit | None, data: Data, tmp_path: Path
 ) -> None:
-    one = setting(recipe(data, model, accumulate_norms=True, schedule="cosine"), {})
+    one = trial_config(recipe(data, model, accumulate_norms=True, schedule="cosine"), {})
     wanted = run(one, tmp_path / "plain", fit)
     with recorded() as made:
         check_same(run(one, tmp_path / "replayed", fit), wanted)
@@ -179,7 +179,7 @@ def test_replayed_steps_have_the_bits_of_steps_that_run_as_they_are(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", ["sgd", "rmsprop"])
 def test_any_optimizer_and_precision_is_replayed(optimizer: str, precision: str, data: Data, tmp_path: Path) -> None:
-    one = setting(recipe(data, mlp, optimizer=optimizer, precision=precision), {})
+    one = trial_config(recipe(data, mlp, optimizer=optimizer, precision=precision), {})
     wanted = run(one, tmp_path / "plain")
     with recorded() as made:
         check_same(run(one, tmp_path / "replayed"), wanted)
@@ -191,7 +191,7 @@ class Killed(Exception):
 
 
 def test_a_trial_that_is_killed_goes_on_from_its_checkpoint_and_is_captured_again(data: Data, tmp_path: Path) -> None:
-    one = setting(recipe(data, conv, steps=20), {})
+    one = trial_config(recipe(data, conv, steps=20), {})
     wanted = run(one, tmp_path / "plain", None)
 
     def report(step: int, values: Any) -> bool:
@@ -213,7 +213,7 @@ def test_a_trial_that_is_killed_goes_on_from_its_checkpoint_and_is_captured_agai
 def test_a_model_that_changes_on_the_host_runs_as_it_is(
     how: str, data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = setting(recipe(data, lambda _: Odd(how)), {})
+    one = trial_config(recipe(data, lambda _: Odd(how)), {})
     np.random.seed(3)  # noqa: NPY002
     wanted = run(one, tmp_path / "plain")
     np.random.seed(3)  # noqa: NPY002
@@ -226,7 +226,7 @@ def test_a_model_that_changes_on_the_host_runs_as_it_is(
 def test_a_capture_that_fails_leaves_no_trace(
     data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = setting(recipe(data, conv, accumulate_norms=True), {})
+    one = trial_config(recipe(data, conv, accumulate_norms=True), {})
     wanted = run(one, tmp_path / "plain", cut(8))
     capture = Standin.capture
 
@@ -246,13 +246,13 @@ def test_memory_that_a_capture_lacks_is_the_trials_own(
 ) -> None:
     monkeypatch.setattr(Standin, "capture", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
     with recorded(), pytest.raises(OutOfMemory):
-        run(setting(recipe(data, mlp), {}), tmp_path)
+        run(trial_config(recipe(data, mlp), {}), tmp_path)
 
 
 def test_what_judges_a_trial_must_keep_no_tensor(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Standin, "keeps", 1)
     with recorded() as made:
-        run(setting(recipe(data, mlp), {}), tmp_path)
+        run(trial_config(recipe(data, mlp), {}), tmp_path)
     assert made[0].replays == 5 - OBSERVED  # up to the first report
 
 
@@ -269,7 +269,13 @@ def test_steps_that_are_not_worth_it_are_not_recorded(
     fields: dict[str, Any], fit: Fit | None, data: Data, tmp_path: Path
 ) -> None:
     with recorded() as made:
-        train(setting(recipe(data, mlp, **fields), {}), fit, device="cpu", directory=tmp_path, report=lambda *_: False)
+        train(
+            trial_config(recipe(data, mlp, **fields), {}),
+            fit,
+            device="cpu",
+            directory=tmp_path,
+            report=lambda *_: False,
+        )
     assert made == []
 
 
@@ -343,28 +349,28 @@ def test_a_copy_lies_as_its_original_does(dtype: torch.dtype, start: int) -> Non
 
 def test_what_a_forward_leaves_alone_is_seen_as_the_same() -> None:
     model = conv({})
-    before = Seen(model, cross_entropy)
+    before = ModuleState(model, cross_entropy, host())
     model(torch.randn(3, 1, 8, 8)).sum().backward()  # running statistics are written into, where they lie
-    assert Seen(model, cross_entropy) == before
+    assert ModuleState(model, cross_entropy, host()) == before
     loss = nn.CrossEntropyLoss()
-    before = Seen(model, loss)
+    before = ModuleState(model, loss, host())
     loss.label_smoothing = 0.1
-    assert Seen(model, loss) != before
-    before = Seen(model, loss)
+    assert ModuleState(model, loss, host()) != before
+    before = ModuleState(model, loss, host())
     model[1].running_mean = torch.zeros(4)
-    assert Seen(model, loss) != before
-    before = Seen(model, loss)
+    assert ModuleState(model, loss, host()) != before
+    before = ModuleState(model, loss, host())
     model.extra = [lambda: 0, {"a": (1, 2)}]  # type: ignore[assignment]
-    assert Seen(model, loss) != before
-    before = Seen(model, loss)
-    assert Seen(model, loss) == before
+    assert ModuleState(model, loss, host()) != before
+    before = ModuleState(model, loss, host())
+    assert ModuleState(model, loss, host()) == before
     model.extra[1]["a"] = (1, 3)  # type: ignore[index,operator]
-    assert Seen(model, loss) != before
+    assert ModuleState(model, loss, host()) != before
     model.extra = (one for one in ())  # type: ignore[assignment]  # nobody can tell where it stands
-    assert Seen(model, loss) != Seen(model, loss)
+    assert ModuleState(model, loss, host()) != ModuleState(model, loss, host())
 
 
-def fused(settings: list[Setting], folder: Path, fit: Fit | None, pruned: Any = ()) -> tuple[dict[int, Any], Any]:
+def fused(settings: list[TrialConfig], folder: Path, fit: Fit | None, pruned: Any = ()) -> tuple[dict[int, Any], Any]:
     found: dict[int, Any] = {}
     folders = [folder / str(lane) for lane in range(len(settings))]
     report = lambda lane, step, values: (lane, step) in pruned  # noqa: E731
@@ -378,7 +384,7 @@ def test_fused_lanes_are_replayed_with_the_same_bits(model: Any, fit: Fit | None
     told = recipe(data, model, steps=20, report=5, accumulate_norms=True, optimizer="sgd")
     for alike in (False, True) if model is mlp else (False,):
         own = [{"lr": 0.02 * (lane + 1), "dropout": 0.1 * lane, "seed": 0 if alike else lane} for lane in range(3)]
-        settings = [setting(replace(told, options={"momentum": 0.9}), params) for params in own]
+        settings = [trial_config(replace(told, options={"momentum": 0.9}), params) for params in own]
         wanted = fused(settings, tmp_path / f"plain{alike}", fit, {(1, 10)})
         with recorded() as made:
             found = fused(settings, tmp_path / f"replayed{alike}", fit, {(1, 10)})
@@ -397,7 +403,7 @@ def test_fused_lanes_are_replayed_with_the_same_bits(model: Any, fit: Fit | None
 
 def test_what_one_pool_has_free_the_other_cannot_use() -> None:
     mib = 2**20
-    tape = Tape(
+    tape = AllocationTimeline(
         # Set-up: 4 of weights. Forward: 40 and 30, of which 40 is free again before the optimizer wants 40.
         order=(1, 0, 2, 3, 0, -2, -3, 0, 4, -4),
         sizes=(4 * mib, 40 * mib, 30 * mib, 40 * mib),
@@ -406,21 +412,21 @@ def test_what_one_pool_has_free_the_other_cannot_use() -> None:
         phases=("setup", "forward", "backward", "optimizer"),
     )
     assert replay(tape).reserved == (20 + 40 + 30) * mib  # weights share a segment of 20
-    assert reserved_apart(tape, Rules()) == (20 + 40 + 30 + 40) * mib
+    assert reserved_apart(tape, AllocatorConfig()) == (20 + 40 + 30 + 40) * mib
 
 
 def test_a_captured_trial_is_given_the_memory_of_its_graphs(data: Data) -> None:
-    one = setting(recipe(data, mlp, batch_size=256), {})
+    one = trial_config(recipe(data, mlp, batch_size=256), {})
     short, plain = (replace(one, steps=LEAST - 1), replace(one, cuda_graphs=False))
-    needs = [peaks(each, "whole", "h200", accumulate=False).at(256) for each in (one, short, plain)]
+    needs = [step_memory(each, "whole", "h200", accumulate=False).at(256) for each in (one, short, plain)]
     assert needs[0] > needs[1] == needs[2]
-    assert peaks(one, "recompute", "h200", accumulate=False).at(256) == peaks(
+    assert step_memory(one, "recompute", "h200", accumulate=False).at(256) == step_memory(
         plain, "recompute", "h200", accumulate=False
     ).at(256)
 
 
 def test_the_largest_micro_batch_is_the_largest_that_fits(data: Data) -> None:
-    found = peaks(setting(recipe(data, mlp, batch_size=512), {}), "whole", "h200", accumulate=True)
+    found = step_memory(trial_config(recipe(data, mlp, batch_size=512), {}), "whole", "h200", accumulate=True)
     room = found.at(200)
     largest = found.largest(room)
     assert largest >= 200

@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 import weft
 from weft.data import Data, Tensors
-from weft.keys import generator
 from weft.runs import Checkpoints
-from weft.tune.fusion import train_fused
-from weft.tune.job import Fit
-from weft.tune.recipe import Recipe
-from weft.tune.recorder import Graphs
-from weft.tune.setting import Setting, setting
-from weft.tune.training import OutOfMemory, Result, train
+from weft.tune.fusion.trainer import train_fused
+from weft.tune.jobs import Fit
+from weft.tune.recipe import Recipe, TrialConfig, trial_config
+from weft.tune.training.cuda_graphs import Graphs
+from weft.tune.training.memory_limit import OutOfMemory
+from weft.tune.training.trainer import Result, train
+from weft.utils.rng import generator
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -130,11 +130,11 @@ def recipe(data: Data, model: Any, **fields: Any) -> Recipe:
     return Recipe(model=model, data=data, metrics=metrics, objectives=(*metrics, "loss"), **given)
 
 
-def run(one: Setting, folder: Path, fit: Fit | None = None, **limits: Any) -> Result:
+def run(one: TrialConfig, folder: Path, fit: Fit | None = None, **limits: Any) -> Result:
     return train(one, fit, device="cuda", directory=folder, report=lambda *_: False, **limits)
 
 
-def check_same(one: Setting, folder: Path, fit: Fit | None = None) -> None:
+def check_same(one: TrialConfig, folder: Path, fit: Fit | None = None) -> None:
     wanted = run(replace(one, cuda_graphs=False), folder / "plain", fit)
     found = run(one, folder / "graphs", fit)
     assert found.losses == wanted.losses
@@ -152,7 +152,7 @@ def check_kept(mine: Path, its: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", list(MODELS))
 def test_graphs_give_the_same_bits(model: str, precision: str, data: Data, tmp_path: Path, captures: list[str]) -> None:
-    check_same(setting(recipe(data, MODELS[model], precision=precision, schedule="cosine"), {}), tmp_path)
+    check_same(trial_config(recipe(data, MODELS[model], precision=precision, schedule="cosine"), {}), tmp_path)
     assert len(captures) == 1
 
 
@@ -161,16 +161,16 @@ def test_graphs_give_the_same_bits(model: str, precision: str, data: Data, tmp_p
 def test_graphs_of_micro_batches_give_the_same_bits(
     model: str, micro: int, data: Data, tmp_path: Path, captures: list[str]
 ) -> None:
-    one = setting(recipe(data, MODELS[model], accumulate_norms=True, optimizer="sgd"), {})
+    one = trial_config(recipe(data, MODELS[model], accumulate_norms=True, optimizer="sgd"), {})
     check_same(one, tmp_path, Fit("accumulate", micro, -(-64 // micro), 1, 0, None, ""))
     assert len(captures) == -(-64 // micro)
 
 
 @pytest.mark.parametrize("how", ["reads", "draws", "waits unseen"])
 def test_what_cannot_be_captured_leaves_no_trace(how: str, data: Data, tmp_path: Path, captures: list[str]) -> None:
-    check_same(setting(recipe(data, lambda _: Waits(how)), {}), tmp_path / how)
+    check_same(trial_config(recipe(data, lambda _: Waits(how)), {}), tmp_path / how)
     assert captures == []
-    check_same(setting(recipe(data, mlp), {}), tmp_path / "next")  # in the same process
+    check_same(trial_config(recipe(data, mlp), {}), tmp_path / "next")  # in the same process
     assert len(captures) == 1
 
 
@@ -182,7 +182,7 @@ def test_a_metric_that_keeps_a_tensor_is_not_written_over(data: Data, tmp_path: 
             known.append(torch.linspace(0, 1, 1 << 20, device=outputs.device))
         return known[0].mean() + outputs.sum(), len(outputs)
 
-    one = setting(recipe(data, mlp, metrics={"distance": distance}), {})
+    one = trial_config(recipe(data, mlp, metrics={"distance": distance}), {})
     wanted = run(replace(one, cuda_graphs=False), tmp_path / "plain")
     known.clear()
     found = run(one, tmp_path / "graphs")
@@ -196,7 +196,7 @@ def test_fused_lanes_give_the_same_bits(model: str, data: Data, tmp_path: Path, 
     found: dict[bool, dict[int, Any]] = {True: {}, False: {}}
     for graphs, ended in found.items():
         told = recipe(data, MODELS[model], optimizer="adamw", steps=24, cuda_graphs=graphs)
-        settings = [setting(told, {"lr": 0.001 * (n + 1), "dropout": 0.1 * n, "seed": n}) for n in range(3)]
+        settings = [trial_config(told, {"lr": 0.001 * (n + 1), "dropout": 0.1 * n, "seed": n}) for n in range(3)]
         train_fused(
             settings,
             None,
@@ -218,7 +218,7 @@ def test_graphs_take_hardly_more_memory(
     model: str, micro: int, data: Data, tmp_path: Path, captures: list[str]
 ) -> None:
     built = {"transformer": lambda _: Transformer(512, 6, 0.1), "mlp": lambda _: mlp({"width": 4096})}
-    one = setting(recipe(data, built.get(model, MODELS[model]), batch_size=512), {})
+    one = trial_config(recipe(data, built.get(model, MODELS[model]), batch_size=512), {})
     fit = Fit("accumulate", micro, 512 // micro, 1, 0, None, "")
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()  # what others in this process keep
@@ -231,6 +231,6 @@ def test_graphs_take_hardly_more_memory(
 
 
 def test_memory_that_graphs_lack_is_the_trials_own(data: Data, tmp_path: Path) -> None:
-    one = setting(recipe(data, lambda _: Transformer(512, 6, 0.1), batch_size=512), {})
+    one = trial_config(recipe(data, lambda _: Transformer(512, 6, 0.1), batch_size=512), {})
     with pytest.raises(OutOfMemory):
         run(one, tmp_path, memory=600 * 2**20)

@@ -15,9 +15,9 @@ import pytest
 
 import weft
 from weft.runs import Events
-from weft.tune import Terms
-from weft.tune.board import Board
-from weft.tune.cluster import MEMORY, RayExecutor
+from weft.tune import StudySpec
+from weft.tune.executors.ray import MEMORY, RayExecutor
+from weft.tune.progress import StudyProgress
 
 
 @pytest.fixture
@@ -59,12 +59,12 @@ def test_a_study_on_two_nodes_survives_the_loss_of_a_worker_and_of_a_node_with_t
     space.categorical("what", ["counting", "slow"])
     asked: dict[str, Any] = {"trials": 6, "minimize": "v", "window": 3, "runs": tmp_path, "workers": 1}
     asked["enqueue"] = [{"what": "counting"}, {"what": "slow"}, {"what": "slow"}, *[{"what": "counting"}] * 3]
-    executor = RayExecutor(Terms(objectives.act, ("v",), 0))
+    executor = RayExecutor(StudySpec(objectives.act, ("v",), 0))
     assert [(device.name, device.memory, device.gone) for device in executor.devices] == [("cpu", 2**30, False)] * 2
     assert len({device.node for device in executor.devices}) == 2
     done: list[str] = []
 
-    def disturb(board: Board) -> None:
+    def disturb(board: StudyProgress) -> None:
         """Once two trials wait on two nodes: kill the process of one, and the node of the other."""
         folder = tmp_path / "ray"
         running = [row for row in board.rows.values() if (folder / "trials" / str(row.number) / "here").exists()]

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from weft import keys
 from weft.errors import SpaceError, TuneError
 from weft.space import Categorical, Floats, Integers, Space
-from weft.tune.distributions import check_space, completed, distribution, distributions, suggest
+from weft.tune.study.distributions import check_space, completed, distribution, distributions, suggest
+from weft.utils import rng
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -72,10 +72,10 @@ def test_what_is_suggested_is_the_space_s_own_and_has_the_distributions_of_a_sto
 @given(st.integers(0, 2**32 - 1), st.sets(st.sampled_from(["kind", "width", "depth"])), st.integers(0, 9))
 def test_a_partial_pick_keeps_its_values_and_is_completed_alike_each_time(seed: int, names: set[str], key: int) -> None:
     space = small()
-    whole = dict(space.sample(keys.generator(seed)).values)
+    whole = dict(space.sample(rng.generator(seed)).values)
     given_values = {name: whole[name] for name in sorted(names)}
-    params = completed(space, given_values, keys.generator(key))
-    assert params == completed(space, given_values, keys.generator(key))
+    params = completed(space, given_values, rng.generator(key))
+    assert params == completed(space, given_values, rng.generator(key))
     assert given_values.items() <= params.items()
     assert dict(space.subnet(params).values) == params
 
@@ -94,7 +94,7 @@ def test_a_partial_pick_keeps_its_values_and_is_completed_alike_each_time(seed: 
 )
 def test_a_pick_that_cannot_be_is_refused_with_its_reason(params: dict[str, object], said: str) -> None:
     with pytest.raises((TuneError, SpaceError), match=said):
-        completed(small(), params, keys.generator(0))  # type: ignore[arg-type]
+        completed(small(), params, rng.generator(0))  # type: ignore[arg-type]
 
 
 def test_a_space_in_which_nothing_varies_is_refused() -> None:

@@ -17,8 +17,8 @@ import pytest
 
 import weft
 from weft.runs import Events
-from weft.tune import Tuned
-from weft.tune.board import Board
+from weft.tune import StudyResult
+from weft.tune.progress import StudyProgress
 
 SCRIPT = """
 import sys
@@ -43,7 +43,7 @@ def space(what: str) -> weft.Space:
     return made
 
 
-def told(found: Tuned) -> list[Any]:
+def told(found: StudyResult) -> list[Any]:
     return [(one.number, dict(one.params), one.state, one.values, dict(one.reports)) for one in found.trials]
 
 
@@ -54,7 +54,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def test_a_trial_whose_worker_is_killed_goes_on_from_what_it_kept(tmp_path: Path, undisturbed: list[Any]) -> None:
-    def mark(board: Board) -> None:
+    def mark(board: StudyProgress) -> None:
         if not (tmp_path / "s" / "kill").exists():
             (tmp_path / "s" / "kill").write_text("1 3")
 

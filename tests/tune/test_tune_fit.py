@@ -17,12 +17,11 @@ from torch import nn
 
 from weft.data import Data, Tensors
 from weft.errors import TuneError
-from weft.tune.fit import MARGIN, fit
-from weft.tune.peaks import peaks
-from weft.tune.recipe import Recipe
-from weft.tune.setting import Setting, setting
-from weft.tune.training import OutOfMemory, train
-from weft.tune.whole import Whole
+from weft.tune.fit.fit import MARGIN, fit
+from weft.tune.fit.peaks import step_memory
+from weft.tune.recipe import Recipe, TrialConfig, trial_config
+from weft.tune.training.memory_limit import OutOfMemory
+from weft.tune.training.trainer import Whole, train
 
 KIB, BATCH = 2**10, 64
 
@@ -44,12 +43,12 @@ def loss(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tens
     return (outputs - batch["y"]).square().mean()
 
 
-def candidate(**params: Any) -> Setting:
+def candidate(**params: Any) -> TrialConfig:
     recipe = Recipe(model=build, data=data, loss=loss, steps=3, batch_size=BATCH, options={"lr": 1e-2})
-    return setting(recipe, {"width": 32, **params})
+    return trial_config(recipe, {"width": 32, **params})
 
 
-def needed(made: Setting) -> int:
+def needed(made: TrialConfig) -> int:
     return fit(made, 1, 2**30, "cpu").memory
 
 
@@ -92,7 +91,7 @@ def first(params: Mapping[str, Any]) -> nn.Module:
 def test_the_estimate_is_what_the_training_takes(model: Any, source: Any, tmp_path: Path) -> None:
     """Trained under a cap of what was estimated it does not exceed it, and is within 3 %."""
     recipe = Recipe(model=model, data=source, loss=loss, steps=3, batch_size=BATCH, options={"lr": 1e-2})
-    made, never = setting(recipe, {"width": 32}), lambda step, values: False
+    made, never = trial_config(recipe, {"width": 32}), lambda step, values: False
     for share in (1.2, 0.75, 0.6) if model is build else (1.2,):
         found = fit(made, 1, int(needed(made) * share), "cpu")
         done = train(made, found, device="cpu", memory=found.memory, directory=tmp_path / str(share), report=never)
@@ -158,7 +157,7 @@ def test_what_kernels_keep_what_later_steps_take_and_judging_are_estimated_too(
     model: Any, changed: dict[str, Any], share: float, tmp_path: Path
 ) -> None:
     recipe = Recipe(model=model, data=numbers, loss=loss, **{"steps": 8, "batch_size": BATCH, **changed})
-    made = setting(recipe, {})
+    made = trial_config(recipe, {})
     found = fit(made, 1, 2**30, "cpu")
     done = train(made, found, device="cpu", memory=found.memory, directory=tmp_path, report=lambda *_: False)
     assert done.peak is not None
@@ -184,7 +183,7 @@ def test_judging_that_takes_more_than_a_step_counts_on_a_gpu(precision: str, ste
     def at(model: Any, samples: int = 4096, **changed: Any) -> int:
         given = {"steps": steps, "batch_size": 4096, "precision": precision, **changed}
         recipe = Recipe(model=model, data=many, loss=loss, optimizer="adamw", **given)
-        return peaks(setting(recipe, {}), "whole", "h200", accumulate=False).at(samples)
+        return step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=False).at(samples)
 
     mib, more = 2**20, 16 * 2**20 if precision == "bf16" else 0
     assert at(untold) + 28 * mib <= at(views) <= at(untold) + 36 * mib + more  # segments are rounded
@@ -194,7 +193,7 @@ def test_judging_that_takes_more_than_a_step_counts_on_a_gpu(precision: str, ste
 
 def test_no_micro_batch_is_larger_than_what_can_be_judged() -> None:
     recipe = Recipe(model=views, data=many, loss=loss, steps=8, batch_size=4096)
-    found = peaks(setting(recipe, {}), "whole", "h200", accumulate=True)
+    found = step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=True)
     room = found.at(1000)
     largest = found.largest(room)
     assert 1000 <= largest < 4096
@@ -211,10 +210,10 @@ def test_a_candidate_is_traced_once_for_judging_however_many_ways_are_tried() ->
                 seen.append(len(x))
             return super().forward(x)
 
-    made = setting(Recipe(model=lambda params: Seen(), data=many, loss=loss, steps=8, batch_size=4096), {})
+    made = trial_config(Recipe(model=lambda params: Seen(), data=many, loss=loss, steps=8, batch_size=4096), {})
     for way in ("whole", "recompute", "offload"):
         for accumulate in (False, True):
-            peaks(made, way, "h200", accumulate=accumulate).at(4096)
+            step_memory(made, way, "h200", accumulate=accumulate).at(4096)
     assert seen == [4096, 4096]  # two steps of one trace
 
 
@@ -272,7 +271,7 @@ def asking(params: Mapping[str, Any]) -> nn.Module:
 @pytest.mark.parametrize("model", [rates, orthogonal, drawn, lazy, weight_norm, masked, asking])
 def test_models_that_read_values_as_they_are_built_are_estimated(model: Any, tmp_path: Path) -> None:
     recipe = Recipe(model=model, data=data, loss=loss, steps=3, batch_size=BATCH)
-    made = setting(recipe, {})
+    made = trial_config(recipe, {})
     found = fit(made, 1, 2**30, "cpu")
     done = train(made, found, device="cpu", memory=found.memory, directory=tmp_path, report=lambda *_: False)
     assert done.peak is not None
@@ -287,7 +286,7 @@ def complex_weights(params: Mapping[str, Any]) -> nn.Module:
 
 
 def test_complex_weights_have_an_optimizer_that_takes_them() -> None:
-    made = setting(Recipe(model=complex_weights, data=data, loss=loss, steps=3, batch_size=BATCH), {})
+    made = trial_config(Recipe(model=complex_weights, data=data, loss=loss, steps=3, batch_size=BATCH), {})
     updater = Whole(made.optimizer, dict(made.build().named_parameters()))
     assert not any(group.get("fused") for group in updater.optimizer(updater.parameters["turn"])[0].param_groups)
     assert [fit(made, 1, 2**30, kind).way for kind in ("cpu", "h200")] == ["whole", "whole"]
@@ -442,7 +441,7 @@ def test_on_a_gpu_large_trials_of_many_steps_get_the_micro_batch_of_those_of_few
     room, found = 3 * 2**30, []
     for steps in (3, 300):
         recipe = Recipe(model=convolutions, data=images, loss=loss, steps=steps, batch_size=1024)
-        found.append(peaks(setting(recipe, {}), "whole", "h200", accumulate=True))
+        found.append(step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=True))
     few, many = found
     most = few.largest(room)
     assert many.largest(room) == most
@@ -455,9 +454,9 @@ def test_on_a_gpu_large_trials_of_many_steps_get_the_micro_batch_of_those_of_few
 
 def test_on_a_gpu_a_batch_that_fits_by_giving_back_is_left_whole() -> None:
     recipe = Recipe(model=convolutions, data=images, loss=loss, steps=300, batch_size=1024)
-    found = peaks(setting(recipe, {}), "whole", "h200", accumulate=False)
+    found = step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=False)
     memory = int((found.at(1024) - 2**20 + found.context) / (1 - MARGIN))
-    fitted = fit(setting(recipe, {}), 1, memory, "h200")
+    fitted = fit(trial_config(recipe, {}), 1, memory, "h200")
     assert (fitted.way, fitted.micro_batch) == ("whole", 1024)
     assert fitted.memory <= memory * (1 - MARGIN) - found.context < found.at(1024)
 
@@ -476,6 +475,6 @@ class Noisy(nn.Module):
 
 def test_a_model_that_draws_on_the_host_is_not_split() -> None:
     recipe = Recipe(model=Noisy, data=data, loss=loss, steps=3, batch_size=BATCH, options={"lr": 1e-2})
-    made = setting(recipe, {"width": 256})
+    made = trial_config(recipe, {"width": 256})
     with pytest.raises(TuneError, match="cannot be split: its model draws from Python's or NumPy's generator"):
         fit(made, 2, int(needed(made) * 0.62), "cpu")

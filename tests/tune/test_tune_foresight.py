@@ -14,22 +14,22 @@ import torch
 
 import weft
 from weft.tune import Recipe
-from weft.tune.attempt import Terms
 from weft.tune.devices import processors
-from weft.tune.foresight import Foresight, Place, Refused, found
-from weft.tune.needs import Need
+from weft.tune.fit.estimator import DeviceClass, EstimatorPool, Infeasible, found
+from weft.tune.fit.fit import Requirements
+from weft.tune.training.run_job import StudySpec
 
-PLACE = Place(2 * 2**20, 1, "cpu", False)
+PLACE = DeviceClass(2 * 2**20, 1, "cpu", False)
 ASKED = {0: {"width": 16}, 1: {"width": 192}, 2: {"width": 16, "lr": 0.1}, 3: {"width": 4096}}
 
 
-def terms(**changed: Any) -> Terms:
+def terms(**changed: Any) -> StudySpec:
     made: dict[str, Any] = {"model": objectives.perceptron, "data": weft.data.digits, "steps": 2, **changed}
-    return Terms(Recipe(**made), ("loss",), 0)
+    return StudySpec(Recipe(**made), ("loss",), 0)
 
 
-def answers(foresight: Foresight, many: int) -> dict[int, Need | Refused]:
-    told: dict[int, Need | Refused] = {}
+def answers(foresight: EstimatorPool, many: int) -> dict[int, Requirements | Infeasible]:
+    told: dict[int, Requirements | Infeasible] = {}
     until = time.monotonic() + 60
     while len(told) < many and time.monotonic() < until:
         told |= dict(foresight.told())
@@ -38,43 +38,47 @@ def answers(foresight: Foresight, many: int) -> dict[int, Need | Refused]:
 
 
 @pytest.fixture(scope="module")
-def here() -> dict[int, Need | Refused]:
+def here() -> dict[int, Requirements | Infeasible]:
     return {number: found(terms(), params, PLACE) for number, params in ASKED.items()}
 
 
-def test_other_processes_give_the_needs_and_refusals_that_this_one_would(here: dict[int, Need | Refused]) -> None:
-    assert isinstance(here[3], Refused)
+def test_other_processes_give_the_needs_and_refusals_that_this_one_would(
+    here: dict[int, Requirements | Infeasible],
+) -> None:
+    assert isinstance(here[3], Infeasible)
     assert "fits nowhere" in here[3].why
-    foresight = Foresight(terms(), PLACE, processes=2)
+    foresight = EstimatorPool(terms(), PLACE, processes=2)
     try:
         for number, params in ASKED.items():
             foresight.ask(number, params)
         assert foresight.open == ASKED
-        assert len(foresight._seers) == 2
+        assert len(foresight._estimators) == 2
         assert answers(foresight, 4) == here
         assert foresight.open == {}
     finally:
         foresight.close()
 
 
-def test_however_many_are_asked_at_once_all_are_answered(here: dict[int, Need | Refused]) -> None:
-    foresight = Foresight(terms(), PLACE, processes=1)
+def test_however_many_are_asked_at_once_all_are_answered(here: dict[int, Requirements | Infeasible]) -> None:
+    foresight = EstimatorPool(terms(), PLACE, processes=1)
     try:
-        for number in range(200):  # more than a line can hold
+        for number in range(200):  # more than a pipe can hold
             foresight.ask(number, {**ASKED[0], "lr": 1.0 / (1 + number), "note": "x" * 4096})
         found = answers(foresight, 200)
         assert len(found) == 200
-        assert {need.memory for need in found.values() if isinstance(need, Need)} == {here[0].memory}  # type: ignore[union-attr]
+        assert {need.memory for need in found.values() if isinstance(need, Requirements)} == {here[0].memory}  # type: ignore[union-attr]
     finally:
         foresight.close()
 
 
-def test_what_a_process_that_is_killed_was_asked_is_answered_all_the_same(here: dict[int, Need | Refused]) -> None:
-    foresight = Foresight(terms(), PLACE, processes=1)
+def test_what_a_process_that_is_killed_was_asked_is_answered_all_the_same(
+    here: dict[int, Requirements | Infeasible],
+) -> None:
+    foresight = EstimatorPool(terms(), PLACE, processes=1)
     try:
         for number, params in ASKED.items():
             foresight.ask(number, params)
-        foresight._seers[0].process.kill()
+        foresight._estimators[0].process.kill()
         assert answers(foresight, 4) == here
         foresight.ask(4, {"width": 16})
         assert answers(foresight, 1) == {4: here[0]}
@@ -82,18 +86,31 @@ def test_what_a_process_that_is_killed_was_asked_is_answered_all_the_same(here: 
         foresight.close()
 
 
-def test_what_another_process_cannot_import_is_estimated_here(here: dict[int, Need | Refused]) -> None:
+def test_a_model_that_leaves_python_is_refused_and_its_process_goes_on(
+    here: dict[int, Requirements | Infeasible],
+) -> None:
+    foresight = EstimatorPool(terms(model=objectives.quits), PLACE, processes=1)
+    try:
+        foresight.ask(0, {"width": 0})
+        foresight.ask(1, ASKED[0])
+        told = answers(foresight, 2)
+        assert told == {0: Infeasible("SystemExit(3)"), 1: here[0]}
+    finally:
+        foresight.close()
+
+
+def test_what_another_process_cannot_import_is_estimated_here(here: dict[int, Requirements | Infeasible]) -> None:
     def local(params: Mapping[str, Any]) -> torch.nn.Module:
         return objectives.perceptron(params)
 
-    foresight = Foresight(terms(model=local), PLACE, processes=2)
+    foresight = EstimatorPool(terms(model=local), PLACE, processes=2)
     foresight.ask(0, ASKED[0])
     assert foresight.open == {0: ASKED[0]}
     assert foresight.told() == [(0, here[0])]
 
 
 def test_those_like_one_that_is_known_need_not_wait_for_the_others() -> None:
-    foresight = Foresight(terms(), PLACE, processes=1)
+    foresight = EstimatorPool(terms(), PLACE, processes=1)
     try:
         for number in range(40):
             foresight.ask(number, {"width": 8 + number % 20, "lr": 1.0 / (1 + number)})
@@ -109,20 +126,20 @@ def test_those_like_one_that_is_known_need_not_wait_for_the_others() -> None:
 
 
 def test_where_memory_is_not_counted_no_process_starts() -> None:
-    foresight = Foresight(terms(), Place(None, 1, "cpu", False), processes=2)
+    foresight = EstimatorPool(terms(), DeviceClass(None, 1, "cpu", False), processes=2)
     foresight.ask(0, ASKED[0])
-    assert foresight._seers == []
+    assert foresight._estimators == []
     assert [number for number, _ in foresight.told()] == [0]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "h200"])
 def test_a_model_whose_shapes_depend_on_data_has_a_device_to_itself(kind: str) -> None:
-    place = Place(2**33, 1, kind, True)
+    place = DeviceClass(2**33, 1, kind, True)
     here = found(terms(model=objectives.experts), {}, place)
-    assert isinstance(here, Need)
+    assert isinstance(here, Requirements)
     assert (here.memory, here.fit, here.shape) == (None, None, None)
     assert here.note.startswith("not estimated: the step cannot be traced without data: DynamicOutputShapeException")
-    foresight = Foresight(terms(model=objectives.experts), place, processes=1)
+    foresight = EstimatorPool(terms(model=objectives.experts), place, processes=1)
     try:
         foresight.ask(0, {})
         assert answers(foresight, 1) == {0: here}
@@ -135,7 +152,7 @@ def test_a_model_that_cannot_be_built_is_its_trials_failure() -> None:
         raise RuntimeError("no such layer")
 
     refused = found(terms(model=broken), {}, PLACE)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, Infeasible)
     assert "no such layer" in refused.why
 
 

@@ -19,12 +19,12 @@ import weft
 from weft.data import Data, digits
 from weft.errors import TuneError
 from weft.runs import Checkpoints
-from weft.tune.fusable import why_not
-from weft.tune.fusion import shape_key, train_fused
-from weft.tune.job import Fit
-from weft.tune.recipe import Recipe
-from weft.tune.setting import Setting, setting
-from weft.tune.training import OutOfMemory, Result, train
+from weft.tune.fusion.compatibility import shape_key, why_not
+from weft.tune.fusion.trainer import train_fused
+from weft.tune.jobs import Fit
+from weft.tune.recipe import Recipe, TrialConfig, trial_config
+from weft.tune.training.memory_limit import OutOfMemory
+from weft.tune.training.trainer import Result, train
 
 LANES = 3
 
@@ -127,7 +127,7 @@ def data() -> Data:
 
 def chosen(
     data: Data, model: Any, optimizer: str = "sgd", dropout: bool = True, least: float = 0.0, **fields: Any
-) -> list[Setting]:
+) -> list[TrialConfig]:
     fields = {"steps": 12, "batch_size": 16, "report": 4, "schedule": "cosine", "warmup": 2} | fields
     recipe = Recipe(
         model=model,
@@ -147,17 +147,17 @@ def chosen(
         | ({"dropout": 0.2 * lane} if dropout else {})
         for lane in range(LANES)
     ]
-    return [setting(recipe, params) for params in own]
+    return [trial_config(recipe, params) for params in own]
 
 
-def run_alone(settings: list[Setting], folder: Path, fit: Fit | None = None) -> list[Result]:
+def run_alone(settings: list[TrialConfig], folder: Path, fit: Fit | None = None) -> list[Result]:
     return [
         train(one, fit, device="cpu", directory=folder / f"alone{lane}", report=lambda *_: False)
         for lane, one in enumerate(settings)
     ]
 
 
-def run_fused(settings: list[Setting], folder: Path, fit: Fit | None = None, report: Any = None) -> dict[int, Any]:
+def run_fused(settings: list[TrialConfig], folder: Path, fit: Fit | None = None, report: Any = None) -> dict[int, Any]:
     found: dict[int, Any] = {}
     train_fused(
         settings,
@@ -226,7 +226,7 @@ def test_weights_that_are_used_twice_stay_one(data: Data, tmp_path: Path) -> Non
 
 def test_lanes_of_one_seed_share_their_batches_and_still_end_as_alone(data: Data, tmp_path: Path) -> None:
     recipe = Recipe(model=plain, data=data, steps=6, batch_size=16, optimizer="sgd")
-    settings = [setting(recipe, {"lr": lr, "dropout": 0.2}) for lr in (0.1, 0.01)]
+    settings = [trial_config(recipe, {"lr": lr, "dropout": 0.2}) for lr in (0.1, 0.01)]
     run_alone(settings, tmp_path)
     run_fused(settings, tmp_path)
     check_equal(tmp_path, [0, 1])
@@ -351,13 +351,13 @@ def test_lanes_that_cannot_run_together_after_all_run_one_by_one(data: Data, tmp
 def test_only_continuous_choices_leave_the_shape_as_it_is(data: Data) -> None:
     recipe = Recipe(model=plain, data=data, optimizer="sgd")
     base = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.0, "dropout": 0.1, "seed": 0}
-    key = shape_key(setting(recipe, base))
+    key = shape_key(trial_config(recipe, base))
     assert key is not None
     for name, value in (("lr", 0.2), ("weight_decay", 0.1), ("momentum", 0.9), ("dropout", 0.2), ("seed", 5)):
-        assert shape_key(setting(recipe, {**base, name: value})) == key, name
+        assert shape_key(trial_config(recipe, {**base, name: value})) == key, name
     for name, other in (("width", 24), ("batch_size", 8), ("steps", 7), ("precision", "bf16"), ("optimizer", "adam")):
         params = {k: v for k, v in {**base, name: other}.items() if not (name == "optimizer" and k == "momentum")}
-        assert shape_key(setting(recipe, params)) != key, name
+        assert shape_key(trial_config(recipe, params)) != key, name
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_only_continuous_choices_leave_the_shape_as_it_is(data: Data) -> None:
 def test_what_cannot_be_fused_has_no_shape_and_says_why(
     model: Any, optimizer: str, reason: str, data: Data, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = setting(Recipe(model=model, data=data, optimizer=optimizer), {"lr": 0.1})
+    one = trial_config(Recipe(model=model, data=data, optimizer=optimizer), {"lr": 0.1})
     with caplog.at_level("INFO", "weft.tune"):
         assert shape_key(one) is None
     assert reason in (why_not(one) or "")

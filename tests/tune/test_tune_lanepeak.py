@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from weft.data import Data, digits
-from weft.tune.attempt import Terms
-from weft.tune.fusion import train_fused
-from weft.tune.job import Fit
-from weft.tune.lanepeak import lane_peak
-from weft.tune.needs import BEYOND, TINY, Need, need
-from weft.tune.recipe import Recipe
-from weft.tune.setting import Setting, setting
-from weft.tune.training import OutOfMemory
+from weft.tune.fit.fit import BEYOND, TINY, Requirements, requirements
+from weft.tune.fit.fused_memory import lane_peak
+from weft.tune.fusion.trainer import train_fused
+from weft.tune.jobs import Fit
+from weft.tune.recipe import Recipe, TrialConfig, trial_config
+from weft.tune.training.memory_limit import OutOfMemory
+from weft.tune.training.run_job import StudySpec
 
 BATCH = 128
 
@@ -42,12 +41,12 @@ def data() -> Data:
     return digits()
 
 
-def lanes(model: Any, data: Data, count: int, **given: Any) -> list[Setting]:
+def lanes(model: Any, data: Data, count: int, **given: Any) -> list[TrialConfig]:
     recipe = Recipe(model=model, data=data, steps=3, checkpoint=1, **{"batch_size": BATCH, **given})
-    return [setting(recipe, {"lr": 0.01, "dropout": 0.1, "seed": lane}) for lane in range(count)]
+    return [trial_config(recipe, {"lr": 0.01, "dropout": 0.1, "seed": lane}) for lane in range(count)]
 
 
-def peak(settings: list[Setting], folder: Path, memory: int, fit: Fit | None = None) -> int:
+def peak(settings: list[TrialConfig], folder: Path, memory: int, fit: Fit | None = None) -> int:
     found: dict[int, Any] = {}
     train_fused(
         settings,
@@ -94,12 +93,12 @@ def test_a_trial_that_can_be_fused_needs_what_its_lane_takes_and_no_multiple_of_
     data: Data, tmp_path: Path
 ) -> None:
     recipe = Recipe(model=transformer, data=data, steps=3, batch_size=BATCH)
-    found = need(Terms(recipe, ("loss",), 0), {"lr": 0.01}, 2**30, 1, "cpu", True)
-    traced = lane_peak(setting(recipe, {"lr": 0.01}), BATCH)
+    found = requirements(StudySpec(recipe, ("loss",), 0), {"lr": 0.01}, 2**30, 1, "cpu", True)
+    traced = lane_peak(trial_config(recipe, {"lr": 0.01}), BATCH)
     assert traced is not None
     assert found.lane == int(traced * (1 + BEYOND)) + TINY
     assert found.of_lanes(4) == 4 * found.lane
-    settings = [setting(recipe, {"lr": 0.01, "seed": lane}) for lane in range(4)]
+    settings = [trial_config(recipe, {"lr": 0.01, "seed": lane}) for lane in range(4)]
     assert peak(settings, tmp_path / "all", found.of_lanes(4)) <= found.of_lanes(4)
     with pytest.raises(OutOfMemory):
         peak(settings, tmp_path / "less", found.of_lanes(3))
@@ -131,5 +130,9 @@ def test_lanes_that_take_more_while_they_are_judged_need_that(report: int | None
 
 
 def test_what_was_not_traced_is_taken_to_need_twice_what_it_needs_alone() -> None:
-    assert [Need(10).of_lanes(1), Need(10).of_lanes(3), Need(10, lane=12).of_lanes(1)] == [10, 60, 10]
-    assert Need(10, lane=12).of_lanes(3) == 36
+    assert [Requirements(10).of_lanes(1), Requirements(10).of_lanes(3), Requirements(10, lane=12).of_lanes(1)] == [
+        10,
+        60,
+        10,
+    ]
+    assert Requirements(10, lane=12).of_lanes(3) == 36

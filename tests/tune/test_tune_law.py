@@ -15,10 +15,10 @@ import pytest
 import weft
 from weft.errors import TuneError
 from weft.tune import Recipe
-from weft.tune.attempt import Terms
-from weft.tune.job import Device
-from weft.tune.law import agree, law_of
-from weft.tune.task import Way
+from weft.tune.api import agree, law_of
+from weft.tune.jobs import Device
+from weft.tune.pending import RunOptions
+from weft.tune.training.run_job import StudySpec
 
 RECIPE = Recipe(
     model=objectives.perceptron, data=objectives.few, steps=2, batch_size=8, options={"lr": 0.1, "betas": (0.9, 0.99)}
@@ -35,7 +35,7 @@ def space(**more: Any) -> weft.Space:
 
 
 def law(recipe: Recipe = RECIPE, made: weft.Space | None = None, device: str = "cpu", threads: int = 1) -> Any:
-    found = law_of(Terms(recipe, ("loss",), 0), Way(), [Device(device, None)], threads, made or space())
+    found = law_of(StudySpec(recipe, ("loss",), 0), RunOptions(), [Device(device, None)], threads, made or space())
     return json.loads(json.dumps(found))  # as a manifest gives it back
 
 
@@ -50,9 +50,9 @@ def law(recipe: Recipe = RECIPE, made: weft.Space | None = None, device: str = "
         ({"report": 1}, "recipe.report: it was None, and is now 1"),
         ({"seed": 1}, "recipe.seed"),
         ({"accumulate_norms": True}, "recipe.accumulate_norms"),
-        ({"data": weft.data.digits}, "recipe.data: it was 'objectives:few', and is now 'weft.data"),
+        ({"data": weft.data.digits}, "recipe.data: it was 'objectives:few', and is now 'weft:digits'"),
         ({"data": objectives.few()}, "recipe.data: .*is now 'few of 16 [+] 16 samples'"),
-        ({"loss": weft.pipeline.mean_squared_error}, "recipe.loss: it was 'weft.pipeline.losses:cross_entropy'"),
+        ({"loss": weft.engine.losses.mean_squared_error}, "recipe.loss: it was 'weft:cross_entropy'"),
         ({"metrics": {"accuracy": weft.accuracy}}, "recipe.metrics"),
         (
             {"model": partial(objectives.perceptron, depth=2)},

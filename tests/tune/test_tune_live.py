@@ -7,20 +7,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from weft.tune import Device, Tuned
-from weft.tune.board import Board, Row
-from weft.tune.live import Live, shown, summary
-from weft.tune.record import Record
+from weft.tune import Device, StudyResult
+from weft.tune.progress import LiveTable, StudyProgress, TrialProgress, shown, summary
+from weft.tune.study.records import TrialRecord
 
 
-def board() -> Board:
-    made = Board("s", 9, ("loss",), ("minimize",), [Device("cuda:0", 8 * 2**30), Device("cuda:1", 2**30, "n", True)])
+def board() -> StudyProgress:
+    made = StudyProgress(
+        "s", 9, ("loss",), ("minimize",), [Device("cuda:0", 8 * 2**30), Device("cuda:1", 2**30, "n", True)]
+    )
     rows = [
-        Row(0, {}, "complete", "cuda:0", (0,), 2**30, 2**29, 10, (0.5,), 1, ran=4.0, waited=1.0),
-        Row(1, {}, "complete", "cuda:0", (0,), 2**30, 2**29, 10, (0.25,), 1, ran=2.0, starting=0.5),
-        Row(2, {}, "running", "cuda:0", (0,), 2 * 2**30, None, 5, (0.75,), 2),
-        Row(3, {}, "failed", "cuda:0", (0,), why="ValueError: no"),
-        Row(4, {}),
+        TrialProgress(0, {}, "complete", "cuda:0", (0,), 2**30, 2**29, 10, (0.5,), 1, ran=4.0, waited=1.0),
+        TrialProgress(1, {}, "complete", "cuda:0", (0,), 2**30, 2**29, 10, (0.25,), 1, ran=2.0, starting=0.5),
+        TrialProgress(2, {}, "running", "cuda:0", (0,), 2 * 2**30, None, 5, (0.75,), 2),
+        TrialProgress(3, {}, "failed", "cuda:0", (0,), why="ValueError: no"),
+        TrialProgress(4, {}),
     ]
     made.rows = {row.number: row for row in rows}
     return made
@@ -59,14 +60,16 @@ def test_the_table_shows_every_trial_with_its_memory_and_the_devices_as_bars() -
 
 
 def test_the_summary_names_the_best_trials_what_mattered_and_the_shares_of_time() -> None:
-    records = [Record(n, {"x": 0.5 * n, "k": "a"}, "complete", (value,)) for n, value in enumerate((3.0, 1.0, 2.0))]
-    found = Tuned(
+    records = [
+        TrialRecord(n, {"x": 0.5 * n, "k": "a"}, "complete", (value,)) for n, value in enumerate((3.0, 1.0, 2.0))
+    ]
+    found = StudyResult(
         "s",
         Path("runs/s"),
         "sqlite:///s.db",
         ("loss",),
         ("minimize",),
-        [*records, Record(3, {"x": 0.0, "k": "a"}, "failed")],
+        [*records, TrialRecord(3, {"x": 0.0, "k": "a"}, "failed")],
         [records[1]],
         {"x": 0.75, "k": 0.25},
         {"running": 6.0, "waiting": 2.0, "starting": 0.0},
@@ -85,6 +88,6 @@ def test_the_summary_names_the_best_trials_what_mattered_and_the_shares_of_time(
 
 def test_nothing_is_shown_where_nobody_looks() -> None:
     console = Console(file=io.StringIO(), force_terminal=False)
-    with Live(console) as live:
+    with LiveTable(console) as live:
         live.see(board())
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]

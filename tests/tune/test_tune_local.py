@@ -15,14 +15,13 @@ import objectives
 import pytest
 
 from weft.errors import TuneError
-from weft.tune import Device, Job, Terms
-from weft.tune.crew import Running
+from weft.tune import Device, Job, StudySpec
 from weft.tune.devices import reserve
-from weft.tune.job import Ended, Event, Lost, Reported
-from weft.tune.local import LocalExecutor
-from weft.tune.process import end as ended
-from weft.tune.process import started
-from weft.tune.wire import event_message, event_of, job_message, job_of, pair
+from weft.tune.executors.connection import event_message, event_of, job_message, job_of, pair
+from weft.tune.executors.local import LocalExecutor, LocalRunning
+from weft.tune.executors.processes import end as ended
+from weft.tune.executors.processes import started
+from weft.tune.jobs import Ended, Event, Lost, Reported
 
 Run = Callable[..., list[Event]]
 GIB = 2**30
@@ -30,7 +29,7 @@ GIB = 2**30
 
 @pytest.fixture(scope="module")
 def executor() -> Iterator[LocalExecutor]:
-    made = LocalExecutor(Terms(objectives.act, ("v",), 0), [Device("cpu", None)])
+    made = LocalExecutor(StudySpec(objectives.act, ("v",), 0), [Device("cpu", None)])
     yield made
     made.close()
 
@@ -42,7 +41,7 @@ def run(executor: LocalExecutor, tmp_path: Path) -> Run:
     def run(what: str, id: str | None = None, prune_at: int | None = None, **fields: Any) -> list[Event]:
         values: dict[str, Any] = {"devices": (0,), "memory": None, "directory": str(tmp_path), **fields}
         x = values.pop("x", 0.5)
-        job = Job(id or f"{what}-{time.monotonic_ns()}", (3,), ({"what": what, "x": x},), (None,), **values)
+        job = Job(id or f"{what}-{time.monotonic_ns()}", (3,), ({"what": what, "x": x},), None, **values)
         executor.start(job)
         found: list[Event] = []
         while not found or isinstance(found[-1], Reported):
@@ -58,30 +57,30 @@ def run(executor: LocalExecutor, tmp_path: Path) -> Run:
 def test_idle_workers_stay_only_where_their_contexts_have_room() -> None:
     device = Device("cuda:0", 10 * GIB)
     each = reserve(device)
-    executor = LocalExecutor(Terms(objectives.act, ("v",), 0), [device, Device("cpu", None)])
+    executor = LocalExecutor(StudySpec(objectives.act, ("v",), 0), [device, Device("cpu", None)])
     small, large, whole = (
-        Job(name, (0,), ({},), (None,), (0,), memory, "", None)
+        Job(name, (0,), ({},), None, (0,), memory, "", None)
         for name, memory in (("small", GIB), ("large", 10 * GIB - 3 * each), ("whole", None))
     )
     assert executor._room(0, small) == (9 * GIB - each) // each
     assert executor._room(0, large) == 2
     assert executor._room(0, whole) == 0
-    executor._jobs["small"] = Running(small, [])
+    executor._jobs["small"] = LocalRunning(small, [])
     assert executor._room(0, large) == 0
-    executor._jobs["whole"] = Running(whole, [])
+    executor._jobs["whole"] = LocalRunning(whole, [])
     assert executor._room(0, small) == 0
     executor._jobs.clear()
     executor.close()
 
 
 def test_a_job_and_every_event_travel_as_json_and_come_back_equal() -> None:
-    job = Job("a", (1, 2), ({"x": 0.1, "s": "t"}, {"x": 2, "s": True}), (None, None), (0,), 5, "d", 1.5)
+    job = Job("a", (1, 2), ({"x": 0.1, "s": "t"}, {"x": 2, "s": True}), None, (0,), 5, "d", 1.5)
     assert job_of(job_message(job)) == job
     events = [Reported("a", 1, 2, (0.1, float("inf"))), Ended("a", 1, "complete", (1.0,), None, 7, 0.5), Lost("a", "x")]
     mine, other = pair()
-    from weft.tune.wire import Line
+    from weft.tune.executors.connection import JsonConnection
 
-    far = Line(other)
+    far = JsonConnection(other)
     for event in events:
         mine.send(event_message(event))
     assert [event_of(message) for message in far.arrived()[0]] == events
@@ -136,10 +135,10 @@ def test_a_worker_that_keeps_memory_of_its_device_is_replaced(run: Run, executor
     while any(worker.job for worker in executor._workers):  # until it says that it is idle
         executor.poll(0.1)
     (worker,) = executor._workers
-    worker.job = Running(Job("last", (3,), ({},), (None,), (0,), None, ""), [worker])
+    worker.job = LocalRunning(Job("last", (3,), ({},), None, (0,), None, ""), [worker])
     executor._told(worker, {"say": "idle", "job": "last", "worn": False})
     assert executor._workers == [worker]
-    worker.job = Running(Job("last", (3,), ({},), (None,), (0,), None, ""), [worker])
+    worker.job = LocalRunning(Job("last", (3,), ({},), None, (0,), None, ""), [worker])
     executor._told(worker, {"say": "idle", "job": "last", "worn": True})
     assert executor._workers == []
     (end,) = run("printing")
@@ -202,7 +201,7 @@ def _sleeping(line: Any) -> None:
 def test_a_job_that_is_stopped_is_heard_of_no_more_and_its_process_is_gone(
     executor: LocalExecutor, tmp_path: Path
 ) -> None:
-    executor.start(Job("stop", (3,), ({"what": "slow", "x": 1.0},), (None,), (0,), None, str(tmp_path)))
+    executor.start(Job("stop", (3,), ({"what": "slow", "x": 1.0},), None, (0,), None, str(tmp_path)))
     (pid,) = executor.processes()["stop"]
     executor.stop("stop")
     assert executor.poll(0.1) == []
@@ -213,7 +212,7 @@ def test_a_job_that_is_stopped_is_heard_of_no_more_and_its_process_is_gone(
 
 def test_a_function_that_no_other_process_can_import_is_refused() -> None:
     with pytest.raises(TuneError, match=r"trials run in processes of their own, and .*lambda.*functions defined in a"):
-        LocalExecutor(Terms(lambda trial: 0.0, ("v",), 0))
+        LocalExecutor(StudySpec(lambda trial: 0.0, ("v",), 0))
 
 
 def test_no_worker_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
@@ -222,10 +221,10 @@ def test_no_worker_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import objectives\n"
         "from weft.tune import Device, Job, Terms\n"
-        "from weft.tune.local import LocalExecutor\n"
+        "from weft.tune.executors.local import LocalExecutor\n"
         "if __name__ == '__main__':\n"
         "    executor = LocalExecutor(Terms(objectives.act, ('v',), 0), [Device('cpu', None)])\n"
-        f"    executor.start(Job('a', (0,), ({{'what': 'slow', 'x': 1.0}},), (None,), (0,), None, {str(tmp_path)!r}))\n"
+        f"    executor.start(Job('a', (0,), ({{'what': 'slow', 'x': 1.0}},), None, (0,), None, {str(tmp_path)!r}))\n"
         "    executor.poll(1000)\n"
     )
     driver = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "OMP_NUM_THREADS": "1"})

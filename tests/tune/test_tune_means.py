@@ -14,16 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.data import Data, Tensors
+from weft.engine.losses import cross_entropy
+from weft.engine.rng import get_rng_state
 from weft.errors import TuneError
-from weft.keys import generator
-from weft.pipeline import cross_entropy
-from weft.tune.drawing import standing
-from weft.tune.fusion import train_fused
-from weft.tune.job import Fit
-from weft.tune.means import refuse_sums
-from weft.tune.recipe import Recipe
-from weft.tune.setting import Setting, setting
-from weft.tune.training import train
+from weft.tune.fusion.trainer import train_fused
+from weft.tune.jobs import Fit
+from weft.tune.recipe import Recipe, TrialConfig, trial_config
+from weft.tune.training.loss_check import require_mean_loss
+from weft.tune.training.trainer import train
+from weft.utils.rng import generator
 
 Batch = Mapping[str, Tensor]
 CPU = torch.device("cpu")
@@ -89,9 +88,9 @@ def cancelling(outputs: Tensor, batch: Batch) -> Tensor:
     return ((outputs.sum(1) + 1e6) - 1e6).mean()
 
 
-def trial(loss: Callable[..., Any], model: Any = linear) -> Setting:
+def trial(loss: Callable[..., Any], model: Any = linear) -> TrialConfig:
     recipe = Recipe(model=model, data=blobs, loss=loss, inputs=("x",), steps=3, batch_size=16, accumulate_norms=True)
-    return setting(recipe, {"lr": 0.01})
+    return trial_config(recipe, {"lr": 0.01})
 
 
 def cut(micro: int) -> Fit:
@@ -114,8 +113,8 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused_where_a_batch_is_cut_and
 def test_a_mean_over_those_samples_that_count_is_no_mean_over_samples() -> None:
     model, source = trial(of_some).build(), blobs().train
     with pytest.raises(TuneError, match="not by that of tokens or weights"):
-        refuse_sums(trial(of_some), model, source, 15, CPU)
-    refuse_sums(trial(of_some_by_samples), model, source, 15, CPU)
+        require_mean_loss(trial(of_some), model, source, 15, CPU)
+    require_mean_loss(trial(of_some_by_samples), model, source, 15, CPU)
 
 
 @settings(max_examples=30, deadline=None)
@@ -126,22 +125,22 @@ def test_a_mean_over_those_samples_that_count_is_no_mean_over_samples() -> None:
     st.floats(1e-4, 1e4),
 )
 def test_no_mean_is_refused(loss: Callable[..., Any], micro: int, seed: int, scale: float) -> None:
-    made = setting(Recipe(model=linear, data=blobs, loss=loss, inputs=("x",), batch_size=16), {"seed": seed})
+    made = trial_config(Recipe(model=linear, data=blobs, loss=loss, inputs=("x",), batch_size=16), {"seed": seed})
     model = made.build()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale)
-    refuse_sums(made, model, blobs().train, micro, CPU)
+    require_mean_loss(made, model, blobs().train, micro, CPU)
 
 
 def test_looking_at_a_loss_moves_no_generator_and_changes_nothing_of_the_model() -> None:
     for model in (linear, lambda params: Counting()):
         made = trial(mean, model)
         module = made.build()
-        before = torch.default_generator.get_state(), standing(), [t.clone() for t in module.state_dict().values()]
-        refuse_sums(made, module, blobs().train, 4, CPU)
+        before = torch.default_generator.get_state(), get_rng_state(), [t.clone() for t in module.state_dict().values()]
+        require_mean_loss(made, module, blobs().train, 4, CPU)
         assert torch.equal(before[0], torch.default_generator.get_state())
-        assert standing() == before[1]
+        assert get_rng_state() == before[1]
         assert all(torch.equal(a, b) for a, b in zip(before[2], module.state_dict().values(), strict=True))
         assert all(part.training for part in module.modules())
         assert getattr(module, "count", 0) == 0

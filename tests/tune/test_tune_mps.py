@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import TuneError
-from weft.tune.mps import PIPE, is_on, shared
+from weft.tune.devices import PIPE, is_on, shared
 
 
 @pytest.fixture

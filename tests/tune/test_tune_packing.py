@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from unittest.mock import Mock
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import TuneError
-from weft.tune.packing import Capacity, Load, Packer
-from weft.tune.sharing import Share, Sharing
+from weft.tune.fit.fit import Requirements
+from weft.tune.jobs import Device, Fit
+from weft.tune.packing.dispatcher import Dispatcher, load_of
+from weft.tune.packing.packer import Packer
+from weft.tune.packing.pool import DeviceCapacity, JobSpec
+from weft.tune.packing.throughput import JobRate, ThroughputModel
+from weft.tune.pending import PendingJob
 
 
 def two(memory: int = 10, reserve: int = 0) -> Packer:
-    return Packer([Capacity(memory, reserve=reserve), Capacity(memory, reserve=reserve)])
+    return Packer([DeviceCapacity(memory, reserve=reserve), DeviceCapacity(memory, reserve=reserve)])
 
 
 def test_the_largest_starts_first_and_the_rest_fill_what_is_left() -> None:
     packer = two()
-    waiting = [Load("small", 2, seconds=1), Load("big", 9, seconds=10), Load("middle", 5, seconds=10)]
+    waiting = [JobSpec("small", 2, seconds=1), JobSpec("big", 9, seconds=10), JobSpec("middle", 5, seconds=10)]
     assert packer.admit(waiting) == [("big", (0,)), ("middle", (1,)), ("small", (1,))]
 
 
 def test_a_load_that_ran_longer_counts_as_larger() -> None:
-    packer = Packer([Capacity(10)])
-    assert packer.admit([Load("wide", 8, seconds=1), Load("long", 5, seconds=9)]) == [("long", (0,))]
+    packer = Packer([DeviceCapacity(10)])
+    assert packer.admit([JobSpec("wide", 8, seconds=1), JobSpec("long", 5, seconds=9)]) == [("long", (0,))]
 
 
 def test_a_long_load_starts_before_larger_ones_when_it_would_be_the_last_to_end() -> None:
-    wide = [Load(f"wide{k}", 9, seconds=10) for k in range(8)]
-    packer = Packer([Capacity(10)] * 2)
-    assert packer.admit([*wide, Load("long", 2, seconds=15)])[:2] == [("wide0", (0,)), ("wide1", (1,))]  # of 95 / 2 s
+    wide = [JobSpec(f"wide{k}", 9, seconds=10) for k in range(8)]
+    packer = Packer([DeviceCapacity(10)] * 2)
+    assert packer.admit([*wide, JobSpec("long", 2, seconds=15)])[:2] == [
+        ("wide0", (0,)),
+        ("wide1", (1,)),
+    ]  # of 95 / 2 s
     packer.ended("wide0")
     packer.ended("wide1")
-    rest = [*wide[2:4], Load("long", 2, seconds=15)]
+    rest = [*wide[2:4], JobSpec("long", 2, seconds=15)]
     # To one a place was promised. Of the 35 / 2 s that are left the long one takes most, so it does not wait longer.
     assert packer.admit(rest, now=20.0) == [("wide2", (0,)), ("long", (1,))]
 
 
 def test_every_process_takes_its_reserve() -> None:
     packer = two(memory=10, reserve=2)
-    assert packer.admit([Load(name, 4) for name in "abc"]) == [("a", (0,)), ("b", (1,))]
+    assert packer.admit([JobSpec(name, 4) for name in "abc"]) == [("a", (0,)), ("b", (1,))]
     packer.ended("b")
-    assert packer.admit([Load("c", 8)]) == [("c", (1,))]
+    assert packer.admit([JobSpec("c", 8)]) == [("c", (1,))]
 
 
 def test_a_small_load_goes_before_the_largest_only_if_it_ends_in_time() -> None:
-    packer = Packer([Capacity(10)])
-    packer.placed(Load("runs", 6, seconds=100), [0], now=0.0)
-    waiting = [Load("big", 8, seconds=50), Load("slow", 3, seconds=90), Load("fast", 3, seconds=40)]
+    packer = Packer([DeviceCapacity(10)])
+    packer.placed(JobSpec("runs", 6, seconds=100), [0], now=0.0)
+    waiting = [JobSpec("big", 8, seconds=50), JobSpec("slow", 3, seconds=90), JobSpec("fast", 3, seconds=40)]
     assert packer.admit(waiting, now=50.0) == [("fast", (0,))]
     assert packer.held is not None
     assert (packer.held.load.id, packer.held.at) == ("big", 100.0)
@@ -57,60 +67,62 @@ def test_a_small_load_goes_before_the_largest_only_if_it_ends_in_time() -> None:
 
 
 def test_a_small_load_that_fits_beside_the_largest_need_not_end_in_time() -> None:
-    packer = Packer([Capacity(10)])
-    packer.placed(Load("runs", 6, seconds=100), [0])
-    assert packer.admit([Load("big", 8, seconds=500), Load("tiny", 2, seconds=400)], now=50.0) == [("tiny", (0,))]
+    packer = Packer([DeviceCapacity(10)])
+    packer.placed(JobSpec("runs", 6, seconds=100), [0])
+    assert packer.admit([JobSpec("big", 8, seconds=500), JobSpec("tiny", 2, seconds=400)], now=50.0) == [("tiny", (0,))]
 
 
 def test_a_split_load_gets_devices_of_one_node() -> None:
-    packer = Packer([Capacity(10, "a"), Capacity(10, "b"), Capacity(10, "b"), Capacity(10, "a")])
-    packer.placed(Load("other", 5), [0])
-    assert packer.admit([Load("split", 8, degree=2)]) == [("split", (1, 2))]
-    assert packer.admit([Load("again", 8, degree=2)]) == []
+    packer = Packer(
+        [DeviceCapacity(10, "a"), DeviceCapacity(10, "b"), DeviceCapacity(10, "b"), DeviceCapacity(10, "a")]
+    )
+    packer.placed(JobSpec("other", 5), [0])
+    assert packer.admit([JobSpec("split", 8, degree=2)]) == [("split", (1, 2))]
+    assert packer.admit([JobSpec("again", 8, degree=2)]) == []
     packer.ended("other")
-    assert packer.admit([Load("again", 8, degree=2)]) == [("again", (0, 3))]
+    assert packer.admit([JobSpec("again", 8, degree=2)]) == [("again", (0, 3))]
 
 
 def test_a_load_that_is_alone_shares_with_none() -> None:
     packer = two()
-    assert packer.admit([Load("alone", 1, alone=True), Load("a", 1), Load("b", 1)]) == [
+    assert packer.admit([JobSpec("alone", 1, alone=True), JobSpec("a", 1), JobSpec("b", 1)]) == [
         ("alone", (0,)),
         ("a", (1,)),
         ("b", (1,)),
     ]
-    assert packer.admit([Load("second", 1, alone=True)]) == []
+    assert packer.admit([JobSpec("second", 1, alone=True)]) == []
     packer.ended("alone")
-    assert packer.admit([Load("second", 1, alone=True)]) == [("second", (0,))]
+    assert packer.admit([JobSpec("second", 1, alone=True)]) == [("second", (0,))]
 
 
 def test_a_load_without_a_figure_takes_all_of_a_device_that_counts_memory() -> None:
-    counted, free = Packer([Capacity(10)]), Packer([Capacity(None, most=2)])
+    counted, free = Packer([DeviceCapacity(10)]), Packer([DeviceCapacity(None, most=2)])
     for packer, several in ((counted, 1), (free, 2)):
-        assert len(packer.admit([Load(name, None) for name in "abc"])) == several
+        assert len(packer.admit([JobSpec(name, None) for name in "abc"])) == several
 
 
 def test_a_load_that_fits_nowhere_holds_up_nobody() -> None:
     packer = two()
-    assert not packer.possible(Load("giant", 11))
-    assert not packer.possible(Load("wide", 1, degree=3))
-    assert packer.admit([Load("giant", 11, seconds=9), Load("ok", 5, seconds=1)]) == [("ok", (0,))]
+    assert not packer.possible(JobSpec("giant", 11))
+    assert not packer.possible(JobSpec("wide", 1, degree=3))
+    assert packer.admit([JobSpec("giant", 11, seconds=9), JobSpec("ok", 5, seconds=1)]) == [("ok", (0,))]
 
 
 def test_a_device_that_is_gone_takes_nothing_and_one_that_comes_does() -> None:
     packer = two()
-    packer.change([Capacity(10), Capacity(10, most=0)])
-    assert packer.admit([Load("a", 6), Load("b", 6)]) == [("a", (0,))]
-    packer.change([Capacity(10), Capacity(10, most=0), Capacity(10)])
-    assert packer.admit([Load("b", 6)]) == [("b", (2,))]
+    packer.change([DeviceCapacity(10), DeviceCapacity(10, most=0)])
+    assert packer.admit([JobSpec("a", 6), JobSpec("b", 6)]) == [("a", (0,))]
+    packer.change([DeviceCapacity(10), DeviceCapacity(10, most=0), DeviceCapacity(10)])
+    assert packer.admit([JobSpec("b", 6)]) == [("b", (2,))]
 
 
 def test_a_load_that_later_ones_overtook_too_often_starts_before_them() -> None:
-    packer = Packer([Capacity(10)], patience=3)
-    packer.placed(Load("0", 5), [0])
-    old, started = Load("old", 9), []
+    packer = Packer([DeviceCapacity(10)], patience=3)
+    packer.placed(JobSpec("0", 5), [0])
+    old, started = JobSpec("old", 9), []
     for number in range(1, 50):
         # A queue that never ends: always another small one, of unknown length, and one of the running ends.
-        loads = [load for load in [old, Load(str(number), 5)] if load.id not in packer.running]
+        loads = [load for load in [old, JobSpec(str(number), 5)] if load.id not in packer.running]
         started += [id for id, _ in packer.admit(loads)]
         if "old" in started:
             break
@@ -119,27 +131,28 @@ def test_a_load_that_later_ones_overtook_too_often_starts_before_them() -> None:
     assert started.index("old") <= 3 + 2
 
 
-def test_one_id_cannot_wait_twice() -> None:
+def test_what_runs_already_is_not_started_again() -> None:
     packer = two()
-    packer.wait(Load("a", 1))
-    with pytest.raises(TuneError, match="'a' waits already"):
-        packer.wait(Load("a", 1))
-    packer.admit()
-    with pytest.raises(TuneError, match="'a' runs already"):
-        packer.wait(Load("a", 1))
+    assert packer.admit([JobSpec("a", 1)]) == [("a", (0,))]
+    assert packer.admit([JobSpec("a", 1), JobSpec("b", 1)]) == [("b", (1,))]
 
 
-def test_a_device_whose_time_is_used_up_gets_no_more() -> None:
-    packer = Packer([Capacity(100)])
-    loads = [Load(name, 1, share=0.4) for name in "abcde"]
-    assert [id for id, _ in packer.admit(loads)] == ["a", "b", "c"]
+def test_a_study_gives_everything_that_packing_decides_by() -> None:
+    """No field of a load or of a device is left as it is unless something else gives it: a benchmark, for example."""
+    plan = Fit("split", 1, 1, 2, 5, 0.5, "")
+    load = load_of(PendingJob({0: {}}, Requirements(5, plan, None, "kind", 3), alone=True, memory=7, id="0-0"))
+    assert load == JobSpec("0-0", 7, 2, 1.5, True, "kind")
+    executor = Mock(devices=(Device("cuda:0", 10**12, "far"),))
+    (device,) = Dispatcher(executor, 3, counted=True).capacities
+    for known in (load, device):
+        assert [f.name for f in fields(known) if getattr(known, f.name) == f.default] == []
 
 
 def test_one_more_that_adds_nothing_is_not_tried_again_soon() -> None:
-    sharing = Sharing(gain=0.05, again=3)
-    packer = Packer([Capacity(100)], sharing=sharing)
+    sharing = ThroughputModel(gain=0.05, again=3)
+    packer = Packer([DeviceCapacity(100)], sharing=sharing)
     speeds = {1: 1.0, 2: 0.8, 3: 0.5}  # together 1, 1.6, 1.5: two are best
-    waiting = [Load(name, 1, kind="same") for name in "abcdefgh"]
+    waiting = [JobSpec(name, 1, kind="same") for name in "abcdefgh"]
     for count in (1, 2, 3):
         packer.admit(waiting[:count])
         for id in list(packer.running):
@@ -156,46 +169,46 @@ def test_one_more_that_adds_nothing_is_not_tried_again_soon() -> None:
 
 
 def test_what_stays_worth_while_is_not_given_up_for_noise() -> None:
-    sharing = Sharing(gain=0.1)
-    sharing.expected("k", 1.0)
+    sharing = ThroughputModel(gain=0.1)
     for count, speed in ((1, 1.0), (2, 0.6)):
-        sharing.observed([Share("k", speed, 1.0)] * count)
+        sharing.observed([JobRate("k", speed, 1.0)] * count)
     assert sharing.worth(1)
-    sharing.observed([Share("k", 0.52, 1.0)] * 2)  # less than the gain that was asked for at first, yet not less than 1
+    sharing.observed(
+        [JobRate("k", 0.52, 1.0)] * 2
+    )  # less than the gain that was asked for at first, yet not less than 1
     assert sharing.worth(1)
     for _ in range(8):
-        sharing.observed([Share("k", 0.45, 1.0)] * 2)
+        sharing.observed([JobRate("k", 0.45, 1.0)] * 2)
     assert not sharing.worth(1)
 
 
 def test_a_kind_beside_which_all_are_slower_gets_a_device_by_itself() -> None:
-    sharing = Sharing()
-    packer = Packer([Capacity(10)], sharing=sharing)
+    sharing = ThroughputModel()
+    packer = Packer([DeviceCapacity(10)], sharing=sharing)
     for kind in ("hog", "meek"):
-        sharing.expected(kind, 1.0)
+        sharing.observed([JobRate(kind, 1.0, 1.0)])
     for _ in range(2):
-        sharing.observed([Share("hog", 0.5, 9.0), Share("meek", 0.2, 1.0)])
+        sharing.observed([JobRate("hog", 0.5, 9.0), JobRate("meek", 0.2, 1.0)])
     assert sharing.alone("hog")
     assert not sharing.alone("meek")
-    assert packer.admit([Load("h", 5, kind="hog"), Load("m", 1, kind="meek")]) == [("h", (0,))]
+    assert packer.admit([JobSpec("h", 5, kind="hog"), JobSpec("m", 1, kind="meek")]) == [("h", (0,))]
 
 
 loads_of = st.lists(
     st.builds(
-        Load,
+        JobSpec,
         id=st.uuids().map(str),
         memory=st.one_of(st.none(), st.integers(0, 12)),
         degree=st.integers(1, 3),
         seconds=st.one_of(st.none(), st.integers(0, 20).map(float)),
         alone=st.booleans(),
-        share=st.one_of(st.none(), st.floats(0, 1)),
     ),
     max_size=12,
     unique_by=lambda load: load.id,
 )
 devices_of = st.lists(
     st.builds(
-        Capacity,
+        DeviceCapacity,
         memory=st.one_of(st.none(), st.integers(4, 12)),
         node=st.sampled_from("xy"),
         reserve=st.integers(0, 1),
@@ -206,8 +219,8 @@ devices_of = st.lists(
 )
 
 
-def by_itself(load: Load) -> bool:
-    return load.alone or load.degree > 1 or (load.share or 0.0) > 0.85
+def by_itself(load: JobSpec) -> bool:
+    return load.alone or load.degree > 1
 
 
 def check_safe(packer: Packer) -> None:
@@ -225,11 +238,11 @@ def check_safe(packer: Packer) -> None:
 @settings(max_examples=150, deadline=None)
 @given(devices_of, loads_of, st.data())
 def test_devices_never_have_too_much_and_a_queue_that_fits_empties(
-    devices: list[Capacity], loads: list[Load], data: st.DataObject
+    devices: list[DeviceCapacity], loads: list[JobSpec], data: st.DataObject
 ) -> None:
     packer = Packer(devices, patience=data.draw(st.integers(0, 4)))
     waiting = [load for load in loads if packer.possible(load)]
-    arrived: list[Load] = []
+    arrived: list[JobSpec] = []
     now = 0.0
     while waiting or arrived or packer.running:
         count = data.draw(st.integers(0, len(waiting)))
@@ -246,7 +259,9 @@ def test_devices_never_have_too_much_and_a_queue_that_fits_empties(
 
 @settings(max_examples=100, deadline=None)
 @given(devices_of, loads_of)
-def test_nothing_that_has_room_waits_while_no_place_is_held(devices: list[Capacity], loads: list[Load]) -> None:
+def test_nothing_that_has_room_waits_while_no_place_is_held(
+    devices: list[DeviceCapacity], loads: list[JobSpec]
+) -> None:
     packer = Packer(devices)
     started = {id for id, _ in packer.admit(loads)}
     if packer.held is not None:
@@ -262,13 +277,12 @@ def test_nothing_that_has_room_waits_while_no_place_is_held(devices: list[Capaci
                 need = (device.memory or 0) if load.memory is None else load.memory + device.reserve
                 full = device.most is not None and len(runs) >= device.most
                 shut = bool(runs) and (by_itself(load) or any(map(by_itself, runs)))
-                busy = sum(r.share or 0.0 for r in runs) >= 1.0 - 1e-9
                 room = device.memory is None or taken + need <= device.memory
-                free += device.node == node and room and not (full or shut or busy)
+                free += device.node == node and room and not (full or shut)
             assert free < load.degree
 
 
 @settings(max_examples=50, deadline=None)
 @given(devices_of, loads_of)
-def test_the_same_inputs_give_the_same_places(devices: list[Capacity], loads: list[Load]) -> None:
+def test_the_same_inputs_give_the_same_places(devices: list[DeviceCapacity], loads: list[JobSpec]) -> None:
     assert Packer(devices).admit(loads) == Packer(devices).admit(list(loads))

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing_simulator import Recorded, lower_bound, simulate
 
 from weft.errors import TuneError
-from weft.tune.packed import Recorded, lower_bound, simulate
-from weft.tune.packing import Capacity, Load, Packer, Placement
-from weft.tune.sharing import Sharing
+from weft.tune.packing.packer import Packer, Placement
+from weft.tune.packing.pool import DeviceCapacity, JobSpec
 
 
 def trial(name: str, memory: int, seconds: float, demand: float = 1.0, degree: int = 1) -> Recorded:
-    return Recorded(Load(name, memory, degree, seconds), seconds, demand)
+    return Recorded(JobSpec(name, memory, degree, seconds), seconds, demand)
 
 
 def test_loads_that_leave_each_other_time_run_at_full_speed() -> None:
-    packed = simulate([trial("a", 4, 10, 0.5), trial("b", 4, 6, 0.5)], Packer([Capacity(10)]))
+    packed = simulate([trial("a", 4, 10, 0.5), trial("b", 4, 6, 0.5)], Packer([DeviceCapacity(10)]))
     assert packed.ends == {"a": 10.0, "b": 6.0}
     assert (packed.makespan, packed.most) == (10.0, 2)
     assert packed.mean_memory == pytest.approx((4 * 10 + 4 * 6) / 100)
@@ -25,29 +27,22 @@ def test_loads_that_leave_each_other_time_run_at_full_speed() -> None:
 
 def test_loads_that_want_all_of_a_device_share_it() -> None:
     # Both at half speed until b, of 6 s, is done after 12; a then has 4 of its 10 s left.
-    packed = simulate([trial("a", 4, 10), trial("b", 4, 6)], Packer([Capacity(10)]))
+    packed = simulate([trial("a", 4, 10), trial("b", 4, 6)], Packer([DeviceCapacity(10)]))
     assert packed.ends == {"b": pytest.approx(12.0), "a": pytest.approx(16.0)}
 
 
 def test_each_further_load_costs_all_a_little() -> None:
-    packed = simulate([trial("a", 4, 10, 0.5), trial("b", 4, 10, 0.5)], Packer([Capacity(10)]), loss=0.5)
+    packed = simulate([trial("a", 4, 10, 0.5), trial("b", 4, 10, 0.5)], Packer([DeviceCapacity(10)]), loss=0.5)
     assert packed.ends == {"a": pytest.approx(20.0), "b": pytest.approx(20.0)}
 
 
 class Everywhere:
     """Starts all that waits on its first devices, whatever runs there."""
 
-    devices = (Capacity(10), Capacity(10))
+    devices = (DeviceCapacity(10), DeviceCapacity(10))
 
-    def __init__(self) -> None:
-        self.waiting: list[Load] = []
-
-    def wait(self, load: Load) -> None:
-        self.waiting.append(load)
-
-    def admit(self, waiting: None = None, now: float = 0.0) -> list[Placement]:
-        started, self.waiting = [(load.id, tuple(range(load.degree))) for load in self.waiting], []
-        return started
+    def admit(self, waiting: Iterable[JobSpec], now: float = 0.0) -> list[Placement]:
+        return [(load.id, tuple(range(load.degree))) for load in waiting]
 
     def ended(self, id: str) -> None:
         pass
@@ -63,17 +58,17 @@ def test_a_split_load_goes_at_the_pace_of_its_slowest_device() -> None:
 
 def test_a_trial_beyond_the_window_waits_for_the_oldest() -> None:
     trials = [trial("0", 1, 10, 0.1), *(trial(str(i), 1, 1, 0.1) for i in range(1, 5))]
-    packed = simulate(trials, Packer([Capacity(10)]), window=2)
+    packed = simulate(trials, Packer([DeviceCapacity(10)]), window=2)
     assert [packed.starts[str(i)] for i in range(5)] == [0.0, 0.0, 0.0, 10.0, 10.0]
 
 
 def test_trials_that_fit_nowhere_are_named() -> None:
     with pytest.raises(TuneError, match="1 trials never started"):
-        simulate([trial("giant", 11, 1)], Packer([Capacity(10)]))
+        simulate([trial("giant", 11, 1)], Packer([DeviceCapacity(10)]))
 
 
 def test_the_bound_is_the_largest_of_work_memory_and_the_longest() -> None:
-    devices = [Capacity(10), Capacity(10)]
+    devices = [DeviceCapacity(10), DeviceCapacity(10)]
     assert lower_bound([trial("a", 1, 6), trial("b", 1, 6), trial("c", 1, 6)], devices) == 9.0
     assert lower_bound([trial("a", 10, 6, 0.1), trial("b", 10, 6, 0.1), trial("c", 10, 6, 0.1)], devices) == 9.0
     assert lower_bound([trial("a", 1, 6, 0.1)], devices) == 6.0
@@ -93,9 +88,8 @@ def test_every_trial_runs_once_no_sooner_than_it_can_and_no_packing_beats_the_bo
     drawn: list[tuple[int, int, float, int]], window: int, measure: bool
 ) -> None:
     trials = [trial(str(i), m, float(s), d, g) for i, (m, s, d, g) in enumerate(drawn)]
-    devices = [Capacity(10), Capacity(10), Capacity(10)]
-    packer = Packer(devices, sharing=Sharing(ramp=2 if measure else None))
-    packed = simulate(trials, packer, window=window, measure=measure)
+    devices = [DeviceCapacity(10), DeviceCapacity(10), DeviceCapacity(10)]
+    packed = simulate(trials, Packer(devices), window=window, measure=measure)
     assert packed.ends.keys() == {one.load.id for one in trials}
     for one in trials:
         assert packed.ends[one.load.id] - packed.starts[one.load.id] >= one.seconds - 1e-6

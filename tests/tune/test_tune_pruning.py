@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.tune.method import method
-from weft.tune.pruning import Judge, judged
-from weft.tune.record import Record
+from weft.tune.study.optuna import parse_spec
+from weft.tune.study.pruner import TrialPruner, judged
+from weft.tune.study.records import TrialRecord
 
 MEDIAN = {"name": "median", "n_startup_trials": 3}
 ASHA = {"name": "asha", "min_resource": 1, "reduction_factor": 2}
@@ -25,13 +25,13 @@ PRUNERS: dict[str, Any] = {
 SIGNS = {"minimize": 1.0, "maximize": -1.0}
 
 
-def judge(records: list[Record], pruner: Any, directions: Any = ("minimize",), window: int = 0) -> Judge:
-    return Judge(records, len(records), window=window, directions=directions, pruner=method("pruner", pruner))
+def judge(records: list[TrialRecord], pruner: Any, directions: Any = ("minimize",), window: int = 0) -> TrialPruner:
+    return TrialPruner(records, len(records), window=window, directions=directions, pruner=parse_spec("pruner", pruner))
 
 
-def curves(*trials: list[Any], pruner: Any = None, directions: Any = ("minimize",)) -> list[Record]:
+def curves(*trials: list[Any], pruner: Any = None, directions: Any = ("minimize",)) -> list[TrialRecord]:
     """Trials that ended with these reports at steps 1, 2, ..., pruned where the pruner says so."""
-    records: list[Record] = []
+    records: list[TrialRecord] = []
     for number, values in enumerate(trials):
         told = [value if isinstance(value, tuple) else (value,) for value in values]
         own, reports, pruned = judge(records, pruner, directions), {}, False
@@ -43,7 +43,7 @@ def curves(*trials: list[Any], pruner: Any = None, directions: Any = ("minimize"
         state = "pruned" if pruned else "complete"
         last = told[len(reports) - 1]
         values_ = last if all(map(math.isfinite, last)) else tuple(0.0 for _ in last)
-        records.append(Record(number, {}, state, values_, reports, rungs=own.rungs))  # type: ignore[arg-type]
+        records.append(TrialRecord(number, {}, state, values_, reports, rungs=own.rungs))  # type: ignore[arg-type]
     return records
 
 

@@ -12,11 +12,11 @@ import pytest
 
 import weft
 from weft.runs import Events
-from weft.tune import Recipe, Tuned
-from weft.tune.foresight import Foresight
+from weft.tune import Recipe, StudyResult
+from weft.tune.fit.estimator import EstimatorPool
 
 
-def study(folder: Path, name: str, widths: list[int], recipe: Mapping[str, Any], **asked: Any) -> Tuned:
+def study(folder: Path, name: str, widths: list[int], recipe: Mapping[str, Any], **asked: Any) -> StudyResult:
     space = weft.Space()
     space.integer("width", [16, 64, 192, 512])
     space.real("lr", 1e-3, 1e-1, log=True)
@@ -67,12 +67,12 @@ def test_fused_trials_find_in_a_cache_of_their_model_what_they_put_there_themsel
 def test_an_estimate_that_is_too_low_kills_only_its_own_trial_which_is_tried_again_with_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = Foresight.told
+    true = EstimatorPool.told
 
-    def low(foresight: Foresight) -> Any:
+    def low(foresight: EstimatorPool) -> Any:
         return [(number, replace(need, memory=need.memory // 2)) for number, need in true(foresight)]
 
-    monkeypatch.setattr(Foresight, "told", low)
+    monkeypatch.setattr(EstimatorPool, "told", low)
     widths, recipe = [64, 16], {"steps": 4}
     found = study(tmp_path, "low", widths, recipe, devices=["cpu=1MiB"], fuse=1)
     assert [one.state for one in found.trials] == ["complete", "complete"]

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from weft.tune.segments import VARIABLES, expand, expandable
+from weft.tune.devices import VARIABLES, expandable, use_expandable_segments
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages come and go on Linux alone")
 
@@ -25,7 +25,7 @@ def test_pytorch_still_takes_the_setting_by_the_private_name_that_is_used(monkey
     told: list[str] = []
     assert callable(torch._C._accelerator_setAllocatorSettings)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
-    expand()
+    use_expandable_segments()
     monkeypatch.setenv(VARIABLES[1], "expandable_segments:False")
-    expand()
+    use_expandable_segments()
     assert told == ["expandable_segments:True"]

@@ -18,14 +18,13 @@ import weft
 from weft.data import Data, digits
 from weft.errors import TuneError
 from weft.plan.planner import plan
-from weft.tune.complete import Complete, example
-from weft.tune.fit import AT_ONCE
-from weft.tune.job import Fit
-from weft.tune.meeting import open_meeting
-from weft.tune.recipe import Recipe
-from weft.tune.setting import Setting, setting
-from weft.tune.split import train_split
-from weft.tune.training import Pruned, Result, train
+from weft.tune.executors.processes import open_meeting
+from weft.tune.fit.fit import AT_ONCE
+from weft.tune.fit.loss_model import LossModule, example_batch
+from weft.tune.jobs import Fit
+from weft.tune.recipe import Recipe, TrialConfig, trial_config
+from weft.tune.training.distributed import train_split
+from weft.tune.training.trainer import Pruned, Result, train
 
 STEPS, BATCH = 6, 32
 
@@ -93,7 +92,7 @@ def data() -> Data:
     return digits()
 
 
-def trial(model: str = "plain", **options: Any) -> Setting:
+def trial(model: str = "plain", **options: Any) -> TrialConfig:
     recipe = Recipe(
         model=MODELS[model],
         data=data,
@@ -105,13 +104,13 @@ def trial(model: str = "plain", **options: Any) -> Setting:
         options={"lr": 1e-2},
         **options,
     )
-    return setting(recipe, {"width": 64})
+    return trial_config(recipe, {"width": 64})
 
 
 def split(stages: int, microbatches: int, precision: str = "fp32", model: str = "plain") -> Fit:
     made = trial(model, precision=precision)
-    batch = example(made, BATCH, "cpu")
-    whole = Complete(made, made.bare(), tuple(batch))
+    batch = example_batch(made, BATCH, "cpu")
+    whole = LossModule(made, made.bare(), tuple(batch))
     found = plan(
         whole, whole.tensors(batch), "cpu", devices=2, stages=stages, microbatches=microbatches, compare=False,
         dtype={"fp32": "float32", "bf16": "bfloat16"}[precision],
@@ -256,4 +255,4 @@ def test_batch_norms_are_not_cut_into_micro_batches_unless_asked_for(
     recipe = Recipe(model=lambda params: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64)), data=data, batch_size=BATCH)
     fit = Fit("split", BATCH // 2, 2, 2, 0, None, "for the test", {})
     with pytest.raises(TuneError, match=f"batch norm '1' would see {BATCH // 2} samples at a time"):
-        train_split(setting(recipe, {}), fit, device="cpu", directory=tmp_path, report=lambda step, values: False)
+        train_split(trial_config(recipe, {}), fit, device="cpu", directory=tmp_path, report=lambda step, values: False)

@@ -18,19 +18,19 @@ from torch.nn import functional as F
 
 import weft
 from weft.data import Data, Tensors
+from weft.engine.losses import cross_entropy
+from weft.engine.rng import get_rng_state, seed
 from weft.errors import CheckpointError, TuneError
-from weft.keys import generator
-from weft.pipeline import cross_entropy
+from weft.memory.activation_checkpointing import parts
+from weft.nn.state import SAVED, decoded, encoded
 from weft.runs import Checkpoints
-from weft.tune.checkpoint import Kept, keep, newest
-from weft.tune.drawing import seed, standing
-from weft.tune.job import Fit
-from weft.tune.recipe import Recipe
-from weft.tune.remainder import decoded, encoded
-from weft.tune.resident import SMALL, resident
-from weft.tune.saving import parts, recomputing
-from weft.tune.setting import setting
-from weft.tune.training import Pruned, train
+from weft.runs.shards import DTYPES
+from weft.tune.jobs import Fit
+from weft.tune.recipe import SMALL, Recipe, resident, trial_config
+from weft.tune.training.activation_checkpointing import recomputing
+from weft.tune.training.checkpoint import TrialCheckpoint, load_latest, save
+from weft.tune.training.trainer import Pruned, train
+from weft.utils.rng import generator
 
 
 def mlp(params):
@@ -76,13 +76,13 @@ def run(recipe, params, folder, fit=None, memory=None, prune_at=None):
         told.append((step, values))
         return step == prune_at
 
-    result = train(setting(recipe, params), fit, device="cpu", memory=memory, directory=folder, report=report)
+    result = train(trial_config(recipe, params), fit, device="cpu", memory=memory, directory=folder, report=report)
     return result, told
 
 
 def plain_loop(recipe, params):
     """The same training as torch's own tutorials write it; no dropout, no micro-batches."""
-    own = setting(recipe, params)
+    own = trial_config(recipe, params)
     model, data = own.build(), own.data()
     optimizer = own.optimizer.cls(model.parameters(), **own.optimizer.options)
     base = optimizer.param_groups[0]["lr"]
@@ -304,10 +304,10 @@ def test_what_a_model_draws_on_the_host_follows_from_the_trial_also_after_a_cras
     recipe = replace(RECIPE, model=noisy)
     alone, told = run(recipe, {}, tmp_path / "alone", fit)
     seed(99)
-    before = standing()
+    before = get_rng_state()
     with pytest.raises(Pruned):
         run(recipe, {}, tmp_path / "killed", fit, prune_at=8)
-    assert standing() == before
+    assert get_rng_state() == before
     resumed, again = run(recipe, {}, tmp_path / "killed", fit)
     assert resumed.losses == alone.losses
     assert again == told[1:]
@@ -546,7 +546,9 @@ def test_a_trial_whose_model_is_more_than_its_weights_goes_on_to_the_same_bits(m
             return False
 
         with pytest.raises(Killed):
-            train(setting(recipe, {"momentum": 0.9}), None, device="cpu", directory=tmp_path / "cut", report=report)
+            train(
+                trial_config(recipe, {"momentum": 0.9}), None, device="cpu", directory=tmp_path / "cut", report=report
+            )
     resumed, again = run(recipe, {"momentum": 0.9}, tmp_path / "cut")
     assert resumed.losses == alone.losses
     assert again == told[1:]
@@ -566,8 +568,8 @@ def test_complex_tensors_come_back_from_a_checkpoint_with_every_bit(dtype, tmp_p
     value = torch.view_as_complex(parts)
     given = {"plain": value, "turned": value.T.conj(), "one": value[2, 2].conj(), "none": value[:0], "real": parts}
     state = {"weight": {"momentum": value.conj(), "step": torch.tensor(3.0)}}
-    keep(tmp_path, {}, Kept(1, given, state, torch.zeros(1)))
-    found = newest(tmp_path, {})
+    save(tmp_path, {}, TrialCheckpoint(1, given, state, torch.zeros(1)))
+    found = load_latest(tmp_path, {})
     assert found.weights.keys() == given.keys()
     pairs = [(found.weights[name], tensor) for name, tensor in given.items()]
     for there, wanted in (*pairs, (found.states["weight"]["momentum"], value.conj())):
@@ -600,3 +602,7 @@ def test_an_extra_state_that_would_have_to_be_pickled_is_refused(tmp_path):
 def test_a_plain_value_comes_back_from_json_as_it_was(value):
     told = json.loads(json.dumps(encoded(value, {}, ""), allow_nan=False))
     assert repr(decoded(told, {}, torch.device("cpu"))) == repr(value)
+
+
+def test_the_types_that_attributes_are_saved_in_are_those_of_checkpoints_and_complex_ones() -> None:
+    assert {kind for kind in SAVED if not kind.is_complex} == DTYPES.keys()

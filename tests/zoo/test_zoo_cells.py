@@ -15,11 +15,11 @@ import torch
 from elastic_law import any_mixture, check_law, draw, near
 from torch import nn
 
+from weft.elastic import Condition, Mixture, Switch
 from weft.errors import SpaceError, SupernetError
-from weft.keys import generator
 from weft.space import Space, Subnet
 from weft.supernet import Chain, extract, initialise
-from weft.supernet.elastic import Condition, Mixture, Switch
+from weft.utils.rng import generator
 from weft.zoo import (
     conv_macro,
     darts,
@@ -33,10 +33,9 @@ from weft.zoo import (
     ofa_mobilenet_v3,
     toy_cell,
 )
-from weft.zoo.cell import Edges
-from weft.zoo.darts import NODES
-from weft.zoo.nb201 import NB201_OPERATIONS, Reduction
-from weft.zoo.parts import Residual
+from weft.zoo.cells import NODES, Edges
+from weft.zoo.layers import Residual
+from weft.zoo.nas_bench_201 import NB201_OPERATIONS, Reduction
 
 SMALL: dict[str, tuple[Callable[[], Chain], tuple[int, ...]]] = {
     "toy cell": (partial(toy_cell, 4, size=8, dropout=0.0), (3, 1, 8, 8)),

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import weft
 from weft import zoo
+from weft.engine.optimizer import Optimizer
 from weft.errors import SupernetError
-from weft.pipeline import Optimizer
-from weft.zoo.language import Attention, language_model
+from weft.zoo.gpt import Attention, language_model
 
 SMALL: dict[str, Any] = {"vocabulary": 11, "context": 12, "width": 16, "layers": 2, "heads": 2, "dropout": 0.2}
 KINDS = ("learned", "rotary")

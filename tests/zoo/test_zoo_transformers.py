@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import weft
 from weft import zoo
-from weft.data.embedded import digits
+from weft.data.builtin import digits
+from weft.elastic import Mixture, Module
 from weft.errors import SupernetError
-from weft.keys import generator
-from weft.supernet.elastic import Mixture, Module
+from weft.utils.rng import generator
 
 SIZES = {
     "autoformer-tiny": 3 * sum((2 * 2) ** depth for depth in (12, 13, 14)),

@@ -14,14 +14,14 @@ from rich.logging import RichHandler
 
 from weft import __version__
 from weft.cli.demo import demo
-from weft.cli.listing import runs, zoo
 from weft.cli.output import console, errors
-from weft.cli.planning import calibrate, plan
-from weft.cli.searching import export, search
-from weft.cli.serving import report, serve
-from weft.cli.timing import simulate, trace
-from weft.cli.training import train, verify
-from weft.cli.tuning import tune
+from weft.cli.plan import calibrate, plan
+from weft.cli.runs import runs, zoo
+from weft.cli.search import export, search
+from weft.cli.serve import report, serve
+from weft.cli.simulate import simulate, trace
+from weft.cli.train import train, verify
+from weft.cli.tune import tune
 from weft.errors import WeftError, nearest, place_in_own_code
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

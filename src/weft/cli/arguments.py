@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.errors import ConfigError, nearest
+from weft.errors import ConfigError, WeftError, nearest
 
 if TYPE_CHECKING:
     from weft.config import Config
@@ -84,3 +86,24 @@ def stage_counts(text: str) -> list[int]:
     if not counts or min(counts) < 1:
         raise ConfigError(f"--stages takes whole numbers from 1 on, such as 1,2,4, not '{text}'")
     return counts
+
+
+# How a training that was stopped goes on: what its user is told.
+
+
+@contextmanager
+def resume_hint(path: Path, command: str) -> Iterator[None]:
+    """Around a training: whoever stops it is told how to go on, and whoever begins it twice, that it is there."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        from weft.runs import Checkpoints
+
+        steps = Checkpoints(path / "checkpoints").steps()
+        what = f"a checkpoint after {steps[-1]} steps is written" if steps else "there is no checkpoint yet"
+        print(f"stopped; {what}. Resume with: {command}", file=sys.stderr)
+        raise
+    except WeftError as problem:
+        if "already holds a run" in str(problem):
+            raise ConfigError(f"{problem} (--resume, or --run=NAME)") from None
+        raise

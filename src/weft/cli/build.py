@@ -14,11 +14,13 @@ from msgspec.structs import replace
 from weft import zoo
 from weft.config import SGD, Config, DataSource, Source, locate
 from weft.data import Data, as_data, open_data
+from weft.engine.bilevel import Bilevel
+from weft.engine.losses import accuracy, cross_entropy, mean_squared_error
+from weft.engine.optimizer import Optimizer, is_named
 from weft.errors import ConfigError, RunError, WeftError, nearest
-from weft.pipeline import Optimizer, Residency, Trained, Validate, accuracy, cross_entropy, load_run, mean_squared_error
-from weft.pipeline.bilevel import Bilevel
-from weft.pipeline.rate import is_named
+from weft.offload.config import OffloadConfig
 from weft.supernet import Chain, Factory
+from weft.trainer.api import TrainedRun, load_run
 
 FUNCTIONS = {"accuracy": accuracy, "cross_entropy": cross_entropy, "mean_squared_error": mean_squared_error}
 
@@ -92,12 +94,12 @@ def train_arguments(config: Config, folder: Path) -> dict[str, Any]:
         "augment": _made("train.augment", t.augment, folder),
         "optimizer": _optimizer(config.optimizer, folder),
         "consistency": config.consistency or None,
-        "validate": None if t.validate is None else Validate(t.validate, flow=t.flow),
+        "validate": t.validate,
         "rescale": t.rescale,
         "workers": t.workers,
         "cuda_graphs": t.cuda_graphs,
         "channels_last": t.channels_last,
-        "residency": _residency(config, folder),
+        "residency": _residency(config),
     }
 
 
@@ -109,12 +111,9 @@ def extra_arguments(config: Config, folder: Path) -> dict[str, Any]:
         "run": config.run,
         "runs": config.runs,
         "init": None if t.init is None else beside if beside is not None and beside.exists() else t.init,
-        "teacher": _made("train.teacher", t.teacher, folder),
         "checkpoint_every": t.checkpoint_every,
         "keep": t.keep,
         "stages": t.stages,
-        "ranks": t.ranks,
-        "placement": t.placement,
         "cut": t.cut,
         "window": t.window,
         "split_backward": t.split_backward,
@@ -155,7 +154,7 @@ def set_threads(config: Config) -> None:
         torch.set_num_threads(threads)
 
 
-def open_trained(config: Config, folder: Path) -> Trained:
+def open_trained(config: Config, folder: Path) -> TrainedRun:
     """The run that a configuration names, from disk."""
     set_threads(config)
     path = Path(config.runs) / str(config.run)
@@ -218,13 +217,9 @@ def _optimizer(options: Mapping[str, Any], folder: Path) -> Optimizer:
     return Optimizer(kind, **given)
 
 
-def _residency(config: Config, folder: Path) -> Residency | None:
+def _residency(config: Config) -> OffloadConfig | None:
     said = config.residency
-    if said.budget is None:
-        if said.host is not None or said.disk is not None:
-            raise ConfigError("residency.host and residency.disk need a residency.budget, such as 8GiB")
-        return None
-    return Residency(said.budget, said.host, None if said.disk is None else _beside(said.disk, folder), said.ahead)
+    return None if said.budget is None else OffloadConfig(said.budget, said.ahead)
 
 
 def _schedule(spec: str, folder: Path) -> Any:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console, RenderableType
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from weft.search.scored import Scored
-from weft.units import size
+from weft.search.front import Scored
+from weft.utils.units import format_bytes
 
 
 class Bar:
     """A bar for one piece of work; ``train`` and ``search`` are its callbacks."""
 
     def __init__(self, console: Console, title: str, total: int, unit: str | None = None) -> None:
-        self._progress = _Lined(
+        self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
@@ -31,17 +33,9 @@ class Bar:
         )
         self._task = self._progress.add_task(title, total=total, note="")
         self._loss: float | None = None
-        self._stages = self._more = self._memory = ""
+        self._stages = self._bits = self._memory = ""
+        self._mixture: npt.NDArray[np.float64] | None = None
         self._moved: tuple[int | None, int] = (None, 0)
-
-    @property
-    def shown(self) -> bool:
-        """Whether anybody sees it."""
-        return not self._progress.disable
-
-    def tell(self, note: str, line: str) -> None:
-        """What is said beside the loss, and on a line of its own below the bar."""
-        self._more, self._progress.line = f" | {note}" if note else "", line
 
     def train(self, event: Any) -> None:
         """Sees the events of a run."""
@@ -50,6 +44,8 @@ class Bar:
         elif event["event"] == "step":
             loss = event["loss"]
             self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
+            if "mixture" in event:
+                self._bits = f" | {self._entropy(event['mixture']):.2f} bits"
             self._progress.update(self._task, completed=event["step"] + 1, note=self._note())
         elif event["event"] == "pipeline":
             busy = " ".join("-" if share is None else f"{100 * share:.0f}" for share in event["utilisation"])
@@ -60,11 +56,18 @@ class Bar:
             self._moved = (event.get("step"), sum(own["brought"] + own["sent"] for own in event["stages"]))
 
     def _note(self) -> str:
-        return f"loss {self._loss:.3f}{self._more}{self._stages}{self._memory}"
+        return f"loss {self._loss:.3f}{self._bits}{self._stages}{self._memory}"
+
+    def _entropy(self, probabilities: Sequence[float]) -> float:
+        """The mean entropy of the choices, of the mean over the last steps: methods that draw tell what they drew."""
+        now = np.array(probabilities)
+        self._mixture = now if self._mixture is None else 0.95 * self._mixture + 0.05 * now
+        mean = self._mixture
+        # The probabilities of a choice come to 1, so that all of them come to the number of choices.
+        return float(-(mean * np.log2(np.maximum(mean, 1e-12))).sum() / mean.sum())
 
     def begin(self, title: str, total: int) -> None:
         """The next piece of work."""
-        self.tell("", "")
         self._progress.reset(self._task, description=title, total=total, note="")
 
     def search(self, scored: Scored, cached: bool) -> None:
@@ -78,17 +81,6 @@ class Bar:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._progress.stop()
-
-
-class _Lined(Progress):
-    """Bars with a line of text below."""
-
-    line = ""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield from super().get_renderables()
-        if self.line:
-            yield Text(self.line, no_wrap=True, overflow="ellipsis", style="dim")
 
 
 class Rate(ProgressColumn):
@@ -107,7 +99,10 @@ def _memory(stages: list[dict[str, Any]], before: tuple[int | None, int], step: 
     taken, budget = (sum(own[key] for own in stages) for key in ("resident", "budget"))
     uses, misses, moved = (sum(own[key] for own in stages) for key in ("uses", "misses", "brought"))
     moved += sum(own["sent"] for own in stages)
-    told = f" | layers {size(taken)} of {size(budget)}, hits {100 * (1 - misses / uses) if uses else 100:.1f} %"
+    told = (
+        f" | layers {format_bytes(taken)} of {format_bytes(budget)}, hits "
+        f"{100 * (1 - misses / uses) if uses else 100:.1f} %"
+    )
     if step is None or before[0] is None or step <= before[0]:
         return told
-    return f"{told}, {size((moved - before[1]) / (step - before[0]))} a step"
+    return f"{told}, {format_bytes((moved - before[1]) / (step - before[0]))} a step"

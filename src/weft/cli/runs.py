@@ -37,9 +37,9 @@ def runs(
 
 def zoo(as_json: AsJson = False) -> None:
     """List the spaces of the zoo: how many subnets, of how many choices, and the parameters of the ends."""
-    from weft import tables
+    from weft.cli import output
     from weft.zoo import SUPERNETS
-    from weft.zoo.catalogue import catalogue
+    from weft.zoo.catalog import catalogue
 
     entries = list(catalogue(SUPERNETS))
-    print_json([asdict(entry) for entry in entries]) if as_json else tables.zoo(console, entries)
+    print_json([asdict(entry) for entry in entries]) if as_json else output.zoo(console, entries)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from weft.cli.arguments import AsJson, Target, read_target
+from weft.cli import build
+from weft.cli.arguments import AsJson, Target, read_target, resume_hint
 from weft.cli.output import console, errors, print_json, show
-from weft.cli.resumption import resumable
-from weft.errors import ConfigError
+from weft.cli.progress import Bar
+from weft.config import Config, Search, to_dict
+from weft.elastic.mixture import choice_options
+from weft.errors import ConfigError, RunError, SearchError, nearest
+from weft.runs import Run
+from weft.search import METHODS, Scored
+from weft.search.gradient import GRADIENT_METHODS, GradientSearchResult, search_gradient
+from weft.utils.files import to_json
 
 if TYPE_CHECKING:
     from weft.config import Config
@@ -46,7 +57,6 @@ def search(
     settings, folder = read_target(
         config, context, [f"--{key}={value}" for key, value in more.items() if value is not None]
     )
-    from weft.searching import check_method, is_gradient, tell_unused
 
     s, asked = settings.search, {"--method": method, "--stages": stages}
     typed = [*context.args, *(f"{option}={value}" for option, value in asked.items() if value is not None)]
@@ -64,10 +74,10 @@ def search(
             )
     tell_unused(s)
     import weft
-    from weft import assembly
-    from weft.progress import Bar
+    from weft.cli import build
+    from weft.cli.progress import Bar
 
-    trained = assembly.open_trained(settings, folder)
+    trained = build.open_trained(settings, folder)
     try:
         with Bar(errors, "search", s.budget) as bar:
             front = weft.search(
@@ -98,10 +108,10 @@ def search(
 def export(context: typer.Context, config: Target, as_json: AsJson = False) -> None:
     """Write the best subnet, or the one named by --export.subnet, as plain PyTorch and ONNX files."""
     settings, folder = read_target(config, context)
-    from weft import assembly
+    from weft.cli import build
     from weft.search.export import export_subnet
 
-    trained = assembly.open_trained(settings, folder)
+    trained = build.open_trained(settings, folder)
     command = shlex.join(["weft", "export", config, *context.args])
     written = export_subnet(trained, settings.export, settings.search, command)
     show({name: str(path) for name, path in written.items()}, as_json, "exported")
@@ -109,22 +119,123 @@ def export(context: typer.Context, config: Target, as_json: AsJson = False) -> N
 
 def _learn(settings: Config, folder: Path, resume: bool, again: str, as_json: bool) -> None:
     """A search that trains: what it found, or how to go on with it."""
-    from weft import tables
-    from weft.searching import learn, told
+    from weft.cli import output
 
-    with resumable(Path(settings.runs) / str(settings.run), again):
-        found = learn(settings, folder, resume, errors)
-    result = told(found, settings)
+    with resume_hint(Path(settings.runs) / str(settings.run), again):
+        found = run_gradient_search(settings, folder, resume, errors)
+    result = result_to_json(found, settings)
     if as_json:
         print_json(result)
         return
     if result["probabilities"] is not None:
-        tables.mixture(console, result["probabilities"])
+        output.mixture(console, result["probabilities"])
     names = ("architecture", "run", "steps", "fingerprint")
     picked = {"missed": "of each choice what is missed most", "likeliest": "the likeliest of the mixture"}
     how = {"picked": picked[result["picked"]]} if result["picked"] else {}
     scores = {name: f"{value:.6g}" for name, value in result["scores"].items()}
-    tables.facts(
+    output.facts(
         console, {**how, **{name: result[name] for name in names}, **scores}, f"searched by {result['method']}"
     )
     console.print(f"saved in {result['results']}: {', '.join(result['files'])}", soft_wrap=True)
+
+
+# A search that trains, for a person: from a config to what a gradient method found, with its progress on the way.
+
+log = logging.getLogger("weft")
+
+
+def is_gradient(method: str | None) -> bool:
+    """Whether a method trains the supernet itself."""
+    return method in GRADIENT_METHODS
+
+
+def check_method(method: str | None) -> None:
+    """Refuses a method that nobody knows."""
+    if method is not None and method not in (*METHODS, *GRADIENT_METHODS):
+        raise SearchError(f"unknown search method '{method}'{nearest(method, (*METHODS, *GRADIENT_METHODS))}")
+
+
+def tell_unused(search: Search) -> None:
+    """Warns of settings that the method does not look at."""
+    usual, method, gradient = Search(), search.method, is_gradient(search.method)
+    others = ("maximize", "minimize", "constraints", "seed") if gradient else ("targets", "warmup", "rate", "pick")
+    unused = [f"search.{name}" for name in others if getattr(search, name) != getattr(usual, name)]
+    if unused:
+        instead = "search.targets and train.seed" if gradient else "search.constraints"
+        log.warning("'%s' does not look at %s, but at %s", method or "evolution", ", ".join(unused), instead)
+
+
+def check_resumed(config: Config) -> None:
+    """Refuses to go on with a run that was searched in another way."""
+    path = Path(config.runs) / str(config.run)
+    if not (path / "manifest.json").is_file():
+        return
+    saved, now = Run.open(path).manifest.get("config") or {}, to_json(to_dict(config)["search"])
+    before = {**to_json(to_dict(Config(""))["search"]), **saved.get("search", {})}
+    for name in ("method", "targets", "warmup", "rate"):
+        if saved and before[name] != now[name]:
+            raise RunError(
+                f"run '{path.name}' was made with search.{name} = {before[name]}, now it is {now[name]}: "
+                "resume it as it was, or choose another name"
+            )
+
+
+def run_gradient_search(config: Config, folder: Path, resume: bool, console: Console) -> GradientSearchResult:
+    """Trains and searches as the config says."""
+    if resume:
+        check_resumed(config)
+    build.set_threads(config)
+    net, data = build.supernet_of(config, folder), build.data_of(config, folder)
+    arguments = build.gradient_arguments(config, folder) | build.extra_arguments(config, folder)
+    saved = {**to_dict(config), "folder": str(folder.resolve())}
+    load = data if (config.train.stages or 1) == 1 else partial(build.data_of, config, folder.resolve())
+    with Bar(console, "search", config.train.steps, "steps") as bar:
+        arguments |= {"callbacks": [bar.train], "on_score": _scores(bar, config.search.budget)}
+        return search_gradient(net, load, **arguments, resume=resume, config=saved)
+
+
+def result_to_json(found: GradientSearchResult, config: Config) -> dict[str, Any]:
+    """What was found, as plain values."""
+    trained, s = found.trained, config.search
+    results = trained.path / "results" / s.name
+    space, mixture = trained.chain.space, found.mixture
+    rows = None
+    if mixture is not None:
+        bits = {name: max(0.0, float(entropy)) for name, entropy in mixture.entropies().items()}
+        rows = [
+            {
+                "choice": name,
+                "found": found.subnet.values.get(name),
+                "bits": bits[name],
+                "options": list(choice_options(space, name)),
+                "probabilities": [float(p) for p in mixture[name]],
+            }
+            for name in mixture.names
+        ]
+    return {
+        "run": str(trained.path),
+        "method": s.method,
+        "steps": config.train.steps,
+        "fingerprint": trained.fingerprint,
+        "architecture": str(found.subnet),
+        "picked": found.pick,
+        "subnet": found.subnet.to_json(),
+        "scores": found.scores,
+        "probabilities": rows,
+        "results": str(results),
+        "files": sorted(path.name for path in results.iterdir() if path.suffix in (".json", ".csv")),
+    }
+
+
+def _scores(bar: Bar, budget: int) -> Callable[[Scored, bool], None]:
+    """Shows the evolution that follows a training by samples."""
+    began = False
+
+    def see(scored: Scored, cached: bool) -> None:
+        nonlocal began
+        if not began:
+            bar.begin("search", budget)
+            began = True
+        bar.search(scored, cached)
+
+    return see

@@ -6,16 +6,13 @@ import re
 import secrets
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from weft.cli.arguments import AsJson
 from weft.cli.output import console, errors, print_json
 from weft.errors import ConfigError
-
-if TYPE_CHECKING:
-    from weft.serve.documents import Source
 
 SHORTEST = 8
 
@@ -29,18 +26,15 @@ def serve(
     token: Annotated[
         str | None, typer.Option(help="A word without which nothing is shown; made up where one is needed.")
     ] = None,
-    study: Annotated[
-        str | None, typer.Option(help="Also show the study in a storage, such as postgresql://HOST/DATABASE.")
-    ] = None,
     browse: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the runs in a browser, and follow those that run; Ctrl-C ends it."""
-    from weft.serve.http.app import require_serve
+    from weft.serve.server import require_serve
 
     require_serve()
-    from weft.serve.http.server import address, is_loopback, listen, serve_on
     from weft.serve.library import Library
+    from weft.serve.server import address, is_loopback, listen, serve_on
 
     root = _root(runs)
     if token is not None and not re.fullmatch(rf"[A-Za-z0-9._~-]{{{SHORTEST},}}", token):
@@ -48,7 +42,7 @@ def serve(
             f"--token has to have {SHORTEST} or more of letters, digits and . _ ~ -, lest it is guessed or torn; "
             "leave it out, and one is made up where it is needed"
         )
-    library = Library.under(root, _studies(study))
+    library = Library.under(root)
     listener = listen(host, port)
     local = is_loopback(listener.getsockname()[0])
     if token is None and not local:
@@ -92,12 +86,3 @@ def _root(runs: str) -> Path:
     if root.exists() and not root.is_dir():
         raise ConfigError(f"'{runs}' is not a directory: name the one that holds the runs")
     return root
-
-
-def _studies(address: str | None) -> dict[str, Source]:
-    if address is None:
-        return {}
-    from weft.serve.study.elsewhere import Elsewhere
-
-    study = Elsewhere(address)
-    return {f"{study.name} (storage)": study}

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
+
+from weft.cli.arguments import AsJson, Target, read_target, stage_counts
+from weft.cli.output import console, print_json
 from weft.data import Data, Loader
-from weft.errors import ConsistencyError, WeftError, nearest
-from weft.pipeline.consistency import Bounded, Consistency, Exact, Lagged
-from weft.pipeline.law import split
-from weft.pipeline.placement import SHAPES, Placement, place
-from weft.pipeline.profile import message_bytes, profile_chain
-from weft.pipeline.scheduler import DEFER, Rule
-from weft.pipeline.settings import Settings, make_settings
-from weft.pipeline.simulator import Simulated, jitter, simulate
-from weft.pipeline.survey import choose_cut, usual_windows
+from weft.engine.consistency import Bounded, Consistency, Exact, Lagged
+from weft.engine.train_step import split
+from weft.errors import ConfigError, ConsistencyError, WeftError, nearest
+from weft.pipeline import simulator
+from weft.pipeline.profiler import message_bytes, profile_chain
+from weft.pipeline.scheduler import SchedulePolicy
+from weft.pipeline.simulator import Simulated, jitter
 from weft.pipeline.workload import Workload, chain_workload
-from weft.plan.cut import Cut
 from weft.space import make_stream
 from weft.supernet import Chain, Factory, initialise
+from weft.supernet.partition import Cut
+from weft.trainer.config import Settings, make_settings
+from weft.trainer.partitioning import choose_cut, default_in_flight
 
 Profile = Mapping[Hashable, tuple[float, float]]
 
@@ -28,9 +34,6 @@ ENOUGH = 0.05
 
 CUT_STEPS = 100
 """Steps that are simulated to compare two cuts."""
-
-EARLY = 0.5
-"""The share of a backward after which the gradient of its input is there, where those of the weights are put off."""
 
 
 def simulate_run(
@@ -46,20 +49,13 @@ def simulate_run(
     slow: Mapping[int, float] | None = None,
     spread: float = 0.0,
     costs: str = "measured",
-    ranks: int | None = None,
-    placement: str | None = None,
-    defer: bool = False,
 ) -> dict[str, Any]:
     """Rows by number of stages, and advice for the largest one that waits too much, the greatest speed-up first.
 
     ``costs`` are ``measured`` on this machine or ``equal`` (every block 1 forward, 2 backward); ``latency`` is in their
-    unit, ``bandwidth`` in bytes for one such unit. ``slow`` has the speeds of ranks that are not as fast as the rest,
-    which are 1; a stage has a rank to itself, unless ``ranks`` and ``placement`` say otherwise as in ``weft.train``.
-    With ``defer`` a stage puts off the gradients of weights, half of a backward, until it would wait. Cut and windows
-    are those that a run would choose, unless a ``window`` is given.
+    unit, ``bandwidth`` in bytes for one such unit. ``slow`` has the speeds of stages that are not as fast as the rest,
+    which are 1. Cut and windows are those that a run would choose, unless a ``window`` is given.
     """
-    if placement is not None and placement not in SHAPES:
-        raise ConsistencyError(f"unknown placement '{placement}'{nearest(placement, SHAPES)}")
     chain = initialise(net, arguments.get("seed", 0))
     settings = make_settings(chain, **{**arguments, "device": "cpu"})
     batch = split(Loader(data.train, settings.batch_size, settings.seed).batch(0), settings.microbatches)[0]
@@ -76,30 +72,25 @@ def simulate_run(
     rows: list[dict[str, Any]] = []
     advice: list[dict[str, Any]] = []
     slow = slow or {}
-    most = max(stages) if ranks is None else ranks
-    if any(not 0 <= rank < most for rank in slow):
-        what = "stages" if ranks is None else "ranks"
-        raise ConsistencyError(f"slow {what} {sorted(slow)}: {what} are numbered from 0 to {most - 1}")
+    if any(not 0 <= stage < max(stages) for stage in slow):
+        raise ConsistencyError(f"slow stages {sorted(slow)}: stages are numbered from 0 to {max(stages) - 1}")
     for count in stages:
-        try:
-            placed = _placed(count, work.blocks, ranks, placement)
-        except ConsistencyError as problem:
-            rows.append({"stages": count, "note": str(problem)})
+        if not 1 <= count <= work.blocks:
+            note = f"the chain has {work.blocks} blocks: use 1 to {work.blocks} stages"
+            rows.append({"stages": count, "note": note})
             continue
-        speeds = [slow.get(rank, 1.0) for rank in range(placed.ranks)]
+        speeds = [slow.get(stage, 1.0) for stage in range(count)]
 
         def run(
             changed: Workload,
             cut: Cut | None = None,
             places: int | None = window,
-            defers: bool = defer,
-            placed: Placement = placed,
+            count: int = count,
             speeds: list[float] = speeds,
         ) -> dict[str, Any]:
-            cut = choose_cut(changed, placed.stages, cut)
-            rules = [Rule(own, defer=defers) for own in usual_windows(changed, cut, places)]
-            how: dict[str, Any] = {"bandwidth": bandwidth, "speeds": speeds, "placement": placed}
-            told = simulate(changed, cut, rules, latency, vary, False, split=EARLY if defers else None, **how)
+            cut = choose_cut(changed, count, cut)
+            rules = [SchedulePolicy(own) for own in default_in_flight(changed, cut, places)]
+            told = simulator.simulate(changed, cut, rules, latency, vary, False, bandwidth=bandwidth, speeds=speeds)
             return {**_row(told), "cut": list(cut), "window": max(rule.window for rule in rules)}
 
         def worth(cut: Cut, run: Callable[..., dict[str, Any]] = run) -> float:
@@ -111,8 +102,6 @@ def simulate_run(
             tried = [{**run(other), "change": change} for change, other in _changes(chain, settings, work_of, count)]
             wider = [k * row["window"] for k in (2, 4)]
             tried += [{**run(work, places=places), "change": f"window = {places}"} for places in wider]
-            if not defer:
-                tried.append({**run(work, defers=True), "change": f"split_backward = {DEFER}"})
             cut = better_cut(tuple(row["cut"]), work.blocks, worth)
             tried.append({**run(work, cut), "change": f"cut = {' '.join(str(block) for block in cut)}"})
             helps = [other for other in tried if _speedup(other) > (1 + ENOUGH) * _speedup(row)]
@@ -141,16 +130,9 @@ def _speedup(row: Mapping[str, Any]) -> float:
     return float(row["speedup"])
 
 
-def _placed(stages: int, blocks: int, ranks: int | None, shape: str | None) -> Placement:
-    if not 1 <= stages <= blocks:
-        raise ConsistencyError(f"the chain has {blocks} blocks: use 1 to {blocks} stages")
-    return place(stages, ranks, shape)
-
-
 def _row(result: Simulated) -> dict[str, Any]:
     return {
         "stages": result.stages,
-        "ranks": len(result.busy),
         "time_per_step": result.time / result.steps,
         "speedup": result.speedup,
         "bubble": result.bubble,
@@ -208,3 +190,89 @@ def _changes(
         together = [change for change, _ in changes] + [f"microbatches = {settings.microbatches * factors[-1]}"]
         found.append((", ".join(together), finest))
     return found
+
+
+# The verbs that tell where the time of stages goes: `simulate` before a run, `trace` after it.
+
+
+def simulate(
+    context: typer.Context,
+    config: Target,
+    stages: Annotated[str, typer.Option(help="Numbers of stages, separated by commas.")] = "1,2,4,8",
+    steps: Annotated[int, typer.Option(help="How many steps of the run are simulated at most.")] = 400,
+    window: Annotated[
+        int | None, typer.Option(help="Micro-batches in flight on a stage; as many as a run would have if not given.")
+    ] = None,
+    latency: Annotated[float, typer.Option(help="Time of a message between stages, in the unit of the costs.")] = 0.0,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="Bytes between stages in one unit of the costs; no limit if not given.")
+    ] = None,
+    slow: Annotated[str, typer.Option(help="Slow stages and their speeds, such as 3:0.5,0:0.8; the rest have 1.")] = "",
+    jitter: Annotated[float, typer.Option(help="Operation times vary by up to this share, such as 0.25.")] = 0.0,
+    costs: Annotated[str, typer.Option(help="measured (on this machine) or equal")] = "measured",
+    as_json: AsJson = False,
+) -> None:
+    """Say how the run would fare on several stages: throughput, bubble, activations, and what would help."""
+    settings, folder = read_target(config, context)
+    counts = stage_counts(stages)
+    if costs not in ("measured", "equal"):
+        raise ConfigError(f"unknown costs '{costs}'{nearest(costs, ('measured', 'equal'))}")
+    from weft.cli import build
+    from weft.cli.output import simulated
+
+    build.set_threads(settings)
+    data = build.data_of(settings, folder)
+    net = build.supernet_of(settings, folder, data)
+    arguments = build.train_arguments(settings, folder)
+    found = simulate_run(
+        net,
+        data,
+        arguments,
+        counts,
+        steps=steps,
+        window=window,
+        latency=latency,
+        bandwidth=bandwidth,
+        slow=_slow(slow),
+        spread=jitter,
+        costs=costs,
+    )
+    if as_json:
+        print_json(found)
+        return
+    console.print(
+        f"{found['stream']}; {found['steps']} steps, time in {found['unit']}", highlight=False, soft_wrap=True
+    )
+    simulated(console, found["rows"], "stages")
+    if found["advice"]:
+        console.print(f"what would help on {found['advice'][0]['stages']} stages:")
+        simulated(console, found["advice"], "change")
+
+
+def trace(
+    run: Annotated[str, typer.Argument(help="The directory of a run that wrote traces.", metavar="RUN")],
+    out: Annotated[str | None, typer.Option(help="The file to write; RUN/traces/trace.json if not given.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how busy the stages of a run were and what they waited for; write a trace for ui.perfetto.dev."""
+    from weft.cli.output import traced_stages
+    from weft.runs import Run, write_atomic
+    from weft.trace.analysis import summary
+    from weft.trace.perfetto import perfetto
+    from weft.trace.reader import read_traces
+
+    traced = read_traces(Run.open(run).path)
+    found, file = summary(traced), Path(out) if out else Path(run) / "traces" / "trace.json"
+    write_atomic(file, json.dumps(perfetto(traced), separators=(",", ":"), allow_nan=False))
+    if as_json:
+        print_json({"run": run, "trace": str(file), **found})
+        return
+    traced_stages(console, found)
+    console.print(f"written to {file}: open it in https://ui.perfetto.dev", soft_wrap=True)
+
+
+def _slow(text: str) -> dict[int, float]:
+    try:
+        return {int(stage): float(speed) for stage, speed in (part.split(":") for part in text.split(",") if part)}
+    except ValueError:
+        raise ConfigError(f"--slow takes stages and speeds, such as 3:0.5,0:0.8, not '{text}'") from None

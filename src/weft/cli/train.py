@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import copy
 import math
+import shlex
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 
+from weft.cli.arguments import AsJson, Target, read_target, resume_hint, stage_counts
+from weft.cli.output import console, errors, print_json, show
 from weft.data import Data
+from weft.engine.consistency import Delayed, Lagged, VirtualPipeline, version_schedule
+from weft.engine.optimizer import LayerOptimizer, Optimizer
 from weft.errors import WeftError
-from weft.pipeline.consistency import Delayed, Lagged, Virtual, clock
-from weft.pipeline.optimizer import Optimizer, Updater
-from weft.pipeline.session import make_law, make_loader
-from weft.pipeline.settings import Settings, make_settings
-from weft.search.method import count
+from weft.search.methods import count
 from weft.space import Subnet
-from weft.supernet import Chain, Factory, Unbuilt, extract, initialise
+from weft.supernet import Chain, Factory, LazyLayer, extract, initialise
+from weft.trainer.config import Settings, make_settings
+from weft.trainer.trainer import make_law, make_loader
+from weft.utils.units import format_bytes
 
 META = torch.device("meta")
 
@@ -72,7 +78,7 @@ def on_meta(net: Chain | Factory) -> Chain:
 def _built(chain: Chain) -> Chain:
     for name in chain.layers:
         module = chain.module(name)
-        if isinstance(module, Unbuilt):
+        if isinstance(module, LazyLayer):
             block, _, label = name.rpartition(".")
             with META:
                 chain.get_submodule(block).add_module(label, module.factory())
@@ -89,7 +95,7 @@ def parameters(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor]) -> int
 def state_ratio(optimizer: Optimizer) -> float:
     """Elements of optimizer state for each weight, seen by making one step with a small matrix."""
     sample = nn.Parameter(torch.zeros(8, 8))
-    updater = Updater(optimizer, {"sample": sample})
+    updater = LayerOptimizer(optimizer, {"sample": sample})
     updater.apply([sample], [torch.zeros(8, 8)], 1.0)
     return sum(value.numel() for value in updater.state(sample).values() if value.dim() > 0) / sample.numel()
 
@@ -104,8 +110,10 @@ def kept_bytes(chain: Chain, settings: Settings) -> int:
             times = promised.steps
         elif isinstance(promised, Lagged):
             times = 1
-        elif isinstance(promised, Virtual):
-            window = clock(promised, layer.block, len(chain.blocks), settings.microbatches, settings.steps).window
+        elif isinstance(promised, VirtualPipeline):
+            window = version_schedule(
+                promised, layer.block, len(chain.blocks), settings.microbatches, settings.steps
+            ).window
             times = -(-(window - 1) // promised.every)
         total += times * sum(p.numel() * p.element_size() for p in chain.module(name).parameters())
     return total
@@ -131,3 +139,93 @@ def activations(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor], setti
     except Exception as problem:  # a layer that needs real values cannot be followed
         return f"unknown: {type(problem).__name__} without data: {' '.join(str(problem).split())[:200]}"
     return sum(storage.nbytes() for storage in held.values())
+
+
+# The verbs that train: `train` a supernet, and `verify` that several stages train the same bits.
+
+
+def train(
+    context: typer.Context,
+    config: Target,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and run nothing.")] = False,
+    stages: Annotated[int | None, typer.Option(help="On how many processes, each with a part of the chain.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train the supernet that the config names."""
+    settings, folder = read_target(config, context, [] if stages is None else [f"--train.stages={stages}"])
+    import weft
+    from weft.cli import build
+    from weft.cli.progress import Bar
+    from weft.config import to_dict
+    from weft.distributed.env import read_env
+
+    build.set_threads(settings)
+    told = read_env()
+    if told is not None and told.rank > 0:  # under torchrun: the first process speaks for all
+        console.quiet = errors.quiet = True
+    data = build.data_of(settings, folder)
+    net = build.supernet_of(settings, folder, data)
+    arguments = build.train_arguments(settings, folder)
+    path = Path(settings.runs) / str(settings.run)
+    if dry_run:
+        show(describe(net, data, arguments, path), as_json, "what would be run")
+        return
+    arguments |= build.extra_arguments(settings, folder)
+    saved = {**to_dict(settings), "folder": str(folder.resolve())}
+    load = data if (settings.train.stages or 1) == 1 else partial(build.data_of, settings, folder.resolve())
+    typed = [*context.args, *([] if stages is None else [f"--stages={stages}"]), "--resume"]
+    again = shlex.join(["weft", "train", config, *typed])
+    ended: dict[str, Any] = {}
+
+    def end(event: Mapping[str, Any]) -> None:
+        if event["event"] == "finished":
+            ended.update(event)
+
+    with resume_hint(path, again), Bar(errors, "train", settings.train.steps) as bar:
+        trained = weft.train(net, load, **arguments, callbacks=[bar.train, end], resume=resume, config=saved)
+    if told is not None and told.rank > 0:
+        return
+    told_of = {"run": str(trained.path), "steps": settings.train.steps, "fingerprint": trained.fingerprint}
+    show({**told_of, **moved(ended.get("residency"), as_json)}, as_json, "trained")
+
+
+def moved(residency: Any, as_json: bool) -> dict[str, Any]:
+    """What is said of layers that lived on the host: of every stage as it is, or in sum for a person."""
+    if not residency or as_json:
+        return {} if not residency else {"residency": residency}
+    stages = [residency] if isinstance(residency, dict) else list(residency)
+    uses, misses, brought, sent = (sum(own[key] for own in stages) for key in ("uses", "misses", "brought", "sent"))
+    largest = max(stages, key=lambda own: own["peak"])
+    beside = f", {format_bytes(largest['device_peak'])} with all else" if largest["device_peak"] else ""
+    return {
+        "layers on the device": f"at most {format_bytes(largest['peak'])} of {format_bytes(largest['budget'])}{beside}",
+        "there in time": f"{100 * (1 - misses / uses) if uses else 100:.1f} % of {uses} uses",
+        "moved": f"{format_bytes(brought)} to the device, {format_bytes(sent)} back",
+    }
+
+
+def verify(
+    context: typer.Context,
+    config: Target,
+    stages: Annotated[str, typer.Option(help="Numbers of stages, separated by commas.")] = "1,2",
+    steps: Annotated[int, typer.Option(help="How many steps of the run are trained at most.", min=1)] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that the run has the same bits on several stages, or say where and why not; exit code 1 if not."""
+    settings, folder = read_target(config, context)
+    counts = stage_counts(stages)
+    from weft.cli import build
+    from weft.cli.output import verified
+    from weft.verify import verify_run
+
+    build.set_threads(settings)
+    net, load = build.supernet_of(settings, folder), partial(build.data_of, settings, folder.resolve())
+    arguments = {**build.train_arguments(settings, folder), **build.extra_arguments(settings, folder)}
+    with errors.status("verify") as status:
+        found = verify_run(
+            net, load, arguments, counts, steps=steps, on_way=lambda way: status.update(f"verify: {way}")
+        )
+    print_json(found) if as_json else verified(console, found)
+    if not found["equal"]:
+        raise typer.Exit(1)

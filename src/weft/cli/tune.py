@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import torch
+import typer
+from torch import nn
 
-from weft.config import DataSource, Names, Source, convert, read_values
+from weft.cli import build
+from weft.cli.arguments import AsJson, joined
+from weft.cli.output import console, errors, print_json, results_alone
+from weft.config import Config, DataSource, Names, Source, Train, convert, locate, read_values
+from weft.data import Data, Loader, as_data
 from weft.errors import ConfigError, WeftError
-from weft.space import Space
+from weft.space import Space, Value
+from weft.supernet import Chain, Factory, extract, initialise
+from weft.tune import Recipe
 
 
 class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,3 +155,149 @@ def _add(space: Space, name: str, given: tuple[Option, ...] | Range) -> None:
         space.integer(name, [int(option) for option in given])
     else:
         space.categorical(name, given)
+
+
+# From a study's configuration to the objects that it names: the arguments of ``weft.tune``.
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Reads the data that a config names."""
+
+    source: str | DataSource
+    folder: Path = field(repr=False)
+    """Of the config; it may move."""
+
+    def __call__(self) -> Data:
+        return build.data_of(Config(supernet="digits-conv", data=self.source), self.folder)
+
+
+@dataclass(frozen=True)
+class Subnets:
+    """Makes the module of a trial: the subnet that its values pick from a supernet, with fresh weights."""
+
+    supernet: Factory
+    data: Callable[[], Data] | None = field(default=None, repr=False)
+    """Whence an example batch comes, for supernets that take several inputs."""
+
+    def __call__(self, params: Mapping[str, Value]) -> nn.Module:
+        # The weights follow from torch's generator, like those of any module that is made here.
+        seed = int(torch.randint(2**62, ()).item())
+        chain = self.supernet()
+        subnet = chain.space.subnet({name: value for name, value in params.items() if name in chain.space.choices})
+        route = chain.route(subnet)
+        initialise(chain, seed, only=[layer.name for layer in route])
+        several = (chain.inputs is not None and len(chain.inputs) > 1) or any(layer.side for layer in route)
+        example = None
+        if several and self.data is not None:
+            example = Loader(as_data(self.data()).train, 2, 0).batch(0)
+        return extract(chain, subnet, example).train()
+
+
+def tune_arguments(config: StudyConfig, folder: Path) -> tuple[Any, Any, dict[str, Any]]:
+    """The objective, the space, and the keyword arguments of ``weft.tune``."""
+    s = config.study
+    arguments = {**{name: getattr(s, name) for name in s.__struct_fields__}, "runs": config.runs}
+    if config.objective is not None:
+        found = locate(config.objective, folder)
+        if not callable(found):
+            raise ConfigError(f"objective '{config.objective}' is {type(found).__name__}: it must be a function")
+        return found, space_of(config), arguments
+    assert config.recipe is not None
+    recipe, chain = _recipe(config, config.recipe, folder)
+    return recipe, space_of(config, None if chain is None else chain.space), arguments
+
+
+def _recipe(config: StudyConfig, t: Training, folder: Path) -> tuple[Recipe, Chain | None]:
+    source = "digits-conv" if config.supernet is None else config.supernet
+    plain = Config(
+        supernet=source if isinstance(source, (str, Source)) else str(source),
+        data=t.data,
+        train=Train(loss=t.loss, metrics=t.metrics, seed=t.seed),
+    )
+    load = Reading(t.data, folder.resolve())
+    found = build.train_arguments(plain, folder)
+    chain: Chain | None = None
+    model: Callable[[Mapping[str, Value]], nn.Module]
+    if config.supernet is not None:
+        supernet = build.supernet_of(plain, folder)
+        if isinstance(supernet, Chain):
+            raise ConfigError("a supernet that is tuned must be a function that makes it anew for each trial")
+        chain = supernet()
+        model = Subnets(supernet, load)
+    else:
+        assert t.model is not None
+        model = locate(t.model, folder)
+        if not callable(model):
+            raise ConfigError(f"recipe.model: '{t.model}' is {type(model).__name__}, which cannot be called")
+    return (
+        Recipe(
+            model=model,
+            data=load,
+            loss=found["loss"],
+            metrics=found["metrics"],
+            objectives=_names(t.objectives)
+            or (*_names(config.study.maximize), *_names(config.study.minimize))
+            or ("loss",),
+            inputs=None if t.inputs is None else _names(t.inputs),
+            **{name: getattr(t, name) for name in _PLAIN},
+        ),
+        chain,
+    )
+
+
+_PLAIN = (
+    *("steps", "batch_size", "optimizer", "options", "schedule", "warmup", "precision"),
+    *("report", "checkpoint", "seed", "accumulate_norms", "cuda_graphs"),
+)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if given is None else (given,) if isinstance(given, str) else given
+
+
+def saved(config: StudyConfig, folder: Path) -> dict[str, Any]:
+    """The configuration as plain values, for the study's manifest."""
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    plain["study"].pop("storage", None)  # it may hold a password
+    return {**plain, "folder": str(folder.resolve())}
+
+
+# The verb that tunes: `tune` runs a study, many trainings at once on the devices there are.
+
+
+def tune(
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(help="A config.toml of a study.", metavar="CONFIG")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the study of this name.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a study: propose trials, pack them onto the devices, print the best; exit code 1 if every trial failed."""
+    if config.startswith("--"):
+        raise ConfigError(f"'{config}' stands where the config is expected: the config comes first, then its settings")
+
+    known = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
+    path = Path(config)
+    study = read_study(path, joined(context.args, [*known, "--help"]))
+    import weft
+    from weft.tune.progress import LiveTable, summary
+
+    objective, space, arguments = tune_arguments(study, path.parent)
+    again = shlex.join(["weft", "tune", config, *context.args, "--resume"])
+    try:
+        with results_alone(), LiveTable(errors) as live:
+            found = weft.tune(
+                objective, space, **arguments, resume=resume, watch=live.see, config=saved(study, path.parent)
+            )
+    except KeyboardInterrupt:
+        print(f"stopped; every trial that has ended is kept. Go on with: {again}", file=sys.stderr)
+        raise
+    if as_json:
+        print_json(found.to_json())
+    else:
+        summary(console, found)
+    if found.trials and all(record.state == "failed" for record in found.trials):
+        why = str(found.trials[-1].notes.get("error", "")).strip().splitlines()
+        told = f"; the last: {why[-1]}" if why else ""
+        print(f"error: all {len(found.trials)} trials of '{found.name}' failed{told}", file=sys.stderr)
+        raise typer.Exit(1)

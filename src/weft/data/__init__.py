@@ -1,14 +1,13 @@
 """What a supernet learns from: sources of samples, loaders of batches, and data sets that are embedded or on disk."""
 
-from weft.data.adapt import adapt, as_data
 from weft.data.augment import Augment, Compose, Draws, Normalise, ShiftFlip
+from weft.data.builtin import digits, text
 from weft.data.dataset import Data, split
-from weft.data.embedded import digits, text
-from weft.data.iterable import IterableLoader
 from weft.data.loader import Loader
-from weft.data.paths import load, open_data
+from weft.data.open import load, open_data
 from weft.data.photographs import super_resolution
 from weft.data.source import Batch, Promise, Source, Subset, Tensors, Text
+from weft.data.torch_adapters import IterableLoader, adapt, as_data
 
 __all__ = [
     "Augment",

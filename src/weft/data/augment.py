@@ -13,7 +13,7 @@ import torch
 
 from weft.data.source import Batch, Indices, to_device
 from weft.errors import DataError
-from weft.keys import key
+from weft.utils.rng import key
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)

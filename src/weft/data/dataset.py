@@ -12,7 +12,9 @@ import torch
 
 from weft.data.source import Indices, Source, Subset, column, moved
 from weft.errors import DataError
-from weft.keys import generator
+from weft.utils.rng import generator
+
+PARTS = {"train": "train", "test": "test"} | dict.fromkeys(("val", "valid", "validation", "dev"), "validation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def hold_out(source: Source, fraction: float, seed: int, stratify: str | None) -
     return rest, part
 
 
-def spread(length: int, limit: int | None) -> Indices:
+def evenly_spaced(length: int, limit: int | None) -> Indices:
     """At most `limit` sample numbers, evenly spread, so that data sorted by class keeps all its classes."""
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1; got {limit}")

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.data.dataset import Data, spread
-from weft.data.formats.labelled import assembled
-from weft.data.formats.npz import PARTS
-from weft.data.images import channels_first, log, scaled
+from weft.data.dataset import PARTS, Data, evenly_spaced
+from weft.data.images import assembled, channels_first, log, scaled
 from weft.data.source import Batch, Indices, Promise, Source, Subset, checked, hash_samples
 from weft.errors import DataError
 
@@ -47,7 +45,7 @@ def read(
     sources: dict[str, Source] = {}
     for part, rows in parts.items():
         source: Source = Rows(rows, keys)
-        sources[part] = source if limit is None else Subset(source, spread(len(source), limit))
+        sources[part] = source if limit is None else Subset(source, evenly_spaced(len(source), limit))
     label = next((name for name, key in keys.items() if key == "label" and _whole(train.features[name])), None)
     info: dict[str, Any] = {"columns": tuple(keys.values())}
     if label is not None and hasattr(train.features[label], "names"):

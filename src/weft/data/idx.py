@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.data.dataset import Data, spread
-from weft.data.formats.labelled import image_data
+from weft.data.dataset import Data, evenly_spaced
+from weft.data.images import image_data
 from weft.errors import DataError
 
 NAME = re.compile(r"(train|t10k|test)-(images|labels)[-.]idx[13]-ubyte(\.gz)?")
@@ -41,7 +41,7 @@ def read(path: Path, *, validation: float = 0.1, seed: int = 0, limit: int | Non
             raise DataError(f"{pair[0]} must hold bytes in 3 dimensions; it holds {images.dtype} in {images.ndim}")
         if len(images) != len(labels):
             raise DataError(f"{pair[0].name} has {len(images)} images, {pair[1].name} {len(labels)} labels")
-        chosen = spread(len(images), limit)
+        chosen = evenly_spaced(len(images), limit)
         parts[part] = (images[chosen][:, None], labels[chosen])
     return image_data(folder.name, parts, class_names=None, validation=validation, seed=seed)
 

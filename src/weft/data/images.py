@@ -7,7 +7,7 @@ import io
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weft.data.source import Batch, Indices, Source, column, device_of, moved
+from weft.data.dataset import PARTS, Data, evenly_spaced, hold_out
+from weft.data.source import Batch, Indices, Source, Tensors, column, device_of, moved
 from weft.errors import DataError
 
 log = logging.getLogger("weft.data")
@@ -160,3 +161,116 @@ def _keep(path: Path, pixels: Pixels) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+# Image folders: one sub-folder a class, under the root or under train, val and test.
+
+SUFFIXES = (".png", ".jpg", ".jpeg")
+
+
+def read(
+    path: Path,
+    *,
+    validation: float = 0.1,
+    seed: int = 0,
+    limit: int | None = None,
+    size: Size | None = None,
+    channels: int = 3,
+    cache: str | os.PathLike[str] | None = None,
+) -> Data:
+    """`root/<class>/*.png|jpg` or `root/{train,val,test}/<class>/...`; classes are numbered by name.
+
+    All images are decoded once and kept in memory as bytes, resized to `size` (a side, or height and width).
+    """
+    roots = parts_of(path) or {"train": path}
+    class_names = [folder.name for folder in _folders(roots["train"]) if _files(folder)]
+    if not class_names:
+        raise DataError(f"{roots['train']} has no sub-folders of images ({', '.join(SUFFIXES)}), one a class")
+    number = {name: at for at, name in enumerate(class_names)}
+    parts: dict[str, tuple[Pixels, Array]] = {}
+    for part, root in roots.items():
+        listed = [(file, folder.name) for folder in _folders(root) for file in _files(folder)]
+        unknown = sorted({name for _, name in listed} - set(number))
+        if unknown:
+            raise DataError(f"{root} has the class '{unknown[0]}', which {roots['train']} has not")
+        if not listed:
+            raise DataError(f"{root} has no images ({', '.join(SUFFIXES)}) in sub-folders, one a class")
+        chosen = [listed[at] for at in evenly_spaced(len(listed), limit)]
+        files = [_read(file) for file, _ in chosen]
+        pixels = decode(files, [str(file) for file, _ in chosen], size=size, channels=channels, cache=cache)
+        parts[part] = (pixels, np.array([number[name] for _, name in chosen]))
+    return image_data(path.name, parts, class_names=class_names, validation=validation, seed=seed)
+
+
+def holds_images(path: Path) -> bool:
+    """Whether a folder looks like one that can be read."""
+    return bool(parts_of(path)) or any(_files(folder) for folder in _folders(path))
+
+
+def parts_of(path: Path) -> dict[str, Path]:
+    """The folders of the parts, if there is a `train` that holds folders."""
+    named = {PARTS[folder.name]: folder for folder in _folders(path) if folder.name in PARTS}
+    return named if "train" in named and _folders(named["train"]) else {}
+
+
+def _folders(path: Path) -> list[Path]:
+    return sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(entry for entry in path.iterdir() if entry.suffix.lower() in SUFFIXES and entry.name[0] != ".")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+# Labelled arrays: the step that every format shares, from arrays to a data set with a validation part.
+
+Array = npt.NDArray[Any]
+
+
+def image_data(
+    name: str,
+    parts: Mapping[str, tuple[Pixels, Array]],
+    *,
+    class_names: Sequence[str] | None,
+    validation: float,
+    seed: int,
+) -> Data:
+    """A data set of images (n, channels, height, width) and whole-number labels, by part."""
+    sources: dict[str, Source] = {}
+    highest = 0
+    for part, (pixels, labels) in parts.items():
+        where = f"the {part} part of {name}"
+        if len(pixels) != len(labels):
+            raise DataError(f"{where} has {len(pixels)} images and {len(labels)} labels")
+        if len(pixels) == 0:
+            raise DataError(f"{where} is empty")
+        if labels.dtype.kind not in "iu" or labels.ndim != 1 or labels.min() < 0:
+            raise DataError(f"labels must be one whole number from 0 for each image; those of {where} are not")
+        highest = max(highest, int(labels.max()))
+        image, label = torch.from_numpy(np.ascontiguousarray(pixels)), torch.from_numpy(labels.astype(np.int64))
+        sources[part] = Scaled(Tensors(image=image, label=label))
+    if class_names is not None and highest >= len(class_names):
+        raise DataError(f"{name} has the label {highest}, but only {len(class_names)} class names")
+    shapes = {part: pixels.shape[1:] for part, (pixels, _) in parts.items()}
+    if len(set(shapes.values())) > 1:
+        raise DataError(f"images of one data set must have one shape; those of {name} have {shapes}")
+    info: dict[str, Any] = {"shape": shapes["train"], "classes": highest + 1}
+    if class_names is not None:
+        info |= {"classes": len(class_names), "class_names": tuple(map(str, class_names))}
+    return assembled(name, sources, info, validation, seed, "label")
+
+
+def assembled(
+    name: str, sources: Mapping[str, Source], info: Mapping[str, Any], validation: float, seed: int, key: str | None
+) -> Data:
+    """A data set of parts; without a validation part, a stratified one is taken out of the training part."""
+    train, held = sources["train"], sources.get("validation")
+    if held is None:
+        train, held = hold_out(train, validation, seed, key)
+    return Data(name, train, held, sources.get("test"), info)

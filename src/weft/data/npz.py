@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.data.dataset import Data, spread
-from weft.data.formats.labelled import Array, assembled, image_data
-from weft.data.images import Pixels, Size, channels_first, decode
+from weft.data.dataset import PARTS, Data, evenly_spaced
+from weft.data.images import Array, Pixels, Size, assembled, channels_first, decode, image_data
 from weft.data.source import Source, Tensors
 from weft.errors import DataError
 
-PARTS = {"train": "train", "test": "test"} | dict.fromkeys(("val", "valid", "validation", "dev"), "validation")
 _INPUTS = ("x", "image", "images", "data")
 _OUTPUTS = ("y", "label", "labels", "target", "targets")
 
@@ -74,7 +72,7 @@ def _packed(
     parts: dict[str, tuple[Pixels, Array]] = {}
     for part, members in (("train", np.flatnonzero(~is_test)), ("test", np.flatnonzero(is_test))):
         if len(members) or part == "train":
-            chosen = members[spread(len(members), limit)]
+            chosen = members[evenly_spaced(len(members), limit)]
             files = [packed[bounds[at] : bounds[at + 1]].tobytes() for at in chosen]
             names = [f"image {at} of {path.name}" for at in chosen]
             parts[part] = (decode(files, names, size=size, channels=channels, cache=cache), labels[chosen])
@@ -108,7 +106,7 @@ def _plain(path: Path, arrays: dict[str, Array], limit: int | None, validation: 
             raise DataError(
                 f"{path}: the {part} part has x of shape {x.shape} and y of shape {y.shape}: as many are needed"
             )
-        chosen = spread(len(x), limit)
+        chosen = evenly_spaced(len(x), limit)
         pairs[part] = (x[chosen], y[chosen][:, 0] if y.ndim == 2 and y.shape[1] == 1 else y[chosen])
     if all(
         x.dtype == np.uint8 and x.ndim in (3, 4) and y.dtype.kind in "iu" and y.ndim == 1 for x, y in pairs.values()

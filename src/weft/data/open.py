@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.data import huggingface, idx, images, npz
+from weft.data.builtin import digits, text
 from weft.data.dataset import Data
-from weft.data.embedded import digits, text
-from weft.data.formats import folder, huggingface, idx, npz
 from weft.errors import DataError, nearest
 
 
@@ -51,7 +51,7 @@ def guess(path: Path) -> str:
             return "huggingface"
         if any(idx.NAME.fullmatch(name) for name in names):
             return "idx"
-        if folder.holds_images(path):
+        if images.holds_images(path):
             return "folder"
     elif idx.NAME.fullmatch(path.name):
         return "idx"
@@ -76,7 +76,7 @@ EMBEDDED: Mapping[str, Callable[..., Data]] = {"digits": digits, "text": text}
 KINDS: Mapping[str, Callable[..., Data]] = {
     "idx": idx.read,
     "npz": npz.read,
-    "folder": folder.read,
+    "folder": images.read,
     "text": _read_text,
     "huggingface": huggingface.read,
 }

@@ -12,7 +12,7 @@ from weft.errors import TrainError
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class DistEnv:
     """`rank` of `world` processes, `local_rank` of the `local_world` on this `host`; `restarts` counts the times that
     all of them were started again."""
 
@@ -24,14 +24,14 @@ class Ranks:
     host: str
 
 
-def ranks(environment: Mapping[str, str] = os.environ) -> Ranks | None:
+def read_env(environment: Mapping[str, str] = os.environ) -> DistEnv | None:
     """What torchrun (or `launch`, or srun) said; None in a process that none of them started.
 
     Raises TrainError where they said too little to find the other processes.
 
-    >>> ranks({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}).world
+    >>> read_env({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}).world
     4
-    >>> ranks({}) is None
+    >>> read_env({}) is None
     True
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -58,7 +58,7 @@ def ranks(environment: Mapping[str, str] = os.environ) -> Ranks | None:
             f"a process cannot be rank {rank} of {world} and {local_rank} of {local_world} on its machine: "
             "ranks count from 0; start the processes with torchrun, or unset RANK and WORLD_SIZE"
         )
-    return Ranks(rank, world, local_rank, local_world, restarts, socket.gethostname())
+    return DistEnv(rank, world, local_rank, local_world, restarts, socket.gethostname())
 
 
 def _slurm(environment: Mapping[str, str]) -> tuple[int, int, int, int] | None:

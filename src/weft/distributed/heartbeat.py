@@ -30,14 +30,14 @@ class Beat:
     done: bool
 
 
-def complaint(rank: int, beat: Beat | None, quiet: float, silence: float, patience: float) -> str | None:
+def diagnose(rank: int, beat: Beat | None, quiet: float, silence: float, patience: float) -> str | None:
     """What is wrong with a stage that has not moved for `quiet` seconds since its last beat; None if nothing.
 
-    >>> complaint(2, Beat(5, "2F17", 0.1, {}, False), 21.0, 20.0, 300.0)
+    >>> diagnose(2, Beat(5, "2F17", 0.1, {}, False), 21.0, 20.0, 300.0)
     'rank 2 hangs: no sign of life for 21 s; it was doing 2F17'
-    >>> complaint(1, Beat(5, "1B40", 301.0, {}, False), 0.0, 20.0, 300.0)
+    >>> diagnose(1, Beat(5, "1B40", 301.0, {}, False), 0.0, 20.0, 300.0)
     'rank 1 hangs: it has been doing 1B40 for 301 s'
-    >>> complaint(1, Beat(5, "1B40", 999.0, {}, True), 999.0, 20.0, 300.0) is None
+    >>> diagnose(1, Beat(5, "1B40", 999.0, {}, True), 999.0, 20.0, 300.0) is None
     True
     """
     if beat is None:
@@ -52,7 +52,7 @@ def complaint(rank: int, beat: Beat | None, quiet: float, silence: float, patien
     return None
 
 
-class Watch:
+class Heartbeat:
     """Beats every `period` seconds for this stage and calls `on_lost(rank, message)` once for each other that hangs.
 
     A stage hangs whose beats have stopped for `silence` seconds, or that has been in one op for `patience` seconds;
@@ -105,7 +105,7 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Heartbeat:
         return self
 
     def __exit__(
@@ -158,7 +158,7 @@ class Watch:
     def _judge(self, moved: set[int], elapsed: float) -> None:
         for rank in self._others:
             self._quiet[rank] = 0.0 if rank in moved else self._quiet[rank] + elapsed
-            message = complaint(rank, self._beats.get(rank), self._quiet[rank], self._silence, self._patience)
+            message = diagnose(rank, self._beats.get(rank), self._quiet[rank], self._silence, self._patience)
             if message is not None and rank not in self._lost:
                 self._report(rank, message)
 

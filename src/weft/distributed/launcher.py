@@ -4,55 +4,66 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import multiprocessing.resource_tracker
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from weft.errors import TrainError, WeftError
-from weft.pipeline.call import STOPPED, Call, pickled, stage
-from weft.pipeline.loopback import BACKEND, Loopback
-from weft.pipeline.parent import (
+from weft.distributed.env import DistEnv, read_env
+from weft.distributed.log_forwarding import FromStages
+from weft.distributed.remote_call import STOPPED, Call, pickled, stage
+from weft.distributed.store import (
+    ATTEMPT,
+    PARENT,
     ask_to_stop,
     asked_to_stop,
     connect,
-    death,
     die_with_parent,
-    hang,
+    get_death,
+    get_hang,
+    prefix,
     refuse_inside_a_stage,
     report,
     report_error,
     reported,
 )
-from weft.pipeline.ranks import Ranks, ranks
-from weft.pipeline.stagelog import FromStages
-from weft.pipeline.surroundings import Deaths, inherited, kill_stages, quiet, signals
+from weft.errors import TrainError, WeftError
+from weft.runs.events import Callback
 
 __all__ = [
     "Call",
-    "Command",
-    "Ranks",
+    "DistEnv",
     "asked_to_stop",
     "connect",
     "die_with_parent",
     "launch",
-    "ranks",
+    "read_env",
     "report",
     "report_error",
 ]
 
 logger = logging.getLogger("weft")
-
-Command = Sequence[str]
-"""A program and its arguments, as for `subprocess.run`."""
 
 GRACE = 60
 """Seconds that stages have to stop by themselves after Ctrl-C or SIGTERM, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says
@@ -63,35 +74,35 @@ _one_at_a_time = threading.Lock()
 
 def launch(
     stages: int,
-    work: Command | Call,
+    call: Call,
     *,
     restarts: int = 3,
     threads: int | None = None,
-    environment: Mapping[str, str] = {},
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Runs the work in `stages` processes, with RANK, WORLD_SIZE and what else torchrun sets, until all have ended.
+    """Makes the call in `stages` processes, with RANK, WORLD_SIZE and what else torchrun sets, until all have ended.
 
     Returns what stage 0 gave to `report` ({} if nothing). When a stage dies, all are started again, `restarts` times
     at most; then TrainError. What a stage gave to `report_error` is raised here, and nothing is started again. Ctrl-C,
     SIGTERM and SIGHUP become a SIGTERM to the stages, which then have 60 s, and end in KeyboardInterrupt; a second one
     kills the stages at once.
 
-    `threads` a stage; None is OMP_NUM_THREADS, else 1. `environment` is added to that of the stages. Nothing
-    listens beyond loopback.
+    `threads` a stage; None is OMP_NUM_THREADS, else 1. `callbacks` are called here, with each event that stage 0
+    gives to an `EventsToParent`; those of steps that are done again after a restart come again. Nothing listens beyond
+    loopback.
     """
     refuse_inside_a_stage()
     if stages < 1 or restarts < 0:
         raise TrainError(f"a launch needs stages >= 1 and restarts >= 0, not stages={stages} and restarts={restarts}")
-    entry, arguments = _entry(work)
+    payload = pickled(call)
     variables = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1") if threads is None else str(threads),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"),
-        **environment,
     }
     if not _one_at_a_time.acquire(blocking=False):
         raise TrainError("this process already runs a pipeline: wait for it, or start the other one in another process")
     try:
-        return _Launch(restarts).run(stages, entry, arguments, variables)
+        return _Launch(restarts, callbacks).run(stages, payload, variables)
     finally:
         _one_at_a_time.release()
 
@@ -99,17 +110,15 @@ def launch(
 class _Launch:
     """One launch, from its first start to its end."""
 
-    def __init__(self, restarts: int) -> None:
+    def __init__(self, restarts: int, callbacks: Sequence[Callback]) -> None:
         self.restarts = restarts
         self.meeting = Loopback(f"weft-{os.getpid()}", self._on_start, self._on_round)
         self.deaths = Deaths()
-        self.logs = FromStages()
+        self.said = FromStages(callbacks)
         self.stops = 0
         self.busy = False
 
-    def run(
-        self, stages: int, entry: str | Callable[..., Any], arguments: list[Any], variables: Mapping[str, str]
-    ) -> dict[str, Any]:
+    def run(self, stages: int, payload: bytes, variables: Mapping[str, str]) -> dict[str, Any]:
         failure = ""
         with (
             tempfile.TemporaryDirectory(prefix="weft-") as folder,
@@ -118,7 +127,7 @@ class _Launch:
             signals(self._on_signal),
         ):
             try:
-                elastic_launch(self._config(stages, folder), entry)(*arguments)
+                elastic_launch(self._config(stages, folder), stage)(payload)
             except (SignalException, _Reported):
                 pass
             except ChildFailedError as problem:
@@ -130,7 +139,7 @@ class _Launch:
             finally:
                 self.busy = True  # a signal from here on is only counted
                 kill_stages()
-        self._show_logs()
+        self._show()
         # A reported error comes first, even while stopping: a checkpoint that met a full disk is not there.
         outcome = self._reported()
         if self.stops:
@@ -163,12 +172,12 @@ class _Launch:
         return reported(self.meeting.store) if self.meeting.store is not None else {}
 
     def _died(self, last: tuple[int, int] | None) -> str:
-        if self.meeting.store is not None and (noticed := hang(self.meeting.store)):
+        if self.meeting.store is not None and (noticed := get_hang(self.meeting.store)):
             return noticed
         if last is None:
             return "a stage died"
         rank, code = last
-        text = death(self.meeting.store, rank) if self.meeting.store is not None else ""
+        text = get_death(self.meeting.store, rank) if self.meeting.store is not None else ""
         if code < 0:
             hint = " (it may have run out of memory)" if code == -signal.SIGKILL else ""
             return f"rank {rank} was killed by signal {-code}{hint}"
@@ -189,12 +198,12 @@ class _Launch:
         if self.stops:
             raise _stop()
         if attempt:
-            self._show_logs()
+            self._show()
             try:
                 self._reported()
             except WeftError as problem:
                 raise _Reported from problem  # the stages are not started again
-            self.logs.forget()
+            self.said.forget()
             logger.warning(
                 "%s; all stages start again (%d of %d)", self._died(self.deaths.last), attempt, self.restarts
             )
@@ -203,13 +212,17 @@ class _Launch:
 
     def _on_round(self) -> None:
         self.busy = False
+        self._show()
         if self.stops:
             raise _stop()
-        self._show_logs()
 
-    def _show_logs(self) -> None:
+    def _show(self) -> None:
         if self.meeting.store is not None:
-            self.logs.read(self.meeting.store)
+            busy, self.busy = self.busy, True  # what a signal raises would look like a mistake of a callback
+            try:
+                self.said.read(self.meeting.store)
+            finally:
+                self.busy = busy
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.stops += 1
@@ -231,10 +244,152 @@ def _stop() -> SignalException:
     return SignalException("the user wants to stop", signal.SIGTERM)
 
 
-def _entry(work: Command | Call) -> tuple[str | Callable[..., Any], list[Any]]:
-    if isinstance(work, Call):
-        return stage, [pickled(work)]
-    if isinstance(work, str) or not work or not all(isinstance(word, str) for word in work):
-        raise TrainError(f"a command is a program and its arguments, each a string of its own; this is {work!r}")
-    program, *words = work
-    return program, [word.replace("$", "$$") for word in words]  # elastic reads `${local_rank}` and its like
+# What torch elastic needs around it while it runs stages: environment, signals, silence, and nobody left behind.
+
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+
+
+@contextmanager
+def inherited(variables: Mapping[str, str]) -> Iterator[None]:
+    """Adds the variables for a while: stages inherit them, and libraries read them before any code of ours runs."""
+    multiprocessing.resource_tracker.ensure_running()  # it outlives the launch, so it must not pass for a stage
+    touched = [*variables, PARENT, "MASTER_ADDR", "MASTER_PORT", ATTEMPT, "TORCHELASTIC_SIGNALS_TO_HANDLE"]
+    before = {name: os.environ.get(name) for name in touched}
+    os.environ.update({**variables, PARENT: str(os.getpid())})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP go to the handler. Only the main thread can listen; what is ignored (nohup) stays
+    ignored."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        known = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+        before = {number: signal.getsignal(number) for number in known}
+        before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+class Deaths(logging.Handler):
+    """Reads in elastic's log which stage died first, since elastic says so nowhere else before the last death."""
+
+    last: tuple[int, int] | None = None
+    """Rank and exit code."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        values = record.args
+        if str(record.msg).startswith("failed (exitcode") and isinstance(values, tuple) and len(values) > 1:
+            code, rank = values[:2]
+            if isinstance(code, int) and isinstance(rank, int):
+                self.last = rank, code
+
+
+@contextmanager
+def quiet(deaths: Deaths) -> Iterator[None]:
+    """Elastic's log goes to `deaths` alone; its tables and tracebacks are for those who set WEFT_DEBUG."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [item.propagate for item in loggers]
+    for item in loggers:
+        item.addHandler(deaths)
+        item.propagate = item.propagate and bool(os.environ.get("WEFT_DEBUG"))
+    try:
+        yield
+    finally:
+        for item, propagate in zip(loggers, before, strict=True):
+            item.removeHandler(deaths)
+            item.propagate = propagate
+
+
+def kill_stages() -> None:
+    """Ends whatever stage is left, with the processes of its session. Linux only: elsewhere they end with the
+    parent."""
+    mark = f"{PARENT}={os.getpid()}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and mark in (folder / "environ").read_bytes().split(b"\0"):
+                pid = int(folder.name)
+                (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
+        except (OSError, ValueError):
+            continue  # it ended meanwhile, or is not ours to read
+
+
+# The meeting point of stages that share one machine: a store that listens on loopback alone, new at every start.
+
+BACKEND = "weft-loopback"
+HOST = "127.0.0.1"
+
+
+class Loopback(RendezvousHandler):
+    """A rendezvous of one machine for torch elastic, whose own ones listen on every interface.
+
+    `on_start(attempt)` is called before each start of all stages and `on_round()` at every look at stages that all
+    live; what they raise ends the launch. `store` is the one of the newest start. A new server at each start is what
+    torch expects of a rendezvous: keys of `init_process_group` bear no number of the attempt.
+    """
+
+    def __init__(self, run_id: str, on_start: Callable[[int], None], on_round: Callable[[], None]) -> None:
+        self.store: Store | None = None
+        self.attempts = 0
+        self._run_id = run_id
+        self._on_start = on_start
+        self._on_round = on_round
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._on_start(self.attempts)
+        listener = socket.create_server((HOST, 0))
+        port = listener.getsockname()[1]
+        server = TCPStore(
+            HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+        )
+        # Elastic sets these in a stage as well, but in a spawned one only once the user's script is imported.
+        os.environ.update({"MASTER_ADDR": HOST, "MASTER_PORT": str(port), ATTEMPT: str(self.attempts)})
+        self.store = PrefixStore(prefix(self.attempts), server)
+        self.attempts += 1
+        return RendezvousInfo(PrefixStore("elastic", server), 0, 1, RendezvousStoreInfo(HOST, port))
+
+    def num_nodes_waiting(self) -> int:
+        self._on_round()
+        return 0
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _given(parameters: RendezvousParameters) -> RendezvousHandler:
+    handler: RendezvousHandler = parameters.get("handler")
+    return handler
+
+
+rendezvous_handler_registry.register(BACKEND, _given)

@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from weft.distributed.log_forwarding import ToParent
+from weft.distributed.store import connect, die_with_parent, report_death, report_error
 from weft.errors import TrainError, WeftError
-from weft.pipeline.parent import connect, die_with_parent, report_death, report_error
-from weft.pipeline.stagelog import ToParent
 
 STOPPED = 128 + signal.SIGTERM
 """What a stage exits with that stopped because it was told to."""

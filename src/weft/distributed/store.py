@@ -16,8 +16,9 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import TrainError, WeftError
-from weft.pipeline.ranks import ranks
+from weft.distributed.env import read_env
+from weft.errors import PipelineError, TrainError, WeftError
+from weft.utils.files import to_json
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -44,7 +45,7 @@ def connect(timeout: float = 300.0) -> Store:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
     else:
-        told = ranks()
+        told = read_env()
         if told is None:
             raise TrainError("a stage is started by weft, torchrun or srun, and this process by none of them")
         store = next(rendezvous("env://", told.rank, told.world, timeout=wait))[0]
@@ -74,7 +75,7 @@ def report_death(store: Store, rank: int, problem: BaseException) -> None:
     store.set(f"death/{rank}", f"{type(problem).__name__}: {problem}".splitlines()[0])
 
 
-def death(store: Store, rank: int) -> str:
+def get_death(store: Store, rank: int) -> str:
     """What `report_death` left, or an empty text."""
     key = f"death/{rank}"
     return store.get(key).decode() if store.check([key]) else ""
@@ -85,7 +86,7 @@ def report_self(store: Store, rank: int) -> None:
     store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
 
 
-def report_hang(store: Store, rank: int, text: str) -> None:
+def set_hang(store: Store, rank: int, text: str) -> None:
     """What another stage has noticed. On one machine the one that hangs is ended, which a stopped process may never
     do by itself, and elastic would give it a minute for."""
     key = f"process/{rank}"
@@ -100,7 +101,7 @@ def report_hang(store: Store, rank: int, text: str) -> None:
     store.compare_set("hang", "", text)
 
 
-def hang(store: Store) -> str:
+def get_hang(store: Store) -> str:
     """What `report_hang` left first, or an empty text."""
     return store.get("hang").decode() if store.check(["hang"]) else ""
 
@@ -175,3 +176,41 @@ def _wait(pid: int) -> None:
         with suppress(PermissionError):  # which means that it lives, as another user
             os.kill(pid, 0)
         time.sleep(1.0)
+
+
+# What the stages tell each other outside of their links: small values as JSON in the store that they share.
+
+
+class ControlStore:
+    """The store as the stages use it: every key is told once, and hearing it waits until then."""
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        self.store, self.rank, self.world = store, rank, world
+
+    def tell(self, key: str, value: Any) -> None:
+        self.store.set(f"told/{key}", json.dumps(to_json(value)))
+
+    def hear(self, key: str) -> Any:
+        return json.loads(self.store.get(f"told/{key}"))
+
+    def gather(self, key: str, value: Any) -> list[Any]:
+        """The values of all stages, by rank; everyone must call it."""
+        self.tell(f"{key}/{self.rank}", value)
+        return [self.hear(f"{key}/{rank}") for rank in range(self.world)]
+
+    def same(self, law: Mapping[str, Any]) -> None:
+        """Raises PipelineError on every stage that was given another configuration than rank 0."""
+        mine = json.loads(json.dumps(to_json(law)))
+        if self.rank == 0:
+            self.tell("law", mine)
+        theirs = self.hear("law")
+        differ = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
+        if differ:
+            told = "; ".join(f"{key} is {mine.get(key)} here and {theirs.get(key)} on rank 0" for key in differ[:4])
+            raise PipelineError(
+                f"rank {self.rank} was started with another configuration: {told}. Start all with the same command"
+            )
+
+    def clone(self) -> ControlStore:
+        """The same over a connection of its own, for another thread."""
+        return ControlStore(self.store.clone(), self.rank, self.world)  # type: ignore[attr-defined]

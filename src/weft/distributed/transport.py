@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import pairwise
@@ -28,13 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.errors import PipelineError
-from weft.pipeline.message import PREFIX, Message, assemble, assemble_apart, disassemble, lengths_of, prefix
+from weft.pipeline.message import PREFIX, Message, assemble_apart, lengths_of, pack, prefix, unpack
 
 _FOREVER = timedelta(days=365)
 _LARGEST = 1 << 40
 
 
-class Lost(Exception):
+class PeerLost(Exception):
     """The connection to a neighbour broke."""
 
     def __init__(self, stage: int, reason: str) -> None:
@@ -42,7 +42,7 @@ class Lost(Exception):
         self.stage = stage
 
 
-class Arrived(NamedTuple):
+class Received(NamedTuple):
     """A message, and the time at which it was here."""
 
     message: Message
@@ -73,22 +73,15 @@ class Transport:
     """All links of one rank; made by every rank at once, after ``init_process_group``.
 
     ``apart`` is the backend over which tensors go from device to device, such as ``nccl``; None: through the host.
-    ``links`` are the pairs of ranks that exchange messages; if not given, each rank and the next.
+    Each rank has a link to the next.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        device: torch.device,
-        apart: str | None = None,
-        links: Sequence[tuple[int, int]] | None = None,
-    ) -> None:
+    def __init__(self, rank: int, world: int, device: torch.device, apart: str | None = None) -> None:
         self.device = device
         self._inbox: queue.SimpleQueue[_Block | Exception] = queue.SimpleQueue()
         self._outgoing: dict[int, _Sender] = {}
         self._receivers: list[threading.Thread] = []
-        for left, right in pairwise(range(world)) if links is None else links:
+        for left, right in pairwise(range(world)):
             # Every process makes every group, in one order: torch asks for it.
             forward, backward = (_Wire.between(left, right, apart) for _ in range(2))
             if rank == left:
@@ -101,7 +94,7 @@ class Transport:
         GPU: in the order of its stream)."""
         return self._outgoing[to].put(message)
 
-    def take(self, timeout: float | None = None) -> Arrived | None:
+    def take(self, timeout: float | None = None) -> Received | None:
         """The next message; None after ``timeout`` seconds without one (0: do not wait). Raises Lost."""
         try:
             found = self._inbox.get(timeout != 0, timeout)
@@ -112,7 +105,7 @@ class Transport:
         if found.payload is not None and found.payload.is_cuda:
             found.payload.record_stream(torch.cuda.current_stream())
         # Copies to a device are issued here, by the stage itself, so that they lie on its own stream.
-        return Arrived(disassemble(found.bytes, self.device, found.payload), found.time)
+        return Received(unpack(found.bytes, self.device, found.payload), found.time)
 
     def close(self) -> None:
         """Says goodbye to the neighbours and waits until they have, so that no link breaks while it is in use."""
@@ -167,7 +160,7 @@ class _Sender:
             copied = _recorded(self._device)
             self._queue.put(lambda: self._send_apart(copied, payload, block_of))
             return len(payload)
-        block = assemble(message, self._device.type == "cuda")
+        block = pack(message, self._device.type == "cuda")
         if self._device.type == "cuda":
             copied = _recorded(self._device)
             self._queue.put(lambda: self._send_copied(copied, block))  # once it is on the host
@@ -175,7 +168,7 @@ class _Sender:
         try:
             works = self._send(block)
         except RuntimeError as problem:
-            raise Lost(self._to, _first_line(problem)) from problem
+            raise PeerLost(self._to, _first_line(problem)) from problem
         self._queue.put(lambda: _wait(works, block))
         return len(block)
 
@@ -213,7 +206,7 @@ class _Sender:
                 work()
                 del work  # and with it the memory of its message
         except Exception as problem:  # whatever breaks a link ends this stage too, in its main thread
-            self._inbox.put(Lost(self._to, _first_line(problem)))
+            self._inbox.put(PeerLost(self._to, _first_line(problem)))
 
 
 def _receive(wire: _Wire, source: int, device: torch.device, inbox: queue.SimpleQueue[Any]) -> None:
@@ -240,7 +233,7 @@ def _receive(wire: _Wire, source: int, device: torch.device, inbox: queue.Simple
                     _wait([wire.apart.recv([payload], peer, 0)] if apart else [], payload)
             inbox.put(_Block(block, time.time(), payload))
     except Exception as problem:
-        inbox.put(Lost(source, _first_line(problem)))
+        inbox.put(PeerLost(source, _first_line(problem)))
 
 
 def _wait(works: list[Any], held: Tensor) -> None:

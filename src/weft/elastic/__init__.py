@@ -1,25 +1,16 @@
 """Elastic layers: one weight that holds every size of a layer, used by a slice (a subnet) or by its expectation (a
 mixture)."""
 
-from weft.callable import make_callable
-from weft.supernet.elastic.attention import Attention
-from weft.supernet.elastic.batchnorm import BatchNorm2d
-from weft.supernet.elastic.conv import Conv2d
-from weft.supernet.elastic.embedding import Embedding
-from weft.supernet.elastic.ends import Head, PatchEmbedding, TokenEmbedding
-from weft.supernet.elastic.excite import SqueezeExcite
-from weft.supernet.elastic.grid import Grid
-from weft.supernet.elastic.leaf import Leaf, Module, call
-from weft.supernet.elastic.linear import Linear
-from weft.supernet.elastic.mixture import Mixture, Pick
-from weft.supernet.elastic.mlp import MLP
-from weft.supernet.elastic.norm import LayerNorm, RMSNorm
-from weft.supernet.elastic.patches import Patches
-from weft.supernet.elastic.pretrained import elastic
-from weft.supernet.elastic.rotary import Rotary
-from weft.supernet.elastic.sizes import Condition, Dim, Sizes
-from weft.supernet.elastic.switch import Sequential, Switch, Zero
-from weft.supernet.elastic.transformer import TransformerBlock
+from weft.elastic.attention import Attention, Rotary
+from weft.elastic.conv import Conv2d, Patches, SqueezeExcite
+from weft.elastic.embedding import Embedding
+from weft.elastic.linear import Grid, Linear
+from weft.elastic.mixture import Mixture, Pick
+from weft.elastic.module import Leaf, Module, call
+from weft.elastic.norm import BatchNorm2d, LayerNorm, RMSNorm
+from weft.elastic.sizes import Condition, Dim, Sizes
+from weft.elastic.switch import Sequential, Switch, Zero
+from weft.elastic.transformer import MLP, Head, PatchEmbedding, TokenEmbedding, TransformerBlock
 
 __all__ = [
     "MLP",
@@ -49,7 +40,4 @@ __all__ = [
     "TransformerBlock",
     "Zero",
     "call",
-    "elastic",
 ]
-
-make_callable(__name__, elastic)

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from weft.elastic.mixture import Mixture, Pick
+from weft.elastic.module import Leaf, Module, cloned_prefix, contiguous_prefix, load, narrow_prefix, saved_as_view
+from weft.elastic.ops.conv import mixed_conv2d
+from weft.elastic.sizes import Dim, Sizes
 from weft.errors import SupernetError
 from weft.space import Expr, Space, Subnet
-from weft.supernet.elastic.leaf import Leaf, copied, load, prefix
-from weft.supernet.elastic.mixedconv import mixed_conv2d
-from weft.supernet.elastic.mixture import Mixture, Pick
-from weft.supernet.elastic.sizes import Dim, Sizes
-from weft.supernet.elastic.slices import narrowed, with_slice
 
 
 class Conv2d(nn.Conv2d, Leaf):
@@ -71,10 +70,12 @@ class Conv2d(nn.Conv2d, Leaf):
             where = (self.stride, self.padding, self.dilation, self.groups)
             return mixed_conv2d(x, self.weight, self.bias, rows, columns, *where)  # type: ignore[arg-type]
         outputs, within, kernel = self.sizes.of(pick)
-        bias = None if self.bias is None else prefix(self.bias, outputs)
+        bias = None if self.bias is None else contiguous_prefix(self.bias, outputs)
         padding, groups = self._padding(kernel), self._groups(outputs)
-        view = narrowed(_centre(self.weight, kernel), outputs, within)
-        return with_slice(lambda weight: F.conv2d(x, weight, bias, self.stride, padding, self.dilation, groups), view)
+        view = narrow_prefix(_centre(self.weight, kernel), outputs, within)
+        return saved_as_view(
+            lambda weight: F.conv2d(x, weight, bias, self.stride, padding, self.dilation, groups), view
+        )
 
     def plain(self, subnet: Subnet) -> nn.Module:
         outputs, within, kernel = self.sizes.of(subnet)
@@ -91,8 +92,8 @@ class Conv2d(nn.Conv2d, Leaf):
             device="meta",
             dtype=self.weight.dtype,
         )
-        bias = None if self.bias is None else copied(self.bias, outputs)
-        weight = copied(_centre(self.weight, kernel), outputs, within)
+        bias = None if self.bias is None else cloned_prefix(self.bias, outputs)
+        weight = cloned_prefix(_centre(self.weight, kernel), outputs, within)
         return load(made, {"weight": weight, "bias": bias}, self.training)
 
     def _padding(self, kernel: int) -> int:
@@ -155,3 +156,59 @@ def _check(sizes: Sizes, width: int | None, padding: int | None, what: str) -> N
             f"{what} has groups of {width} channels, but {', '.join(map(str, sizes.values[0]))} channels: all of them "
             "must be multiples of the group's"
         )
+
+
+# An elastic layer that turns the patches of an image into vectors.
+
+
+class Patches(nn.Conv2d, Leaf):
+    """An ``nn.Conv2d`` whose kernel and stride are the patch, of which a subnet uses the first outputs."""
+
+    def __init__(self, space: Space, channels: int, width: Dim, patch: int) -> None:
+        sizes = Sizes(space, width, channels, what=f"Patches({channels}, {width})")
+        super().__init__(channels, sizes.largest[0], patch, patch)
+        self.sizes = sizes
+
+    def forward(self, x: Tensor, pick: Pick) -> Tensor:  # type: ignore[override]
+        if isinstance(pick, Mixture):
+            rows, channels = self.sizes.factors(pick)
+            columns = channels.repeat_interleave(self.weight[0, 0].numel(), 1)
+            where = (self.stride, (0, 0), (1, 1), 1)
+            return mixed_conv2d(x, self.weight, self.bias, rows, columns, *where)  # type: ignore[arg-type]
+        width, _ = self.sizes.of(pick)
+        return F.conv2d(x, contiguous_prefix(self.weight, width), self._narrow_bias(width), self.stride)
+
+    def plain(self, subnet: Subnet) -> nn.Module:
+        width, channels = self.sizes.of(subnet)
+        bias = self._narrow_bias(width)
+        made = nn.Conv2d(
+            channels,
+            width,
+            self.kernel_size,  # type: ignore[arg-type]
+            self.stride,  # type: ignore[arg-type]
+            bias=bias is not None,
+            device="meta",
+            dtype=self.weight.dtype,
+        )
+        held = {"weight": cloned_prefix(self.weight, width), "bias": None if bias is None else cloned_prefix(bias)}
+        return load(made, held, self.training)
+
+    def _narrow_bias(self, width: int) -> Tensor | None:
+        return None if self.bias is None else contiguous_prefix(self.bias, width)
+
+
+# Squeeze and excite: channels weighed by what the whole image says.
+
+
+class SqueezeExcite(Module):
+    """Multiplies each channel by a gate, MobileNetV3's: pooled, reduced, ReLU, expanded, hard sigmoid."""
+
+    def __init__(self, space: Space, channels: Dim, reduced: Dim) -> None:
+        super().__init__()
+        self.reduce = Conv2d(space, channels, reduced, 1)
+        self.expand = Conv2d(space, reduced, channels, 1)
+
+    def forward(self, x: Tensor, pick: Pick) -> Tensor:
+        pooled = F.adaptive_avg_pool2d(x, 1)
+        gate = F.hardsigmoid(self.expand(F.relu(self.reduce(pooled, pick=pick)), pick=pick))
+        return x * gate

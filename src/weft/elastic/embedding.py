@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from weft.elastic.mixture import Mixture, Pick
+from weft.elastic.module import Leaf, cloned_prefix, load
+from weft.elastic.sizes import Dim, Sizes
 from weft.space import Space, Subnet
-from weft.supernet.elastic.leaf import Leaf, copied, load
-from weft.supernet.elastic.mixture import Mixture, Pick
-from weft.supernet.elastic.sizes import Dim, Sizes
 
 
 class Embedding(nn.Embedding, Leaf):
@@ -35,7 +35,7 @@ class Embedding(nn.Embedding, Leaf):
     def plain(self, subnet: Subnet) -> nn.Module:
         (width,) = self.sizes.of(subnet)
         made = nn.Embedding(self.num_embeddings, width, device="meta", dtype=self.weight.dtype)
-        return load(made, {"weight": copied(self.weight, self.num_embeddings, width)}, self.training)
+        return load(made, {"weight": cloned_prefix(self.weight, self.num_embeddings, width)}, self.training)
 
 
 class _Mixed(torch.autograd.Function):

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx, nn
 
+from weft.elastic.module import Leaf, Module
 from weft.errors import SupernetError
 from weft.space import Subnet
-from weft.supernet.elastic.leaf import Leaf, Module
 
 _ROOT = "held"
 
@@ -25,7 +25,7 @@ def plain_module(module: nn.Module, subnet: Subnet, inputs: int = 1, side: Seque
         return module.plain(subnet)
     if not isinstance(module, Module):
         return copy.deepcopy(module)
-    tracer = _Tracer(subnet, inputs, side)
+    tracer = Tracer(subnet, inputs, side)
     holder = _Holder(module)
     try:
         graph = tracer.trace(holder)
@@ -73,7 +73,7 @@ def _hold_tensor(owner: nn.Module, name: str, holder: nn.Module, target: str) ->
         owner.register_buffer(name, tensor.detach().clone())
 
 
-class _Tracer(fx.Tracer):
+class Tracer(fx.Tracer):
     """Goes through composites, stops at leaves and at modules without elastic parts, and leaves the pick out."""
 
     def __init__(self, subnet: Subnet, inputs: int, side: Sequence[str]) -> None:
@@ -98,7 +98,7 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if isinstance(m, Leaf):
+        if self.is_leaf_module(m, ""):
             args = tuple(value for value in args if not isinstance(value, Subnet))
             kwargs = {name: value for name, value in kwargs.items() if name != "pick"}
         return super().call_module(m, forward, args, kwargs)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from weft.elastic.mixture import Mixture, Pick
+from weft.elastic.module import Leaf, Module, cloned_prefix, contiguous_prefix, load, narrow_prefix, saved_as_view
+from weft.elastic.ops.linear import few_tokens, mixed_linear, mixed_linears
+from weft.elastic.sizes import Dim, Sizes
 from weft.space import Space, Subnet
-from weft.supernet.elastic.leaf import Leaf, copied, load, prefix
-from weft.supernet.elastic.mixture import Mixture, Pick
-from weft.supernet.elastic.sizes import Dim, Sizes
-from weft.supernet.elastic.slices import narrowed, with_slice
-from weft.supernet.elastic.superpose import mixed_linear
 
 Dims = Dim | tuple[Dim, ...]
 
@@ -61,7 +62,7 @@ class Grid(Leaf):
             return mixed_linear(x, weight, self.bias, *self._factors(pick))
         sizes = self.sizes.of(pick)
         bias = self._bias(sizes, self.bias)
-        return with_slice(lambda part: F.linear(x, self._matrix(sizes, part), bias), self._view(sizes, self.weight))
+        return saved_as_view(lambda part: F.linear(x, self._matrix(sizes, part), bias), self._view(sizes, self.weight))
 
     def plain(self, subnet: Subnet) -> nn.Module:
         sizes = self.sizes.of(subnet)
@@ -70,20 +71,20 @@ class Grid(Leaf):
         bias = self._bias(sizes, self.bias)
         # The copy keeps the strides, and with them the kernel.
         weight = self._matrix(sizes, self._view(sizes, self.weight.detach()).contiguous().clone())
-        held = {"weight": weight, "bias": None if bias is None else copied(bias, outputs)}
+        held = {"weight": weight, "bias": None if bias is None else cloned_prefix(bias, outputs)}
         return load(made, held, self.training)
 
     def _bias(self, sizes: Sequence[int], bias: Tensor | None) -> Tensor | None:
         """The bias that a pick uses."""
         rows = self._split
-        return None if bias is None else prefix(bias.view(self.sizes.largest[:rows]), *sizes[:rows]).view(-1)
+        return None if bias is None else contiguous_prefix(bias.view(self.sizes.largest[:rows]), *sizes[:rows]).view(-1)
 
     def _view(self, sizes: Sequence[int], weight: Tensor) -> Tensor:
         """The corner of the grid that a pick uses."""
         most, rows = self.sizes.largest, self._split
         if self.transposed:
-            return narrowed(weight.view(most[rows:] + most[:rows]), *sizes[rows:], *sizes[:rows])
-        return narrowed(weight.view(most), *sizes)
+            return narrow_prefix(weight.view(most[rows:] + most[:rows]), *sizes[rows:], *sizes[:rows])
+        return narrow_prefix(weight.view(most), *sizes)
 
     def _matrix(self, sizes: Sequence[int], part: Tensor) -> Tensor:
         """The corner, without gaps, as outputs x inputs."""
@@ -131,3 +132,59 @@ def _joined(factors: Sequence[Tensor]) -> Tensor:
     for factor in factors[1:]:
         out = (out[:, :, None] * factor[:, None, :]).flatten(1)
     return out
+
+
+# An elastic linear layer.
+
+
+class Linear(nn.Linear, Leaf):
+    """``nn.Linear`` of which a subnet uses the first inputs and outputs; sizes are numbers or expressions."""
+
+    def __init__(self, space: Space, inputs: Dim, outputs: Dim, bias: bool = True) -> None:
+        sizes = Sizes(space, outputs, inputs, what=f"Linear({inputs}, {outputs})")
+        super().__init__(sizes.largest[1], sizes.largest[0], bias)
+        self.sizes = sizes
+
+    def forward(self, x: Tensor, pick: Pick) -> Tensor:  # type: ignore[override]
+        if isinstance(pick, Mixture):
+            return _mixed([self], x, pick)[0]
+        outputs, inputs = self.sizes.of(pick)
+        bias = None if self.bias is None else contiguous_prefix(self.bias, outputs)
+        return saved_as_view(lambda weight: F.linear(x, weight, bias), narrow_prefix(self.weight, outputs, inputs))
+
+    def plain(self, subnet: Subnet) -> nn.Module:
+        outputs, inputs = self.sizes.of(subnet)
+        bias = None if self.bias is None else cloned_prefix(self.bias, outputs)
+        made = nn.Linear(inputs, outputs, self.bias is not None, device="meta", dtype=self.weight.dtype)
+        return load(made, {"weight": cloned_prefix(self.weight, outputs, inputs), "bias": bias}, self.training)
+
+
+def together(layers: Sequence[Module], x: Tensor, pick: Pick) -> list[Tensor]:
+    """What several layers make of one input; under a mixture neighbours of the same sizes are one product."""
+    if not isinstance(pick, Mixture):
+        return [layer(x, pick=pick) for layer in layers]
+    found: list[Tensor] = []
+    for kind, group in groupby(layers, _kind):
+        same = list(group)
+        found += (
+            [layer(x, pick=pick) for layer in same] if kind is None else _mixed(cast("list[Linear]", same), x, pick)
+        )
+    return found
+
+
+def _kind(layer: Module) -> tuple[object, ...] | None:
+    """What layers of one product have in common; None for what computes in a way of its own."""
+    return (layer.sizes.key, layer.bias is None) if type(layer) is Linear else None
+
+
+def _mixed(layers: Sequence[Linear], x: Tensor, mixture: Mixture) -> Sequence[Tensor]:
+    """Layers of the same sizes under a mixture."""
+    sizes, weights = layers[0].sizes, [layer.weight for layer in layers]
+    if not sizes.names:
+        return [F.linear(x, layer.weight, layer.bias) for layer in layers]
+    if few_tokens(x, weights[0], sizes.rank):
+        rows, columns = sizes.factors(mixture)
+        return [mixed_linear(x, layer.weight, layer.bias, rows, columns) for layer in layers]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    out = mixed_linears(x, weights, biases, sizes, mixture)
+    return (out,) if len(layers) == 1 else out.chunk(len(layers), -1)

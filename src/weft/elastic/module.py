@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from weft.elastic.mixture import Pick
+from weft.elastic.sizes import Sizes
 from weft.space import Subnet
-from weft.supernet.elastic.mixture import Pick
-from weft.supernet.elastic.sizes import Sizes
-from weft.supernet.elastic.slices import narrowed
 
 
 class Module(nn.Module):
@@ -49,14 +50,14 @@ def takes_pick(module: nn.Module) -> bool:
     return isinstance(module, Module)
 
 
-def prefix(tensor: Tensor, *sizes: int) -> Tensor:
+def contiguous_prefix(tensor: Tensor, *sizes: int) -> Tensor:
     """The part of a weight that a subnet uses, laid out as in the plain module, so that kernels round alike."""
-    return narrowed(tensor, *sizes).contiguous()
+    return narrow_prefix(tensor, *sizes).contiguous()
 
 
-def copied(tensor: Tensor, *sizes: int) -> Tensor:
+def cloned_prefix(tensor: Tensor, *sizes: int) -> Tensor:
     """The same as a tensor of its own."""
-    return prefix(tensor.detach(), *sizes).clone()
+    return contiguous_prefix(tensor.detach(), *sizes).clone()
 
 
 def load(module: nn.Module, tensors: dict[str, Tensor | None], training: bool) -> nn.Module:
@@ -69,3 +70,47 @@ def load(module: nn.Module, tensors: dict[str, Tensor | None], training: bool) -
             else:
                 setattr(module, name, tensor)
     return module.train(training)
+
+
+# Slices of weights that autograd keeps as what they are: parts of a weight, and not copies of it.
+#
+# A slice is copied so that kernels find it laid out as in the plain module and round alike. What is kept for the
+# backward is its place in the weight: the copy is made again then, from what the weight holds by that time. That
+# spares memory, and a backward under newer weights (``bounded``) sees them.
+
+
+class _Place(NamedTuple):
+    view: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def narrow_prefix(tensor: Tensor, *sizes: int) -> Tensor:
+    """The first entries along every dimension, as a view."""
+    for dim, size in enumerate(sizes):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, 0, size)
+    return tensor
+
+
+def saved_as_view(run: Callable[[Tensor], Tensor], view: Tensor) -> Tensor:
+    """What ``run`` makes of the slice, laid out without gaps."""
+    if view.is_contiguous() or not torch.is_grad_enabled():
+        return run(view.contiguous())
+    copy, part = view.contiguous(), view.detach()
+    where = copy.untyped_storage().data_ptr()
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() != where:
+            return tensor
+        return _Place(part, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        return run(copy)
+
+
+def _unpack(kept: Any) -> Tensor:
+    if not isinstance(kept, _Place):
+        return kept  # type: ignore[no-any-return]
+    return kept.view.contiguous().as_strided(kept.shape, kept.stride, kept.offset)

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from weft.elastic.mixture import Mixture, Pick
+from weft.elastic.module import Leaf, cloned_prefix, contiguous_prefix, load
+from weft.elastic.ops.norm import mixed_norm
+from weft.elastic.sizes import Dim, Sizes
 from weft.errors import SupernetError
 from weft.space import Space, Subnet
-from weft.supernet.elastic.leaf import Leaf, copied, load, prefix
-from weft.supernet.elastic.mixture import Mixture, Pick
-from weft.supernet.elastic.sizes import Dim, Sizes
 
 
 class BatchNorm2d(nn.BatchNorm2d, Leaf):
@@ -48,10 +49,12 @@ class BatchNorm2d(nn.BatchNorm2d, Leaf):
         channels = self.sizes.of(subnet)[0]
         made = nn.BatchNorm2d(channels, self.eps, self.momentum, self.affine, self.track_running_stats, device="meta")
         tensors = {
-            name: None if (held := getattr(self, name)) is None else copied(held, channels)
+            name: None if (held := getattr(self, name)) is None else cloned_prefix(held, channels)
             for name in ("weight", "bias", "running_mean", "running_var")
         }
-        tensors["num_batches_tracked"] = None if self.num_batches_tracked is None else copied(self.num_batches_tracked)
+        tensors["num_batches_tracked"] = (
+            None if self.num_batches_tracked is None else cloned_prefix(self.num_batches_tracked)
+        )
         return load(made, tensors, self.training)
 
     def _mixed(self, x: Tensor, mixture: Mixture) -> Tensor:
@@ -82,4 +85,57 @@ class BatchNorm2d(nn.BatchNorm2d, Leaf):
 
 def _first(tensor: Tensor | None, channels: int) -> Tensor | None:
     """The first entries, in the memory of all: running statistics are written through it."""
-    return None if tensor is None else prefix(tensor, channels)
+    return None if tensor is None else contiguous_prefix(tensor, channels)
+
+
+# Elastic norms: each token over the features that are within the pick.
+
+
+class LayerNorm(nn.LayerNorm, Leaf):
+    """``nn.LayerNorm`` over the last dimension, of which a subnet uses the first features.
+
+    Under a mixture it is the expectation, over the widths, of the norm over the first features padded by zeros: with
+    the width settled, mean and variance are those of the features that there are.
+    """
+
+    def __init__(self, space: Space, width: Dim, eps: float = 1e-5, bias: bool = True) -> None:
+        sizes = Sizes(space, width, what=f"LayerNorm({width})")
+        super().__init__(sizes.largest[0], eps, bias=bias)
+        self.sizes = sizes
+
+    def forward(self, x: Tensor, pick: Pick) -> Tensor:  # type: ignore[override]
+        if isinstance(pick, Mixture) and not self.sizes.is_fixed(0):
+            chances = self.sizes.distribution(pick)
+            return mixed_norm(x, self.weight, self.bias, chances, self.sizes.values[0], self.eps)
+        (width,) = self.sizes.largest if isinstance(pick, Mixture) else self.sizes.of(pick)
+        bias = None if self.bias is None else contiguous_prefix(self.bias, width)
+        return F.layer_norm(x, (width,), contiguous_prefix(self.weight, width), bias, self.eps)
+
+    def plain(self, subnet: Subnet) -> nn.Module:
+        (width,) = self.sizes.of(subnet)
+        bias = None if self.bias is None else cloned_prefix(self.bias, width)
+        made = nn.LayerNorm(width, self.eps, bias=bias is not None, device="meta", dtype=self.weight.dtype)
+        return load(made, {"weight": cloned_prefix(self.weight, width), "bias": bias}, self.training)
+
+
+class RMSNorm(nn.RMSNorm, Leaf):
+    """``nn.RMSNorm`` over the last dimension, of which a subnet uses the first features; mixtures as for LayerNorm."""
+
+    eps: float
+
+    def __init__(self, space: Space, width: Dim, eps: float = 1e-6) -> None:
+        sizes = Sizes(space, width, what=f"RMSNorm({width})")
+        super().__init__(sizes.largest[0], eps)
+        self.sizes = sizes
+
+    def forward(self, x: Tensor, pick: Pick) -> Tensor:  # type: ignore[override]
+        if isinstance(pick, Mixture) and not self.sizes.is_fixed(0):
+            chances = self.sizes.distribution(pick)
+            return mixed_norm(x, self.weight, None, chances, self.sizes.values[0], self.eps, centred=False)
+        (width,) = self.sizes.largest if isinstance(pick, Mixture) else self.sizes.of(pick)
+        return F.rms_norm(x, (width,), contiguous_prefix(self.weight, width), self.eps)
+
+    def plain(self, subnet: Subnet) -> nn.Module:
+        (width,) = self.sizes.of(subnet)
+        made = nn.RMSNorm(width, self.eps, device="meta", dtype=self.weight.dtype)
+        return load(made, {"weight": cloned_prefix(self.weight, width)}, self.training)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.elastic.mixture import Mixture, choice_options
 from weft.errors import SpaceError, SupernetError
 from weft.space import Expr, Space, Subnet, Value
-from weft.supernet.elastic.mixture import Mixture, choice_options
 
 Dim = int | Expr
 """A size that is fixed, or an expression over the choices of a space; of 3.5 * width the whole part counts."""

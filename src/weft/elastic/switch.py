@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from weft.elastic.mixture import Mixture, Pick, choice_options
+from weft.elastic.module import Module, call
 from weft.errors import SupernetError, nearest
 from weft.space import Expr, Space, Value
-from weft.supernet.elastic.leaf import Module, call
-from weft.supernet.elastic.mixture import Mixture, Pick, choice_options
 
 
 class Switch(Module):

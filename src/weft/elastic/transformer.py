@@ -8,16 +8,15 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from weft.elastic.attention import Attention, positions
+from weft.elastic.conv import Patches
+from weft.elastic.embedding import Embedding
+from weft.elastic.linear import Linear, together
+from weft.elastic.mixture import Pick
+from weft.elastic.module import Module, call
+from weft.elastic.norm import LayerNorm
+from weft.elastic.sizes import Dim
 from weft.space import Space
-from weft.supernet.elastic.embedding import Embedding
-from weft.supernet.elastic.leaf import Module
-from weft.supernet.elastic.linear import Linear
-from weft.supernet.elastic.mixture import Pick
-from weft.supernet.elastic.norm import LayerNorm
-from weft.supernet.elastic.patches import Patches
-from weft.supernet.elastic.rotary import places
-from weft.supernet.elastic.sizes import Dim
-from weft.supernet.elastic.transformer import draw
 
 
 class TokenEmbedding(Module):
@@ -33,12 +32,12 @@ class TokenEmbedding(Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        draw(self)
+        init_gpt2_weights(self)
 
     def forward(self, ids: Tensor, pick: Pick) -> Tensor:
         x = self.token(ids, pick=pick)
         if self.place is not None:
-            x = x + self.place(places(ids[0]), pick=pick)
+            x = x + self.place(positions(ids[0]), pick=pick)
         return cast("Tensor", self.dropout(x))
 
 
@@ -56,13 +55,13 @@ class PatchEmbedding(Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        draw(self)
+        init_gpt2_weights(self)
 
     def forward(self, images: Tensor, pick: Pick) -> Tensor:
         x = self.patches(images, pick=pick).flatten(2).transpose(1, 2)
         first = self.first(torch.zeros_like(x[:, :1, 0], dtype=torch.int64), pick=pick)
         x = torch.cat((first, x), 1)
-        return cast("Tensor", self.dropout(x + self.place(places(x[0, :, 0]), pick=pick)))
+        return cast("Tensor", self.dropout(x + self.place(positions(x[0, :, 0]), pick=pick)))
 
 
 class Head(Module):
@@ -84,8 +83,91 @@ class Head(Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        draw(self)
+        init_gpt2_weights(self)
 
     def forward(self, x: Tensor, pick: Pick) -> Tensor:
         x = self.norm(x[:, 0] if self._of == "first" else x, pick=pick)
         return cast("Tensor", self.linear(x[:, 1:].mean(1) if self._of == "mean" else x, pick=pick))
+
+
+# An elastic transformer block, for language and for images.
+
+SPREAD = 0.02
+"""The standard deviation of fresh weights in a transformer."""
+
+
+class TransformerBlock(Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; ``norm`` is called with the space and the width.
+
+    Fresh weights are normal with a deviation of .02, and biases 0, whatever the parts would draw by themselves; what
+    ends in the sum is smaller by sqrt(``sums``), as GPT-2 has it with two sums a layer.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        width: Dim,
+        attention: Attention,
+        mlp: MLP,
+        norm: Callable[[Space, Dim], Module] = LayerNorm,
+        dropout: float = 0.0,
+        sums: int = 1,
+    ) -> None:
+        super().__init__()
+        self.norm1 = norm(space, width)
+        self.attention = attention
+        self.norm2 = norm(space, width)
+        self.mlp = mlp
+        self.dropout = nn.Dropout(dropout)
+        self._sums = sums
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        init_gpt2_weights(self)
+        with torch.no_grad():
+            for last in (self.attention.out, self.mlp.down):
+                cast("Tensor", last.weight).div_(self._sums**0.5)
+
+    def forward(self, x: Tensor, pick: Pick) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x, pick=pick), pick=pick))
+        return cast("Tensor", x + self.dropout(self.mlp(self.norm2(x, pick=pick), pick=pick)))
+
+
+def init_gpt2_weights(module: nn.Module) -> None:
+    """Fresh matrices, normal with a deviation of .02, and biases of 0, of all parts; vectors keep what they have."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=SPREAD)
+        elif name.rpartition(".")[2] == "bias":
+            nn.init.zeros_(parameter)
+
+
+# An elastic perceptron of two layers, plain or gated.
+
+
+class MLP(Module):
+    """``down(activation(up(x)))``; gated, ``down(activation(gate(x)) * up(x))``."""
+
+    def __init__(
+        self,
+        space: Space,
+        width: Dim,
+        hidden: Dim,
+        activation: Callable[[], nn.Module] = nn.GELU,
+        gated: bool = False,
+        bias: bool = True,
+        linear: Callable[[Space, Dim, Dim, bool], Module] = Linear,
+    ) -> None:
+        super().__init__()
+        self.gate = linear(space, width, hidden, bias) if gated else None
+        self.up = linear(space, width, hidden, bias)
+        self.activation = activation()
+        self.down = linear(space, hidden, width, bias)
+
+    def forward(self, x: Tensor, pick: Pick) -> Tensor:
+        if self.gate is None:
+            inner = call(self.activation, self.up(x, pick=pick), pick=pick)
+        else:
+            gate, up = together((self.gate, self.up), x, pick)
+            inner = call(self.activation, gate, pick=pick) * up
+        return cast("Tensor", self.down(inner, pick=pick))

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as NormBase  # the common base of batch norm and instance norm
 
+from weft.elastic import Module as ElasticModule
 from weft.errors import ConsistencyError
-from weft.pipeline import foreach
-from weft.supernet.elastic import Module as ElasticModule
+from weft.utils import foreach
 
-Record = list[Tensor]
+BatchStatsRecord = list[Tensor]
 """What one forward saw: the scratch buffers, one after another."""
 
 
@@ -29,7 +29,7 @@ def running_norms(module: nn.Module) -> list[NormBase]:
     return [part for part in module.modules() if isinstance(part, NormBase) and part.running_mean is not None]
 
 
-class Statistics:
+class BatchStats:
     """The running buffers of one layer's norms, taken over from the modules while it trains."""
 
     def __init__(self, name: str, module: nn.Module, exact_single: bool) -> None:
@@ -89,7 +89,7 @@ class Statistics:
             self._hook.remove()
         self.attached = False
 
-    def record(self, copy: bool) -> Record:
+    def record(self, copy: bool) -> BatchStatsRecord:
         """What the last forward saw; without a copy it is overwritten by the next one."""
         return [tensor.clone() for tensor in self._scratch] if copy else self._scratch
 
@@ -98,7 +98,7 @@ class Statistics:
         for tensor in self._scratch:
             tensor.data.zero_()  # autograd has noted the buffers of a norm, though a training backward reads none
 
-    def fold(self, record: Record) -> None:
+    def fold(self, record: BatchStatsRecord) -> None:
         """The record of one micro-batch goes into the running buffers."""
         if not self.norms:
             return
@@ -116,7 +116,7 @@ class Statistics:
     def _blank(self, module: nn.Module, inputs: Any) -> None:
         foreach.copy_([tensor.data for tensor in self._scratch], self._unseen)
 
-    def _seen(self, record: Record) -> Record:
+    def _seen(self, record: BatchStatsRecord) -> BatchStatsRecord:
         """The record, with the running values where its forward saw nothing."""
         found = []
         for index in range(0, len(record), 2):

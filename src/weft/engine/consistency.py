@@ -8,7 +8,6 @@ gradients make one update, and the version ``v`` of a layer is its weights after
     lagged(K)            slot = step // K = w    ... read version max(w - 1, 0)
     bounded(K, depth)    slot = n // K           forward reads floor(max(n + 1 - L, 0) / K), backward floor(n / K)
     stashed(K, depth)    slot = n // K           both read floor(max(n + 1 - L, 0) / K)
-    recomputed(K, depth) slot = n // K           as bounded, and the backward runs the forward again under its version
 
 with L = depth - v for a layer in virtual stage v = floor(block * depth / blocks).
 """
@@ -64,7 +63,7 @@ class Lagged:
 
 
 @dataclass(frozen=True, slots=True)
-class Virtual:
+class VirtualPipeline:
     """What the consistencies of a virtual pipeline share: an update of ``every`` micro-batches, and ``depth``
     stages."""
 
@@ -81,34 +80,25 @@ class Virtual:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounded(Virtual):
+class Bounded(VirtualPipeline):
     """The backward works with what its forward left and the newest weights: at most ceil((L - 1) / K) updates apart.
 
     One copy of the weights is enough where the pipeline has ``depth`` stages. PACI.
     """
 
     name: ClassVar[str] = "bounded"
-    __str__ = Virtual.__str__
+    __str__ = VirtualPipeline.__str__
 
 
 @dataclass(frozen=True, slots=True)
-class Stashed(Virtual):
+class Stashed(VirtualPipeline):
     """As ``bounded``, but the backward sees the version that its forward saw, for which that is kept. PipeDream."""
 
     name: ClassVar[str] = "stashed"
-    __str__ = Virtual.__str__
+    __str__ = VirtualPipeline.__str__
 
 
-@dataclass(frozen=True, slots=True)
-class Recomputed(Virtual):
-    """As ``bounded``, but a forward leaves nothing except its input: the backward runs it again, under the newest
-    weights."""
-
-    name: ClassVar[str] = "recomputed"
-    __str__ = Virtual.__str__
-
-
-Consistency = Exact | Delayed | Lagged | Bounded | Stashed | Recomputed
+Consistency = Exact | Delayed | Lagged | Bounded | Stashed
 
 _KINDS: dict[str, tuple[int, Callable[..., Consistency]]] = {
     "exact": (0, Exact),
@@ -116,14 +106,13 @@ _KINDS: dict[str, tuple[int, Callable[..., Consistency]]] = {
     "lagged": (1, Lagged),
     "bounded": (2, Bounded),
     "stashed": (2, Stashed),
-    "recomputed": (2, Recomputed),
 }
 
 
-def parse(text: str) -> Consistency:
+def parse_consistency(text: str) -> Consistency:
     """The consistency that a text such as ``lagged(4)`` names.
 
-    >>> parse("bounded(8, 4)")
+    >>> parse_consistency("bounded(8, 4)")
     Bounded(every=8, depth=4)
     """
     match = re.fullmatch(r"\s*([A-Za-z]+)\s*(?:\(\s*([\d\s,]*)\s*\))?\s*", text)
@@ -139,7 +128,7 @@ def parse(text: str) -> Consistency:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class VersionSchedule:
     """The formulas of one layer in one run: ``m`` micro-batches a step, ``total`` of them in all."""
 
     consistency: Consistency
@@ -153,7 +142,7 @@ class Clock:
         match self.consistency:
             case Lagged(steps):
                 return n // self.m // steps
-            case Virtual(every, _):
+            case VirtualPipeline(every, _):
                 return n // every
             case _:
                 return n // self.m
@@ -165,7 +154,7 @@ class Clock:
                 return max(n // self.m - steps, 0)
             case Lagged(steps):
                 return max(n // self.m // steps - 1, 0)
-            case Virtual(every, _):
+            case VirtualPipeline(every, _):
                 return max(n + 1 - self.window, 0) // every
             case _:
                 return n // self.m
@@ -177,7 +166,7 @@ class Clock:
     @property
     def moves_on(self) -> bool:
         """Whether a backward sees the newest version, and not that of its forward."""
-        return isinstance(self.consistency, Bounded | Recomputed)
+        return isinstance(self.consistency, Bounded)
 
     @property
     def delay(self) -> float:
@@ -188,7 +177,7 @@ class Clock:
                 return float(steps)
             case Lagged(_):
                 return 1.0
-            case Virtual(every, _):
+            case VirtualPipeline(every, _):
                 return (self.window - 1) / every
             case _:
                 return 0.0
@@ -218,16 +207,16 @@ class Clock:
         match self.consistency:
             case Lagged(steps):
                 return steps * self.m
-            case Virtual(every, _):
+            case VirtualPipeline(every, _):
                 return every
             case _:
                 return self.m
 
 
-def clock(consistency: Consistency, block: int, blocks: int, m: int, steps: int) -> Clock:
+def version_schedule(consistency: Consistency, block: int, blocks: int, m: int, steps: int) -> VersionSchedule:
     """The clock of a layer in the given block; raises ConsistencyError where the run cannot keep the promise."""
     window = 1
-    if isinstance(consistency, Virtual):
+    if isinstance(consistency, VirtualPipeline):
         if consistency.every % m:
             raise ConsistencyError(
                 f"{consistency} needs K to be a multiple of the {m} micro-batches of a step: "
@@ -239,4 +228,4 @@ def clock(consistency: Consistency, block: int, blocks: int, m: int, steps: int)
                 f"use a depth of at most {blocks}"
             )
         window = consistency.depth - block * consistency.depth // blocks
-    return Clock(consistency, m, steps * m, window)
+    return VersionSchedule(consistency, m, steps * m, window)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.pipeline.boundary import entered
-from weft.pipeline.consistency import Exact
-from weft.pipeline.weights import Weights
-from weft.supernet import Carry, run_layer
+from weft.engine.consistency import Exact
+from weft.engine.weight_versions import VersionedLayer
+from weft.supernet import Activations, run_layer
+from weft.supernet.layer import detached_entry
 
 log = logging.getLogger("weft.pipeline")
 
@@ -25,10 +25,10 @@ _ALIGNED = 256
 """Bytes; kernels look no further when they choose by where a tensor begins."""
 
 
-class Captured:
+class CapturedLayer:
     """One layer for inputs of one shape: its tensors lie at fixed addresses, and a replay reads and writes them."""
 
-    def __init__(self, weights: Weights, carry: Carry, trains: bool) -> None:
+    def __init__(self, weights: VersionedLayer, carry: Activations, trains: bool) -> None:
         leaves: list[Tensor] = [leaf if trains else leaf.detach() for leaf in weights.fixed or ()]
         self._inputs = tuple(
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
@@ -56,20 +56,20 @@ class Captured:
         self._gradients = [torch.empty_like(y) for y in graded]
         with _may_be_empty(), torch.cuda.graph(self._backward, pool=self._forward.pool(), stream=stream):
             found = torch.autograd.grad(graded, sources, self._gradients, allow_unused=True)
-        self._outputs: Carry = tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
+        self._outputs: Activations = tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
         self._own = list(found[: self._count])
         back = iter(found[self._count :])
         self._back = [next(back) if x.requires_grad else None for x in self._inputs]
         self.taken = carry
 
-    def _run(self, weights: Weights, leaves: list[Tensor]) -> Carry:
+    def _run(self, weights: VersionedLayer, leaves: list[Tensor]) -> Activations:
         # Autocast keeps the cast of a leaf for its next use. A weight's must not come from an earlier run, or the graph
         # would read that one for ever; the input is no leaf where the layer runs as it is, so it must be none here.
         torch.clear_autocast_cache()
         with weights.bound(leaves) or nullcontext():
-            return run_layer(weights.layer, weights.module, entered(self._inputs), {})
+            return run_layer(weights.layer, weights.module, detached_entry(self._inputs), {})
 
-    def forward(self, carry: Carry) -> Carry:
+    def forward(self, carry: Activations) -> Activations:
         self.taken = carry
         for own, x in zip(self._inputs, carry, strict=True):
             own.data.copy_(x.detach())
@@ -87,7 +87,7 @@ class Captured:
         return list(self._own), list(self._back)
 
 
-class Graphs:
+class CudaGraphCache:
     """Captures a layer the first time that it is used with an input of some shape, and replays it from then on.
 
     Only layers whose weights lie at one address for the whole run are captured: `exact` ones and, if the device does
@@ -96,12 +96,12 @@ class Graphs:
     """
 
     def __init__(self, most: int = 512, alone: bool = True) -> None:
-        self._captured: dict[Any, Captured] = {}
+        self._captured: dict[Any, CapturedLayer] = {}
         self._refused: set[str] = set()
         self._most = most
         self._alone = alone
 
-    def get(self, weights: Weights, carry: Carry, trains: bool = True) -> Captured | None:
+    def get(self, weights: VersionedLayer, carry: Activations, trains: bool = True) -> CapturedLayer | None:
         """The captured layer, or None where the layer is to run as it is."""
         layer = weights.layer
         if layer.name in self._refused or not weights.parameters:
@@ -119,7 +119,7 @@ class Graphs:
                 self._captured[key] = found
         return found
 
-    def _capture(self, weights: Weights, carry: Carry, trains: bool) -> Captured | None:
+    def _capture(self, weights: VersionedLayer, carry: Activations, trains: bool) -> CapturedLayer | None:
         fits = weights.fixed is not None and (self._alone or isinstance(weights.clock.consistency, Exact))
         if not fits or weights.layer.side or weights.layer.elastic:
             self._refused.add(weights.layer.name)
@@ -127,7 +127,7 @@ class Graphs:
         try:
             with _undisturbed(weights.module, carry[0].device):
                 buffers, drawn = weights.buffer_state(), torch.default_generator.get_state()
-                captured = Captured(weights, carry, trains)
+                captured = CapturedLayer(weights, carry, trains)
                 if weights.buffer_state() != buffers:
                     raise RuntimeError("it changes its own buffers")
                 if not torch.equal(torch.default_generator.get_state(), drawn):

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.engine.consistency import Consistency, Exact, VirtualPipeline
 from weft.errors import TrainError
-from weft.pipeline import foreach
-from weft.pipeline.consistency import Consistency, Exact, Virtual
+from weft.utils import foreach
 
 NORMS = "norms"
 """The gate that counts the updates, from the first on, whose norm over all layers is known."""
@@ -62,9 +62,9 @@ def delay_of(promises: Iterable[Consistency]) -> int:
     delay = delay_together(found)
     if delay is None:
         raise TrainError(
-            "clip='global:...' needs one consistency for all layers, exact or bounded(K, depth), stashed or "
-            "recomputed: the norm is that of one update, and here layers are updated at different times "
-            f"({few(found)}). Clip each layer by its own norm, with a number"
+            "clip='global:...' needs one consistency for all layers, exact, bounded(K, depth) or stashed: the norm is "
+            f"that of one update, and here layers are updated at different times ({few(found)}). Clip each layer by "
+            "its own norm, with a number"
         )
     return delay
 
@@ -74,14 +74,14 @@ def delay_together(promises: Iterable[Consistency]) -> int | None:
     updated together."""
     found = set(promises)
     one = next(iter(found)) if len(found) == 1 else None
-    if isinstance(one, Virtual):
+    if isinstance(one, VirtualPipeline):
         return -(-one.depth // one.every)
     return 0 if isinstance(one, Exact) else None
 
 
 def span_of(promise: Consistency, m: int) -> int:
     """How many micro-batches an update has where all layers are updated together."""
-    return promise.every if isinstance(promise, Virtual) else m
+    return promise.every if isinstance(promise, VirtualPipeline) else m
 
 
 def few(found: set[Consistency]) -> str:
@@ -95,7 +95,7 @@ def squared(gradients: list[Tensor]) -> Tensor:
     return torch.where(torch.isfinite(square), square, torch.zeros_like(square))
 
 
-class Norms:
+class GlobalNormClipper:
     """What one stage knows of the norms: its own layers' part of each update, and the totals that have come back."""
 
     def __init__(self, clip: GlobalNorm, delay: int, span: int, order: Iterable[str], first: bool, last: bool) -> None:

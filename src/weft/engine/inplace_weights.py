@@ -8,12 +8,16 @@ make, and save, a cast for every forward, and the backward would see that old on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.pipeline import foreach
+from weft.engine.consistency import Bounded, Stashed, VersionSchedule
+from weft.errors import ConsistencyError
+from weft.utils import foreach
 
 _WIDE = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 """What autocast leaves wide stays wide here too."""
@@ -90,3 +94,102 @@ class InPlace:
 
     def _each(self) -> list[tuple[Tensor, nn.Parameter, bool]]:
         return list(zip(self.leaves, self._parameters, self.cast, strict=True))
+
+
+# The guard against a layer that runs its forward again in its backward, as ``torch.utils.checkpoint`` does.
+#
+# Under ``bounded`` that second forward would compute with newer weights than the first, and the gradient would belong
+# to neither. All numbers of stages would agree on it, so no comparison of runs finds it. The first backwards of a
+# layer are watched; later ones cost nothing.
+#
+# Beside ``binding`` the only module that touches ``nn.Module._parameters``.
+
+BACKWARDS = 2
+"""Backwards that are watched."""
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class RecomputeGuard:
+    """Watches the backwards of one layer under its clock."""
+
+    def __init__(self, layer: str, module: nn.Module, clock: VersionSchedule) -> None:
+        self._layer, self._module, self._clock = layer, module, clock
+        moves = isinstance(clock.consistency, Bounded) and clock.drift > 0
+        self._backwards = BACKWARDS if moves else 0
+
+    def backward(self) -> AbstractContextManager[None]:
+        """A block for a backward with the layer's weights in place; raises ConsistencyError where it computes with
+        them anew."""
+        if not self._backwards:
+            return _NOTHING
+        self._backwards -= 1
+        return self._unread()
+
+    @contextmanager
+    def _unread(self) -> Iterator[None]:
+        parts = [part for part in self._module.modules() if part._parameters]
+        own = [part._parameters for part in parts]
+        for part, parameters in zip(parts, own, strict=True):
+            part.__dict__["_parameters"] = _Guarded(parameters, self._read)
+        try:
+            yield
+        finally:
+            for part, parameters in zip(parts, own, strict=True):
+                part.__dict__["_parameters"] = parameters
+
+    def _read(self) -> None:
+        # A hook of the user's may look at a weight; only what is recomputed does so with gradients on.
+        if not torch.is_grad_enabled():
+            return
+        bounded = self._clock.consistency
+        assert isinstance(bounded, Bounded)
+        raise ConsistencyError(
+            f"layer '{self._layer}' runs its forward again in its backward, as torch.utils.checkpoint does: under "
+            f"{bounded} that would be with newer weights than the forward itself had. Leave the checkpoint out, or "
+            f"keep it with {Stashed(bounded.every, bounded.depth)} or exact"
+        )
+
+
+class _Guarded(dict[str, Any]):
+    """A module's parameters that say when one of them is read."""
+
+    def __init__(self, own: Mapping[str, Any], read: Any) -> None:
+        super().__init__(own)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        self._read()
+        return super().__getitem__(name)
+
+
+# Other tensors in place of a module's parameters for a while: how a layer runs under an older version of its weights.
+#
+# The only module that touches ``nn.Module._parameters``. torch's own ``functional_call`` puts the parameters back as
+# soon as the forward is over, and then a checkpointed layer would be recomputed in its backward under the wrong
+# version.
+
+
+class ParameterSwap:
+    """Where each parameter of a module is kept; one that is tied stands in several places."""
+
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        number = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._own = list(parameters)
+        self._places: list[tuple[dict[str, Any], str, int]] = [
+            (part._parameters, name, number[id(parameter)])
+            for part in module.modules()
+            for name, parameter in part._parameters.items()
+            if id(parameter) in number
+        ]
+
+    @contextmanager
+    def to(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Within the block the module computes with these tensors instead of its parameters."""
+        for parameters, name, index in self._places:
+            parameters[name] = tensors[index]
+        try:
+            yield
+        finally:
+            for parameters, name, index in self._places:
+                parameters[name] = self._own[index]

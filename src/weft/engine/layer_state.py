@@ -11,19 +11,20 @@ head.out.weight~12               the sum of the gradients of tied parameters in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.engine.optimizer import LayerOptimizer
+from weft.engine.weight_versions import MARKS, PendingGradients, VersionedLayer
 from weft.errors import CheckpointError
-from weft.pipeline.fingerprint import tensors_digest
-from weft.pipeline.optimizer import Updater
-from weft.pipeline.weights import MARKS, Pending, Weights
 
 
-def layer_tensors(weights: Weights, updater: Updater) -> dict[str, Tensor]:
+def layer_tensors(weights: VersionedLayer, updater: LayerOptimizer) -> dict[str, Tensor]:
     """The newest weights, buffers and optimizer state of a layer, by global name."""
     weights.readable()
     weights.to_newest()
@@ -40,12 +41,12 @@ def layer_tensors(weights: Weights, updater: Updater) -> dict[str, Tensor]:
     return found
 
 
-def layer_digest(weights: Weights, updater: Updater) -> str:
+def layer_digest(weights: VersionedLayer, updater: LayerOptimizer) -> str:
     """The layer's part of the fingerprint."""
     return tensors_digest(layer_tensors(weights, updater))
 
 
-def capture(weights: Weights, updater: Updater, at: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def capture(weights: VersionedLayer, updater: LayerOptimizer, at: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All tensors of a layer for a checkpoint before micro-batch ``at``, and the numbers that go with them."""
     tensors = layer_tensors(weights, updater)
     name = weights.layer.name
@@ -79,7 +80,7 @@ def optimizer_states(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tenso
     return states
 
 
-def restore(weights: Weights, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+def restore(weights: VersionedLayer, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
     """Puts a layer back as ``capture`` found it, but for the optimizer's state."""
     name = weights.layer.name
     device = next((p.device for p in weights.module.parameters()), torch.device("cpu"))
@@ -108,4 +109,36 @@ def restore(weights: Weights, tensors: Mapping[str, Tensor], numbers: Mapping[st
             [tensors[f"{name}+{number}.{index}"].to(device, copy=True) for index in range(count)]
             for number in range(int(numbers["records"]))
         ]
-        weights.pending = Pending(int(numbers["pending"]), version("+"), records)
+        weights.pending = PendingGradients(int(numbers["pending"]), version("+"), records)
+
+
+# Fingerprints: SHA-256 over every weight, every optimizer state and every loss, made of one digest a layer.
+
+
+class LossDigest:
+    """A chain of hashes over the losses in step order; its 64 hex digits are all that a checkpoint needs."""
+
+    def __init__(self, value: str = "0" * 64) -> None:
+        self.value = value
+
+    def add(self, losses: Iterable[float]) -> None:
+        for loss in losses:
+            self.value = hashlib.sha256(bytes.fromhex(self.value) + struct.pack("<d", loss)).hexdigest()
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bytes, in order of the names."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def fingerprint(layers: Mapping[str, str], losses: LossDigest) -> str:
+    """The digest of a whole run from those of its layers, which different processes may have made."""
+    total = hashlib.sha256(losses.value.encode())
+    for name in sorted(layers):
+        total.update(f"\0{name}\0{layers[name]}".encode())
+    return total.hexdigest()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.data import Batch
 from weft.errors import TrainError
@@ -57,7 +58,7 @@ def follow(outputs: Tensor, taught: Tensor, batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
+class InPlaceDistillation:
     """Half of it is the run's own loss, half follows the teacher.
 
     By the teacher alone a supernet whose largest subnet has not learned yet may run away: all follow it, and it moves
@@ -70,18 +71,36 @@ class Taught:
         return (self.loss(outputs, batch) + follow(outputs, taught, batch)) / 2
 
 
-def distillation(
-    loss: Callable[[Tensor, Batch], Tensor], weight: float = 0.5, temperature: float = 2.0
-) -> Callable[[Tensor, Batch], Tensor]:
-    """A loss that also follows the teacher's softened outputs, which ``train(teacher=...)`` puts into the batch as
-    ``teacher``."""
+@dataclass(frozen=True, eq=False)
+class Distillation:
+    """A loss that also follows a teacher: 1 - ``weight`` of it is ``loss``, and ``weight`` the distance from the
+    teacher's outputs, both softened by a ``temperature``.
 
-    def mixed(outputs: Tensor, batch: Batch) -> Tensor:
-        if "teacher" not in batch:
-            raise TrainError("distillation needs the outputs of a teacher: give train(teacher=...)")
-        student = F.log_softmax(outputs.flatten(0, -2) / temperature, -1)
-        teacher = F.log_softmax(batch["teacher"].flatten(0, -2) / temperature, -1)
-        soft = F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
-        return (1.0 - weight) * loss(outputs, batch) + weight * soft
+    ``teacher`` is a function of the batch; or a module, which gets the ``inputs`` of the batch (its first entry if not
+    given), in evaluation mode and on the device of the outputs. It computes in full precision and has no gradients. On
+    several stages it is pickled, and runs on the last one.
+    """
 
-    return mixed
+    teacher: nn.Module | Callable[[Batch], Tensor]
+    loss: Callable[[Tensor, Batch], Tensor] = cross_entropy
+    weight: float = 0.5
+    temperature: float = 2.0
+    inputs: str | Sequence[str] | None = None
+
+    def __call__(self, outputs: Tensor, batch: Batch) -> Tensor:
+        student = F.log_softmax(outputs.flatten(0, -2) / self.temperature, -1)
+        with torch.no_grad(), torch.autocast(outputs.device.type, enabled=False):
+            taught = self._taught(batch, outputs.device)
+        teacher = F.log_softmax(taught.flatten(0, -2) / self.temperature, -1)
+        soft = F.kl_div(student, teacher, reduction="batchmean", log_target=True) * self.temperature**2
+        return (1.0 - self.weight) * self.loss(outputs, batch) + self.weight * soft
+
+    def _taught(self, batch: Batch, device: torch.device) -> Tensor:
+        if not isinstance(self.teacher, nn.Module):
+            return self.teacher(batch)
+        names = (self.inputs,) if isinstance(self.inputs, str) else self.inputs or tuple(batch)[:1]
+        missing = [name for name in names if name not in batch]
+        if missing:
+            raise TrainError(f"the teacher takes {', '.join(names)}, but the batch has {', '.join(batch)}")
+        taught: Tensor = self.teacher.to(device).eval()(*(batch[name] for name in names))
+        return taught

@@ -8,29 +8,26 @@ that every pipeline run must equal bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.data import Batch
+from weft.engine.bilevel import check_unrolled, look_ahead
+from weft.engine.consistency import version_schedule
+from weft.engine.cuda_graphs import CudaGraphCache
+from weft.engine.rng import Seeder
+from weft.engine.tape import Tape
+from weft.engine.tied_weights import ties_of
+from weft.engine.train_step import Outputs, TrainStep, detached
+from weft.engine.weight_versions import Offload, VersionedLayer
 from weft.errors import NonFiniteError, TrainError
-from weft.pipeline.consistency import clock
-from weft.pipeline.graphs import Graphs
-from weft.pipeline.law import Law, Outputs, detached
-from weft.pipeline.recall import as_before
-from weft.pipeline.residency import Residency, Resident
-from weft.pipeline.residency.entry import at_hand, make_resident
-from weft.pipeline.seeding import Seeder
-from weft.pipeline.tape import Tape
-from weft.pipeline.ties import ties_of
-from weft.pipeline.unrolled import check_unrolled, look_ahead
-from weft.pipeline.weights import Weights
 from weft.space import Stream, Subnet
-from weft.supernet import Chain, side_inputs
+from weft.supernet import Chain, extra_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +42,11 @@ class StepResult:
     skipped: int = 0
 
 
-class Sequential:
+class SequentialReference:
     """Trains a chain step by step on one device."""
 
     def __init__(
-        self, chain: Chain, law: Law, stream: Stream, device: torch.device, graphs: Graphs | None = None
+        self, chain: Chain, law: TrainStep, stream: Stream, device: torch.device, graphs: CudaGraphCache | None = None
     ) -> None:
         check_unrolled(law)
         self.chain = chain
@@ -59,10 +56,10 @@ class Sequential:
         self.seeder = Seeder(law.seed, device)
         compute = torch.bfloat16 if law.precision == "bf16" else None
         self.weights = {
-            name: Weights(
+            name: VersionedLayer(
                 layer,
                 chain.module(layer),
-                clock(law.consistency[name], layer.block, len(chain.blocks), law.microbatches, law.steps),
+                version_schedule(law.consistency[name], layer.block, len(chain.blocks), law.microbatches, law.steps),
                 compute,
             )
             for name, layer in chain.layers.items()
@@ -73,28 +70,17 @@ class Sequential:
         self.updater = law.updater(self.weights, chain.ties)
         self.norms = law.norms(chain.layers)
         self.ties = ties_of(chain, law.consistency.values(), law.microbatches)
-        self._waiting: dict[str, Weights] = {}
-        self._keeping: dict[str, Weights] = {}
+        self._waiting: dict[str, VersionedLayer] = {}
+        self._keeping: dict[str, VersionedLayer] = {}
         m = law.microbatches
         # The mean over the step's micro-batches enters as the gradient of each loss: every layer is divided by m.
         self._seed_gradient = torch.full((), 1.0 / m, device=device)
         self.precision = law.autocast(device)
         self._lesson: Outputs = None
         self.graphs = graphs
-        self.memory: Resident | None = None
+        self.memory: Offload | None = None
         """What brings layers to the device, where they do not all stay there."""
         self._reached = -2
-
-    def reside(self, said: Residency, also: Iterable[Subnet] = (), **options: Any) -> None:
-        """From here on layers live on the host; ``also`` are subnets that are scored on the way, and the options those
-        of ``make_resident``."""
-        late = self.norms is not None or self.ties is not None
-        self.memory = make_resident(
-            *(self.chain, self.weights, self.updater, self.law, self.stream, self.device, said),
-            late=late,
-            also=also,
-            **options,
-        )
 
     def step(self, i: int, batch: Batch) -> StepResult:
         """Forward, backward and every update that falls due in step i."""
@@ -119,7 +105,7 @@ class Sequential:
                 sums[name] = (total, count) if before is None else (_wide(before[0]) + total, before[1] + count)
             self._update(i * m + j)
             if self.memory is not None:
-                self.memory.finish("F", i * m + j)
+                self.memory.finish(i * m + j)
         return StepResult(i, picks, tuple(losses), sums, skipped)
 
     def _at_hand(self, n: int) -> None:
@@ -127,7 +113,7 @@ class Sequential:
         if n != self._reached + 1:
             self.memory.begin(n, self.law.steps * self.law.microbatches)
         self._reached = n
-        self.memory.start("F", n)
+        self.memory.start(n)
 
     def _microbatch(
         self, i: int, j: int, subnet: Subnet, batch: Batch
@@ -141,11 +127,8 @@ class Sequential:
         with self.precision():
             for layer in self.chain.route(subnet):
                 self.seeder.set(i, j, layer.name)
-                weights, side = self.weights[layer.name], side_inputs(layer, batch, subnet)
-                again = None
-                if weights.recomputes:
-                    again = partial(as_before, self.seeder, self.precision, i, j, layer.name)
-                tape.forward(weights, side, self.law.trains(layer, i), again)
+                weights, side = self.weights[layer.name], extra_inputs(layer, batch, subnet)
+                tape.forward(weights, side, self.law.trains(layer, i))
             carry = tape.outputs()
             self.seeder.set(i, j, "loss")
             outputs, loss = self.law.loss_of(carry, batch, self._lesson if j else None)
@@ -163,7 +146,7 @@ class Sequential:
         outputs: Outputs,
         loss: Tensor,
         backward: Callable[[], Mapping[str, list[Tensor | None]]],
-        used: Sequence[Weights],
+        used: Sequence[VersionedLayer],
     ) -> tuple[Tensor, dict[str, tuple[Tensor, float]], bool]:
         metrics = self.law.measured(outputs, batch)
         # On the CPU looking costs nothing; on a GPU it would stall every step, so there the run looks later.
@@ -182,7 +165,7 @@ class Sequential:
         return loss.detach(), metrics, True
 
     def _update(self, n: int) -> None:
-        by_rate: dict[float, list[Weights]] = {}
+        by_rate: dict[float, list[VersionedLayer]] = {}
         for weights in list(self._waiting.values()):
             last = weights.completes()
             if last <= n:
@@ -209,8 +192,8 @@ class Sequential:
             if not weights.kept:
                 del self._keeping[weights.layer.name]
 
-    def _apply(self, group: Sequence[Weights], rate: float, oldest: int) -> None:
-        def apply(some: Sequence[Weights]) -> None:
+    def _apply(self, group: Sequence[VersionedLayer], rate: float, oldest: int) -> None:
+        def apply(some: Sequence[VersionedLayer]) -> None:
             self.law.apply(some, rate, lambda weights: oldest, self.updater, self.norms, self.ties)
 
         if self.memory is None:
@@ -242,7 +225,8 @@ class Sequential:
     def non_finite(self, i: int, j: int, subnet: Subnet, batch: Batch) -> NonFiniteError:
         """The error for a loss that is not a number: runs the forward again and names the first layer that makes
         one."""
-        with at_hand(self.chain, subnet):
+        names = [layer.name for layer in self.chain.route(subnet)]
+        with nullcontext() if self.memory is None else self.memory.lending(names):
             return self._non_finite(i, j, subnet, batch)
 
     def _non_finite(self, i: int, j: int, subnet: Subnet, batch: Batch) -> NonFiniteError:
@@ -255,7 +239,7 @@ class Sequential:
                 for layer in self.chain.route(subnet):
                     self.seeder.set(i, j, layer.name)
                     weights = self.weights[layer.name]
-                    side = side_inputs(layer, batch, subnet)
+                    side = extra_inputs(layer, batch, subnet)
                     carry, _ = weights.forward(i * self.law.microbatches + j, carry, side)
                     if any(not torch.isfinite(x).all() for x in carry if x.is_floating_point()):
                         broken = any(not torch.isfinite(p).all() for p in weights.parameters)

@@ -1,8 +1,8 @@
 """One micro-batch through some layers: forward now, backward once the gradient of what came out is known.
 
 Layers run in *islands*. Within an island autograd keeps the graph; between two islands the tape carries the gradient
-across. A layer captured as a CUDA graph is an island of its own, and so is one that is recomputed. Where islands begin
-and end never changes a bit (see ``boundary``).
+across. A layer captured as a CUDA graph is an island of its own. Where islands begin and end never changes a bit (see
+``boundary``).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.pipeline.boundary import boundary, entered
-from weft.pipeline.graphs import Captured, Gradients, Graphs
-from weft.pipeline.recall import Again, Recalled
-from weft.pipeline.weights import Weights
-from weft.supernet import Carry
+from weft.engine.cuda_graphs import CapturedLayer, CudaGraphCache, Gradients
+from weft.engine.weight_versions import VersionedLayer
+from weft.supernet import Activations
+from weft.supernet.layer import detached_entry, grad_barrier
 
 Grad = Callable[[], tuple[Tensor | None, ...]]
 Beside = Callable[[Grad], tuple[Tensor | None, ...]]
@@ -28,9 +27,9 @@ Beside = Callable[[Grad], tuple[Tensor | None, ...]]
 
 @dataclass(slots=True)
 class _Island:
-    inputs: Carry
-    outputs: Carry = ()
-    layers: list[tuple[Weights, list[Tensor], bool]] = field(default_factory=list)
+    inputs: Activations
+    outputs: Activations = ()
+    layers: list[tuple[VersionedLayer, list[Tensor], bool]] = field(default_factory=list)
 
 
 class Tape:
@@ -44,8 +43,8 @@ class Tape:
     def __init__(
         self,
         n: int,
-        carry: Carry,
-        graphs: Graphs | None = None,
+        carry: Activations,
+        graphs: CudaGraphCache | None = None,
         received: bool = False,
         split: bool = False,
         beside: Beside | None = None,
@@ -53,30 +52,23 @@ class Tape:
         self.n = n
         self._beside = beside
         self.carry = carry
-        self.used: list[Weights] = []
+        self.used: list[VersionedLayer] = []
         self._trained: list[bool] = []
         self.back: Gradients = ()
         """After the backward: the gradients of the carry that the tape began with."""
         self._graphs = graphs
         self._received = received
         self._split = split
-        self._islands: list[_Island | Captured | Recalled] = []
-        self._later: list[tuple[_Island | Captured | Recalled, Gradients, list[Tensor | None]]] = []
+        self._islands: list[_Island | CapturedLayer] = []
+        self._later: list[tuple[_Island | CapturedLayer, Gradients, list[Tensor | None]]] = []
 
-    def forward(
-        self, weights: Weights, side: Mapping[str, Any], trains: bool = True, again: Again | None = None
-    ) -> None:
+    def forward(self, weights: VersionedLayer, side: Mapping[str, Any], trains: bool = True) -> None:
         """Runs the layer on what the last one left, under the version that this micro-batch must see.
 
-        A layer that does not train in this step gets no gradients. ``again`` is for one that is recomputed.
+        A layer that does not train in this step gets no gradients.
         """
         self.used.append(weights)
         self._trained.append(trains)
-        if weights.recomputes and again is not None:
-            recalled = Recalled(self.n, weights, side, trains, again)
-            self.carry = recalled.forward(self.carry)
-            self._islands.append(recalled)
-            return
         captured = None if self._graphs is None else self._graphs.get(weights, self.carry, trains)
         if captured is not None:
             weights.leaves(self.n)
@@ -85,20 +77,20 @@ class Tape:
             return
         island = self._open()
         carry, leaves = weights.forward(self.n, self.carry, side, trains)
-        self.carry = boundary(carry)
+        self.carry = grad_barrier(carry)
         island.layers.append((weights, leaves, trains))
 
-    def outputs(self) -> Carry:
+    def outputs(self) -> Activations:
         """What the last layer left, as part of an open island: the loss is computed from it."""
         self._open()
         return self.carry
 
-    def backward(self, outputs: Carry, gradients: Gradients) -> dict[str, list[Tensor | None]]:
+    def backward(self, outputs: Activations, gradients: Gradients) -> dict[str, list[Tensor | None]]:
         """Gradients by layer, from those of the outputs; every layer sees the version that its backward must see."""
         self.backward_inputs(outputs, gradients)
         return self.backward_weights()
 
-    def backward_inputs(self, outputs: Carry, gradients: Gradients) -> None:
+    def backward_inputs(self, outputs: Activations, gradients: Gradients) -> None:
         """Goes back to ``back``, the gradients of what the tape began with; to those of weights too, unless split."""
         for weights in self.used:
             weights.before_backward(self.n)
@@ -119,9 +111,6 @@ class Tape:
     def backward_weights(self) -> dict[str, list[Tensor | None]]:
         """The gradients by layer, after ``backward_inputs``."""
         leaves: list[Tensor | None] = []
-        if self._split:  # a forward that read an older version may have come between
-            for weights in self.used:
-                weights.to_newest()
         for island, given, own in self._later:
             if self._split and isinstance(island, _Island):
                 own, _ = self._go_back(island, given, inputs=False)
@@ -148,12 +137,12 @@ class Tape:
             # What a captured layer gave is neither, and autograd says so.
             own = (x.detach().clone() if isinstance(last, _Island) else x.detach() for x in leaves)
             leaves = tuple(x.requires_grad_(y.requires_grad) for x, y in zip(own, self.carry, strict=True))
-            self.carry = boundary(leaves) if isinstance(last, Captured) else entered(leaves)
+            self.carry = grad_barrier(leaves) if isinstance(last, CapturedLayer) else detached_entry(leaves)
         island = _Island(leaves)
         self._islands.append(island)
         return island
 
-    def _close(self, outputs: Carry) -> None:
+    def _close(self, outputs: Activations) -> None:
         if self._islands and isinstance(self._islands[-1], _Island):
             self._islands[-1].outputs = outputs
         # An island ends where a captured layer begins, with what that one took.
@@ -180,7 +169,7 @@ class Tape:
                 block = layer.bound(own)
                 if block is not None:
                     stack.enter_context(block)
-                stack.enter_context(layer.hidden.backward())
+                stack.enter_context(layer.recompute_guard.backward())
             found = grad() if self._beside is None else self._beside(grad)
         if not inputs:
             return list(found), ()

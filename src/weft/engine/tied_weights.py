@@ -1,8 +1,8 @@
 """Tied weights in training: every layer has its own copy, and both copies get the sum of the two gradients.
 
     stage 0   [tokens]  ----first---->            The mean gradient of a finished slot goes to the stage of the other
-    stage 1   [ ... ]                             copy, hop by hop where ranks have no link, and both stages add up
-    stage 2   [ head ]  <---second----            first + second: the same sum, so the copies stay equal to the bit.
+    stage 1   [ ... ]                             copy, from stage to stage, and both stages add up first + second: the
+    stage 2   [ head ]  <---second----            same sum, so the copies stay equal to the bit.
 
 Update u uses the sum of update u - delay. The delay is that of a norm over all layers: 0 where an update sees all
 earlier ones (``exact``: the stages wait for each other then), and ceil(depth / K) in a virtual pipeline. In the first
@@ -19,11 +19,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from weft.engine.consistency import Consistency
+from weft.engine.grad_clip import delay_together, few, span_of
+from weft.engine.weight_versions import VersionedLayer
 from weft.errors import TrainError
-from weft.pipeline.consistency import Consistency
-from weft.pipeline.norms import delay_together, few, span_of
-from weft.pipeline.placement import Placement
-from weft.pipeline.weights import Weights
 from weft.supernet import Chain, Tie
 
 TIES = "ties"
@@ -43,21 +42,14 @@ def check_ties(chain: Chain, promises: Iterable[Consistency]) -> None:
 
 
 def ties_of(
-    chain: Chain,
-    promises: Iterable[Consistency],
-    m: int,
-    of: Sequence[int] = (),
-    index: int = 0,
-    placement: Placement | None = None,
+    chain: Chain, promises: Iterable[Consistency], m: int, of: Sequence[int] = (), index: int = 0
 ) -> Ties | None:
     """What a stage needs for the ties of a chain, if it has to do with any; ``of`` gives the stage of every block."""
     if not chain.ties:
         return None
     promises = list(promises)
     stage = {name: of[layer.block] if of else 0 for name, layer in chain.layers.items()}
-    stages = max(stage.values()) + 1
     found = Ties(chain.ties, _delay(chain.ties, promises), span_of(promises[0], m), stage, index)
-    found.route(placement or Placement(stages))
     return found if found.concerned else None
 
 
@@ -71,22 +63,13 @@ class Ties:
         self._ends = [(tie, end) for tie, end in ends if self._stages[tie][end] == index]
         """The copies that are here, as (number of the tie, 0 for its first and 1 for its second)."""
         self.layers = {ties[tie][end].layer for tie, end in self._ends}
-        self._direct: list[bool] = [True] * len(ties)
         self._own: dict[tuple[int, int, int], Tensor] = {}
         self._halves: dict[tuple[int, int], dict[int, Tensor | None]] = {}
         self._sums: dict[tuple[int, int], Tensor | None] = {}
         self._next = 0
         self._counts = {tie: 0 for tie, _ in self._ends}
-        self._passed: dict[tuple[int, int], int] = {}
-
-    def route(self, placement: Placement) -> None:
-        """Gradients go straight to the other copy where its rank is this one's or has a link to it."""
-        links = set(placement.links())
-        for number, (one, other) in enumerate(self._stages):
-            left, right = sorted((placement.rank_of(one), placement.rank_of(other)))
-            self._direct[number] = left == right or (left, right) in links
-            if not self._direct[number] and min(one, other) < self._index < max(one, other):
-                self._passed |= {(number, 0): 0, (number, 1): 0}
+        between = [tie for tie, pair in enumerate(self._stages) if min(pair) < index < max(pair)]
+        self._passed = {(tie, end): 0 for tie in between for end in range(2)}
 
     @property
     def concerned(self) -> bool:
@@ -102,18 +85,18 @@ class Ties:
         """Whether all that goes to or through this stage for updates before a micro-batch has been here."""
         return all(count >= at // self.span for count in (*self._counts.values(), *self._passed.values()))
 
-    def record(self, weights: Weights) -> None:
+    def record(self, weights: VersionedLayer) -> None:
         """The gradient of a layer's finished slot, before it is clipped."""
         for tie, end, place in self._of(weights):
             key = (tie, end, weights.slot)
             if key not in self._own and weights.slot >= self._next:
                 self._own[key] = weights.mean()[place].clone()
 
-    def known(self, weights: Weights) -> bool:
+    def known(self, weights: VersionedLayer) -> bool:
         """Whether the sums that the update of a layer's finished slot uses are there."""
         return all(weights.slot - self.delay < self._counts[tie] for tie, _, _ in self._of(weights))
 
-    def sums(self, weights: Weights) -> dict[int, Tensor | None]:
+    def sums(self, weights: VersionedLayer) -> dict[int, Tensor | None]:
         """For the update of a layer's finished slot, by the place of a tied parameter among the layer's: the sum that
         it uses; None where the parameter is not to be touched."""
         at = weights.slot - self.delay
@@ -168,7 +151,7 @@ class Ties:
         for key in [key for key in self._sums if key[1] + self.delay < before - 1]:
             del self._sums[key]
 
-    def _of(self, weights: Weights) -> list[tuple[int, int, int]]:
+    def _of(self, weights: VersionedLayer) -> list[tuple[int, int, int]]:
         """The tied parameters of a layer: tie, end, and place among the layer's parameters."""
         name = weights.layer.name
         if name not in self.layers:
@@ -198,8 +181,7 @@ class Ties:
         target = self._stages[tie][1 - end]
         if target == self._index:
             return []
-        step = target if self._direct[tie] else self._index + (1 if target > self._index else -1)
-        return [(step, (slot * len(self._ties) + tie) * 2 + end, gradient)]
+        return [(self._index + (1 if target > self._index else -1), (slot * len(self._ties) + tie) * 2 + end, gradient)]
 
 
 def _delay(ties: Sequence[Tie], promises: Iterable[Consistency]) -> int:
@@ -207,8 +189,8 @@ def _delay(ties: Sequence[Tie], promises: Iterable[Consistency]) -> int:
     delay = delay_together(found)
     if delay is None:
         raise TrainError(
-            f"'{ties[0].first}' and '{ties[0].second}' are tied, which needs one consistency for all layers, exact or "
-            "bounded(K, depth), stashed or recomputed: their gradients are those of one update, and here layers are "
+            f"'{ties[0].first}' and '{ties[0].second}' are tied, which needs one consistency for all layers, exact, "
+            "bounded(K, depth) or stashed: their gradients are those of one update, and here layers are "
             f"updated at different times ({few(found)}). Untie them, or give all layers one of these"
         )
     return delay

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from weft.data import Batch
+from weft.engine.bilevel import Bilevel
+from weft.engine.consistency import Consistency, VersionSchedule
+from weft.engine.grad_clip import SMALL, GlobalNorm, GlobalNormClipper, delay_of, span_of
+from weft.engine.losses import counted
+from weft.engine.optimizer import LayerOptimizer, Optimizer, Schedule
+from weft.engine.tied_weights import Ties
+from weft.engine.weight_versions import VersionedLayer
 from weft.errors import TrainError
-from weft.pipeline import foreach
-from weft.pipeline.bilevel import Bilevel
-from weft.pipeline.consistency import Clock, Consistency
-from weft.pipeline.losses import counted
-from weft.pipeline.norms import SMALL, GlobalNorm, Norms, delay_of, span_of
-from weft.pipeline.optimizer import Optimizer, Updater
-from weft.pipeline.rate import Schedule
-from weft.pipeline.ties import Ties
-from weft.pipeline.weights import Weights
-from weft.supernet import Carry, Layer, Tie
+from weft.supernet import Activations, Layer, Tie
+from weft.utils import foreach
 
 Outputs = Any
 Loss = Callable[[Outputs, Batch], Tensor]
@@ -34,7 +33,7 @@ as its attribute ``size``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class TrainStep:
     """What a training run is, apart from where it runs: the fingerprint is a function of this, the chain and the
     data."""
 
@@ -65,7 +64,7 @@ class Law:
         """Whether the step changes the layer: architecture and weights take turns where there are both."""
         return self.bilevel is None or layer.arch == self.bilevel.architecture(step)
 
-    def updater(self, weights: Mapping[str, Weights], ties: Iterable[Tie] = ()) -> Updater:
+    def updater(self, weights: Mapping[str, VersionedLayer], ties: Iterable[Tie] = ()) -> LayerOptimizer:
         """The optimizers of some layers, by the names of their parameters; tied ones have the options of the first."""
         own = {} if self.bilevel is None else {n: self.bilevel.optimizer for n, w in weights.items() if w.layer.arch}
         parameters = {
@@ -73,7 +72,7 @@ class Law:
         }
         apart = {f"{name}.{path}": own[name] for name, path in parameters if name in own}
         named = {f"{name}.{path}": p for (name, path), p in parameters.items()}
-        return Updater(self.optimizer, named, apart, {str(tie.second): str(tie.first) for tie in ties})
+        return LayerOptimizer(self.optimizer, named, apart, {str(tie.second): str(tie.first) for tie in ties})
 
     def autocast(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
         """Blocks in which forwards compute in the run's precision."""
@@ -81,7 +80,7 @@ class Law:
             return lambda: torch.autocast(device.type, torch.bfloat16)
         return nullcontext
 
-    def loss_of(self, carry: Carry, batch: Batch, lesson: Outputs = None) -> tuple[Outputs, Tensor]:
+    def loss_of(self, carry: Activations, batch: Batch, lesson: Outputs = None) -> tuple[Outputs, Tensor]:
         """The outputs as the loss sees them, and the loss; raises TrainError where it is not one number.
 
         ``lesson`` is what the first micro-batch of the step gave, where the others are to follow it.
@@ -101,16 +100,16 @@ class Law:
         with torch.no_grad():
             return {name: counted(name, metric(outputs, batch)) for name, metric in self.metrics.items()}
 
-    def norms(self, layers: Iterable[str], first: bool = True, last: bool = True) -> Norms | None:
+    def norms(self, layers: Iterable[str], first: bool = True, last: bool = True) -> GlobalNormClipper | None:
         """What the clipping of some layers, in chain order, by the norm of all of them needs."""
         if not isinstance(self.clip, GlobalNorm):
             return None
         delay = delay_of(self.consistency.values())
         span = span_of(next(iter(self.consistency.values())), self.microbatches)
-        return Norms(self.clip, delay, span, layers, first, last)
+        return GlobalNormClipper(self.clip, delay, span, layers, first, last)
 
     def update(
-        self, weights: Weights, oldest: int, norms: Norms | None, ties: Ties | None
+        self, weights: VersionedLayer, oldest: int, norms: GlobalNormClipper | None, ties: Ties | None
     ) -> tuple[list[nn.Parameter], list[Tensor], bool]:
         """The parameters that the update of a layer's finished slot changes, their gradients, clipped, and whether it
         counts: one whose gradients are not finite may be skipped. ``oldest`` is as in ``Weights.take``."""
@@ -128,7 +127,7 @@ class Law:
                 gradients = gradients + tied
         return parameters, gradients, own is not None
 
-    def rate(self, clock: Clock, last: int) -> float:
+    def rate(self, clock: VersionSchedule, last: int) -> float:
         """What the learning rate is multiplied by in an update whose last micro-batch is ``last``."""
         step = last // self.microbatches
         rate = self.schedule(step, self.steps)
@@ -136,7 +135,7 @@ class Law:
             return rate
         return rate * float((1.0 + clock.delay) ** (min(step / self.rescale, 1.0) - 1.0))
 
-    def clipped(self, gradients: list[Tensor], slot: int, norms: Norms | None) -> list[Tensor] | None:
+    def clipped(self, gradients: list[Tensor], slot: int, norms: GlobalNormClipper | None) -> list[Tensor] | None:
         """A layer's gradients, clipped to the run's norm; None where they are not finite and are to be skipped."""
         if not gradients or (self.clip is None and self.nonfinite != "skip"):
             return gradients
@@ -151,11 +150,11 @@ class Law:
 
     def apply(
         self,
-        group: Sequence[Weights],
+        group: Sequence[VersionedLayer],
         rate: float,
-        readers: Callable[[Weights], int],
-        updater: Updater,
-        norms: Norms | None,
+        readers: Callable[[VersionedLayer], int],
+        updater: LayerOptimizer,
+        norms: GlobalNormClipper | None,
         ties: Ties | None,
     ) -> None:
         """The finished slots of these layers, which all have this rate, become updates, in one call of the optimizer.

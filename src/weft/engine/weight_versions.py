@@ -4,30 +4,50 @@ that wait."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from weft.engine.batch_stats import BatchStats, BatchStatsRecord
+from weft.engine.consistency import Bounded, Exact, VersionSchedule, VirtualPipeline
+from weft.engine.inplace_weights import InPlace, ParameterSwap, RecomputeGuard
 from weft.errors import ConsistencyError, SupernetError
-from weft.pipeline import foreach
-from weft.pipeline.binding import Binding
-from weft.pipeline.consistency import Bounded, Clock, Exact, Recomputed, Virtual
-from weft.pipeline.hidden import Hidden
-from weft.pipeline.inplace import InPlace
-from weft.pipeline.statistics import Record, Statistics
-from weft.supernet import Carry, Layer, failure, run_layer
+from weft.supernet import Activations, Layer, failure, run_layer
+from weft.utils import foreach
 
-if TYPE_CHECKING:
-    from weft.pipeline.residency.home import Home
+T = TypeVar("T")
 
 MARKS = "#@+~"
 """What sets names in a checkpoint apart from those of weights; see ``state``."""
 
 
-class Weights:
+class MovableMemory(Protocol):
+    """The memory of one layer that comes to the device and goes; see ``weft.offload``."""
+
+    def wait(self, begin: int | None) -> None: ...
+    def readable(self) -> None: ...
+    def keep(self, begin: int) -> list[Tensor]: ...
+    def drop(self, begin: int) -> None: ...
+
+
+class Offload(Protocol):
+    """What brings the layers of an engine to the device, micro-batch by micro-batch; see ``weft.offload``."""
+
+    def begin(self, first: int, total: int) -> None: ...
+    def may(self, n: int) -> bool: ...
+    def start(self, n: int) -> None: ...
+    def finish(self, n: int) -> None: ...
+    def beside(self, work: Callable[[], T]) -> T: ...
+    def update(self, group: Sequence[VersionedLayer], apply: Callable[[Sequence[VersionedLayer]], None]) -> None: ...
+    def lending(self, names: Iterable[str]) -> AbstractContextManager[None]: ...
+    def adopt(self) -> None: ...
+    def figures(self) -> dict[str, Any]: ...
+
+
+class VersionedLayer:
     """A layer's versions under its clock.
 
     The newest version lies in the module's own parameters. Version v is "after the updates of all slots below v";
@@ -37,7 +57,9 @@ class Weights:
     moves on to the newest version: see ``inplace``.
     """
 
-    def __init__(self, layer: Layer, module: nn.Module, clock: Clock, compute: torch.dtype | None = None) -> None:
+    def __init__(
+        self, layer: Layer, module: nn.Module, clock: VersionSchedule, compute: torch.dtype | None = None
+    ) -> None:
         self.layer = layer
         self.module = module
         self.clock = clock
@@ -50,23 +72,21 @@ class Weights:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.names = list(trained)
         self.parameters: list[nn.Parameter] = list(trained.values())
-        self._binding = Binding(module, self.parameters)
+        self._binding = ParameterSwap(module, self.parameters)
         self._aliases: list[Tensor] | None = None
         # Every reader of a version is through with it before the update that ends it: one set of tensors is enough.
         self._single = isinstance(clock.consistency, Exact) or (
-            isinstance(clock.consistency, Virtual) and clock.window == 1
+            isinstance(clock.consistency, VirtualPipeline) and clock.window == 1
         )
-        self.recomputes = isinstance(clock.consistency, Recomputed)
-        """Whether a forward keeps its input only, and the backward runs it again."""
         self.drifts: Counter[int] = Counter()
         """By how many updates a backward was ahead of its forward, and how often; where that may be any."""
         self._seen: dict[int, int] = {}
         self._updates = 0
         self.newest = 0
         self.kept: dict[int, list[Tensor]] = {}
-        self.pending: Pending | None = None
+        self.pending: PendingGradients | None = None
         single = isinstance(clock.consistency, Exact) and clock.m == 1
-        self.statistics = Statistics(layer.name, module, single)
+        self.statistics = BatchStats(layer.name, module, single)
         self._reads_buffers = single
         self._watched = True
         self.revocable = False
@@ -76,14 +96,16 @@ class Weights:
         self._own_buffers: dict[str, Tensor] = {}
         self._born = {name: (id(b), b._version) for name, b in module.named_buffers()}
         self._several = clock.span > 1
-        self.hidden = Hidden(layer.name, module, clock)
+        self.recompute_guard = RecomputeGuard(layer.name, module, clock)
         self._inplace: InPlace | None = None
-        self.home: Home | None = None
+        self.home: MovableMemory | None = None
         """Where the layer's memory is, if that changes in the course of the run."""
         if isinstance(clock.consistency, Bounded) and clock.window > 1:
             self._inplace = InPlace(module, self.parameters, compute)
 
-    def forward(self, n: int, carry: Carry, side: Mapping[str, Any], trains: bool = True) -> tuple[Carry, list[Tensor]]:
+    def forward(
+        self, n: int, carry: Activations, side: Mapping[str, Any], trains: bool = True
+    ) -> tuple[Activations, list[Tensor]]:
         """Output of micro-batch n under the version that it must see, and the leaves to differentiate by.
 
         Unless the layer ``trains`` they are constants to autograd, which spares their gradients.
@@ -94,8 +116,7 @@ class Weights:
         before = self.buffer_state() if self._watched else None
         if self.revocable and self._reads_buffers:
             self._own_buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        with self.hidden.forward():
-            out = self.run(leaves, carry, side)
+        out = self.run(leaves, carry, side)
         if before is not None:
             self._check_buffers(before)
         return out, leaves
@@ -126,7 +147,7 @@ class Weights:
         """The tensors that every forward computes with, if they are the same ones for the whole run."""
         if self._inplace is not None:
             return self._inplace.leaves
-        return list(self.parameters) if self._single and not self.recomputes else None
+        return list(self.parameters) if self._single else None
 
     def current(self) -> list[Tensor]:
         """The tensors of the newest version."""
@@ -134,7 +155,7 @@ class Weights:
             self.home.wait(None)
         return self._newest()
 
-    def run(self, leaves: list[Tensor], carry: Carry, side: Mapping[str, Any]) -> Carry:
+    def run(self, leaves: list[Tensor], carry: Activations, side: Mapping[str, Any]) -> Activations:
         """What the layer makes of the carry with these leaves for its parameters."""
         try:
             with self.bound(leaves) or nullcontext():
@@ -188,7 +209,7 @@ class Weights:
         if self._inplace is not None:
             self._inplace.newest()
 
-    def add(self, n: int, gradients: list[Tensor | None], record: Record | None = None) -> None:
+    def add(self, n: int, gradients: list[Tensor | None], record: BatchStatsRecord | None = None) -> None:
         """The gradient of micro-batch n joins those of its slot, in micro-batch order.
 
         ``record`` holds the batch statistics of its forward; None: it is the last forward that this layer did.
@@ -199,7 +220,7 @@ class Weights:
         # The last of a slot is used at once; an earlier one has to outlive what autograd and the norms do next.
         kept = self._several and self.clock.last(slot) != n
         if self.pending is None:
-            self.pending = Pending(slot, [g.clone() for g in filled] if kept else filled, [])
+            self.pending = PendingGradients(slot, [g.clone() for g in filled] if kept else filled, [])
         else:
             foreach.add_(self.pending.gradients, filled)
         if self.statistics.norms:
@@ -335,12 +356,12 @@ class Weights:
             )
 
 
-class Pending:
+class PendingGradients:
     """Gradients of an unfinished slot, summed in micro-batch order, and the statistics that go with them."""
 
     __slots__ = ("gradients", "mean", "records", "slot")
 
-    def __init__(self, slot: int, gradients: list[Tensor], records: list[Record]) -> None:
+    def __init__(self, slot: int, gradients: list[Tensor], records: list[BatchStatsRecord]) -> None:
         self.slot = slot
         self.gradients = gradients
         self.mean: list[Tensor] | None = None

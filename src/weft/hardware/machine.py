@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from weft.errors import PlanError, RunError, nearest
-from weft.runs.files import read_json
+from weft.utils.files import read_json
 
 Seconds = NDArray[np.float64]
 
@@ -161,7 +161,7 @@ class Machine:
 
 def machine(name_or_path: str | Path) -> Machine:
     """A preset by its name, whatever its case, or the machine in a JSON file; `PlanError` if it is neither."""
-    from weft.plan.presets import PRESETS, preset
+    from weft.hardware.presets import PRESETS, preset
 
     word = str(name_or_path)
     if isinstance(name_or_path, str) and not word.lower().endswith(".json") and not Path(word).is_file():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from weft.errors import PlanError, nearest
-from weft.plan.machine import Device, Level, Machine
+from weft.hardware.machine import Device, Level, Machine
 
 GIB = 2.0**30
 

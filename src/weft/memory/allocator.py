@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from typing import Protocol
 
 from weft.errors import PlanError
-from weft.plan.memory.addresses import Addresses, Slots
 
 MIB = 2**20
 
@@ -16,7 +16,7 @@ class OutOfMemory(PlanError):
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class AllocatorConfig:
     """What the allocator does with a request; the defaults are PyTorch's (c10/cuda/CUDACachingAllocator)."""
 
     granule: int = 512
@@ -69,9 +69,9 @@ class CachingAllocator:
     """
 
     def __init__(
-        self, rules: Rules | None = None, limit: int | None = None, addresses: Addresses | None = None
+        self, rules: AllocatorConfig | None = None, limit: int | None = None, addresses: Addresses | None = None
     ) -> None:
-        self.rules, self.limit = rules or Rules(), limit
+        self.rules, self.limit = rules or AllocatorConfig(), limit
         self._addresses = addresses or Slots()
         self.allocated = self.peak = self.reserved = self.reserved_peak = 0
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
@@ -156,3 +156,187 @@ class CachingAllocator:
     def _take(self, block: Block) -> None:
         free = self._free[block.small]
         free.pop(bisect_left(free, (block.size, block.address), key=lambda entry: entry[:2]))
+
+
+# PyTorch's expandable segments: one stretch of addresses a pool, under which pages of memory come and go.
+#
+# addresses | used | free | used | free . . . . . | used | . . . . . . . . . pages |=======|=======|=======| |======|
+# nothing lies under the dots
+#
+# A request that no free block is large enough for gets pages under what follows the first free block that can grow,
+# so that no hole is too small for ever; at a limit, pages under which nothing is used go back to the device.
+
+
+ENDLESS = 1 << 60
+"""Bytes of addresses of a pool."""
+
+
+class ExpandableAllocator(CachingAllocator):
+    """Reserves pages of `small_segment` bytes for small requests, and of `large_segment` for others."""
+
+    def __init__(self, rules: AllocatorConfig, limit: int | None = None) -> None:
+        super().__init__(rules, limit)
+        self._bare: dict[bool, list[Block]] = {small: [self._unmapped(0, ENDLESS, small)] for small in (True, False)}
+        """Addresses without pages, lowest first."""
+
+    def _unmapped(self, address: int, size: int, small: bool) -> Block:
+        block = Block(address, size, small)
+        block.free = False  # nobody can have it as it is
+        return block
+
+    def _chosen(self, free: list[tuple[int, int, Block]], place: int) -> int:
+        """A block that can grow counts as large as it can become: others of the right size go first."""
+        while place + 1 < len(free) and self._reach(free[place + 1][2]) < self._reach(free[place][2]):
+            place += 1
+        return place
+
+    def _reach(self, block: Block) -> int:
+        after = block.after
+        return block.size + (after.size if after is not None and after in self._bare[block.small] else 0)
+
+    def _grow(self, size: int, small: bool) -> Block:
+        self._room(self._segment(size, small))  # as if nothing of it were there, which is how PyTorch asks
+        block = self._growing(size, small)
+        while block.size < size:
+            bare = block.after
+            assert bare is not None
+            block = self._map(bare, size - block.size, block)
+        return block
+
+    def _growing(self, size: int, small: bool) -> Block:
+        """The first free block, taken, that has enough addresses behind it which are free or bare; perhaps empty."""
+        bares = self._bare[small]
+        for bare in bares:
+            first = bare.before if bare.before is not None and bare.before.free else bare
+            room, last = 0, first
+            while room < size and last is not None and (last.free or last in bares):
+                room, last = room + last.size, last.after  # type: ignore[assignment]
+            if room < size:
+                continue
+            if first is not bare:
+                self._take(first)
+                return first
+            empty = Block(bare.address, 0, small)
+            empty.before, empty.after, bare.before = bare.before, bare, empty
+            if empty.before is not None:
+                empty.before.after = empty
+            return empty
+        raise AssertionError("the last addresses have no end")
+
+    def _map(self, bare: Block, size: int, block: Block) -> Block:
+        """The block with pages for so many bytes more, and with the free block behind them, if all that was bare is
+        used up."""
+        page = self._page(bare.small)
+        grown = min(-(-size // page) * page, bare.size)
+        self._reserve(grown)
+        block.size += grown
+        bare.address, bare.size = bare.address + grown, bare.size - grown
+        if bare.size:
+            return block
+        self._bare[bare.small].remove(bare)
+        block.after = bare.after
+        if block.after is not None:
+            block.after.before = block
+            if block.after.free:
+                self._take(block.after)
+                block.join(block.after)
+        return block
+
+    def _page(self, small: bool) -> int:
+        return self.rules.small_segment if small else self.rules.large_segment
+
+    def _release(self) -> None:
+        """Whole pages under free blocks go back to the device."""
+        for small, free in self._free.items():
+            page = self._page(small)
+            for _, address, block in list(free):
+                first, last = -(-address // page) * page, (address + block.size) // page * page
+                if first < last:
+                    self._take(block)
+                    self._unmap(block, first, last)
+
+    def _unmap(self, block: Block, first: int, last: int) -> None:
+        bare = block
+        if first > block.address:
+            bare = block.cut(first - block.address)
+            self._put(block)
+        if bare.address + bare.size > last:
+            self._put(bare.cut(last - first))
+        bare.free = False
+        self.reserved -= last - first
+        bares = self._bare[bare.small]
+        for near in (bare.before, bare.after):
+            if near is not None and near in bares:
+                bares.remove(near)
+                bare = near.join(bare) if near is bare.before else bare.join(near)
+        bares.append(bare)
+        bares.sort(key=lambda one: one.address)
+
+
+# Where the driver puts a segment: of two free blocks of one size the allocator takes the lower, so it matters.
+#
+# Segments share the addresses of the whole process, and fill holes that its libraries and its memory on the host
+# left: nobody can know them all. Of 309 trainings whose requests are known to the byte, what is reserved follows from
+# them within 3 % for 95 of 100, under the order seen most as under the others; the largest of the three figures is
+# never more than 3 % too low.
+
+SLOT = 32 * 2**20
+"""Addresses are taken by multiples of it."""
+
+
+class Addresses(Protocol):
+    def place(self, size: int) -> int:
+        """The address of a new segment."""
+        ...
+
+    def back(self, address: int, size: int) -> None:
+        """A segment is given back."""
+        ...
+
+
+class Slots:
+    """What is seen of a process without holes (H200, driver 580): each segment gets whole slots below all others, and
+    later ones that fit into what it leaves of them go there, the lowest first.
+
+    >>> slots, mib = Slots(), 2**20
+    >>> one, two, three = slots.place(50 * mib), slots.place(20 * mib), slots.place(14 * mib)
+    >>> (one - two) // mib, (three - one) // mib
+    (32, 50)
+    """
+
+    def __init__(self) -> None:
+        self._low = 1 << 46
+        self._gaps: list[tuple[int, int]] = []
+
+    def place(self, size: int) -> int:
+        for number, (address, room) in enumerate(self._gaps):
+            if room >= size:
+                self._gaps[number : number + 1] = [(address + size, room - size)] if room > size else []
+                return address
+        whole = -(-size // SLOT) * SLOT
+        self._low -= whole
+        if whole > size:
+            self._gaps.insert(0, (self._low + size, whole - size))
+        return self._low
+
+    def back(self, address: int, size: int) -> None:
+        insort(self._gaps, (address, size))
+
+
+class OneWay:
+    """Each segment above all that came before, as in a large hole, or below."""
+
+    def __init__(self, *, down: bool = False) -> None:
+        self._next, self._step = 0, -1 if down else 1
+
+    def place(self, size: int) -> int:
+        self._next += self._step
+        return self._next << 48
+
+    def back(self, address: int, size: int) -> None:
+        """Addresses are not used again."""
+
+
+def orders() -> tuple[Addresses, ...]:
+    """The orders of addresses under which what is reserved is worked out."""
+    return Slots(), OneWay(), OneWay(down=True)

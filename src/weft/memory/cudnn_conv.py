@@ -9,12 +9,15 @@ and images of few channels have kernels of their own: these two have rules, read
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from weft.plan.memory.choices import Shape, kind, pieces
-from weft.plan.memory.kernels import Kernels
-from weft.plan.memory.sketch import Sketch
+from weft.hardware.gpus import Kernels
+from weft.memory.tensor_shape import TensorShape
 
 KINDS = ("none", "image", "result", "plain", "both", "winograd", "fourier")
 """Kernels that take nothing, that turn operands round (one of them, or both, or both but without filling up the image's
@@ -52,7 +55,7 @@ def convolution_backward(args: tuple[Any, ...], result: Any, kernels: Kernels) -
     return [images if asked[0] else 0, weights if asked[1] else 0]
 
 
-def _few(shape: Shape, turned: int, image: Sketch, grad: Sketch, weight: Sketch) -> tuple[int, int]:
+def _few(shape: Shape, turned: int, image: TensorShape, grad: TensorShape, weight: TensorShape) -> tuple[int, int]:
     """Of the gradients of images and of weights, where a filter has one pixel or an image few channels."""
     half, sums = shape.element == 2, 4 * weight.numel()
     if shape.taps > 1:
@@ -117,26 +120,92 @@ def _plane(side: int) -> int:
     return side * (side // 2 + 1) * 2
 
 
-def _shape(image: Sketch, result: Sketch, weight: Sketch, stride: Any) -> Shape:
+def _shape(image: TensorShape, result: TensorShape, weight: TensorShape, stride: Any) -> Shape:
     return Shape(
         image.shape[0], image.shape[1], _points(image), result.shape[1], _points(result), _points(weight),
         math.prod(stride), image.element_size(),
     )  # fmt: skip
 
 
-def _own(image: Sketch, groups: int) -> bool:
+def _own(image: TensorShape, groups: int) -> bool:
     """Whether PyTorch's own kernels do it: depthwise ones, or a product for single pixels."""
     return groups > 1 or image.dim() < 4 or _points(image) == 1
 
 
-def _turned(tensor: Sketch) -> int:
+def _turned(tensor: TensorShape) -> int:
     """Bytes of a copy with the channels filled up."""
     return tensor.shape[0] * (-(-tensor.shape[1] // 8) * 8) * _points(tensor) * tensor.element_size()
 
 
-def _points(tensor: Sketch) -> int:
+def _points(tensor: TensorShape) -> int:
     return math.prod(tensor.shape[2:])
 
 
-def _aligned(image: Sketch) -> bool:
+def _aligned(image: TensorShape) -> bool:
     return _points(image) * image.element_size() % 16 == 0
+
+
+# What cuDNN does with a convolution, as decision trees that were fitted to what it did on a device.
+#
+# cuDNN keeps its rules to itself, but follows them: of thousands of random convolutions, the kernels and the
+# workspaces were recorded (`benchmarks/convolutions.py`, which also writes the file that is read here). A tree asks
+# for one property of a convolution after the other, as `Shape.properties` names them, and ends with a kind of kernel,
+# or with the number of partial sums that a gradient of weights is cut into.
+
+PASSES = ("forward", "images", "weights")
+"""The three convolutions of a training step: the forward, the gradient of the images, that of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A convolution; ``seen`` and ``made`` are the pixels of an image and of a result, ``taps`` those of a filter, and
+    ``steps`` the pixels that a stride goes over."""
+
+    samples: int
+    channels: int
+    seen: int
+    filters: int
+    made: int
+    taps: int
+    steps: int
+    element: int
+    """Bytes of a number."""
+
+    def properties(self) -> dict[str, int]:
+        """What a tree may ask for."""
+        n, c, o = self.samples, self.channels, self.filters
+        return {
+            "samples": n, "channels": c, "filters": o, "seen": self.seen, "made": self.made, "taps": self.taps,
+            "steps": self.steps, "rows": n * self.made, "columns": c * self.taps, "weights": o * c * self.taps,
+            "image": n * c * self.seen, "result": n * o * self.made, "work": n * self.made * o * c * self.taps,
+            "channels % 8": c % 8, "channels % 32": c % 32, "filters % 8": o % 8, "filters % 32": o % 32,
+            "narrow": min(c, o), "wide": max(c, o), "tiles": -(-o // 128) * -(-c * self.taps // 128),
+        }  # fmt: skip
+
+
+def kind(shape: Shape, which: str) -> str:
+    """The kind of kernel of one of the `PASSES`, as `convolutions.workspace` knows them.
+
+    >>> kind(Shape(64, 32, 1024, 32, 1024, 9, 1, 4), "weights")
+    'fourier'
+    """
+    return str(_leaf(_trees()["kinds"][which][str(shape.element)], shape))
+
+
+def pieces(shape: Shape) -> float:
+    """How many partial sums, of the size of the weights in float32, a gradient of weights takes."""
+    return float(_leaf(_trees()["pieces"][str(shape.element)], shape))
+
+
+def _leaf(tree: Any, shape: Shape) -> Any:
+    known = shape.properties()
+    while isinstance(tree, list):
+        name, limit, below, above = tree
+        tree = below if known[name] <= limit else above
+    return tree
+
+
+@cache
+def _trees() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(files(__package__).joinpath("cudnn_conv_trees.json").read_text())
+    return found

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from weft.errors import PlanError
-from weft.plan.machine import Machine
-from weft.plan.machine import machine as machine_of
-from weft.plan.memory.allocator import Rules
-from weft.plan.memory.curve import Curve, shares
-from weft.plan.memory.fakes import batch_size
-from weft.plan.memory.kernels import Kernels, kernels
-from weft.plan.memory.replay import Peaks, fits, replay
-from weft.plan.memory.seconds import Work, step_seconds
-from weft.plan.memory.step import Trace, trace
-from weft.plan.memory.tape import Tape
-from weft.plan.memory.training import Loss, Step, Training
-from weft.units import size as shown
-from weft.units import size_of
+from weft.hardware.gpus import Kernels, kernels
+from weft.hardware.machine import Machine
+from weft.hardware.machine import machine as machine_of
+from weft.memory.allocator import AllocatorConfig
+from weft.memory.replay import Peaks, fits, replay
+from weft.memory.roofline import Work, step_seconds
+from weft.memory.tensor_shape import combined
+from weft.memory.timeline import AllocationTimeline
+from weft.memory.train_step import Loss, Step, Trace, Training, trace
+from weft.memory.workspaces import SLOTS, workspaces
+from weft.nn.fake import batch_size
+from weft.utils.units import format_bytes as shown
+from weft.utils.units import parse_bytes
 
 MOST = 2**22
 """No batch above it is looked for."""
@@ -76,7 +77,7 @@ def estimate(
     size = batch_size(batch)
     if machine is None and isinstance(device, str):
         machine = device.upper()
-    source = _Source(taken, batch, size, Rules(expandable=expandable), machine)
+    source = _Source(taken, batch, size, AllocatorConfig(expandable=expandable), machine)
     return source.estimate(size, source.traced(size))
 
 
@@ -109,7 +110,7 @@ class Estimate:
             raise PlanError(f"a batch has at least 1 sample, not {batch}")
         return self if batch == self.batch else self._source.at(batch)
 
-    def tape(self, batch: int) -> tuple[Tape, Rules]:
+    def tape(self, batch: int) -> tuple[AllocationTimeline, AllocatorConfig]:
         """What a step of so many samples takes and gives back, in order, and the rules of the allocator that it asks:
         for those who replay it another way."""
         return self._source.tape(batch), self._source.rules
@@ -143,9 +144,9 @@ class _Source:
     training: Training
     batch: Any
     size: int
-    rules: Rules
+    rules: AllocatorConfig
     machine: Machine | str | None
-    curves: list[Curve | None] = field(default_factory=list)
+    curves: list[BatchPolynomial | None] = field(default_factory=list)
     traces: dict[int, Trace] = field(default_factory=dict)
 
     def traced(self, size: int) -> Trace:
@@ -160,13 +161,13 @@ class _Source:
         figures = (peaks.phases, peaks.parts, peaks.modules)
         return Estimate(size, peaks.allocated, peaks.reserved, own, *figures, seconds, why, found.assumed, self)
 
-    def curve(self) -> Curve | None:
+    def curve(self) -> BatchPolynomial | None:
         """What all batches lie on; None if each has to be traced by itself."""
         if not self.curves:
             self.curves.append(self._curve())
         return self.curves[0]
 
-    def tape(self, size: int) -> Tape:
+    def tape(self, size: int) -> AllocationTimeline:
         curve = None if size in self.traces else self.curve()
         return self.traced(size).tape if curve is None else curve.at(size)
 
@@ -185,7 +186,7 @@ class _Source:
     def fits(self, size: int, memory: int) -> bool:
         return memory > 0 and fits(self.tape(size), memory, self.rules)
 
-    def _curve(self) -> Curve | None:
+    def _curve(self) -> BatchPolynomial | None:
         base = max(self.size, 2)
         while True:
             try:
@@ -205,10 +206,10 @@ class _Source:
             return None
         return parabola if parabola.meets(*self._first(base, *fourth)) else None
 
-    def _through(self, *sizes: int) -> Curve:
-        return Curve({size: self.traced(size).tape for size in sizes}, self.training.kernels)
+    def _through(self, *sizes: int) -> BatchPolynomial:
+        return BatchPolynomial({size: self.traced(size).tape for size in sizes}, self.training.kernels)
 
-    def _first(self, base: int, times: int, more: int) -> tuple[int, Tape]:
+    def _first(self, base: int, times: int, more: int) -> tuple[int, AllocationTimeline]:
         """A batch far from the base, and the first step with it; no more than a multiple where it must be one."""
         for size in (times * base + more, times * base):
             try:
@@ -245,4 +246,54 @@ def _between(works: Sequence[Work], counts: Sequence[float]) -> Work:
 
 
 def _bytes(memory: float | str) -> int:
-    return int(size_of(memory, PlanError))
+    return int(parse_bytes(memory, PlanError))
+
+
+# How a tape goes with the batch size: polynomials through the tapes of a few batches.
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPolynomial:
+    """Blocks of tapes with the same blocks in the same order, by batch: through two each size is a straight line in the
+    batch size, through three a parabola. Workspaces follow their rules from shapes that are such curves."""
+
+    tapes: Mapping[int, AllocationTimeline]
+    kernels: Kernels
+
+    def __post_init__(self) -> None:
+        (batch, first), *others = self.tapes.items()
+        for other, tape in others:
+            alike = [call.name for call in first.calls] == [call.name for call in tape.calls]
+            if first.order != tape.order or not alike:
+                raise PlanError(
+                    f"steps with batches of {batch} and {other} allocate in a different order "
+                    f"({len(first)} and {len(tape)} blocks): estimate each batch by itself"
+                )
+
+    def at(self, batch: int) -> AllocationTimeline:
+        given, tapes = shares(tuple(self.tapes), batch), list(self.tapes.values())
+        sizes = [combined(each, *given) for each in zip(*(tape.sizes for tape in tapes), strict=True)]
+        for calls in zip(*(tape.calls for tape in tapes), strict=True):
+            args, result = combined([(call.args, call.result) for call in calls], *given)
+            begin = calls[0].block
+            sizes[begin : begin + SLOTS] = workspaces(calls[0].name, args, result, self.kernels)
+        return replace(tapes[0], sizes=tuple(sizes))
+
+    def meets(self, batch: int, traced: AllocationTimeline) -> bool:
+        """Whether a trace with this batch, which may have the first step alone, gives the blocks that lie on it."""
+        here = self.at(batch)
+        made = max(place for place, event in enumerate(traced.order) if event >= 0) + 1
+        return here.order[:made] == traced.order[:made] and here.sizes[: len(traced)] == traced.sizes
+
+
+def shares(batches: Sequence[int], batch: int) -> tuple[list[int], int]:
+    """By how much each of some values at these batches counts at another, and what that is a share of: whole numbers,
+    so that a polynomial through the values has no error.
+
+    >>> shares((2, 4), 7)
+    ([-3, 5], 2)
+    """
+    above = [math.prod(batch - other for other in batches if other != one) for one in batches]
+    below = [math.prod(one - other for other in batches if other != one) for one in batches]
+    whole = math.lcm(*below)
+    return [up * (whole // down) for up, down in zip(above, below, strict=True)], whole

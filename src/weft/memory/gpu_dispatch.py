@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from weft.plan.memory import recurrent
-from weft.plan.memory.kernels import Kernels
-from weft.plan.memory.overrides import Kernel, overriding
+from weft.hardware.gpus import Kernels
+from weft.memory import cudnn_rnn
 
 aten = torch.ops.aten
 
 
 @contextmanager
-def as_on_gpu(kernels: Kernels, adding: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def dispatch_as_gpu(kernels: Kernels, adding: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Within the block, operators on (fake) tensors of the CPU take the way that they take on this device; within
     ``adding``, sums would be formed in place if the tensors held data."""
     kept: list[Tensor] = []
@@ -70,8 +72,8 @@ def as_on_gpu(kernels: Kernels, adding: Callable[[], AbstractContextManager[None
         return result if bias is None else result.add_(bias)
 
     own: dict[str, Kernel | None] = {"scaled_dot_product_attention": attention, "dropout": dropout, "linear": linear}
-    own |= {f"{kind}.input": recurrent.operator(kind, kept) for kind in recurrent.GATES}
-    with overriding(own, "AutogradCPU"):
+    own |= {f"{kind}.input": cudnn_rnn.operator(kind, kept) for kind in cudnn_rnn.GATES}
+    with replace_kernels(own, "AutogradCPU"):
         yield
 
 
@@ -103,3 +105,119 @@ def _padded(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
         length = mask.shape[-1]
         mask = torch.nn.functional.pad(mask, (0, -length % 8))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+# CUDA's autocast on fake tensors of the CPU: the same operators are cast as on the device, weights once a step.
+
+
+# The policies of ATen/autocast_mode.h. An operator with a kernel for CUDA's autocast that is on neither list is cast
+# to float32.
+_LOWER = """
+_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu addmm
+addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+_thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+_scaled_dot_product_flash_attention scaled_dot_product_attention
+""".split()  # noqa: SIM905
+_PROMOTE = """
+addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat stack
+""".split()  # noqa: SIM905
+_RESULT = """
+prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum
+""".split()  # noqa: SIM905
+"""Computed from what is given, with a result of float32, unless the caller asks for another dtype."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@contextmanager
+def autocast_as_cuda() -> Iterator[None]:
+    """Within the block, ``torch.autocast("cpu")`` does what ``torch.autocast("cuda")`` does on a GPU."""
+    cast: dict[int, tuple[Tensor, Tensor]] = {}
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        cast.clear()
+        clear()
+
+    kernels: dict[str, Kernel | None] = dict.fromkeys(operators("CPU"))
+    kernels |= {name: _kernel(name, cast) for name in operators("CUDA")}
+    with replace_kernels(kernels, "AutocastCPU"):
+        torch.clear_autocast_cache = clear_both
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache = clear
+
+
+@cache
+def operators(backend: str) -> tuple[str, ...]:
+    """The operators that autocast has a kernel for on CPU or CUDA in this version of PyTorch."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    return tuple(sorted(name for name in names if has(name, f"Autocast{backend}")))
+
+
+def _kernel(name: str, cast: dict[int, tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    takes_dtype = any(argument.name == "dtype" for argument in operator._schema.arguments)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        low = torch.get_autocast_dtype("cpu")
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+            if packet in _RESULT and takes_dtype:
+                eligible = isinstance(args[0], Tensor) and args[0].dtype in _FLOATS
+                if kwargs.get("dtype") is None and not _asked(operator, args) and eligible:
+                    kwargs["dtype"] = torch.float32
+                return operator(*args, **kwargs)
+            if packet in _LOWER:
+                to = low
+            elif packet in _PROMOTE:
+                found = [leaf.dtype for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                to = torch.float32 if torch.float32 in found else low
+            else:
+                to = torch.float32
+            leaves, form = pytree.tree_flatten((args, kwargs))
+            # As compiled, the arguments of the call are cast from the last to the first.
+            leaves = [_cast(leaf, to, low, cast) for leaf in reversed(leaves)][::-1]
+            args, kwargs = pytree.tree_unflatten(leaves, form)
+            return operator(*args, **kwargs)
+
+    return run
+
+
+def _asked(operator: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the caller named a dtype by its place."""
+    names = [argument.name for argument in operator._schema.arguments]
+    place = names.index("dtype")
+    return len(args) > place and args[place] is not None
+
+
+def _cast(leaf: Any, to: torch.dtype, low: torch.dtype, cast: dict[int, tuple[Tensor, Tensor]]) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.dtype not in _FLOATS or leaf.dtype == to:
+        return leaf
+    # A weight that many operators read is cast once, as long as autocast is on.
+    if to == low and leaf.dtype == torch.float32 and leaf.requires_grad and leaf.is_leaf and not leaf._is_view():
+        if id(leaf) not in cast:
+            cast[id(leaf)] = (leaf, leaf.to(to))
+        return cast[id(leaf)][1]
+    return leaf.to(to)
+
+
+# Kernels of PyTorch's operators replaced for a while.
+
+Kernel = Callable[..., Any]
+_library: Any = torch.library
+
+
+@contextmanager
+def replace_kernels(kernels: Mapping[str, Kernel | None], key: str) -> Iterator[None]:
+    """Within the block, operators (``aten`` names) have these kernels for a dispatch key; None: they have none."""
+    library = _library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of kernels that are replaced, which is what is wanted
+            for name, kernel in kernels.items():
+                library.impl(name, kernel or _library.fallthrough_kernel, key)
+        yield
+    finally:
+        library._destroy()

@@ -7,11 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from weft.plan.memory.addresses import orders
-from weft.plan.memory.allocator import CachingAllocator, OutOfMemory, Rules
-from weft.plan.memory.expandable import ExpandableAllocator
-from weft.plan.memory.steady import lasting
-from weft.plan.memory.tape import PARTS, PHASES, Tape
+from weft.memory.allocator import AllocatorConfig, CachingAllocator, ExpandableAllocator, OutOfMemory, orders
+from weft.memory.timeline import PARTS, PHASES, AllocationTimeline, repeat_last_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +22,7 @@ class Peaks:
     modules: Mapping[str, Mapping[str, int]]
 
 
-def makers(rules: Rules | None = None) -> tuple[Callable[..., CachingAllocator], ...]:
+def makers(rules: AllocatorConfig | None = None) -> tuple[Callable[..., CachingAllocator], ...]:
     """What makes allocators, perhaps with a ``limit``: one for each way in which things may turn out. All that one of
     them makes belong to one process.
 
@@ -36,9 +33,9 @@ def makers(rules: Rules | None = None) -> tuple[Callable[..., CachingAllocator],
     return tuple(partial(CachingAllocator, rules, addresses=order) for order in orders())
 
 
-def replay(tape: Tape, rules: Rules | None = None) -> Peaks:
+def replay(tape: AllocationTimeline, rules: AllocatorConfig | None = None) -> Peaks:
     """The peaks of a tape on a device that has enough; of what may be reserved, the largest figure."""
-    tape = lasting(tape)
+    tape = repeat_last_step(tape)
     allocator, *others = (make() for make in makers(rules))
     for other in others:
         _run(tape, other)
@@ -71,10 +68,10 @@ def replay(tape: Tape, rules: Rules | None = None) -> Peaks:
     return Peaks(allocator.peak, reserved, {n: phases.get(n, 0) for n in PHASES[1:]}, parts, modules)
 
 
-def fits(tape: Tape, memory: int, rules: Rules | None = None) -> bool:
+def fits(tape: AllocationTimeline, memory: int, rules: AllocatorConfig | None = None) -> bool:
     """Whether the steps of a tape run within so many bytes, cached ones being given back where that helps, wherever
     the segments lie."""
-    tape = lasting(tape)
+    tape = repeat_last_step(tape)
     try:
         for make in makers(rules):
             _run(tape, make(limit=memory))
@@ -83,7 +80,7 @@ def fits(tape: Tape, memory: int, rules: Rules | None = None) -> bool:
     return True
 
 
-def _run(tape: Tape, allocator: CachingAllocator) -> None:
+def _run(tape: AllocationTimeline, allocator: CachingAllocator) -> None:
     blocks = {}
     for event in tape.order:
         if event == 0 or tape.sizes[abs(event) - 1] == 0:
@@ -94,7 +91,9 @@ def _run(tape: Tape, allocator: CachingAllocator) -> None:
             allocator.free(blocks.pop(-event))
 
 
-def _held(tape: Tape, moment: int, allocator: CachingAllocator) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+def _held(
+    tape: AllocationTimeline, moment: int, allocator: CachingAllocator
+) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     alive: set[int] = set()
     for event in tape.order[: moment + 1]:
         if event > 0:

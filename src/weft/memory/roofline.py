@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from weft.errors import PlanError
-from weft.plan.machine import Machine
+from weft.hardware.machine import Machine
 
 Work = dict[str, list[tuple[float, float]]]
 """By dtype, (FLOP, bytes read and written) of each kernel of a step."""

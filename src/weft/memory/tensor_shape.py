@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
+class TensorShape:
     """Answers like the tensor that it is of."""
 
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class Sketch:
 def sketched(value: Any) -> Any:
     """Arguments or results of an operator with sketches in place of the tensors."""
     if isinstance(value, Tensor):
-        return Sketch(tuple(value.shape), value.stride(), value.element_size())
+        return TensorShape(tuple(value.shape), value.stride(), value.element_size())
     if isinstance(value, (tuple, list)):
         return tuple(sketched(one) for one in value)
     return value
@@ -66,9 +66,9 @@ def combined(values: Sequence[Any], shares: Sequence[int], whole: int) -> Any:
     (6, 'a')
     """
     first = values[0]
-    if isinstance(first, Sketch):
+    if isinstance(first, TensorShape):
         shape = combined([one.shape for one in values], shares, whole)
-        return Sketch(shape, combined([one.strides for one in values], shares, whole), first.element)
+        return TensorShape(shape, combined([one.strides for one in values], shares, whole), first.element)
     if isinstance(first, tuple):
         return tuple(combined(each, shares, whole) for each in zip(*values, strict=True))
     if isinstance(first, int) and not isinstance(first, bool) and any(one != first for one in values):

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.plan.memory.kernels import Kernels
-from weft.plan.memory.seconds import Counter
-from weft.plan.memory.sketch import sketched
-from weft.plan.memory.tape import Call, Tape, in_place
-from weft.plan.memory.workspaces import has_rule, workspaces
+from weft.hardware.gpus import Kernels
+from weft.memory.roofline import Counter
+from weft.memory.tensor_shape import sketched
+from weft.memory.timeline import AllocationTimeline, Call, in_place
+from weft.memory.workspaces import has_rule, workspaces
 
 STEPS = 100.0
 """What an optimizer reads of a tensor is taken to be so much, such as its count of steps: RAdam takes more from its
@@ -62,13 +62,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self._parts[place], self._modules[place] = part, module
 
-    def tape(self) -> Tape:
+    def tape(self) -> AllocationTimeline:
         order, taken = in_place(self._order, self._sums)
         for block, old in taken.items():
             if self._parts[block] != "activations":
                 self._parts[old], self._modules[old] = self._parts[block], self._modules[block]
         kinds = (tuple(self._parts), tuple(self._modules), tuple(self._phases))
-        return Tape(tuple(order), tuple(self._sizes), *kinds, tuple(self._calls))
+        return AllocationTimeline(tuple(order), tuple(self._sizes), *kinds, tuple(self._calls))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.errors import PlanError, WeftError
-from weft.plan.memory import fakes
-from weft.plan.memory.autocast import as_on_cuda
-from weft.plan.memory.caches import emptied
-from weft.plan.memory.recompute import recompute
-from weft.plan.memory.seconds import Counter, Work
-from weft.plan.memory.substitutes import as_on_gpu
-from weft.plan.memory.tape import Tape
-from weft.plan.memory.tracer import Tracer
-from weft.plan.memory.training import Training, make_optimizer, tensors, usual_step
+from weft.errors import PlanError, WeftError, nearest
+from weft.hardware.gpus import Kernels
+from weft.memory.activation_checkpointing import recompute
+from weft.memory.gpu_dispatch import autocast_as_cuda, dispatch_as_gpu
+from weft.memory.roofline import Counter, Work
+from weft.memory.timeline import AllocationTimeline
+from weft.memory.tracer import Tracer
+from weft.nn import fake
+from weft.nn.fake import clear_polluted_caches, parts_of
 
 # Kernels of the whole process are replaced while a step is traced: one trace at a time.
 _ALONE = threading.RLock()
@@ -33,7 +32,7 @@ _ALONE = threading.RLock()
 class Trace:
     """The tape of two steps, the operators of the second, and what had to be assumed."""
 
-    tape: Tape
+    tape: AllocationTimeline
     work: Work
     assumed: tuple[str, ...]
 
@@ -44,17 +43,17 @@ def trace(training: Training, batch: Any, size: int | None = None, other: int | 
     tracer, counter = Tracer(training.kernels), Counter()
     with ExitStack() as stack:
         stack.enter_context(_ALONE)
-        stack.enter_context(as_on_gpu(training.kernels, tracer.adding))
-        stack.enter_context(as_on_cuda())
-        stack.enter_context(fakes.unnoticed())
-        stack.enter_context(emptied(training.model, training.loss, training.step))
+        stack.enter_context(dispatch_as_gpu(training.kernels, tracer.adding))
+        stack.enter_context(autocast_as_cuda())
+        stack.enter_context(fake.hide_fake_tensors())
+        stack.enter_context(clear_polluted_caches(training.model, training.loss, training.step))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        model = fakes.fake_model(training.model)
+        model = fake.fake_model(training.model)
         model.train(training.model.training)
         again = training.recompute
         if again:
             (recompute if again is True else again)(model)
-        given = fakes.fake_batch(batch, size, other)
+        given = fake.fake_batch(batch, size, other)
         stack.enter_context(tracer)
         try:
             _steps(training, model, given, tracer, counter, steps)
@@ -71,7 +70,7 @@ def trace(training: Training, batch: Any, size: int | None = None, other: int | 
 
 def _steps(training: Training, model: nn.Module, batch: Any, tracer: Tracer, counter: Counter, count: int) -> None:
     recurrent = {name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)}
-    for name, group in groupby(fakes.in_order(model), key=itemgetter(0)):
+    for name, group in groupby(fake.in_order(model), key=itemgetter(0)):
         weights = [tensor for _, tensor in group]
         # A recurrent module's weights are moved one by one, and then into the block that they share.
         moved = [torch.empty_like(tensor) for tensor in weights] if name in recurrent else []
@@ -149,3 +148,107 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             yield name, parameter
+
+
+# How a model trains, as a value: its loss and optimizer, in which dtype, and the usual step of these.
+
+Loss = Callable[[Any, Any], Tensor]
+Step = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
+OPTIMIZERS = {
+    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+}  # fmt: skip
+_TARGETS = ("label", "targets", "y")
+_DTYPES = {"float32": None, "fp32": None, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model trains, apart from the batch."""
+
+    model: nn.Module
+    kernels: Kernels
+    loss: Loss | None = None
+    inputs: Sequence[str] | None = None
+    optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "adamw"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    recompute: bool | Callable[[nn.Module], None] = False
+    accumulate: int = 1
+    step: Step | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise PlanError(f"the model is a {type(self.model).__name__}: it must be an nn.Module")
+        if self.dtype not in _DTYPES:
+            raise PlanError(f"unknown dtype '{self.dtype}'{nearest(self.dtype, _DTYPES)}")
+        if isinstance(self.optimizer, str) and self.optimizer.lower() not in OPTIMIZERS:
+            raise PlanError(f"unknown optimizer '{self.optimizer}'{nearest(self.optimizer.lower(), OPTIMIZERS)}")
+        if self.accumulate < 1:
+            raise PlanError(f"a step accumulates at least 1 micro-batch, not {self.accumulate}")
+
+
+def usual_step(training: Training) -> Step:
+    """The usual step: gradients are dropped before the forward, and nobody keeps outputs or loss."""
+    low = _DTYPES[training.dtype]
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        for _ in range(training.accumulate):
+            context: AbstractContextManager[Any] = torch.autocast("cpu", low) if low else nullcontext()
+            with context:
+                value = _loss(training, model, batch)
+            value.backward()  # type: ignore[no-untyped-call]
+            del value
+        optimizer.step()
+
+    return step
+
+
+def _loss(training: Training, model: nn.Module, batch: Any) -> Tensor:
+    loss = training.loss
+    if isinstance(batch, (tuple, list)):
+        outputs = model(*batch)
+    elif not isinstance(batch, Mapping):  # a tensor, or a dataclass as a whole
+        outputs = model(batch)
+    elif training.inputs is not None:
+        outputs = model(*(batch[name] for name in training.inputs))
+    elif loss is None:
+        outputs = model(**batch)
+    else:
+        outputs = model(*(value for name, value in batch.items() if name not in _TARGETS))
+    if loss is not None:
+        return loss(outputs, batch)
+    found = getattr(outputs, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    first = next(tensors(outputs), None)
+    if first is None:
+        raise PlanError(f"the model gives a {type(outputs).__name__} in which no tensor is found: give a loss")
+    return first if not first.dim() else first.float().mean()
+
+
+def make_optimizer(training: Training, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer as it works on a GPU: over lists of tensors, unless it was told otherwise."""
+    if isinstance(training.optimizer, str):
+        kind, options = OPTIMIZERS[training.optimizer.lower()], {"lr": 1e-3} | dict(training.options)
+        try:
+            made: torch.optim.Optimizer = kind(parameters, **options)
+        except (TypeError, ValueError) as error:
+            name = training.optimizer
+            raise PlanError(f"optimizer '{name}' cannot be had with these options: {error}") from error
+    else:
+        made = training.optimizer(parameters)
+    for group in made.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+    return made
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for _, one in parts_of(value):
+            yield from tensors(one)

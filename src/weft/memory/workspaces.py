@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from weft.plan.memory.convolutions import convolution, convolution_backward
-from weft.plan.memory.kernels import Kernels
-from weft.plan.memory.sketch import Sketch
+from weft.hardware.gpus import Kernels
+from weft.memory.cudnn_conv import convolution, convolution_backward
+from weft.memory.tensor_shape import TensorShape
 
 Arguments = tuple[Any, ...]
 
@@ -30,7 +30,7 @@ def has_rule(name: str) -> bool:
 def workspaces(name: str, args: Arguments, result: Any, kernels: Kernels) -> tuple[int, ...]:
     """The workspaces of an operator that has a rule, from sketches of its arguments and results."""
     rule, operands = _RULES[name.split(".")[1]]
-    given = [args[place] for place in operands if isinstance(args[place], Sketch)]
+    given = [args[place] for place in operands if isinstance(args[place], TensorShape)]
     either = name.startswith("aten.convolution")  # takes channels first or last, if all lies the same way
     copies = sum(one.bytes for one in given if not one.is_contiguous() and not (either and one.has_channels_last()))
     found = rule(args, result, kernels)
@@ -41,7 +41,7 @@ def partial_sums(rows: int, columns: int, element: int, kernels: Kernels) -> int
     """Of a sum over the rows of a matrix whose columns lie side by side (`setReduceConfig` in Reduce.cuh): blocks of
     threads that share a column leave a sum for each of their threads.
 
-    >>> from weft.plan.memory.kernels import KERNELS
+    >>> from weft.hardware.gpus import KERNELS
     >>> partial_sums(24576, 1024, 4, KERNELS["h200"]) // 2**20
     132
     """
@@ -99,7 +99,7 @@ def _efficient_backward(args: Arguments, result: Any, kernels: Kernels) -> list[
     bias = result[3] if isinstance(result, tuple) and len(result) > 3 else None
     rows = batch * heads * length
     # The products of outputs and their gradients first, then the sums over blocks of keys.
-    return [rows * width * 4, rows * (width * 4 + 8) + (bias.bytes if isinstance(bias, Sketch) else 0)]
+    return [rows * width * 4, rows * (width * 4 + 8) + (bias.bytes if isinstance(bias, TensorShape) else 0)]
 
 
 def _cudnn_attention_backward(args: Arguments, result: Any, kernels: Kernels) -> list[int]:
@@ -125,7 +125,7 @@ def _safe_softmax(args: Arguments, result: Any, kernels: Kernels) -> list[int]:
 
 
 def _index_put(args: Arguments, result: Any, kernels: Kernels) -> list[int]:
-    indices = [one for one in args[1] if isinstance(one, Sketch)]
+    indices = [one for one in args[1] if isinstance(one, TensorShape)]
     return [sum(48 * one.numel() for one in indices) + args[2].bytes] if len(args) > 3 and args[3] else []
 
 

@@ -1,66 +1,144 @@
-"""The remainder: what training changes in a model and its state_dict does not have, in buffers and attributes."""
+"""What a module holds beside its weights: what of it changed, and what can be saved of it as JSON and tensors."""
 
 from __future__ import annotations
 
 import json
+import pickle
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils.hooks import RemovableHandle
 
 from weft.errors import CheckpointError
-from weft.runs.shards import DTYPES
-from weft.tune.attributes import joined, own, registered, storage, tensors_of
 
-Values = Mapping[str, Any]
+SAVED = frozenset(
+    {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32}
+    | {torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32}
+    | {torch.float64, torch.complex32, torch.complex64, torch.complex128}
+)
+"""Types of the tensors that are saved."""
+
+_BARE = frozenset(vars(nn.Module()))
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_THINGS = (nn.Module, type, RemovableHandle)
+_ABSENT = object()
+
+
+def attributes_of(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Those that a bare module does not have, and that are not made anew before every forward."""
+    left = {*_BARE, *recomputed(part)}
+    return ((name, value) for name, value in vars(part).items() if name not in left)
+
+
+def recomputed(part: nn.Module) -> list[str]:
+    """The attributes of a part that weight norms of the old kind make anew of its weights before every forward."""
+    return [hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
+
+
+def registered(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The weights and buffers, by name."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def unkept(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a state_dict leaves out."""
+    left = {joined(name, one) for name, part in model.named_modules() for one in part._non_persistent_buffers_set}
+    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in left}
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_of(item)
+
+
+def storage(tensor: Tensor) -> object:
+    """Equal for tensors that lie in the same memory; of no meaning for one that has not been made yet."""
+    return id(tensor) if is_lazy(tensor) or tensor.layout != torch.strided else tensor.untyped_storage()._cdata
+
+
+def joined(name: str, attribute: str) -> str:
+    return f"{name}.{attribute}" if name else attribute
+
+
+class Snapshot:
+    """Named values as they are now. Numbers and texts are known by value, tensors and functions by which they are.
+
+    With ``writes`` a tensor that was written into where it lies is another one. What cannot be told has changed.
+    """
+
+    def __init__(self, values: Iterable[tuple[Hashable, Any]], writes: bool = False) -> None:
+        self._seen = {name: _seen(value, writes) for name, value in values}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Snapshot) and self._seen == other._seen
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def changed(self, before: Snapshot) -> Iterator[Any]:
+        """The names of what differs from what it was before, also of what was not there or is gone."""
+        for name in dict.fromkeys((*self._seen, *before._seen)):
+            if self._seen.get(name, _ABSENT) != before._seen.get(name, _ABSENT):
+                yield name
+
+
+class ModuleState(Snapshot):
+    """All that a module and its loss hold, and with ``beside`` what else a forward may find.
+
+    Buffers may be written into where they lie, with ``writes`` nothing else may. What a global variable holds is not
+    seen.
+    """
+
+    def __init__(self, model: nn.Module, loss: Any, beside: Mapping[str, Any], writes: bool = False) -> None:
+        judges = loss.named_modules(prefix="the loss") if isinstance(loss, nn.Module) else [("the loss", loss)]
+        tensors, others = list[tuple[Hashable, Any]](), [(("", name), value) for name, value in beside.items()]
+        for name, part in [*model.named_modules(), *judges]:
+            for key, value in getattr(part, "__dict__", {}).items():
+                if key in _REGISTERED:
+                    tensors += (((name, own), item) for own, item in value.items())
+                else:
+                    others.append(((name, key), value))
+        super().__init__(others, writes)
+        self._seen |= Snapshot(tensors)._seen
+
+    def first_changed(self, before: ModuleState, besides: Container[tuple[str, str]] = ()) -> str | None:
+        """The name of something that changed, but for attributes that are expected to, each a part and a name."""
+        return next((joined(*name) for name in self.changed(before) if name not in besides), None)
 
 
 class Remainder:
-    """Remembers how a model was built, to tell later what is otherwise.
+    """Remembers how a model was built, to tell later what training changed that its state_dict does not have.
 
     Of attributes, numbers, texts and tensors are told, and lists, tuples and dictionaries of these.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = {name: _Mark([buffer]) for name, buffer in unkept(model).items()}
-        self._attributes = {name: (text, _Mark(tensors)) for name, _, text, tensors in _attributes(model)}
+        self._buffers = Snapshot(unkept(model).items(), writes=True)
+        self._attributes = Snapshot(_savable(model), writes=True)
 
     def changed(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The buffers and the attributes that are not as they were, by qualified name."""
-        buffers = {
-            name: buffer
-            for name, buffer in unkept(model).items()
-            if name not in self._buffers or not self._buffers[name].fits([buffer])
-        }
-        values = {}
-        for name, value, text, tensors in _attributes(model):
-            before, mark = self._attributes.get(name, (None, _Mark([])))
-            if text != before or not mark.fits(tensors):
-                values[name] = value
-        return buffers, values
+        buffers, attributes = unkept(model), dict(_savable(model))
+        written = Snapshot(buffers.items(), writes=True).changed(self._buffers)
+        changed = Snapshot(attributes.items(), writes=True).changed(self._attributes)
+        return (
+            {name: buffers[name] for name in written if name in buffers},
+            {name: attributes[name] for name in changed if name in attributes},
+        )
 
 
-class _Mark:
-    """Which tensors these are, and how often they had been written into."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._seen = [(weakref.ref(tensor), _version(tensor)) for tensor in tensors]
-
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        now = [(tensor, _version(tensor)) for tensor in tensors]
-        if len(now) != len(self._seen):
-            return False
-        return all(ref() is t and then == v for (t, v), (ref, then) in zip(now, self._seen, strict=True))
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def restore(model: nn.Module, weights: Values, buffers: Mapping[str, Tensor], attributes: Values) -> None:
+def restore(
+    model: nn.Module, weights: Mapping[str, Any], buffers: Mapping[str, Tensor], attributes: Mapping[str, Any]
+) -> None:
     """Puts back the state_dict of a model, and what was told as changed beside it."""
     for name, value in attributes.items():
         part, _, attribute = name.rpartition(".")
@@ -77,22 +155,6 @@ def restore(model: nn.Module, weights: Values, buffers: Mapping[str, Tensor], at
         for name, buffer in unkept(model).items():
             if name in buffers:
                 buffer.copy_(buffers[name])
-
-
-def _fit(model: nn.Module, name: str, value: Tensor) -> None:
-    """Makes a buffer anew that is not yet there, or of another shape or type."""
-    part, _, attribute = name.rpartition(".")
-    holder = model.get_submodule(part)
-    before = holder._buffers[attribute]
-    if before is None or (not is_lazy(before) and (before.shape, before.dtype) != (value.shape, value.dtype)):
-        where = next(model.parameters()).device if before is None else before.device
-        holder._buffers[attribute] = torch.empty_like(value, device=where)
-
-
-def unkept(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state_dict leaves out."""
-    left = {joined(name, one) for name, part in model.named_modules() for one in part._non_persistent_buffers_set}
-    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in left}
 
 
 def encoded(value: Any, tensors: MutableMapping[str, Tensor], name: str) -> Any:
@@ -114,8 +176,7 @@ def encoded(value: Any, tensors: MutableMapping[str, Tensor], name: str) -> Any:
     if isinstance(value, dict):
         pairs = [[encoded(key, tensors, name), encoded(item, tensors, name)] for key, item in value.items()]
         return {"dict": pairs}
-    held = isinstance(value, Tensor) and (value.dtype in DTYPES or value.dtype.is_complex)
-    if type(value) is Tensor and held and value.layout == torch.strided and not value.is_meta:
+    if type(value) is Tensor and value.dtype in SAVED and value.layout == torch.strided and not value.is_meta:
         key = f"{name}#{len(tensors)}"
         tensors[key] = value.detach()
         return {"tensor": key, "host": value.device.type == "cpu"}
@@ -142,16 +203,58 @@ def decoded(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> 
     return items if kind == "list" else tuple(items)
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Any, str, list[Tensor]]]:
-    """Those that can be told, each with its text and its tensors, and hold no weight or buffer, which would then be
-    two."""
+def _savable(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes that can be saved and hold no weight or buffer, which would then be two."""
     storages = {storage(tensor) for _, tensor in registered(model)}
     for name, part in model.named_modules():
-        for attribute, value in own(part):
+        for attribute, value in attributes_of(part):
             try:
-                text, tensors = json.dumps(encoded(value, {}, "")), [*tensors_of(value)]
+                json.dumps(encoded(value, {}, ""))
             except (CheckpointError, RecursionError):
                 continue
             # Nor what was computed of the weights, as weight norms do before every forward.
-            if not any(storage(tensor) in storages or tensor.requires_grad for tensor in tensors):
-                yield joined(name, attribute), value, text, tensors
+            if not any(storage(tensor) in storages or tensor.requires_grad for tensor in tensors_of(value)):
+                yield joined(name, attribute), value
+
+
+def _fit(model: nn.Module, name: str, value: Tensor) -> None:
+    """Makes a buffer anew that is not yet there, or of another shape or type."""
+    part, _, attribute = name.rpartition(".")
+    holder = model.get_submodule(part)
+    before = holder._buffers[attribute]
+    if before is None or (not is_lazy(before) and (before.shape, before.dtype) != (value.shape, value.dtype)):
+        where = next(model.parameters()).device if before is None else before.device
+        holder._buffers[attribute] = torch.empty_like(value, device=where)
+
+
+def _seen(value: Any, writes: bool) -> Any:
+    if isinstance(value, _PLAIN):
+        return type(value), repr(value)
+    if isinstance(value, Tensor):
+        return _Same(value), -1 if not writes or value.is_inference() else value._version
+    if isinstance(value, _THINGS) or callable(value):
+        return _Same(value)
+    try:
+        if isinstance(value, Mapping):
+            return [(_seen(name, writes), _seen(item, writes)) for name, item in value.items()]
+        if isinstance(value, list | tuple):
+            return [_seen(item, writes) for item in value]
+        return pickle.dumps(value)
+    except Exception:  # what cannot be told must count as changed
+        return object()
+
+
+class _Same:
+    """Equal for one and the same thing while that is there; it keeps nothing alive that can be watched."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing: Callable[[], Any]
+        try:
+            self._thing = weakref.ref(thing)
+        except TypeError:
+            self._thing = lambda: thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and (mine := self._thing()) is not None and mine is other._thing()
+
+    __hash__ = None  # type: ignore[assignment]

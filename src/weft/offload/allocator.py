@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Span(NamedTuple):
+class FreeSpan(NamedTuple):
     """From ``start``, so many bytes."""
 
     start: int
@@ -20,12 +20,12 @@ class Span(NamedTuple):
         return self.start + self.size
 
 
-class Ground(Generic[Key]):
+class AddressAllocator(Generic[Key]):
     """A stretch of ``size`` bytes; holes are merged, and the smallest that is large enough is taken."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.spans: dict[Key, Span] = {}
+        self.spans: dict[Key, FreeSpan] = {}
         self._at: dict[int, Key] = {}
         self._ending: dict[int, Key] = {}
         self._holes: dict[int, int] = {}
@@ -36,7 +36,7 @@ class Ground(Generic[Key]):
         if size:
             self._add_hole(0, size)
 
-    def put(self, key: Key, size: int, high: bool = False) -> Span | None:
+    def put(self, key: Key, size: int, high: bool = False) -> FreeSpan | None:
         """A place in a hole, if there is one: where the smallest begins, or where the last one ends."""
         index = bisect_left(self._sizes, (size, -1))
         if index == len(self._sizes):
@@ -44,11 +44,11 @@ class Ground(Generic[Key]):
         start = self._sizes[index][1]
         if high:
             start = max(start + length for length, start in self._sizes[index:]) - size
-        span = Span(start, size)
+        span = FreeSpan(start, size)
         self.put_at(key, span)
         return span
 
-    def put_at(self, key: Key, span: Span) -> None:
+    def put_at(self, key: Key, span: FreeSpan) -> None:
         """Just there, which must be within a hole."""
         at = span.start
         if at not in self._holes:
@@ -62,7 +62,7 @@ class Ground(Generic[Key]):
             self._add_hole(span.end, end)
         self._note(key, span)
 
-    def free(self, key: Key) -> Span:
+    def free(self, key: Key) -> FreeSpan:
         """Nothing lies there any more."""
         span = self.spans.pop(key)
         del self._at[span.start], self._ending[span.end]
@@ -109,7 +109,7 @@ class Ground(Generic[Key]):
                 cramped.update(gone)
         return None
 
-    def _note(self, key: Key, span: Span) -> None:
+    def _note(self, key: Key, span: FreeSpan) -> None:
         self.spans[key] = span
         self._at[span.start] = self._ending[span.end] = key
 

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from weft.errors import TrainError
-from weft.pipeline.residency.block import ALIGNED
-from weft.pipeline.residency.ground import Ground, Span
-from weft.pipeline.residency.home import Block
-from weft.pipeline.residency.host import Host
-from weft.pipeline.residency.mover import Mover, Ticket
-from weft.pipeline.residency.policy import Policy
-from weft.units import size
+from weft.offload.allocator import AddressAllocator, FreeSpan
+from weft.offload.copy_engine import CopyEngine, CopyEvent
+from weft.offload.host_memory import Host
+from weft.offload.layer_memory import MemoryBlock
+from weft.offload.layout import ALIGNED
+from weft.offload.policy import Policy
+from weft.utils.units import format_bytes
 
 MANY = 64
 """Places that were given up; where there are more, those are forgotten that nothing has to wait for any more."""
 
-Heard = Callable[[str, Block], None]
+Heard = Callable[[str, MemoryBlock], None]
 
 
 @dataclass(slots=True)
@@ -45,8 +45,8 @@ class Device:
         room: int,
         reserve: int,
         host: Host,
-        mover: Mover,
-        next_use: Callable[[Block], float],
+        mover: CopyEngine,
+        next_use: Callable[[MemoryBlock], float],
     ) -> None:
         self.memory = allocated(room + reserve, device)
         self.typed = Typed(self.memory)
@@ -56,11 +56,11 @@ class Device:
         self.on_change: Heard | None = None
         self._policy = Policy(room, lambda block: block.pinned, next_use)
         self.room = room
-        self._reserve: Ground[Block] = Ground(reserve)
-        self._freed: list[tuple[Span, list[Ticket]]] = []
+        self._reserve: AddressAllocator[MemoryBlock] = AddressAllocator(reserve)
+        self._freed: list[tuple[FreeSpan, list[CopyEvent]]] = []
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[MemoryBlock]:
         """All that is there."""
         return [*self._policy.ground.spans, *self._reserve.spans]
 
@@ -76,23 +76,23 @@ class Device:
         leaving = sum(span.size for span, open in self._freed if not all(map(self.mover.done, open)))
         return self.taken - arriving, arriving, leaving, sum(block.size for block in blocks if block.pinned)
 
-    def holds(self, block: Block) -> bool:
+    def holds(self, block: MemoryBlock) -> bool:
         return block in self._policy.ground.spans or block in self._reserve.spans
 
-    def of(self, block: Block) -> Tensor:
+    def of(self, block: MemoryBlock) -> Tensor:
         """The memory of a block that is there."""
         span = self._span(block)
         return self._at(span, span.size)
 
-    def begin(self, block: Block) -> int:
+    def begin(self, block: MemoryBlock) -> int:
         """Where a block that is there begins, in bytes of the storage."""
         return self._first + self._span(block).start
 
-    def later(self, blocks: Iterable[Block]) -> None:
+    def later(self, blocks: Iterable[MemoryBlock]) -> None:
         """The next use of these may be farther away than before."""
         self._policy.later(blocks)
 
-    def want(self, blocks: Sequence[Block]) -> bool:
+    def want(self, blocks: Sequence[MemoryBlock]) -> bool:
         """All of these are there afterwards, or on their way; False, with nothing changed, where that cannot be."""
         change = self._policy.want({block: block.size for block in blocks})
         if change is None:
@@ -104,20 +104,20 @@ class Device:
         self.traffic.peak = max(self.traffic.peak, self.taken)
         return True
 
-    def squeeze(self, block: Block) -> bool:
+    def squeeze(self, block: MemoryBlock) -> bool:
         """It comes into the reserve, until ``release`` sends it away; False where that is taken or too small."""
         span = self._reserve.put(block, block.size)
         if span is None:
             return False
-        self._bring(block, Span(self.room + span.start, span.size))
+        self._bring(block, FreeSpan(self.room + span.start, span.size))
         self.traffic.peak = max(self.traffic.peak, self.taken)
         return True
 
-    def release(self, block: Block) -> None:
+    def release(self, block: MemoryBlock) -> None:
         """It leaves the reserve, if it is there."""
         if block in self._reserve.spans:
             span = self._reserve.free(block)
-            self._send(block, Span(self.room + span.start, span.size))
+            self._send(block, FreeSpan(self.room + span.start, span.size))
 
     def empty(self) -> None:
         """All that may leave does, and the host has all of it."""
@@ -128,7 +128,7 @@ class Device:
                 self.mover.settle(ticket)
         self._freed.clear()
 
-    def forget(self, block: Block) -> None:
+    def forget(self, block: MemoryBlock) -> None:
         """Nobody wants the block any more, or its place."""
         if self.holds(block):
             span = self._policy.ground.free(block)
@@ -138,26 +138,26 @@ class Device:
             self.mover.settle(block.arrival)
             self.host.give(block.host)
 
-    def rename(self, spare: Block, block: Block) -> None:
+    def rename(self, spare: MemoryBlock, block: MemoryBlock) -> None:
         """A block takes a place that was kept free."""
         self._usable(spare)
         self._policy.place(block, self._policy.ground.free(spare))
 
-    def fork(self, main: Block, spare: Block, version: Block) -> None:
+    def fork(self, main: MemoryBlock, spare: MemoryBlock, version: MemoryBlock) -> None:
         """A layer's block goes on, with its values, in a place that was kept free; its weights stay where they were, as
         an older version."""
         ground = self._policy.ground
         self._usable(spare)
         old, new = ground.free(main), ground.free(spare)
-        self._policy.place(version, Span(old.start, version.size))
+        self._policy.place(version, FreeSpan(old.start, version.size))
         self._policy.place(main, new)
         length = len(main.filled)
         self._at(new, length).copy_(self._at(old, length))
         if version.size < old.size:
-            self._freed.append((Span(old.start + version.size, old.size - version.size), [self.mover.mark()]))
+            self._freed.append((FreeSpan(old.start + version.size, old.size - version.size), [self.mover.mark()]))
         main.changed = True
 
-    def put_aside(self, block: Block, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def put_aside(self, block: MemoryBlock, tensors: Sequence[Tensor]) -> list[Tensor]:
         """A version goes to the host: these parameters of a layer that is here, or restored ones that are not."""
         block.host = self.host.take(block.size)
         main = block.home.main
@@ -168,21 +168,21 @@ class Device:
         self.traffic.sent += block.size
         return block.home.laid(block.host)
 
-    def _usable(self, spare: Block) -> None:
+    def _usable(self, spare: MemoryBlock) -> None:
         for ticket in spare.after:
             self.mover.wait(ticket)
 
-    def _span(self, block: Block) -> Span:
+    def _span(self, block: MemoryBlock) -> FreeSpan:
         span = self._policy.ground.spans.get(block)
         if span is None:
             span = self._reserve.spans[block]
-            return Span(self.room + span.start, span.size)
+            return FreeSpan(self.room + span.start, span.size)
         return span
 
-    def _at(self, span: Span, length: int) -> Tensor:
+    def _at(self, span: FreeSpan, length: int) -> Tensor:
         return self.memory[span.start : span.start + length]
 
-    def _send(self, block: Block, span: Span) -> None:
+    def _send(self, block: MemoryBlock, span: FreeSpan) -> None:
         tickets = [block.used, block.arrival]
         if block.host is None:  # an older version, made on the device
             block.host = self.host.take(block.size)
@@ -199,7 +199,7 @@ class Device:
         if self.on_change is not None:
             self.on_change("leaving", block)
 
-    def _bring(self, block: Block, span: Span) -> None:
+    def _bring(self, block: MemoryBlock, span: FreeSpan) -> None:
         after = self._claim(span)
         if block.host is None:  # room that is kept free: whoever takes it waits
             block.after = after
@@ -212,9 +212,9 @@ class Device:
         if self.on_change is not None:
             self.on_change("arriving", block)
 
-    def _claim(self, span: Span) -> list[Ticket]:
+    def _claim(self, span: FreeSpan) -> list[CopyEvent]:
         """What must be over before anything is written there."""
-        found: list[Ticket] = []
+        found: list[CopyEvent] = []
         if len(self._freed) > MANY:
             self._freed = [(old, open) for old, open in self._freed if not all(map(self.mover.done, open))]
         begin, end = span.start, span.end
@@ -225,9 +225,9 @@ class Device:
         for old, tickets in met:
             found += [ticket for ticket in tickets if ticket is not None]
             if old.start < begin:
-                self._freed.append((Span(old.start, begin - old.start), tickets))
+                self._freed.append((FreeSpan(old.start, begin - old.start), tickets))
             if end < old.end:
-                self._freed.append((Span(end, old.end - end), tickets))
+                self._freed.append((FreeSpan(end, old.end - end), tickets))
         return found
 
 
@@ -249,7 +249,8 @@ def allocated(need: int, device: torch.device) -> Tensor:
         raw = torch.empty(need + (ALIGNED if device.type == "cpu" else 0), dtype=torch.uint8, device=device)
     except RuntimeError as problem:
         raise TrainError(
-            f"the device has no {size(need)} for layers ({str(problem).splitlines()[0]}): lower residency.budget"
+            f"the device has no {format_bytes(need)} for layers ({str(problem).splitlines()[0]}): "
+            f"lower residency.budget"
         ) from None
     begin = -raw.data_ptr() % ALIGNED
     return raw[begin : begin + need]

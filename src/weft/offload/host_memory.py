@@ -1,59 +1,34 @@
-"""Where layers lie while no micro-batch needs them: pinned host memory, taken once, and behind it a file."""
+"""Where layers lie while no micro-batch needs them: pinned host memory, taken once."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
-import tempfile
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from weft.errors import TrainError
-from weft.units import size
+from weft.utils.units import format_bytes
 
 log = logging.getLogger("weft.pipeline")
 
 
 class Host:
-    """Room for blocks of given sizes, in order: the first ones in memory, the rest on disk.
+    """Room for blocks of given sizes, in order."""
 
-    The file is scratch: it loses its name as soon as it is open, so nothing of it outlives the process, and no
-    checkpoint ever reads it.
-    """
-
-    def __init__(
-        self,
-        sizes: list[int],
-        limit: int | None,
-        folder: Path | str | None,
-        pin: bool,
-        given: Tensor | None = None,
-    ) -> None:
+    def __init__(self, sizes: list[int], pin: bool, given: Tensor | None = None) -> None:
         """``given`` is memory that was taken before, as pinning takes long."""
-        total, self.in_memory = 0, 0
-        for number, need in enumerate(sizes):
-            if limit is not None and total + need > limit:
-                break
-            total, self.in_memory = total + need, number + 1
+        total = sum(sizes)
         if given is not None and given.numel() < total:
-            raise TrainError(f"the layers need {size(total)} on the host, and {size(given.numel())} were given")
+            raise TrainError(
+                f"the layers need {format_bytes(total)} on the host, and {format_bytes(given.numel())} were given"
+            )
         self.memory = taken(total, pin) if given is None else given[:total]
         self.pinned = pin and (not total or self.memory.is_pinned())
-        self.on_disk = sum(sizes[self.in_memory :])
-        self.disk = _file(self.on_disk, folder) if self.on_disk else torch.empty(0, dtype=torch.uint8)
-        self.blocks: list[Tensor] = []
+        self.blocks: list[Tensor] = list(torch.split(self.memory, sizes))
         """Memory of every block, in bytes."""
-        at = 0
-        for number, need in enumerate(sizes):
-            if number == self.in_memory:
-                at = 0
-            source = self.memory if number < self.in_memory else self.disk
-            self.blocks.append(source[at : at + need])
-            at += need
         self._spare: dict[int, list[Tensor]] = {}
 
     @property
@@ -91,8 +66,9 @@ def taken(need: int, pin: bool) -> Tensor:
         pages = None
     if pages is None or need > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         raise TrainError(
-            f"the host has no {size(need)} for the layers: say how much it has as residency.host, and the rest lies on "
-            "disk"
+            f"the host has no {format_bytes(need)} for the layers, and offloaded layers are kept in "
+            f"host memory only: use more "
+            "stages on other hosts, an optimizer with less state, or a smaller supernet"
         )
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pin:
@@ -100,9 +76,8 @@ def taken(need: int, pin: bool) -> Tensor:
         if problem:
             log.warning(
                 "%s of host memory cannot be pinned (%s): copies then go through a buffer of the driver, at about half "
-                "the speed, and the program waits for each. Raise the limit of locked memory (ulimit -l), or give "
-                "residency.host a size that can be pinned",
-                size(need),
+                "the speed, and the program waits for each. Raise the limit of locked memory (ulimit -l)",
+                format_bytes(need),
                 problem,
             )
         else:
@@ -117,21 +92,3 @@ def pinning(memory: Tensor) -> str:
     except (RuntimeError, AssertionError) as problem:
         return str(problem).splitlines()[0]
     return "" if code == 0 else f"CUDA error {code}"
-
-
-def _file(need: int, folder: Path | str | None) -> Tensor:
-    where = Path(tempfile.gettempdir() if folder is None else folder)
-    handle, name = tempfile.mkstemp(prefix="weft-layers-", dir=where)
-    try:
-        try:
-            os.posix_fallocate(handle, 0, need)  # a full disk shows here, and not as a signal in the middle of a step
-        except OSError as problem:
-            raise TrainError(
-                f"the {size(need)} of layers that do not fit on the host do not fit into '{where}' either "
-                f"({problem.strerror}): name another folder as residency.disk"
-            ) from None
-        return torch.from_file(name, shared=True, size=need, dtype=torch.uint8)
-    finally:
-        os.close(handle)
-        with contextlib.suppress(OSError):
-            os.unlink(name)

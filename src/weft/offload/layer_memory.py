@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from weft.pipeline.optimizer import Updater
-from weft.pipeline.residency.block import Layout, Part, copied
-from weft.pipeline.residency.mover import Ticket
-from weft.pipeline.weights import Weights
+from weft.engine.optimizer import LayerOptimizer
+from weft.engine.weight_versions import VersionedLayer
+from weft.offload.copy_engine import CopyEvent
+from weft.offload.layout import BlockLayout, Part, copied
 
 if TYPE_CHECKING:
-    from weft.pipeline.residency.device import Device
+    from weft.offload.device_memory import Device
 
 
-class Block:
+class MemoryBlock:
     """Something that lies on the device or does not: a layer's own block, an older version, or room kept free for one.
 
     ``host`` is its memory there; of a version only where that has been sent away.
@@ -28,14 +28,14 @@ class Block:
 
     __slots__ = ("after", "arrival", "changed", "departure", "home", "host", "size", "used", "version")
 
-    def __init__(self, home: Home, size: int, version: int | None = None, host: Tensor | None = None) -> None:
+    def __init__(self, home: LayerMemory, size: int, version: int | None = None, host: Tensor | None = None) -> None:
         self.home, self.size, self.version, self.host = home, size, version, host
         self.changed = False
         """Whether the device has what the host does not."""
-        self.arrival: Ticket = None
-        self.departure: Ticket = None
-        self.used: Ticket = None
-        self.after: list[Ticket] = []
+        self.arrival: CopyEvent = None
+        self.departure: CopyEvent = None
+        self.used: CopyEvent = None
+        self.after: list[CopyEvent] = []
         """Of room that is kept free: what must be over before it is written to."""
 
     @property
@@ -50,17 +50,18 @@ class Block:
         return self.home.filled if self is self.home.main else self.host
 
 
-class Home:
+class LayerMemory:
     """A layer's own block and those of its versions. ``users`` are the micro-batches that have it at hand."""
 
-    def __init__(self, weights: Weights, updater: Updater | None, layout: Layout, host: Tensor, device: Device) -> None:
+    def __init__(
+        self, weights: VersionedLayer, updater: LayerOptimizer | None, layout: BlockLayout, host: Tensor, device: Device
+    ) -> None:
         self.weights, self.layout = weights, layout
         self._updater, self._device = updater, device
-        self.main = Block(self, layout.bytes, host=host)
-        self.versions: dict[int, Block] = {}
-        self.spares: list[Block] = []
-        self.users: dict[tuple[str, int], int] = {}
-        """By operation, the micro-batch whose version it sees."""
+        self.main = MemoryBlock(self, layout.bytes, host=host)
+        self.versions: dict[int, MemoryBlock] = {}
+        self.spares: list[MemoryBlock] = []
+        self.users: set[int] = set()
         self.lent = 0
         self._parameters = list(weights.module.parameters())
         self._bound: list[tuple[Tensor, Part]] = list(zip(self._parameters, layout.weights, strict=True))
@@ -88,7 +89,7 @@ class Home:
             return 0
         return self.layout.weight_bytes if self.weights.inplace is not None else self.layout.moved_bytes
 
-    def pinned(self, block: Block) -> bool:
+    def pinned(self, block: MemoryBlock) -> bool:
         """The layer itself while somebody uses it, and a version while one of them reads it."""
         if self.lent:
             return True
@@ -96,9 +97,9 @@ class Home:
             return bool(self.users)
         if block.version is None:
             return True  # room that was promised
-        return any(self.reads(n) is block for n in self.users.values())
+        return any(self.reads(n) is block for n in self.users)
 
-    def reads(self, n: int) -> Block:
+    def reads(self, n: int) -> MemoryBlock:
         """The block of the version that the forward of micro-batch n sees, as far as it is known by now."""
         if not self.versions:
             return self.main
@@ -109,7 +110,7 @@ class Home:
 
     def seen(self) -> set[int]:
         """The versions that its users see. Each of them needs room for an update that ends it, and brought it along."""
-        return {self.weights.clock.forward_reads(n) for n in self.users.values()}
+        return {self.weights.clock.forward_reads(n) for n in self.users}
 
     def wait(self, begin: int | None) -> None:
         """The device comes to read the newest version, or an older one."""
@@ -131,14 +132,14 @@ class Home:
                 self._device.mover.settle(block.departure)
                 block.departure = None
 
-    def come(self, block: Block) -> None:
+    def come(self, block: MemoryBlock) -> None:
         """A block has got its place on the device."""
         if block is self.main:
             self._bind(self._device.begin(block))
         else:
             self._bind_version(block, self._device.of(block))
 
-    def leave(self, block: Block) -> None:
+    def leave(self, block: MemoryBlock) -> None:
         """A block has lost its place on the device."""
         assert block.host is not None
         if block is self.main:
@@ -153,8 +154,8 @@ class Home:
         """
         self.wait(None)
         reads, slot = self.weights.clock.forward_reads, self.weights.slot
-        read = any(begin <= reads(n) <= slot for n in self.users.values())
-        block = self.versions[begin] = Block(self, self.layout.weight_bytes, begin)
+        read = any(begin <= reads(n) <= slot for n in self.users)
+        block = self.versions[begin] = MemoryBlock(self, self.layout.weight_bytes, begin)
         if not read:
             return self._device.put_aside(block, self.weights.parameters)
         # For every version that somebody at it sees there came room for one: there is always some left.
@@ -204,7 +205,7 @@ class Home:
         del self._bound[len(self._parameters) :], self._there[len(self._parameters) :]
         self.adopt()
         for begin, tensors in list(self.weights.kept.items()):
-            block = self.versions[begin] = Block(self, self.layout.weight_bytes, begin)
+            block = self.versions[begin] = MemoryBlock(self, self.layout.weight_bytes, begin)
             self.weights.kept[begin] = self._device.put_aside(block, tensors)
         if self.weights.pending is not None:
             pending, device = self.weights.pending, self._device.memory.device
@@ -238,7 +239,7 @@ class Home:
             casts = [None if part is None else part.view(memory) for part in self.layout.casts]
             inplace.moved(casts, [part.view(memory) for part in self.layout.asides if part is not None])
 
-    def _bind_version(self, block: Block, memory: Tensor) -> None:
+    def _bind_version(self, block: MemoryBlock, memory: Tensor) -> None:
         assert block.version is not None
         for tensor, part in zip(self.weights.kept[block.version], self._parts, strict=True):
             tensor.data = part.view(memory)

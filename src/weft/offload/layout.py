@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.engine.optimizer import LayerOptimizer
+from weft.engine.weight_versions import VersionedLayer
 from weft.errors import TrainError
-from weft.pipeline.optimizer import Updater
-from weft.pipeline.weights import Weights
 
 ALIGNED = 512
 """Bytes. torch's own memory begins at such addresses, and kernels choose by where a tensor begins."""
@@ -47,7 +47,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Layout:
+class BlockLayout:
     """Where everything of a layer lies in its block."""
 
     weights: list[Part] = field(default_factory=list)
@@ -62,9 +62,9 @@ class Layout:
     bytes: int = 0
 
 
-def layout_of(weights: Weights, updater: Updater | None, states: dict[Any, Any]) -> Layout:
+def layout_of(weights: VersionedLayer, updater: LayerOptimizer | None, states: dict[Any, Any]) -> BlockLayout:
     """The layout of a layer; ``states`` keeps what is known of the optimizers' states, which are tried out."""
-    made, at = Layout(), 0
+    made, at = BlockLayout(), 0
 
     def place(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Part:
         nonlocal at
@@ -99,7 +99,7 @@ def dense(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _state(
-    updater: Updater, parameter: nn.Parameter, known: dict[Any, Any]
+    updater: LayerOptimizer, parameter: nn.Parameter, known: dict[Any, Any]
 ) -> dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]:
     """The tensors that an optimizer will keep for a parameter, found by an update of another one of its shape."""
     optimizer, index = updater.optimizer(parameter)

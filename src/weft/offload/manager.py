@@ -10,29 +10,25 @@ Which operation runs when is up to the scheduler alone; here is only said whethe
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from weft.engine.optimizer import LayerOptimizer
+from weft.engine.weight_versions import VersionedLayer
 from weft.errors import TrainError
-from weft.pipeline.optimizer import Updater
-from weft.pipeline.residency.beside import Beside
-from weft.pipeline.residency.block import layout_of
-from weft.pipeline.residency.device import Device
-from weft.pipeline.residency.home import Block, Home
-from weft.pipeline.residency.host import Host
-from weft.pipeline.residency.mover import Cuda, Mover, Plain
-from weft.pipeline.residency.needs import largest, least, need
-from weft.pipeline.residency.policy import Uses
-from weft.pipeline.residency.queue import Due, Item, Queue
-from weft.pipeline.residency.staging import Staged
-from weft.pipeline.residency.value import Residency
-from weft.pipeline.weights import Weights
-from weft.units import size
+from weft.offload.config import OffloadConfig, largest, least, need
+from weft.offload.copy_engine import Beside, CopyEngine, CudaCopy, SyncCopy
+from weft.offload.device_memory import Device
+from weft.offload.host_memory import Host
+from weft.offload.layer_memory import LayerMemory, MemoryBlock
+from weft.offload.layout import layout_of
+from weft.offload.policy import Uses
+from weft.utils.units import format_bytes
 
 T = TypeVar("T")
 
@@ -46,24 +42,20 @@ without a long search, and layers that were used may stay until they are used ag
 Route = Callable[[int], Sequence[str]]
 """The layers that a micro-batch uses here."""
 
-Checks = Callable[[int], tuple[int, Sequence[str]]]
-"""Of a batch that is only scored: the micro-batch that it goes before, and the layers that it uses here."""
 
-
-class Resident:
+class OffloadManager:
     """Layers with a home on the host. ``late`` says whether updates may come when their micro-batch is through."""
 
     def __init__(
         self,
-        weights: Mapping[str, Weights],
-        updater: Updater | None,
+        weights: Mapping[str, VersionedLayer],
+        updater: LayerOptimizer | None,
         device: torch.device,
-        said: Residency,
+        said: OffloadConfig,
         route: Route,
         routes: Iterable[Sequence[str]] | None,
         late: bool = True,
-        mover: Mover | None = None,
-        folder: Path | None = None,
+        mover: CopyEngine | None = None,
         given: Tensor | None = None,
     ) -> None:
         """``routes`` are those that must fit, each by itself; None: those of every subnet."""
@@ -79,14 +71,11 @@ class Resident:
             sizes[name] - layouts[name].bytes for name in owners
         )
         room = min(said.bytes // 512 * 512 - reserve, max(whole, self.least - reserve))
-        sizes_there = [layout.moved_bytes for layout in layouts.values()]
-        host = Host(sizes_there, said.host_bytes, said.disk or folder, _cuda(device), given)
-        mover = mover or (Cuda(device) if _cuda(device) else Plain())
-        if host.on_disk:
-            mover = Staged(mover, host.disk, max(sizes_there), host.pinned)
+        host = Host([layout.moved_bytes for layout in layouts.values()], _cuda(device), given)
+        mover = mover or (CudaCopy(device) if _cuda(device) else SyncCopy())
         self.device = Device(device, room, reserve, host, mover, self._next_use)
         self.homes = {
-            name: Home(w, updater, layouts[name], block, self.device)
+            name: LayerMemory(w, updater, layouts[name], block, self.device)
             for (name, w), block in zip(owners.items(), host.blocks, strict=True)
         }
         self.uses = 0
@@ -95,7 +84,7 @@ class Resident:
         self._timed = _cuda(device)
         self._beside = Beside(device)
         self._queue = Queue()
-        self._of: dict[Item, list[Home]] = {}
+        self._of: dict[int, list[LayerMemory]] = {}
         self._held = 0
         """Bytes of all layers that some micro-batch has at hand."""
         self._pressed = False
@@ -111,13 +100,12 @@ class Resident:
             self._misses += self.device.mover.late()
         return self._misses
 
-    def begin(self, first: int, total: int, due: Due | None = None, checks: Checks | None = None) -> None:
+    def begin(self, first: int, total: int) -> None:
         """A run of the micro-batches ``first`` to ``total - 1`` begins; nothing of another one may be in flight."""
         while self._queue.ready:
             self._back_off()
         self._of.clear()
-        self._queue.fill(first, total, due)
-        self._checks = checks
+        self._queue.fill(first, total)
         self._uses_of = Uses(self._route, first, total)
         self._uses_of.move(first)
         self.device.later(self.device.blocks)
@@ -125,39 +113,37 @@ class Resident:
         if self._said.ahead and total:
             self.advance()
 
-    def may(self, kind: str, n: int) -> bool:
-        """Whether the layers of an operation are at hand, or can be."""
-        item = (kind, n)
-        if item in self._queue:
+    def may(self, n: int) -> bool:
+        """Whether the layers of a micro-batch are at hand, or can be."""
+        if n in self._queue:
             return True
         while True:
             coming = self._queue.next()
             if coming is None or not self._admit(coming, ahead=False):
                 return False
-            if coming == item:
+            if coming == n:
                 return True
 
-    def start(self, kind: str, n: int) -> None:
-        """An operation begins; its layers are at hand."""
-        found = self.may(kind, n)
-        assert found, f"{kind}{n} began without its layers"
-        self._queue.begin((kind, n))
-        if kind == "F":
-            passed = [self.homes[name] for name in self._uses_of.move(n) if name in self.homes]
-            self.device.later([block for home in passed for block in (home.main, *home.versions.values())])
-        layers = self._layers((kind, n))
+    def start(self, n: int) -> None:
+        """A micro-batch begins; its layers are at hand."""
+        found = self.may(n)
+        assert found, f"micro-batch {n} began without its layers"
+        self._queue.begin(n)
+        passed = [self.homes[name] for name in self._uses_of.move(n) if name in self.homes]
+        self.device.later([block for home in passed for block in (home.main, *home.versions.values())])
+        layers = self._layers(n)
         self.uses += len(layers)
         self._pressed = not all(self.device.mover.done(home.main.arrival) for home in layers)
-        self._advance_soon(kind)
+        self._advance_soon()
 
-    def finish(self, kind: str, n: int) -> None:
-        """All is done with the layers of an operation."""
-        self._queue.end((kind, n))
-        self._used(self._layers((kind, n)))
-        for home in self._layers((kind, n)):
-            self._leave(home, (kind, n))
-        del self._of[kind, n]
-        self._advance_soon(kind)
+    def finish(self, n: int) -> None:
+        """All is done with the layers of a micro-batch."""
+        self._queue.end(n)
+        self._used(self._layers(n))
+        for home in self._layers(n):
+            self._leave(home, n)
+        del self._of[n]
+        self._advance_soon()
 
     def beside(self, work: Callable[[], T]) -> T:
         """Does the work, which is no business of Python's, while the next micro-batches get their layers."""
@@ -168,26 +154,26 @@ class Resident:
     def advance(self) -> None:
         """The next micro-batches get their layers, as far as there is room."""
         while len(self._queue.ready) < self._said.ahead:
-            item = self._queue.next()
-            if item is None:
+            n = self._queue.next()
+            if n is None:
                 return
-            self._full = not self._admit(item, ahead=True)
+            self._full = not self._admit(n, ahead=True)
             if self._full:
                 return
 
-    def _advance_soon(self, kind: str) -> None:
+    def _advance_soon(self) -> None:
         """Where the next one has its layers, there is time until a backward; but not where this one's are still on
-        their way, since then copies are what all wait for, nor for a batch that is scored, which has none."""
-        if not self._full and (kind == "E" or len(self._queue.ready) < (CLOSE if self._pressed else 1)):
+        their way, since then copies are what all wait for."""
+        if not self._full and len(self._queue.ready) < (CLOSE if self._pressed else 1):
             self.advance()
 
-    def update(self, group: Sequence[Weights], apply: Callable[[Sequence[Weights]], None]) -> None:
+    def update(self, group: Sequence[VersionedLayer], apply: Callable[[Sequence[VersionedLayer]], None]) -> None:
         """Applies the updates of some layers: of those that are at hand at once, of the others one by one.
 
         An optimizer makes the first state of a layer elsewhere; so that comes one by one too.
         """
-        at_hand: list[Weights] = []
-        apart: list[Weights] = []
+        at_hand: list[VersionedLayer] = []
+        apart: list[VersionedLayer] = []
         for weights in group:
             home = self.homes.get(weights.layer.name)
             ready = home is None or (bool(home.users) and not home.is_new)
@@ -203,13 +189,11 @@ class Resident:
                 self._changed([weights])
 
     @contextmanager
-    def lending(self, names: Iterable[str], n: int | None = None) -> Iterator[None]:
-        """A block in which some layers are on the device, for whoever is not a micro-batch: the newest version, and
-        that which the forward of micro-batch ``n`` sees."""
+    def lending(self, names: Iterable[str]) -> Iterator[None]:
+        """A block in which some layers are on the device, for whoever is not a micro-batch: the newest version."""
         homes = [self.homes[name] for name in dict.fromkeys(names) if name in self.homes]
-        blocks = {home.main: None for home in homes}
-        blocks |= {home.reads(n): None for home in homes if n is not None}
-        while blocks and not self.device.want(list(blocks)):
+        blocks = [home.main for home in homes]
+        while blocks and not self.device.want(blocks):
             if self._queue.ready:
                 self._back_off()
             elif len(blocks) == 1 and self.device.squeeze(homes[0].main):
@@ -217,8 +201,9 @@ class Resident:
             else:
                 together = sum(block.size for block in blocks)
                 raise TrainError(
-                    f"residency.budget = {size(self._said.bytes)} cannot hold {len(homes)} layers that are needed at "
-                    f"once, {size(together)}: give it that much"
+                    f"residency.budget = {format_bytes(self._said.bytes)} cannot hold {len(homes)} "
+                    f"layers that are needed at "
+                    f"once, {format_bytes(together)}: give it that much"
                 )
         for home in homes:
             home.lent += 1
@@ -240,7 +225,6 @@ class Resident:
         """Nobody is at it any more: every layer is on the host, with all that was made of it."""
         while self._queue.ready:
             self._back_off()
-        self._checks = None
         self.device.empty()
         for home in self.homes.values():
             home.readable()
@@ -263,38 +247,32 @@ class Resident:
             "layers": sum(block is block.home.main for block in blocks),
         }
 
-    def _layers(self, item: Item) -> list[Home]:
-        found = self._of.get(item)
+    def _layers(self, n: int) -> list[LayerMemory]:
+        found = self._of.get(n)
         if found is None:
-            names = self._route(item[1]) if item[0] == "F" else self._checked(item[1])[1]
-            found = self._of[item] = [self.homes[name] for name in dict.fromkeys(names) if name in self.homes]
+            names = dict.fromkeys(self._route(n))
+            found = self._of[n] = [self.homes[name] for name in names if name in self.homes]
         return found
 
-    def _checked(self, number: int) -> tuple[int, Sequence[str]]:
-        assert self._checks is not None
-        return self._checks(number)
-
-    def _admit(self, item: Item, ahead: bool) -> bool:
-        kind, number = item
-        n = number if kind == "F" else self._checked(number)[0]
-        homes = self._layers(item)
+    def _admit(self, n: int, ahead: bool) -> bool:
+        homes = self._layers(n)
         held = self._held + sum(home.main.size for home in homes if not home.users)
         if held > self.device.room * (FILLED if ahead and len(self._queue.ready) >= CLOSE else 1.0):
             return False
-        blocks: dict[Block, None] = {}
+        blocks: dict[MemoryBlock, None] = {}
         spares = []
         for home in homes:
             blocks[home.main] = None
             blocks[home.reads(n)] = None
             if home.spare_size and home.weights.clock.forward_reads(n) not in home.seen():
-                spares.append(Block(home, home.spare_size))
+                spares.append(MemoryBlock(home, home.spare_size))
         waits = not ahead and not self._timed
         there = sum(self.device.holds(block) for block in blocks) if waits else 0
         if not self.device.want([*blocks, *spares]):
             return False
         self._held = held
         for home in homes:
-            home.users[item] = n
+            home.users.add(n)
         for spare in spares:
             spare.home.spares.append(spare)
         if waits:
@@ -303,19 +281,19 @@ class Resident:
         return True
 
     def _back_off(self) -> None:
-        item = self._queue.back_off()
-        for home in self._layers(item):
-            self._leave(home, item)
+        n = self._queue.back_off()
+        for home in self._layers(n):
+            self._leave(home, n)
 
-    def _leave(self, home: Home, item: Item) -> None:
-        del home.users[item]
+    def _leave(self, home: LayerMemory, n: int) -> None:
+        home.users.remove(n)
         if not home.users:
             self._held -= home.main.size
         self._full = False
         while home.spares and len(home.spares) > len(home.seen()):
             self.device.forget(home.spares.pop())
 
-    def _used(self, homes: Sequence[Home]) -> None:
+    def _used(self, homes: Sequence[LayerMemory]) -> None:
         """The device has been given all that there is to do with these layers so far."""
         for home in homes:
             home.weights.to_newest()
@@ -324,7 +302,7 @@ class Resident:
             for block in (home.main, *home.versions.values()):
                 block.used = ticket
 
-    def _changed(self, group: Iterable[Weights]) -> None:
+    def _changed(self, group: Iterable[VersionedLayer]) -> None:
         homes = [self.homes[weights.layer.name] for weights in group if weights.layer.name in self.homes]
         for home in homes:
             home.main.changed = True
@@ -332,9 +310,56 @@ class Resident:
                 home.adopt()
         self._used(homes)  # those that have them at hand may give them up before they use them
 
-    def _next_use(self, block: Block) -> float:
+    def _next_use(self, block: MemoryBlock) -> float:
         return self._uses_of.next(block.home.name)
 
 
 def _cuda(device: torch.device) -> bool:
     return device.type == "cuda"
+
+
+# Which micro-batch gets its layers next: they come in the order of the stream.
+
+
+class Queue:
+    """Micro-batches come, are ``ready`` once they have their layers, and begin; whoever is ready can be put back."""
+
+    def __init__(self) -> None:
+        self.ready: deque[int] = deque()
+        self._source: Iterator[int] = iter(())
+        self._coming: deque[int] = deque()
+        self._begun: set[int] = set()
+
+    def __contains__(self, n: int) -> bool:
+        """Whether it has its layers."""
+        return n in self._begun or n in self.ready
+
+    def fill(self, first: int, total: int) -> None:
+        """From here on the micro-batches ``first`` to ``total - 1`` come."""
+        self._coming.clear()
+        self._source = iter(range(first, total))
+
+    def next(self) -> int | None:
+        if not self._coming:
+            n = next(self._source, None)
+            if n is None:
+                return None
+            self._coming.append(n)
+        return self._coming[0]
+
+    def admit(self) -> None:
+        """The next one is ready."""
+        self.ready.append(self._coming.popleft())
+
+    def back_off(self) -> int:
+        """The last one that became ready comes again."""
+        n = self.ready.pop()
+        self._coming.appendleft(n)
+        return n
+
+    def begin(self, n: int) -> None:
+        self.ready.remove(n)
+        self._begun.add(n)
+
+    def end(self, n: int) -> None:
+        self._begun.remove(n)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import Generic
 
-from weft.pipeline.residency.farthest import Farthest
-from weft.pipeline.residency.ground import Ground, Key, Span
+from weft.offload.allocator import AddressAllocator, FreeSpan, Key
 
 HORIZON = 1024
 """Micro-batches that are looked ahead to find the next use of a layer; beyond that all are equally far."""
@@ -62,17 +63,17 @@ class Uses:
 class Change(Generic[Key]):
     """What has to be done so that all that is wanted is there: first some go, then others come, in this order."""
 
-    gone: list[tuple[Key, Span]] = field(default_factory=list)
-    come: list[tuple[Key, Span]] = field(default_factory=list)
+    gone: list[tuple[Key, FreeSpan]] = field(default_factory=list)
+    come: list[tuple[Key, FreeSpan]] = field(default_factory=list)
 
 
 class Policy(Generic[Key]):
     """What lies on a device of ``size`` bytes. ``pinned`` must stay; ``next_use`` says how soon a thing is needed."""
 
     def __init__(self, size: int, pinned: Callable[[Key], bool], next_use: Callable[[Key], float]) -> None:
-        self.ground: Ground[Key] = Ground(size)
+        self.ground: AddressAllocator[Key] = AddressAllocator(size)
         self._pinned, self._next_use = pinned, next_use
-        self._order = Farthest(self._worth, self.ground.spans)
+        self._order = EvictionQueue(self._worth, self.ground.spans)
 
     def later(self, keys: Iterable[Key]) -> None:
         """Their next use may be farther away than before; ``next_use`` says by how much."""
@@ -80,7 +81,7 @@ class Policy(Generic[Key]):
             if key in self.ground.spans:
                 self._order.add(key)
 
-    def place(self, key: Key, span: Span) -> None:
+    def place(self, key: Key, span: FreeSpan) -> None:
         """It lies just there, which must be within a hole."""
         self.ground.put_at(key, span)
         self._order.add(key)
@@ -130,7 +131,7 @@ class Policy(Generic[Key]):
         change.come.sort(key=lambda pair: rank[pair[0]])
         return change
 
-    def _put(self, key: Key, size: int) -> Span | None:
+    def _put(self, key: Key, size: int) -> FreeSpan | None:
         span = self.ground.put(key, size, high=size < self.ground.size * SMALL)
         if span is not None:
             self._order.add(key)
@@ -145,3 +146,57 @@ class Policy(Generic[Key]):
             self.ground.free(key)
         for key, span in change.gone:
             self.place(key, span)
+
+
+# Things in the order in which they should go: a heap, in which what has become wrong is found when it comes up.
+
+Worth = tuple[bool, float]
+
+SPARE = 1024
+"""So many entries may be wrong, or four for every thing that is there, before they are all made anew."""
+
+
+class EvictionQueue(Generic[Key]):
+    """``worth`` is less for what should go first, and ``there`` holds all that can go.
+
+    Whoever adds a thing, or knows that it should go sooner than before, says so with ``add``. That one should go later
+    is seen by itself.
+    """
+
+    def __init__(self, worth: Callable[[Key], Worth], there: Container[Key]) -> None:
+        self._worth, self._there = worth, there
+        self._heap: list[tuple[Worth, int, Key]] = []
+        self._number = count()
+        self._most = SPARE
+
+    def add(self, key: Key) -> None:
+        heappush(self._heap, (self._worth(key), next(self._number), key))
+        if len(self._heap) > self._most:
+            self._renew()
+
+    def pick(self) -> Generator[Key]:
+        """From the first to go to the last, as long as somebody asks. What is still there when the iterator is closed
+        stays in the order."""
+        heap, picked = self._heap, dict[Key, tuple[Worth, int, Key]]()
+        try:
+            while heap:
+                entry = heappop(heap)
+                key = entry[2]
+                if key not in self._there or key in picked:
+                    continue
+                worth = self._worth(key)
+                if worth != entry[0]:
+                    heappush(heap, (worth, next(self._number), key))
+                    continue
+                picked[key] = entry
+                yield key
+        finally:
+            for key, entry in picked.items():
+                if key in self._there:
+                    heappush(heap, entry)
+
+    def _renew(self) -> None:
+        keys = dict.fromkeys(key for _, _, key in self._heap if key in self._there)
+        self._heap[:] = [(self._worth(key), next(self._number), key) for key in keys]
+        heapify(self._heap)
+        self._most = SPARE + 4 * len(self._heap)

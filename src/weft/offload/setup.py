@@ -6,45 +6,56 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from weft.engine.consistency import Exact, VersionSchedule
+from weft.engine.grad_clip import GlobalNormClipper
+from weft.engine.optimizer import LayerOptimizer
+from weft.engine.tied_weights import Ties
+from weft.engine.train_step import TrainStep
+from weft.engine.weight_versions import Offload, VersionedLayer
 from weft.errors import TrainError
-from weft.pipeline.consistency import Clock, Exact
-from weft.pipeline.law import Law
-from weft.pipeline.optimizer import Updater
-from weft.pipeline.residency.mover import Mover
-from weft.pipeline.residency.resident import Resident
-from weft.pipeline.residency.value import Residency
-from weft.pipeline.weights import Weights
+from weft.offload.config import OffloadConfig
+from weft.offload.copy_engine import CopyEngine
+from weft.offload.manager import OffloadManager
 from weft.space import Stream, Subnet
 from weft.supernet import Chain, Layer
 
 LONG = 5_000
 """Micro-batches of a run; in a longer one every subnet must fit, whether it is used or not."""
 
-_OF: weakref.WeakKeyDictionary[Chain, Resident] = weakref.WeakKeyDictionary()
+_OF: weakref.WeakKeyDictionary[Chain, OffloadManager] = weakref.WeakKeyDictionary()
 
 
-def make_resident(
-    chain: Chain,
-    weights: Mapping[str, Weights],
-    updater: Updater,
-    law: Law,
-    stream: Stream,
-    device: torch.device,
-    said: Residency,
-    *,
-    late: bool,
+class Engine(Protocol):
+    """What trains the layers of a chain: the reference on one device, or a stage."""
+
+    chain: Chain
+    updater: LayerOptimizer
+    law: TrainStep
+    stream: Stream
+    device: torch.device
+    norms: GlobalNormClipper | None
+    ties: Ties | None
+    memory: Offload | None
+
+    @property
+    def weights(self) -> Mapping[str, VersionedLayer]: ...
+
+
+def offload(
+    engine: Engine,
+    said: OffloadConfig,
     also: Iterable[Subnet] = (),
-    mover: Mover | None = None,
-    folder: Path | None = None,
+    *,
+    mover: CopyEngine | None = None,
     given: Tensor | None = None,
-) -> Resident:
-    """A home for the layers of a stage in a run; ``also`` are subnets that are scored on the way."""
+) -> OffloadManager:
+    """From here on the layers of an engine live on the host; ``also`` are subnets that are scored on the way."""
+    chain, law, stream, weights = engine.chain, engine.law, engine.stream, engine.weights
     if law.bilevel is not None and law.bilevel.order == 2:
         raise TrainError("the second order changes all weights within a step: train without residency, or at order 1")
     m, seen = law.microbatches, weakref.ref(chain)  # or what is known of a chain would keep it alive
@@ -62,16 +73,19 @@ def make_resident(
     wanted = None
     if law.steps * m <= LONG:
         wanted = [*(route(n) for n in range(law.steps * m)), *(names(chain.route(subnet)) for subnet in also)]
-    resident = Resident(weights, updater, device, said, route, wanted, late, mover, folder, given)
-    _OF[chain] = resident
-    return resident
+    late = engine.norms is not None or engine.ties is not None
+    manager = OffloadManager(weights, engine.updater, engine.device, said, route, wanted, late, mover, given)
+    engine.memory = _OF[chain] = manager
+    return manager
 
 
-def make_readable(chain: Chain, device: torch.device, said: Residency, mover: Mover | None = None) -> Resident:
+def make_readable(
+    chain: Chain, device: torch.device, said: OffloadConfig, mover: CopyEngine | None = None
+) -> OffloadManager:
     """A home for the layers of a chain that is only scored."""
-    clock = Clock(Exact(), 1, 1)
-    weights = {name: Weights(layer, chain.module(name), clock) for name, layer in chain.layers.items()}
-    _OF[chain] = Resident(weights, None, device, said, lambda n: (), (), False, mover)
+    clock = VersionSchedule(Exact(), 1, 1)
+    weights = {name: VersionedLayer(layer, chain.module(name), clock) for name, layer in chain.layers.items()}
+    _OF[chain] = OffloadManager(weights, None, device, said, lambda n: (), (), False, mover)
     return _OF[chain]
 
 
@@ -83,7 +97,7 @@ def release(chain: Chain) -> None:
 
 
 @contextmanager
-def at_hand(chain: Chain, subnet: Subnet) -> Iterator[None]:
+def on_device(chain: Chain, subnet: Subnet) -> Iterator[None]:
     """A block in which the layers of a subnet are on the device, wherever the others are."""
     resident = _OF.get(chain)
     if resident is None or not isinstance(subnet, Subnet):
@@ -105,11 +119,3 @@ def prepare(chain: Chain, device: torch.device) -> None:
         for name, buffer in list(part.named_buffers(recurse=False)):
             if buffer.device != device and not buffer.is_meta:
                 setattr(part, name, buffer.to(device))
-
-
-def figures(residents: Iterable[Resident]) -> dict[str, Any]:
-    """For the log: the figures of all stages of a rank together."""
-    told = [resident.figures() for resident in residents]
-    total: dict[str, Any] = {key: sum(own[key] for own in told) for key in told[0]}
-    total["hit_rate"] = 1.0 - total["misses"] / total["uses"] if total["uses"] else 1.0
-    return total

@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.engine.batch_stats import BatchStatsRecord
+from weft.engine.grad_clip import GlobalNormClipper
+from weft.engine.layer_state import capture
+from weft.engine.optimizer import LayerOptimizer
+from weft.engine.tied_weights import Ties
+from weft.engine.train_step import TrainStep
+from weft.engine.weight_versions import Offload, VersionedLayer
 from weft.errors import NonFiniteError
-from weft.pipeline import foreach
-from weft.pipeline.law import Law
-from weft.pipeline.norms import Norms
-from weft.pipeline.optimizer import Updater
-from weft.pipeline.residency.resident import Resident
-from weft.pipeline.scheduler import Need, Scheduler
-from weft.pipeline.state import capture
-from weft.pipeline.statistics import Record
-from weft.pipeline.ties import Ties
-from weft.pipeline.weights import Weights
+from weft.pipeline.scheduler import LayerDependency, Scheduler
+from weft.utils import foreach
 
 LESSON = ("lesson",)
 """What the scheduler knows the outputs of a step's first micro-batch by, where the others follow them."""
@@ -37,37 +36,37 @@ class Snapshot:
     norms: dict[str, float] = field(default_factory=dict)
 
 
-class Layers:
+class LayerUpdates:
     """Applies the updates of some layers; ``one_copy`` says whether they must do without older versions."""
 
     def __init__(
         self,
-        law: Law,
-        weights: Mapping[str, Weights],
-        updater: Updater,
-        norms: Norms | None,
+        law: TrainStep,
+        weights: Mapping[str, VersionedLayer],
+        updater: LayerOptimizer,
+        norms: GlobalNormClipper | None,
         ties: Ties | None,
         one_copy: bool,
     ) -> None:
         self.law, self.weights, self.updater, self.norms, self.ties = law, weights, updater, norms, ties
         self.one_copy = one_copy
         """Whether an update waits for the forwards that must not see it, so that no version need be kept."""
-        self.memory: Resident | None = None
+        self.memory: Offload | None = None
         """What brings layers to the device, where they do not all stay there."""
         self.forwarded = 0
         """All micro-batches below this have done their forward here."""
         self.updates = 0
         self.snapshots: list[Snapshot] = []
-        self._early: dict[tuple[str, int], tuple[list[Tensor | None], Record | None]] = {}
-        self._keeping: dict[str, Weights] = {}
-        self._postponed: dict[str, Weights] = {}
-        self._unfinished: dict[str, Weights] = {}
+        self._early: dict[tuple[str, int], tuple[list[Tensor | None], BatchStatsRecord | None]] = {}
+        self._keeping: dict[str, VersionedLayer] = {}
+        self._postponed: dict[str, VersionedLayer] = {}
+        self._unfinished: dict[str, VersionedLayer] = {}
 
-    def hold(self, name: str, n: int, gradients: list[Tensor | None], record: Record | None) -> None:
+    def hold(self, name: str, n: int, gradients: list[Tensor | None], record: BatchStatsRecord | None) -> None:
         """The gradients of micro-batch n for a layer, and its statistics, wait for their turn."""
         self._early[name, n] = (gradients, record)
 
-    def prepare(self, needs: Iterable[Need], kind: str, oldest: int) -> None:
+    def prepare(self, needs: Iterable[LayerDependency], kind: str, oldest: int) -> None:
         """Updates that the next operation must see are applied, if they have waited so far."""
         late = []
         for need in needs:
@@ -78,7 +77,7 @@ class Layers:
 
     def settle(self, turns: Sequence[tuple[Hashable, int]], scheduler: Scheduler) -> None:
         """Gradients whose turn has come join their slots, and every slot that is full becomes an update."""
-        touched: dict[str, Weights] = {}
+        touched: dict[str, VersionedLayer] = {}
         for layer, n in turns:
             name = str(layer)
             if layer is LESSON:
@@ -146,12 +145,12 @@ class Layers:
             self.memory.adopt()
         self._unfinished = {name: w for name, w in self.weights.items() if w.pending is not None}
 
-    def _is_full(self, scheduler: Scheduler, name: str, weights: Weights) -> bool:
+    def _is_full(self, scheduler: Scheduler, name: str, weights: VersionedLayer) -> bool:
         assert weights.pending is not None
         return scheduler.complete(name, weights.pending.slot, weights.completes())
 
-    def _update(self, group: Sequence[Weights], oldest: int) -> None:
-        by_rate: dict[float, list[Weights]] = {}
+    def _update(self, group: Sequence[VersionedLayer], oldest: int) -> None:
+        by_rate: dict[float, list[VersionedLayer]] = {}
         for weights in group:
             self._postponed.pop(weights.layer.name, None)
             self._capture_before(weights, weights.completes(), oldest)
@@ -161,8 +160,8 @@ class Layers:
             self._keeping |= {weights.layer.name: weights for weights in members if weights.kept}
             self.updates += len(members)
 
-    def _apply(self, members: Sequence[Weights], rate: float, readers: Callable[[Weights], int]) -> None:
-        def apply(some: Sequence[Weights]) -> None:
+    def _apply(self, members: Sequence[VersionedLayer], rate: float, readers: Callable[[VersionedLayer], int]) -> None:
+        def apply(some: Sequence[VersionedLayer]) -> None:
             self.law.apply(some, rate, readers, self.updater, self.norms, self.ties)
 
         if self.memory is None:
@@ -170,7 +169,7 @@ class Layers:
         else:
             self.memory.update(members, apply)
 
-    def _awaited(self, weights: Weights) -> bool:
+    def _awaited(self, weights: VersionedLayer) -> bool:
         """Whether an update that is due must wait: for its norm, for the gradient of a tied parameter's other copy, or
         for a forward that must not see it."""
         if self.norms is not None:
@@ -183,14 +182,14 @@ class Layers:
             return True
         return self.one_copy and self.forwarded <= weights.clock.last_reader(weights.slot)
 
-    def _first_reader(self, weights: Weights, oldest: int) -> int:
+    def _first_reader(self, weights: VersionedLayer, oldest: int) -> int:
         """The first micro-batch that may still read an older version: the oldest that is not through, or without its
         forward where backwards do not read any; or that with which a run would go on from a checkpoint that is not
         whole yet."""
         first = max(self.forwarded, oldest) if weights.clock.moves_on else oldest
         return min([first, *(snapshot.at for snapshot in self.snapshots)])
 
-    def _capture_before(self, weights: Weights, n: int, oldest: int) -> None:
+    def _capture_before(self, weights: VersionedLayer, n: int, oldest: int) -> None:
         """A checkpoint reads the layer before micro-batch n, or an update that holds it, changes anything."""
         for snapshot in self.snapshots:
             if snapshot.at <= n:

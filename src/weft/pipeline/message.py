@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.errors import PipelineError
 
-Kind = Literal["F", "B", "E", "scored", "norm", "total", "tie", "end"]
+Kind = Literal["F", "B", "norm", "total", "tie", "end"]
 ALIGNED = 64
 PREFIX = 24
 _TYPES = {
@@ -48,16 +48,10 @@ class Message:
     wanted: tuple[bool, ...] = ()
     report: Tensor | None = None
     note: str = ""
-    stage: int | None = None
-    """Whom it is for, where a rank has several stages."""
-
-    def to(self, stage: int) -> Message:
-        """The same, addressed to a stage."""
-        return replace(self, stage=stage)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """A tensor without its values: type, sizes, strides, and where it lay relative to a 64-byte line."""
 
     dtype: str
@@ -66,7 +60,7 @@ class Layout:
     line: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Layout:
+    def of(cls, tensor: Tensor) -> TensorLayout:
         name = str(tensor.dtype).removeprefix("torch.")
         if name not in _TYPES or tensor.layout is not torch.strided:
             raise PipelineError(
@@ -86,7 +80,7 @@ class Layout:
         return _TYPES[self.dtype]
 
 
-def assemble(message: Message, pinned: bool = False) -> Tensor:
+def pack(message: Message, pinned: bool = False) -> Tensor:
     """The message as a block of bytes; copies from a device are issued and not waited for, if it is pinned memory."""
     parts = _parts((*message.tensors, message.report))
     header = _header(message, [layout for layout, _ in parts])
@@ -132,7 +126,7 @@ def lengths_of(block: Tensor) -> tuple[int, int, int]:
     return header, length, payload
 
 
-def disassemble(block: Tensor, device: torch.device, payload: Tensor | None = None) -> Message:
+def unpack(block: Tensor, device: torch.device, payload: Tensor | None = None) -> Message:
     """The message in a block; its tensors are parts of the payload or of the block, or copies of those on another
     device, in the same layout.
 
@@ -146,9 +140,8 @@ def disassemble(block: Tensor, device: torch.device, payload: Tensor | None = No
             raise ValueError(f"a payload of {apart} bytes is missing")
         head = json.loads(bytes(block[PREFIX : PREFIX + header].numpy()))
         kind, n, note = str(head["k"]), int(head["n"]), str(head["x"])
-        stage = int(head["s"]) if "s" in head else None
         *layouts, last = [
-            None if p is None else Layout(str(p[0]), tuple(map(int, p[1])), tuple(map(int, p[2])), int(p[3]))
+            None if p is None else TensorLayout(str(p[0]), tuple(map(int, p[1])), tuple(map(int, p[2])), int(p[3]))
             for p in head["t"]
         ]
         there = [layout for layout in layouts if layout is not None]
@@ -169,34 +162,19 @@ def disassemble(block: Tensor, device: torch.device, payload: Tensor | None = No
         views = [(_view(block, start, layout), layout) for start, layout in zip(starts, there, strict=True)]
         found = iter([_placed(tensor, layout, device) for tensor, layout in views])
     tensors = tuple(None if layout is None else next(found) for layout in layouts)
-    return Message(kind, n, tensors, wanted, report, note, stage)  # type: ignore[arg-type]
+    return Message(kind, n, tensors, wanted, report, note)  # type: ignore[arg-type]
 
 
-def handed(message: Message, device: torch.device) -> Message:
-    """The message as another stage of the same process gets it: tensors of its own, on which it may work in place, and
-    which lie in memory as they would have after a cut."""
-    parts = _parts(message.tensors)
-    layouts = [layout for layout, _ in parts]
-    starts, length = _offsets(0, [layout for layout in layouts if layout is not None])
-    payload = torch.empty(length, dtype=torch.uint8, device=device)
-    _pack(payload, starts, parts)
-    places = iter(starts)
-    tensors = tuple(None if layout is None else _view(payload, next(places), layout) for layout in layouts)
-    return replace(message, tensors=tensors, report=None if message.report is None else message.report.cpu())
-
-
-Parts = list[tuple[Layout | None, Tensor | None]]
+Parts = list[tuple[TensorLayout | None, Tensor | None]]
 
 
 def _parts(tensors: Sequence[Tensor | None]) -> Parts:
-    return [(None, None) if x is None else (Layout.of(x.detach()), x.detach()) for x in tensors]
+    return [(None, None) if x is None else (TensorLayout.of(x.detach()), x.detach()) for x in tensors]
 
 
-def _header(message: Message, layouts: Sequence[Layout | None]) -> bytes:
+def _header(message: Message, layouts: Sequence[TensorLayout | None]) -> bytes:
     places = [None if x is None else [x.dtype, x.sizes, x.strides, x.line] for x in layouts]
     head = {"k": message.kind, "n": message.microbatch, "w": message.wanted, "t": places, "x": message.note}
-    if message.stage is not None:
-        head["s"] = message.stage
     return json.dumps(head, separators=(",", ":")).encode()
 
 
@@ -213,7 +191,7 @@ def _pack(block: Tensor, starts: Sequence[int], parts: Parts) -> None:
                 _copy(tensor, _view(block, start, layout), layout)
 
 
-def _offsets(begin: int, layouts: Sequence[Layout]) -> tuple[list[int], int]:
+def _offsets(begin: int, layouts: Sequence[TensorLayout]) -> tuple[list[int], int]:
     """Where in the block each tensor begins, and how long the block is."""
     found = []
     end = begin
@@ -224,12 +202,12 @@ def _offsets(begin: int, layouts: Sequence[Layout]) -> tuple[list[int], int]:
     return found, end
 
 
-def _view(block: Tensor, start: int, layout: Layout) -> Tensor:
+def _view(block: Tensor, start: int, layout: TensorLayout) -> Tensor:
     flat = block[start : start + layout.extent * layout.type.itemsize].view(layout.type)
     return torch.as_strided(flat, layout.sizes, layout.strides, flat.storage_offset())
 
 
-def _copy(tensor: Tensor, target: Tensor, layout: Layout) -> None:
+def _copy(tensor: Tensor, target: Tensor, layout: TensorLayout) -> None:
     # A size with stride 0 is one row shown several times: it is written once.
     for axis, (size, stride) in enumerate(zip(layout.sizes, layout.strides, strict=True)):
         if stride == 0 and size > 1:
@@ -237,7 +215,7 @@ def _copy(tensor: Tensor, target: Tensor, layout: Layout) -> None:
     target.copy_(tensor, non_blocking=True)
 
 
-def _placed(tensor: Tensor, layout: Layout, device: torch.device) -> Tensor:
+def _placed(tensor: Tensor, layout: TensorLayout, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     # Strides as they were, also where a row is shown several times or rows do not touch.

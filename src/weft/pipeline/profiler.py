@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.data import Batch
-from weft.pipeline.boundary import entered
-from weft.pipeline.message import Message, assemble, disassemble
-from weft.pipeline.optimizer import Optimizer, Updater
-from weft.supernet import Carry, Chain, run_layer, side_inputs
+from weft.engine.optimizer import LayerOptimizer, Optimizer
+from weft.pipeline.message import Message, pack, unpack
+from weft.supernet import Activations, Chain, extra_inputs, run_layer
+from weft.supernet.layer import detached_entry
 
 Loss = Callable[[Any, Batch], Tensor]
 
@@ -34,18 +34,20 @@ def profile_chain(
     layers of the last block. The weights are changed: give a copy of what is to be kept.
     """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in chain.layers}
-    updaters: dict[str, Updater] = {}
+    updaters: dict[str, LayerOptimizer] = {}
     if optimizer is not None:
-        updaters = {name: Updater(optimizer, trained) for name in chain.layers if (trained := _trained(chain, name))}
+        updaters = {
+            name: LayerOptimizer(optimizer, trained) for name in chain.layers if (trained := _trained(chain, name))
+        }
     chain.train()
     subnet = chain.largest()
     for _ in range(repeats + 1):
         carry = chain.enter(batch)
         for block in chain.blocks:
-            following: Carry | None = None
+            following: Activations | None = None
             for name in block.candidates():
                 outputs, spent = _measure(
-                    chain, name, carry, side_inputs(chain.layers[name], batch, subnet), updaters.get(name)
+                    chain, name, carry, extra_inputs(chain.layers[name], batch, subnet), updaters.get(name)
                 )
                 if loss is not None and block is chain.blocks[-1]:
                     own = _measure_loss(loss, outputs, batch)
@@ -60,11 +62,11 @@ def profile_chain(
 
 
 def _measure(
-    chain: Chain, name: str, carry: Carry, side: Mapping[str, Any], updater: Updater | None
-) -> tuple[Carry, tuple[float, float]]:
+    chain: Chain, name: str, carry: Activations, side: Mapping[str, Any], updater: LayerOptimizer | None
+) -> tuple[Activations, tuple[float, float]]:
     trained = list(_trained(chain, name).values())
     leaves = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in carry)
-    inputs = entered(leaves)
+    inputs = detached_entry(leaves)
     began = _clock(inputs)
     outputs = run_layer(chain.layers[name], chain.module(name), inputs, side)
     between = _clock(outputs)
@@ -75,7 +77,7 @@ def _measure(
     return outputs, (between - began, _clock(outputs) - between)
 
 
-def _measure_loss(loss: Loss, outputs: Carry, batch: Batch) -> tuple[float, float]:
+def _measure_loss(loss: Loss, outputs: Activations, batch: Batch) -> tuple[float, float]:
     leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs)
     began = _clock(leaves)
     value = loss(leaves[0] if len(leaves) == 1 else leaves, batch)
@@ -93,8 +95,8 @@ def message_seconds(size: float, repeats: int = 5) -> float:
     spent = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        block = assemble(Message("F", 0, (tensor,), (True,)))
-        disassemble(block.clone().clone(), torch.device("cpu"))
+        block = pack(Message("F", 0, (tensor,), (True,)))
+        unpack(block.clone().clone(), torch.device("cpu"))
         spent.append((time.perf_counter() - began) / 2)
     return statistics.median(spent[1:])
 
@@ -112,18 +114,18 @@ def message_bytes(chain: Chain, batch: Mapping[str, Tensor]) -> list[float]:
             found.append(float(sum(x.numel() * x.element_size() for x in carry)))
             name = next(iter(block.candidates()))
             layer = chain.layers[name]
-            carry = run_layer(layer, chain.module(name), carry, side_inputs(layer, batch, subnet))
+            carry = run_layer(layer, chain.module(name), carry, extra_inputs(layer, batch, subnet))
     return found
 
 
-def _backward(outputs: Carry, sources: list[Tensor]) -> Sequence[Tensor | None]:
+def _backward(outputs: Activations, sources: list[Tensor]) -> Sequence[Tensor | None]:
     graded = [x for x in outputs if x.requires_grad]
     if not sources or not graded:
         return [None] * len(sources)
     return torch.autograd.grad(graded, sources, [torch.ones_like(x) for x in graded], allow_unused=True)
 
 
-def _clock(carry: Carry) -> float:
+def _clock(carry: Activations) -> float:
     if carry[0].is_cuda:
         torch.cuda.synchronize(carry[0].device)
     return time.perf_counter()

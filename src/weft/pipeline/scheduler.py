@@ -5,8 +5,6 @@ demands. Among ready backwards the smallest micro-batch goes first, else the sma
 micro-batches are in flight on a stage, and the last place is kept for the oldest, without which windows deadlock.
 
     2F0   forward of micro-batch 0 on stage 2          1B3   backward of micro-batch 3 on stage 1
-    1W3   the part of that backward that finds the gradients of weights, where it is put off
-    0E2   a batch that is only scored, the third of the run; it waits for versions like a forward
 
 The simulator steps this very object, and so does the runtime.
 """
@@ -22,14 +20,14 @@ from typing import Literal, NamedTuple
 
 from weft.errors import ConsistencyError, nearest
 
-Kind = Literal["F", "B", "W", "E"]
+Kind = Literal["F", "B"]
 
 FORWARDS = "forwards"
 """The gate that counts how many micro-batches, without a gap from the first on, have done their forward on a stage."""
 
 
 class Op(NamedTuple):
-    """The forward, the backward, or a part of it, of one micro-batch on one stage."""
+    """The forward or the backward of one micro-batch on one stage."""
 
     stage: int
     kind: Kind
@@ -39,7 +37,7 @@ class Op(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-class Need(NamedTuple):
+class LayerDependency(NamedTuple):
     """A layer that a micro-batch uses: the slot that its gradient joins, and the versions that it must see."""
 
     layer: Hashable
@@ -48,37 +46,23 @@ class Need(NamedTuple):
     backward: int
 
 
-Uses = Callable[[int], Sequence[Need]]
+DependenciesOf = Callable[[int], Sequence[LayerDependency]]
 """The layers of the stage that a micro-batch uses; a pure function, known to every stage."""
 
 
-DEFER = "defer"
-"""How a backward is split that puts the gradients of weights off: see ``Rule``."""
+CanAdmit = Callable[[int], bool]
+"""Whether the layers of a micro-batch are on the device or can be brought there."""
 
-Checks = Callable[[int], tuple[int, Sequence[Need]]]
-"""Of a batch that is only scored: the micro-batch that it goes before, and the layers that it uses here."""
-
-Due = Callable[[int], range]
-"""The batches that go before a micro-batch."""
-
-Fits = Callable[[Kind, int], bool]
-"""Whether the layers of a forward, or of a batch that is only scored, are on the device or can be brought there."""
-
-Gates = Callable[[Kind, int], Sequence[tuple[Hashable, int]]]
+Counters = Callable[[Kind, int], Sequence[tuple[Hashable, int]]]
 """What else an operation waits for: counters that only rise, and how far each must be."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """How ready operations are chosen. ``prefer`` is ``backward``, ``forward`` (GPipe) or ``alternate`` (NASPipe).
-
-    With ``defer`` a backward ends with the gradient of its input; those of the weights are an operation of their own,
-    which the stage does when nothing else is ready. Until then the micro-batch is in flight.
-    """
+class SchedulePolicy:
+    """How ready operations are chosen. ``prefer`` is ``backward``, ``forward`` (GPipe) or ``alternate`` (NASPipe)."""
 
     window: int
     prefer: str = "backward"
-    defer: bool = False
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -112,13 +96,12 @@ class Scheduler:
         self,
         stage: int,
         stages: int,
-        uses: Uses,
+        uses: DependenciesOf,
         total: int,
-        rule: Rule,
+        rule: SchedulePolicy,
         first: int = 0,
-        gates: Gates | None = None,
-        checks: tuple[Due, Checks] | None = None,
-        fits: Fits | None = None,
+        gates: Counters | None = None,
+        fits: CanAdmit | None = None,
     ) -> None:
         self.stage, self.stages, self.total, self.rule = stage, stages, total, rule
         self.in_flight: set[int] = set()
@@ -129,12 +112,11 @@ class Scheduler:
         """Micro-batches below this are registered with their layers."""
         self._uses = uses
         self._layers: dict[Hashable, _Layer] = {}
-        self._needs: dict[int, Sequence[Need]] = {}
+        self._needs: dict[int, Sequence[LayerDependency]] = {}
         self._done: set[int] = set()
         self._missing: dict[tuple[Kind, int], int] = {}  # layers that an operation still waits for
-        self._ready: dict[Kind, list[int]] = {"F": [], "B": [], "W": [], "E": []}
+        self._ready: dict[Kind, list[int]] = {"F": [], "B": []}
         self._gates = gates
-        self._checks = checks
         self._fits = fits
         self._reached: dict[Hashable, int] = {FORWARDS: first}
         self._held: dict[Hashable, list[tuple[int, int, Kind]]] = {}  # heaps of (count, micro-batch, kind)
@@ -148,10 +130,11 @@ class Scheduler:
         if kind == "F":
             self._waiting_forwards += 1
         missing = 0
-        for need in self._needs_of(kind, microbatch):
+        self._register(microbatch + 1)
+        for need in self._needs[microbatch]:
             version = need.backward if kind == "B" else need.forward
-            layer = self._layers.get(need.layer)
-            if layer is not None and not layer.has(version):
+            layer = self._layers[need.layer]
+            if not layer.has(version):
                 heapq.heappush(layer.waiting, (version, microbatch, kind))
                 missing += 1
         for gate, count in self._gates(kind, microbatch) if self._gates is not None else ():
@@ -171,28 +154,16 @@ class Scheduler:
             _, microbatch, kind = heapq.heappop(held)
             self._release(kind, microbatch)
 
-    def count(self, gate: Hashable) -> int:
-        """How far a counter is."""
-        return self._reached.get(gate, 0)
-
     @property
     def forwarded(self) -> int:
         """All micro-batches below this have done their forward here."""
         return self._reached[FORWARDS]
 
-    def offers(self) -> list[Op]:
-        """The first operation of every kind that could start now."""
-        return [Op(self.stage, kind, self._ready[kind][0]) for kind in self._ready if self._could(kind)]
-
-    def next(self, wanted: Kind | None = None) -> Op | None:
-        """The operation to start now, which is then in flight; None where the stage has to wait.
-
-        The rule chooses among those that could start, unless one of a kind is ``wanted``.
-        """
-        for kind in self._order() if wanted is None else (wanted,):
-            ready = self._ready[kind]
+    def next(self) -> Op | None:
+        """The operation to start now, which is then in flight; None where the stage has to wait."""
+        for kind in self._order():
             if self._could(kind):
-                microbatch = heapq.heappop(ready)
+                microbatch = heapq.heappop(self._ready[kind])
                 if kind == "F":
                     self.in_flight.add(microbatch)
                     self._waiting_forwards -= 1
@@ -202,7 +173,7 @@ class Scheduler:
         return None
 
     def finished(self, op: Op) -> list[tuple[Hashable, int]]:
-        """An operation is over. After a whole backward, the (layer, micro-batch) pairs whose gradients' turn has come.
+        """An operation is over. After a backward, the (layer, micro-batch) pairs whose gradients' turn has come.
 
         In the order of the list a layer gets its gradients in micro-batch order; one that is early comes up later.
         """
@@ -216,11 +187,6 @@ class Scheduler:
                 count += 1
             if count > self.forwarded:
                 self.reached(FORWARDS, count)
-            return []
-        if op.kind == "E":
-            return []
-        if op.kind == "B" and self.rule.defer:
-            heapq.heappush(self._ready["W"], op.microbatch)
             return []
         self.in_flight.remove(op.microbatch)
         self.finished_count += 1
@@ -245,16 +211,14 @@ class Scheduler:
         self.total = total
         self.reached(FORWARDS, self.forwarded)
 
-    def needs(self, op: Op) -> Sequence[Need]:
+    def needs(self, op: Op) -> Sequence[LayerDependency]:
         """The layers that an operation uses here."""
-        return self._needs_of(op.kind, op.microbatch)
+        return self._needs[op.microbatch]
 
     def complete(self, layer: Hashable, slot: int, last: int) -> bool:
         """Whether every gradient of a slot of the layer, whose last micro-batch is ``last``, has had its turn."""
         known = self._layers.get(layer)
-        # A batch that is only scored may still read what was before, though no other micro-batch of the slot does.
-        passed = self._checks is None or last < self.oldest
-        return passed and last < self.known and (known is None or known.has(slot + 1))
+        return last < self.known and (known is None or known.has(slot + 1))
 
     @property
     def done(self) -> bool:
@@ -262,18 +226,18 @@ class Scheduler:
 
     def _far(self, gate: Hashable) -> float:
         """How far a counter is; no more forwards come once all are done, so nothing waits for later ones."""
-        return math.inf if gate == FORWARDS and self.forwarded >= self.total else self.count(gate)
+        return math.inf if gate == FORWARDS and self.forwarded >= self.total else self._reached.get(gate, 0)
 
     def _order(self) -> tuple[Kind, ...]:
         if self.rule.prefer == "backward" or (self.rule.prefer == "alternate" and self._last == "F"):
-            return ("B", "E", "F", "W")
-        return ("E", "F", "B", "W")
+            return ("B", "F")
+        return ("F", "B")
 
     def _could(self, kind: Kind) -> bool:
         ready = self._ready[kind]
-        if not ready or (kind == "F" and not self._may_start(ready[0])):
-            return False
-        return self._fits is None or kind not in ("E", "F") or self._fits(kind, ready[0])
+        if kind != "F" or not ready:
+            return bool(ready)
+        return self._may_start(ready[0]) and (self._fits is None or self._fits(ready[0]))
 
     def _may_start(self, microbatch: int) -> bool:
         free = self.rule.window - len(self.in_flight)
@@ -284,18 +248,7 @@ class Scheduler:
         # The first stage makes its own inputs; it looks ahead no further than the others' receive buffers hold.
         if self.stage == 0:
             while self.known < self.total and self._waiting_forwards < self.rule.window:
-                for number in self._checks[0](self.known) if self._checks is not None else ():
-                    self.arrived("E", number)
                 self.arrived("F", self.known)
-
-    def _needs_of(self, kind: Kind, number: int) -> Sequence[Need]:
-        if kind != "E":
-            self._register(number + 1)
-            return self._needs[number]
-        assert self._checks is not None
-        at, needs = self._checks[1](number)
-        self._register(at)
-        return needs
 
     def _register(self, until: int) -> None:
         for microbatch in range(self.known, until):

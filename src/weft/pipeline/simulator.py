@@ -6,8 +6,6 @@ after the other, and arrives a latency later; activations and gradients have lin
     stage 0   F0 F1 ...            split backward:   stage 1   ... [ B0 input | B0 weights ]
     link        [m0][m1]                             link                   [m0]
     stage 1       .. F0 F1                           stage 0                    [ B0 input | B0 weights ]
-
-Stages that share a rank take turns, and what passes between two of them takes no time.
 """
 
 from __future__ import annotations
@@ -17,12 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from weft.errors import ConsistencyError
-from weft.keys import generator
-from weft.pipeline.placement import Placement, checked
-from weft.pipeline.scheduler import Op, Rule, Scheduler
-from weft.pipeline.turns import Turns
+from weft.pipeline.scheduler import Op, SchedulePolicy, Scheduler
 from weft.pipeline.workload import Workload, early_share, stage_speeds
-from weft.plan.cut import Cut
+from weft.supernet.partition import Cut
+from weft.utils.rng import generator
 
 Duration = Callable[[Op, float], float]
 """The time that an operation takes, from its nominal time on its stage: jitter, for example."""
@@ -50,7 +46,7 @@ class Simulated:
     work: float
     """What all operations together take on one device of speed 1."""
     busy: tuple[float, ...]
-    """Of every rank; a stage has one to itself unless it was placed otherwise."""
+    """Of every stage."""
     peak: tuple[int, ...]
     """The most micro-batches in flight on each stage: their activations are held there."""
     steady_bubble: float
@@ -59,8 +55,8 @@ class Simulated:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time that is idle, filling and draining included."""
-        return 1.0 - sum(self.busy) / (len(self.busy) * self.time) if self.time else 0.0
+        """The share of all stages' time that is idle, filling and draining included."""
+        return 1.0 - sum(self.busy) / (self.stages * self.time) if self.time else 0.0
 
     @property
     def speedup(self) -> float:
@@ -76,7 +72,7 @@ class Simulated:
 def simulate(
     work: Workload,
     cut: Cut,
-    rule: Rule | list[Rule],
+    rule: SchedulePolicy | list[SchedulePolicy],
     latency: float = 0.0,
     duration: Duration | None = None,
     keep_spans: bool = True,
@@ -84,23 +80,18 @@ def simulate(
     bandwidth: float | None = None,
     speeds: Sequence[float] | None = None,
     split: float | None = None,
-    placement: Placement | None = None,
 ) -> Simulated:
     """Runs the workload on the stages of a cut. ``rule`` holds for all stages, or is a list of one for each.
 
-    ``latency`` is the time that a message takes from one rank to another beside its bytes / ``bandwidth``. A rank of
+    ``latency`` is the time that a message takes from one stage to another beside its bytes / ``bandwidth``. A stage of
     speed 0.5 takes twice as long. With ``split`` the backward finds the gradient of its input in that share of its
-    time, sends it, and goes on with those of its weights; it is over, and its updates count, at the end as ever, unless
-    the rule defers them, which makes them an operation of their own. Every stage has a rank to itself unless a
-    ``placement`` says otherwise.
+    time, sends it, and goes on with those of its weights; it is over, and its updates count, at the end as ever.
     """
     if latency < 0:
         raise ConsistencyError(f"latency={latency}: a message cannot arrive before it is sent")
     stages = len(cut) + 1
     rules = rule if isinstance(rule, list) else [rule] * stages
-    placed = checked(placement, stages)
-    rank_of = [placed.rank_of(stage) for stage in range(stages)]
-    pace, early, transfers = stage_speeds(speeds, placed.ranks), early_share(split), work.transfers(cut, bandwidth)
+    pace, early, transfers = stage_speeds(speeds, stages), early_share(split), work.transfers(cut, bandwidth)
     schedulers = [
         Scheduler(s, stages, work.uses(cut, s), work.total, rules[s], gates=work.gates(cut, s, rules[s].window))
         for s in range(stages)
@@ -109,49 +100,42 @@ def simulate(
     left: dict[int, int] = {}
     events: list[tuple[float, int, bool, Op]] = []  # (time, order, whether the operation ends or its input arrives, op)
     order = 0
-    turns = [Turns([schedulers[s] for s in placed.stages_of(rank)], placed.group) for rank in range(placed.ranks)]
-    idle = [True] * placed.ranks
-    free: dict[tuple[int, int], float] = {}  # when the link from one rank to another has sent all that it was given
-    busy = [0.0] * placed.ranks
+    idle = [True] * stages
+    free: dict[tuple[int, int], float] = {}  # when the link from one stage to another has sent all that it was given
+    busy = [0.0] * stages
     peak = [0] * stages
     spans: list[Span] = []
     now = 0.0
 
-    def start(rank: int) -> None:
+    def start(stage: int) -> None:
         nonlocal order
-        op = turns[rank].next()
+        op = schedulers[stage].next()
         if op is None:
             return
-        stage = op.stage
         if op.microbatch not in nominal:
             nominal[op.microbatch] = work.stage_costs(cut, op.microbatch)
-            left[op.microbatch] = 2 * stages + sum(one.defer for one in rules)
-        time = nominal[op.microbatch][stage][op.kind != "F"] / pace[rank]
-        if rules[stage].defer and op.kind != "F":
-            time *= early if op.kind == "B" else 1.0 - early
+            left[op.microbatch] = 2 * stages
+        time = nominal[op.microbatch][stage][op.kind == "B"] / pace[stage]
         left[op.microbatch] -= 1
         if not left[op.microbatch]:
             del nominal[op.microbatch], left[op.microbatch]
         if duration is not None:
             time = duration(op, time)
-        idle[rank] = False
-        busy[rank] += time
+        idle[stage] = False
+        busy[stage] += time
         peak[stage] = max(peak[stage], len(schedulers[stage].in_flight))
         spans.append(Span(op, now, now + time))
         order += 2
         heapq.heappush(events, (now + time, order, True, op))
         to = stage + 1 if op.kind == "F" else stage - 1
-        if 0 <= to < stages and op.kind != "W":
-            arrives = now + (early * time if op.kind == "B" and not rules[stage].defer else time)
-            if rank_of[to] != rank:
-                # A rank's messages leave in the order of its operations, so the link's queue is known here.
-                link = (rank, rank_of[to])
-                free[link] = max(free.get(link, 0.0), arrives) + transfers[min(stage, to)]
-                arrives = free[link] + latency
-            heapq.heappush(events, (arrives, order + 1, False, Op(to, op.kind, op.microbatch)))
+        if 0 <= to < stages:
+            arrives = now + (early * time if op.kind == "B" else time)
+            # A stage's messages leave in the order of its operations, so the link's queue is known here.
+            free[stage, to] = max(free.get((stage, to), 0.0), arrives) + transfers[min(stage, to)]
+            heapq.heappush(events, (free[stage, to] + latency, order + 1, False, Op(to, op.kind, op.microbatch)))
 
-    for rank in range(placed.ranks):
-        start(rank)
+    for stage in range(stages):
+        start(stage)
     while events:
         moment = events[0][0] * (1 + MOMENT)
         touched = set()
@@ -159,30 +143,28 @@ def simulate(
             now, _, ended, op = heapq.heappop(events)
             if ended:
                 schedulers[op.stage].finished(op)
-                idle[rank_of[op.stage]] = True
+                idle[op.stage] = True
             else:
                 schedulers[op.stage].arrived(op.kind, op.microbatch)
-            touched.add(rank_of[op.stage])
-        for rank in sorted(touched):
-            if idle[rank]:
-                start(rank)
+            touched.add(op.stage)
+        for stage in sorted(touched):
+            if idle[stage]:
+                start(stage)
     if not all(scheduler.done for scheduler in schedulers):
         stuck = next(scheduler for scheduler in schedulers if not scheduler.done)
         raise ConsistencyError(
             f"the schedule cannot go on: stage {stuck.stage} has finished {stuck.finished_count} of {work.total}"
         )
-    steady = _steady_idle(spans, stages, placed.ranks)
+    steady = _steady_idle(spans, stages)
     done = sum(time * speed for time, speed in zip(busy, pace, strict=True))
     kept = tuple(spans) if keep_spans else ()
     return Simulated(stages, work.steps, now, done, tuple(busy), tuple(peak), steady, kept)
 
 
-def with_messages(cut: Cut, seconds: Sequence[float], placement: Placement | None = None) -> Duration:
+def with_messages(cut: Cut, seconds: Sequence[float]) -> Duration:
     """Operations that also take the time of their messages: ``seconds`` has what one costs before every block, to the
-    stage that sends it and to the one that takes it. Between stages of one rank it costs nothing."""
-    placed = checked(placement, len(cut) + 1)
-    inner = [0.0 if placed.together(stage) else seconds[block] for stage, block in enumerate(cut)]
-    borders = [0.0, *inner, 0.0]
+    stage that sends it and to the one that takes it."""
+    borders = [0.0, *(seconds[block] for block in cut), 0.0]
 
     def duration(op: Op, time: float) -> float:
         return time + borders[op.stage] + borders[op.stage + 1]
@@ -202,10 +184,10 @@ def jitter(seed: int, spread: float) -> Duration:
     return duration
 
 
-def _steady_idle(spans: list[Span], stages: int, ranks: int) -> float:
+def _steady_idle(spans: list[Span], stages: int) -> float:
     first = next((span.start for span in spans if span.op.stage == stages - 1), 0.0)
     last = max((span.start for span in spans if span.op.stage == 0 and span.op.kind == "F"), default=0.0)
     if last <= first:
         return 0.0
     worked = sum(max(0.0, min(span.end, last) - max(span.start, first)) for span in spans)
-    return 1.0 - worked / (ranks * (last - first))
+    return 1.0 - worked / (stages * (last - first))

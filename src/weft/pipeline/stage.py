@@ -7,7 +7,7 @@ in micro-batch order (the scheduler says whose turn it is), and is updated when 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,28 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from weft.data import Batch
+from weft.engine.batch_stats import BatchStatsRecord
+from weft.engine.bilevel import check_unrolled
+from weft.engine.consistency import version_schedule
+from weft.engine.cuda_graphs import CudaGraphCache, Gradients
+from weft.engine.grad_clip import NORMS
+from weft.engine.rng import Seeder
+from weft.engine.tape import Tape
+from weft.engine.tied_weights import TIES, ties_of
+from weft.engine.train_step import TrainStep, detached
+from weft.engine.weight_versions import VersionedLayer
 from weft.errors import TrainError
-from weft.pipeline.consistency import clock
-from weft.pipeline.flow import through
-from weft.pipeline.graphs import Gradients, Graphs
-from weft.pipeline.law import Law, detached
-from weft.pipeline.layers import LESSON, Layers
-from weft.pipeline.norms import NORMS
-from weft.pipeline.onecopy import forwards_first, single_copy
-from weft.pipeline.placement import Placement
-from weft.pipeline.recall import as_before
-from weft.pipeline.residency import Residency
-from weft.pipeline.residency.entry import make_resident
-from weft.pipeline.scheduler import Kind, Need
-from weft.pipeline.seeding import Seeder
-from weft.pipeline.statistics import Record
-from weft.pipeline.tape import Tape
-from weft.pipeline.ties import TIES, ties_of
-from weft.pipeline.unrolled import check_unrolled
-from weft.pipeline.weights import Weights
-from weft.plan.cut import Cut, stage_of
+from weft.pipeline.layer_updates import LESSON, LayerUpdates
+from weft.pipeline.scheduler import Kind, LayerDependency
+from weft.pipeline.workload import forwards_first, single_copy
 from weft.space import Stream, Subnet
-from weft.supernet import Carry, Chain, Layer, side_inputs
+from weft.supernet import Activations, Chain, Layer, extra_inputs
+from weft.supernet.partition import Cut, stage_of
 
 
 @dataclass(slots=True)
@@ -45,27 +40,26 @@ class _Flight:
     """A micro-batch between its forward and its backward."""
 
     tape: Tape
-    inputs: Carry
+    inputs: Activations
     batch: Batch
-    outputs: Carry
-    records: dict[str, Record]
+    outputs: Activations
+    records: dict[str, BatchStatsRecord]
     counts: bool = True
 
 
-class Stage(Layers):
+class Stage(LayerUpdates):
     """Trains the blocks of one stage of a cut; only their layers need to be built."""
 
     def __init__(
         self,
         chain: Chain,
-        law: Law,
+        law: TrainStep,
         stream: Stream,
         device: torch.device,
         cut: Cut,
         index: int,
-        graphs: Graphs | None = None,
+        graphs: CudaGraphCache | None = None,
         split: bool = False,
-        placement: Placement | None = None,
     ) -> None:
         check_unrolled(law, len(cut) + 1)
         self.chain, self.stream, self.device = chain, stream, device
@@ -75,14 +69,17 @@ class Stage(Layers):
         compute = torch.bfloat16 if law.precision == "bf16" else None
         blocks, m = len(chain.blocks), law.microbatches
         made = {
-            name: Weights(
-                layer, chain.module(name), clock(law.consistency[name], layer.block, blocks, m, law.steps), compute
+            name: VersionedLayer(
+                layer,
+                chain.module(name),
+                version_schedule(law.consistency[name], layer.block, blocks, m, law.steps),
+                compute,
             )
             for name, layer in chain.layers.items()
             if layer.block in self._blocks
         }
         norms = law.norms(made, self.is_first, self.is_last)
-        ties = ties_of(chain, law.consistency.values(), m, of, index, placement)
+        ties = ties_of(chain, law.consistency.values(), m, of, index)
         one_copy = single_copy(law.consistency.values(), cut, blocks)
         super().__init__(law, made, law.updater(made, chain.ties), norms, ties, one_copy)
         self.ordered = {name for name, w in self.weights.items() if w.parameters or w.statistics.norms}
@@ -102,17 +99,6 @@ class Stage(Layers):
         self._flights: dict[int, _Flight] = {}
         self._routes: dict[int, list[Layer]] = {}
 
-    def reside(self, said: Residency, also: Iterable[Subnet] = (), **options: Any) -> None:
-        """From here on layers live on the host; ``also`` are subnets that are scored on the way, and the options those
-        of ``make_resident``."""
-        late = self.norms is not None or self.ties is not None
-        self.memory = make_resident(
-            *(self.chain, self.weights, self.updater, self.law, self.stream, self.device, said),
-            late=late,
-            also=also,
-            **options,
-        )
-
     @property
     def is_first(self) -> bool:
         return self.index == 0
@@ -125,19 +111,19 @@ class Stage(Layers):
         """Whether this stage needs batches: for the chain's input, the loss, or a layer's side inputs."""
         return self.is_first or self.is_last or any(w.layer.side for w in self.weights.values())
 
-    def uses(self, n: int) -> list[Need]:
+    def uses(self, n: int) -> list[LayerDependency]:
         """What micro-batch n needs here, as the scheduler takes it."""
-        found = self._needs(self._route(n), n)
+        found: list[LayerDependency] = []
+        for layer in self._route(n):
+            if layer.name in self.ordered:
+                at = self.weights[layer.name].clock
+                found.append(LayerDependency(layer.name, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
         if self.law.distil is not None and self.is_last:
             # The lesson of step i is like a version: the first micro-batch makes it, and the others wait for it. The
             # next lesson waits for them.
             i, j = divmod(n, self.law.microbatches)
-            found.append(Need(LESSON, 2 * i + bool(j), 2 * i + bool(j), 0))
+            found.append(LayerDependency(LESSON, 2 * i + bool(j), 2 * i + bool(j), 0))
         return found
-
-    def checks(self, n: int, subnet: Subnet) -> list[Need]:
-        """What a batch that is only scored, before micro-batch n, needs here."""
-        return self._needs(self.route(subnet), n)
 
     def gates(self, kind: Kind, n: int) -> list[tuple[Hashable, int]]:
         """What an operation waits for beside versions: the norms that updates are scaled by, and the gradients that
@@ -154,24 +140,21 @@ class Stage(Layers):
                 found += forwards_first(at, kind, n)
         return found
 
-    def forward(self, n: int, carry: Carry, batch: Batch) -> tuple[Carry, Tensor | None]:
+    def forward(self, n: int, carry: Activations, batch: Batch) -> tuple[Activations, Tensor | None]:
         """Runs micro-batch n through the stage's layers; on the last stage also its loss, as a report."""
         i, j = divmod(n, self.law.microbatches)
         if self.is_first:
             carry = self.chain.enter(batch)
         beside = None if self.memory is None else self.memory.beside
         tape = Tape(n, carry, self._graphs, not self.is_first, self._split, beside)
-        records: dict[str, Record] = {}
+        records: dict[str, BatchStatsRecord] = {}
         report = None
         subnet = self.subnet(n)
         with self.precision():
             for layer in self._route(n):
                 weights = self.weights[layer.name]
                 self.seeder.set(i, j, layer.name)
-                side, again = side_inputs(layer, batch, subnet), None
-                if weights.recomputes:
-                    again = partial(as_before, self.seeder, self.precision, i, j, layer.name)
-                tape.forward(weights, side, self.law.trains(layer, i), again)
+                tape.forward(weights, extra_inputs(layer, batch, subnet), self.law.trains(layer, i))
                 if weights.statistics.norms:
                     records[layer.name] = weights.statistics.record(copy=True)
                     if weights.revocable:
@@ -187,13 +170,6 @@ class Stage(Layers):
             report = self._report(loss, self.law.measured(seen, batch))
         self._flights[n] = _Flight(tape, carry, batch, outputs, records)
         return outputs, report
-
-    def evaluate(self, n: int, subnet: Subnet, carry: Carry, batch: Batch) -> Carry:
-        """What the stage's layers make of a batch that is only scored, with what the forward of micro-batch n sees."""
-        if self.is_first:
-            carry = self.chain.enter(batch)
-        with self.precision():
-            return through(self.weights, self.route(subnet), n, carry, batch, subnet)
 
     def backward(self, n: int, gradients: Gradients, counts: bool) -> Gradients:
         """The gradients of what the stage took, from those of what it gave; ``weigh`` goes with it.
@@ -240,7 +216,7 @@ class Stage(Layers):
             for layer in self._route(n):
                 self.seeder.set(i, j, layer.name)
                 weights = self.weights[layer.name]
-                carry, _ = weights.forward(n, carry, side_inputs(layer, flight.batch, self.subnet(n)))
+                carry, _ = weights.forward(n, carry, extra_inputs(layer, flight.batch, self.subnet(n)))
                 if _broken(carry):
                     worn = any(not torch.isfinite(p).all() for p in weights.parameters)
                     return f"layer '{layer.name}'" + (", whose weights are not finite" if worn else "")
@@ -265,14 +241,6 @@ class Stage(Layers):
         """The modules of those layers."""
         return [self.chain.module(layer) for layer in self.route(subnet)]
 
-    def _needs(self, layers: Iterable[Layer], n: int) -> list[Need]:
-        found = []
-        for layer in layers:
-            if layer.name in self.ordered:
-                at = self.weights[layer.name].clock
-                found.append(Need(layer.name, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
-        return found
-
     def _route(self, n: int) -> list[Layer]:
         found = self._routes.get(n)
         if found is None:
@@ -290,5 +258,5 @@ class Stage(Layers):
         return torch.cat([torch.as_tensor(x, dtype=torch.float64, device=self.device).reshape(-1) for x in numbers])
 
 
-def _broken(carry: Carry) -> bool:
+def _broken(carry: Activations) -> bool:
     return any(not torch.isfinite(x).all() for x in carry if x.is_floating_point())

@@ -5,22 +5,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from weft.data import Batch
+from weft.engine.grad_clip import NORMS
+from weft.engine.tied_weights import TIES, Sent
 from weft.errors import NonFiniteError, PipelineError
-from weft.pipeline.flow import EVALUATED, SCORED, Evaluation
-from weft.pipeline.layers import Snapshot
+from weft.pipeline.layer_updates import Snapshot
 from weft.pipeline.message import Message
-from weft.pipeline.norms import NORMS
-from weft.pipeline.scheduler import Due, Kind, Need, Op, Rule, Scheduler
+from weft.pipeline.scheduler import Op, SchedulePolicy, Scheduler
 from weft.pipeline.stage import Stage
-from weft.pipeline.ties import TIES, Sent
-from weft.supernet import Carry
+from weft.supernet import Activations
 
 Send = Callable[[int, Message], None]
 """Takes the number of a stage and what goes to it."""
@@ -30,7 +28,7 @@ Parts = Callable[[int], Batch]
 
 
 @dataclass(slots=True)
-class Figures:
+class WorkerStats:
     """What the schedule of a stage was like so far: seconds that decisions took, and the most in flight."""
 
     deciding: float = 0.0
@@ -38,7 +36,7 @@ class Figures:
 
 
 @dataclass(slots=True)
-class Done:
+class OpResult:
     """An operation that is over: when it ran, with its updates, and from when to when those did.
 
     ``late`` are updates that had to wait until this operation was due, and came before it.
@@ -60,34 +58,28 @@ class Worker:
     def __init__(
         self,
         stage: Stage,
-        rule: Rule,
+        rule: SchedulePolicy,
         first: int,
         until: int,
         parts: Parts,
         send: Send,
         every: int | None = None,
-        evaluation: Evaluation | None = None,
     ) -> None:
         self.stage = stage
-        self.evaluation = evaluation
         # Updates that wait for later forwards would keep layers at hand that those need the room of.
         stage.one_copy = stage.one_copy and rule.window >= stage.stages - stage.index and stage.memory is None
-        waits = stage.one_copy or stage.norms is not None or stage.ties is not None or evaluation is not None
-        gates = self._gates if waits else None
-        checks = None if evaluation is None else (self._due(first), self._check)
+        waits = stage.one_copy or stage.norms is not None or stage.ties is not None
+        gates = stage.gates if waits else None
         fits = None if stage.memory is None else stage.memory.may
         if stage.memory is not None:
-            stage.memory.begin(first, until, None if checks is None else checks[0], self._layers_of)
-        self.scheduler = Scheduler(stage.index, stage.stages, stage.uses, until, rule, first, gates, checks, fits)
+            stage.memory.begin(first, until)
+        self.scheduler = Scheduler(stage.index, stage.stages, stage.uses, until, rule, first, gates, fits)
         stage.forwarded = first
         if stage.norms is not None:
             self.scheduler.reached(NORMS, stage.norms.count)
         if stage.ties is not None:
             self.scheduler.reached(TIES, stage.ties.count)
-        if evaluation is not None:
-            for gate in (EVALUATED, SCORED):
-                self.scheduler.reached(gate, evaluation.flow.before(first))
-        self.figures = Figures()
+        self.figures = WorkerStats()
         self.reports: list[tuple[int, Tensor]] = []
         """Loss and metrics by micro-batch, in order of arrival; whoever keeps them takes them out."""
         self.on_start: Callable[[Op], None] | None = None
@@ -102,14 +94,7 @@ class Worker:
 
     @property
     def done(self) -> bool:
-        return self.scheduler.done and self.stage.knows(self.scheduler.total) and self._all_scored
-
-    @property
-    def _all_scored(self) -> bool:
-        """Word of every batch has come back to the first stage: the others pass it on, so they do not end before."""
-        if self.evaluation is None:
-            return True
-        return self.scheduler.count(SCORED) >= self.evaluation.flow.before(self.scheduler.total - 1)
+        return self.scheduler.done and self.stage.knows(self.scheduler.total)
 
     def receive(self, message: Message) -> None:
         """Activations or gradients from a neighbour, or word that the run ends early."""
@@ -122,8 +107,6 @@ class Worker:
                 assert self.stage.ties is not None
                 self._share(self.stage.ties.received(message.microbatch, message.tensors[0]))
                 self._pass_on()
-            case "scored":
-                self._scored(message.microbatch, message.note)
             case kind:
                 self._inbox[kind, message.microbatch] = message
                 if kind == "B" and message.report is not None:
@@ -136,45 +119,33 @@ class Worker:
         if not self.stage.is_last:
             self._send(self.stage.index + 1, Message("end", until))
 
-    def work(self) -> Done | None:
+    def work(self) -> OpResult | None:
         """Does the next operation; None where there is nothing to do before something arrives."""
         before = time.perf_counter()
         op = self.scheduler.next()
-        return None if op is None else self.do(op, before)
-
-    def do(self, op: Op, before: float) -> Done:
-        """Does an operation that the scheduler, asked at the time ``before``, gave."""
+        if op is None:
+            return None
         self.figures.peak = max(self.figures.peak, len(self.scheduler.in_flight))
         needs = self.scheduler.needs(op)
         if self.on_start is not None:
             self.on_start(op)
         memory = self.stage.memory
-        if memory is not None and op.kind in ("E", "F"):
-            memory.start(op.kind, op.microbatch)
+        if memory is not None and op.kind == "F":
+            memory.start(op.microbatch)
         start = time.perf_counter()
         self._register_snapshots()
         updates = self.stage.updates
         self.stage.prepare(needs, op.kind, self.scheduler.oldest)
         late, prepared = self.stage.updates - updates, time.perf_counter()
-        if op.kind == "E":
-            self._evaluate(op.microbatch)
-            end = now = time.perf_counter()
-            done = Done(op, start, end)
-        elif op.kind == "F":
+        if op.kind == "F":
             self._forward(op.microbatch)
             end = time.perf_counter()
-            done = Done(op, start, end)
+            done = OpResult(op, start, end)
             self.scheduler.finished(op)
             self.stage.forwarded = self.scheduler.forwarded
             now = time.perf_counter()
-        elif op.kind == "B" and self.scheduler.rule.defer:
-            self._backward(op.microbatch)
-            end = now = time.perf_counter()
-            done = Done(op, start, end)
-            self.scheduler.finished(op)
         else:
-            if op.kind == "B":
-                self._backward(op.microbatch)
+            self._backward(op.microbatch)
             self.stage.weigh(op.microbatch)
             between = time.perf_counter()
             turns = self.scheduler.finished(op)
@@ -184,11 +155,11 @@ class Worker:
             self.stage.settle(turns, self.scheduler)
             end = now = time.perf_counter()
             updated = self.stage.updates - updates
-            done = Done(op, start, end, (decided, end) if updated else None, updated)
+            done = OpResult(op, start, end, (decided, end) if updated else None, updated)
             self._pass_on()
             done.snapshots = self.stage.taken(self.scheduler.oldest) if self.stage.snapshots else []
-        if memory is not None and (op.kind == "E" or op.microbatch not in self.scheduler.in_flight):
-            memory.finish("E" if op.kind == "E" else "F", op.microbatch)
+            if memory is not None:
+                memory.finish(op.microbatch)
         done.late, done.prepared = late, prepared
         self.figures.deciding += start - before + (now - end)
         return done
@@ -240,53 +211,9 @@ class Worker:
             self.stage.snapshots.append(Snapshot(self._boundary))
             self._boundary += self._span
 
-    def _gates(self, kind: Kind, n: int) -> Sequence[tuple[Hashable, int]]:
-        if self.evaluation is None or kind not in ("E", "F"):
-            return self.stage.gates(kind, n)
-        own = self.evaluation.gates(kind, n, self.stage.is_first)
-        return [*self.stage.gates("F", self.evaluation.flow.at(n) if kind == "E" else n), *own]
-
-    def _due(self, first: int) -> Due:
-        assert self.evaluation is not None
-        flow = self.evaluation.flow
-        return lambda n: flow.due(n) if n > first else range(0)  # those before the first were scored by who left off
-
-    def _check(self, number: int) -> tuple[int, Sequence[Need]]:
-        assert self.evaluation is not None
-        at = self.evaluation.flow.at(number)
-        return at, self.stage.checks(at, self.evaluation.subnet(number))
-
-    def _layers_of(self, number: int) -> tuple[int, list[str]]:
-        assert self.evaluation is not None
-        layers = self.stage.route(self.evaluation.subnet(number))
-        return self.evaluation.flow.at(number), [layer.name for layer in layers]
-
-    def _evaluate(self, number: int) -> None:
-        told = self.evaluation
-        assert told is not None
-        message = self._inbox.pop(("E", number), None)
-        carry: Carry = () if message is None else tuple(x for x in message.tensors if x is not None)
-        batch = told.batch(number) if self.stage.reads_batch() else {}
-        outputs = self.stage.evaluate(told.flow.at(number), told.subnet(number), carry, batch)
-        self.scheduler.reached(EVALUATED, number + 1)
-        if not self.stage.is_last:
-            self._send(self.stage.index + 1, Message("E", number, outputs, (False,) * len(outputs)))
-            return
-        with torch.no_grad(), self.stage.precision():
-            note = told.score(number, outputs[0] if len(outputs) == 1 else outputs)
-        self._scored(number, note)
-
-    def _scored(self, number: int, note: str) -> None:
-        assert self.evaluation is not None
-        self.scheduler.reached(SCORED, number + 1)
-        if self.stage.is_first:
-            self.evaluation.heard(number, note)
-        else:
-            self._send(self.stage.index - 1, Message("scored", number, note=note))
-
     def _forward(self, n: int) -> None:
         message = self._inbox.pop(("F", n), None)
-        carry: Carry = ()
+        carry: Activations = ()
         if message is not None:
             carry = tuple(
                 x.requires_grad_(wanted)  # type: ignore[union-attr]

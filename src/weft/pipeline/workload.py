@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
+from weft.engine.consistency import Bounded, Consistency, VersionSchedule, version_schedule
 from weft.errors import ConsistencyError
-from weft.pipeline.consistency import Clock, Consistency, clock
-from weft.pipeline.onecopy import forwards_first, single_copy
-from weft.pipeline.scheduler import Gates, Need, Uses
-from weft.plan.cut import Cut, stage_of
+from weft.pipeline.scheduler import FORWARDS, Counters, DependenciesOf, Kind, LayerDependency
 from weft.space import Stream
 from weft.supernet import Chain
+from weft.supernet.partition import Cut, stage_of
 
 Costs = Mapping[Hashable, tuple[float, float]]
 """Time of a layer's forward and backward for one micro-batch."""
@@ -37,10 +36,10 @@ class Workload:
     costs: Costs | None = None
     sizes: Sequence[float] | None = None
     """Bytes that enter each block in the forward of one micro-batch, and leave it as gradients in its backward."""
-    _clocks: dict[tuple[int, Hashable], Clock | None] = field(
+    _clocks: dict[tuple[int, Hashable], VersionSchedule | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _equal: dict[Clock, Clock] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _equal: dict[VersionSchedule, VersionSchedule] = field(default_factory=dict, init=False, repr=False, compare=False)
     _shares: dict[Cut, Shares] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
@@ -48,11 +47,11 @@ class Workload:
         """Micro-batches in the run."""
         return self.steps * self.microbatches
 
-    def uses(self, cut: Cut, stage: int) -> Uses:
+    def uses(self, cut: Cut, stage: int) -> DependenciesOf:
         """The needs of a micro-batch on one stage of a cut, as a scheduler takes them."""
         shares = self._shares_of(cut)
 
-        def needs(n: int) -> list[Need]:
+        def needs(n: int) -> list[LayerDependency]:
             found = []
             reads: dict[int, tuple[int, int, int]] = {}  # most layers have the same clock: read once
             for block, layer in shares(n)[stage]:
@@ -60,7 +59,7 @@ class Workload:
                 if at is not None:
                     if id(at) not in reads:
                         reads[id(at)] = (at.slot(n), at.forward_reads(n), at.backward_reads(n))
-                    found.append(Need(layer, *reads[id(at)]))
+                    found.append(LayerDependency(layer, *reads[id(at)]))
             return found
 
         return needs
@@ -70,13 +69,13 @@ class Workload:
         seen = {layer for n in range(min(self.total, 64)) for _, layer in self.picks(n)}
         return {promise for layer in seen if (promise := self.consistency(layer)) is not None}
 
-    def gates(self, cut: Cut, stage: int, window: int) -> Gates | None:
+    def gates(self, cut: Cut, stage: int, window: int) -> Counters | None:
         """What operations wait for beside versions, where one copy of the weights has to do; see ``onecopy``."""
         stages = len(cut) + 1
         if window < stages - stage or not single_copy(self.promises(), cut, self.blocks):
             return None
         block = 0 if stage == 0 else cut[stage - 1]
-        at = clock(next(iter(self.promises())), block, self.blocks, self.microbatches, self.steps)
+        at = version_schedule(next(iter(self.promises())), block, self.blocks, self.microbatches, self.steps)
         return lambda kind, n: forwards_first(at, kind, n)
 
     def stage_costs(self, cut: Cut, n: int) -> list[tuple[float, float]]:
@@ -124,12 +123,12 @@ class Workload:
             self._shares[cut] = lru_cache(1024)(divide)
         return self._shares[cut]
 
-    def _clock(self, block: int, layer: Hashable) -> Clock | None:
+    def _clock(self, block: int, layer: Hashable) -> VersionSchedule | None:
         key = (block, layer)
         if key not in self._clocks:
             promised, made = self.consistency(layer), None
             if promised is not None:
-                made = clock(promised, block, self.blocks, self.microbatches, self.steps)
+                made = version_schedule(promised, block, self.blocks, self.microbatches, self.steps)
                 made = self._equal.setdefault(made, made)
             self._clocks[key] = made
         return self._clocks[key]
@@ -172,3 +171,45 @@ def early_share(split: float | None) -> float:
     if not 0 < split <= 1:
         raise ConsistencyError(f"split={split}: the input gradient is a share of the backward, above 0 and at most 1")
     return split
+
+
+# Where one copy of the weights is enough under ``bounded``: the real pipeline is the virtual one.
+#
+# An update then waits for the forwards that must see the version before it. At most L - 1 micro-batches are in flight
+# at that moment, so a window of L = depth - stage never stands in the way, and no older version is ever read.
+
+
+def virtual_cut(depth: int, blocks: int) -> Cut:
+    """The first block of every virtual stage but the first.
+
+    >>> virtual_cut(3, 8)
+    (3, 6)
+    """
+    return tuple(-(-stage * blocks // depth) for stage in range(1, depth))
+
+
+def moving(promises: Iterable[Consistency]) -> Bounded | None:
+    """The one consistency of all layers, if it is one whose backwards move on to the newest weights."""
+    found = set(promises)
+    one = next(iter(found)) if len(found) == 1 else None
+    return one if isinstance(one, Bounded) else None
+
+
+def single_copy(promises: Iterable[Consistency], cut: Cut, blocks: int) -> bool:
+    """Whether the layers with these promises, all that train, need no second copy on the stages of this cut."""
+    one = moving(promises)
+    return one is not None and len(cut) + 1 == one.depth and tuple(cut) == virtual_cut(one.depth, blocks)
+
+
+def forwards_first(at: VersionSchedule, kind: Kind, n: int) -> list[tuple[Hashable, int]]:
+    """A backward that must see an update waits for the forwards that must not."""
+    version = at.backward_reads(n) if kind == "B" else 0
+    return [(FORWARDS, 1 + at.last_reader(version - 1))] if version else []
+
+
+def windows(stages: int, one_copy: bool, given: int | None, microbatches: int = 1) -> list[int]:
+    """How many micro-batches each stage may have in flight: as many as were given, else what one copy needs and no
+    more, else those of two steps for every stage, since operations never take equally long."""
+    if given is not None:
+        return [given] * stages
+    return [stages - stage for stage in range(stages)] if one_copy else [2 * stages * microbatches] * stages

@@ -8,31 +8,30 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from weft.callable import make_callable
+from weft.utils.callable import make_callable
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from weft.plan.machine import Device, Level, Machine
+    from weft.hardware.machine import Device, Level, Machine
+    from weft.hardware.presets import PRESETS
     from weft.plan.plan import Plan
-    from weft.plan.presets import PRESETS
     from weft.plan.supernet import ChainPlan, plan_chain
 
-# Stage cuts are of this package too, and training, which needs them, must not wait for the rest.
 _HOMES = {
-    "PRESETS": "presets",
-    "ChainPlan": "supernet",
-    "Device": "machine",
-    "Level": "machine",
-    "Machine": "machine",
-    "Plan": "plan",
-    "plan_chain": "supernet",
+    "PRESETS": "weft.hardware.presets",
+    "ChainPlan": "weft.plan.supernet",
+    "Device": "weft.hardware.machine",
+    "Level": "weft.hardware.machine",
+    "Machine": "weft.hardware.machine",
+    "Plan": "weft.plan.plan",
+    "plan_chain": "weft.plan.supernet",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(f"weft.plan.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'weft.plan' has no attribute '{name}'")
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from weft.errors import PlanError
-from weft.plan.machine import Device, Level, Machine
+from weft.hardware.machine import Device, Level, Machine
 
 _ROW = 100  # operators in a row, so that what starts and ends it counts little
 _COPIED = 1 << 26  # bytes, far more than caches hold
@@ -57,7 +57,7 @@ def fit(rows: Sequence[tuple[str, int, float, float]]) -> tuple[float, float]:
     """(bytes a second, seconds of latency) that best explain rows of (collective, devices, bytes, seconds).
 
     Collectives go round a ring: seconds = messages * latency + share * bytes / bandwidth, the bytes being those of
-    `weft.plan.collective`. Least squares of the relative errors, so that short messages count as much as long ones;
+    `weft.hardware.collectives`. Least squares of relative errors, so that short messages count as much as long ones;
     neither comes out negative.
     """
     steps = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}

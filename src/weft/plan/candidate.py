@@ -6,11 +6,11 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from weft.hardware.machine import Machine
 from weft.plan.cutting import Cutting, Load, cut
 from weft.plan.graph import PARAMETER, Graph
 from weft.plan.layout import Mesh
 from weft.plan.line import homes
-from weft.plan.machine import Machine
 from weft.plan.plan import Cost
 from weft.plan.solve import OverLimit, solve
 from weft.plan.tables import Allowed, Tables, Training, memories, tables

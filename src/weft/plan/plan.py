@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import PlanError
+from weft.hardware.machine import Machine
 from weft.plan.graph import Graph
 from weft.plan.layout import REPLICATED, Mesh, Split
-from weft.plan.machine import Machine
-from weft.plan.saved import FORMAT, read_splits
+from weft.plan.saved import FORMAT
 from weft.plan.strategy import Strategy
 from weft.plan.tables import Training
-from weft.runs.files import room, write_json
+from weft.utils.files import disk_errors, write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -178,15 +177,14 @@ class Plan:
         }
 
     def save(self, path: Path | str) -> None:
-        """Writes the plan as JSON, atomically, with the parts of its page, which ``weft serve`` shows."""
-        from weft.plan.page import parts
-
+        """Writes the plan as JSON, atomically, with its operators and their costs, which ``weft serve`` shows."""
         path = Path(path)
-        with room(path, 0):
+        with disk_errors(path, 0):
             path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**self.to_json(), "page": parts(self)})
+        write_json(path, self.to_saved())
 
-    def with_splits(self, given: Mapping[str, tuple[str, ...]]) -> Plan:
-        """The plan with other splits for some operators, by their names; its costs are of the old ones until it is
-        planned again with ``splits=``."""
-        return replace(self, splits=read_splits(self.graph, self.mesh, given, self.splits))
+    def to_saved(self) -> dict[str, Any]:
+        """What ``save`` writes: the plain values of the plan, and a row for each operator."""
+        from weft.plan.operators import operators
+
+        return {**self.to_json(), "operators": operators(self)}

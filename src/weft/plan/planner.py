@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import PlanError, nearest
+from weft.hardware.machine import Machine
+from weft.hardware.machine import machine as machine_of
 from weft.plan.batches import microbatch
 from weft.plan.candidate import SECONDS, Candidate, Shape, Slower, least_memory, least_of_stage, priced, solved
 from weft.plan.comparison import compared
 from weft.plan.graph import Graph
 from weft.plan.keeping import keeping
 from weft.plan.layout import Mesh
-from weft.plan.machine import Machine
-from weft.plan.machine import machine as machine_of
 from weft.plan.plan import Plan
 from weft.plan.request import STATES, Request, check
 from weft.plan.rivals import decided
@@ -25,7 +25,7 @@ from weft.plan.saved import checked, read_plan, read_splits
 from weft.plan.shapes import shapes
 from weft.plan.solve import OverLimit
 from weft.plan.tables import Allowed, Training, tables
-from weft.units import size, size_of
+from weft.utils.units import format_bytes, parse_bytes
 
 _TRYING = 0.75  # the part of the time in which ways are tried; the rest is for those of several stages
 _EACH = 1.5  # seconds for one way of several stages, which may become better yet
@@ -152,9 +152,9 @@ def plan_captured(
 
 def _bytes(memory: str | float) -> float:
     """The memory that a user said; text without a unit that is hardly meant in bytes is refused."""
-    found = size_of(memory, PlanError)
+    found = parse_bytes(memory, PlanError)
     if isinstance(memory, str) and memory.strip()[-1:].isdigit() and found < 2**20:
-        raise PlanError(f"a memory of '{memory}' is {size(found)}: say {memory.strip()}GiB?")
+        raise PlanError(f"a memory of '{memory}' is {format_bytes(found)}: say {memory.strip()}GiB?")
     return found
 
 
@@ -233,7 +233,10 @@ def _nothing_fits(graph: Graph, request: Request) -> str:
     """By how much nothing fits, and what would."""
     ways = shapes(graph, request)
     least = min((least_of_stage(shape) for _, shape in ways), default=math.inf)
-    message = f"no plan fits on {request.devices} devices of {size(request.limit)}: each needs at least {size(least)}"
+    message = (
+        f"no plan fits on {request.devices} devices of {format_bytes(request.limit)}: each needs at least "
+        f"{format_bytes(least)}"
+    )
     message += ", and no cut into stages is so even. " if least <= request.limit else ". "
     # What needs least: recomputing, in the smallest micro-batches.
     pieces = request.microbatches or max((p.training.microbatches for _, p in ways if p.stages == 1), default=1)
@@ -242,5 +245,5 @@ def _nothing_fits(graph: Graph, request: Request) -> str:
         more = replace(thrifty, devices=devices, stages=1, mesh=None)
         needed = min((least_memory(shape) for _, shape in shapes(graph, more)), default=math.inf)
         if needed <= request.limit:
-            return f"{message}On {devices} devices {size(needed)} would do; else use a smaller batch or model."
+            return f"{message}On {devices} devices {format_bytes(needed)} would do; else use a smaller batch or model."
     return f"{message}More devices will not help: use a smaller batch or model."

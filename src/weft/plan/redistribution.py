@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.plan import collective
+from weft.hardware import collectives
+from weft.hardware.machine import Machine
 from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh
-from weft.plan.machine import Machine
 
 Table = NDArray[np.float64]
 
@@ -47,18 +47,18 @@ class Redistribution:
             local /= np.where((a[..., k] == REPLICATED) & (b[..., k] >= 0), counts[k], 1.0)
         for k in range(axes):
             step = (a[..., k] == PARTIAL) & (b[..., k] >= 0)
-            total += np.where(step, collective.reduce_scatter(local, counts[k], *self._links[k]), 0.0)
+            total += np.where(step, collectives.reduce_scatter(local, counts[k], *self._links[k]), 0.0)
             local /= np.where(step, counts[k], 1.0)
         for k in range(axes):
             step = (a[..., k] >= 0) & (b[..., k] >= 0) & (a[..., k] != b[..., k])
-            total += np.where(step, collective.all_to_all(local, counts[k], *self._links[k]), 0.0)
+            total += np.where(step, collectives.all_to_all(local, counts[k], *self._links[k]), 0.0)
         for k in range(axes):
             step = (a[..., k] == PARTIAL) & (b[..., k] == REPLICATED)
-            total += np.where(step, collective.all_reduce(local, counts[k], *self._links[k]), 0.0)
+            total += np.where(step, collectives.all_reduce(local, counts[k], *self._links[k]), 0.0)
         for k in reversed(range(axes)):
             step = (a[..., k] >= 0) & (b[..., k] == REPLICATED)
             step = step | self._cut_anew(a, b, k)
-            total += np.where(step, collective.all_gather(local * counts[k], counts[k], *self._links[k]), 0.0)
+            total += np.where(step, collectives.all_gather(local * counts[k], counts[k], *self._links[k]), 0.0)
             local *= np.where(step, counts[k], 1.0)
         return total
 

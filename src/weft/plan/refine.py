@@ -10,11 +10,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from weft.hardware.machine import Machine
 from weft.plan.candidate import Candidate, launches_of, priced, send_seconds
 from weft.plan.division import Division
 from weft.plan.graph import PARAMETER
 from weft.plan.line import line
-from weft.plan.machine import Machine
 from weft.plan.proof import Proof
 from weft.plan.solve import OverLimit, solve
 from weft.plan.solve.problem import EXACT

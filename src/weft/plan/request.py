@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from weft.errors import PlanError
+from weft.hardware.machine import Machine
 from weft.plan.batches import batch_size
 from weft.plan.graph import Graph
-from weft.plan.machine import Machine
 from weft.plan.tables import Training
 
 STATES = {"sgd": 0.0, "momentum": 4.0, "adam": 8.0, "adamw": 8.0, "nadam": 8.0, "muon": 4.0}

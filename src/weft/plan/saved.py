@@ -12,7 +12,7 @@ import msgspec
 from weft.errors import PlanError
 from weft.plan.graph import Graph
 from weft.plan.layout import REPLICATED, Mesh, Split, splits
-from weft.runs.files import read_json
+from weft.utils.files import read_json
 
 FORMAT = 1
 
@@ -39,9 +39,7 @@ def checked(found: Any, where: str = "what is given") -> dict[str, Any]:
     return dict(found)
 
 
-def read_splits(
-    graph: Graph, mesh: Mesh, given: Mapping[str, Any], otherwise: tuple[Split, ...] | None = None
-) -> tuple[Split, ...]:
+def read_splits(graph: Graph, mesh: Mesh, given: Mapping[str, Any]) -> tuple[Split, ...]:
     """Splits from the names of dimensions; raises PlanError for an operator or a split that cannot be."""
     places = {operator.name: place for place, operator in enumerate(graph.operators)}
     if unknown := [name for name in given if name not in places]:
@@ -49,12 +47,9 @@ def read_splits(
             f"the plan splits '{unknown[0]}', which the model has not: it is of another model, batch or torch"
         )
     found = []
-    for place, operator in enumerate(graph.operators):
+    for operator in graph.operators:
         if operator.name not in given:
-            if otherwise is None:
-                raise PlanError(f"the plan says nothing of '{operator.name}'")
-            found.append(otherwise[place])
-            continue
+            raise PlanError(f"the plan says nothing of '{operator.name}'")
         names = [dim.name for dim in operator.dims]
         words = list(given[operator.name])
         if len(words) != len(mesh.sizes):

@@ -9,11 +9,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from weft.hardware.machine import Machine
 from weft.plan.batches import batch_size, microbatch
 from weft.plan.candidate import Shape, launches
 from weft.plan.graph import PARAMETER, Graph
 from weft.plan.layout import Mesh
-from weft.plan.machine import Machine
 from weft.plan.redistribution import meshes
 from weft.plan.request import Request
 

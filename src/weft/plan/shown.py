@@ -11,7 +11,7 @@ from rich.table import Table
 from weft.plan.layout import REPLICATED
 from weft.plan.plan import Plan
 from weft.plan.tables import layer_of
-from weft.units import size
+from weft.utils.units import format_bytes
 
 if TYPE_CHECKING:
     from weft.plan.supernet import ChainPlan
@@ -43,8 +43,8 @@ def show(plan: Plan, console: Console) -> None:
         facts.add_row("", f"the time was up: {plan.untried} other ways to use the devices might be faster")
     facts.add_row(
         "memory",
-        f"{size(int(cost.memory))} of {size(int(plan.limit))} a device: "
-        f"{size(int(cost.parameters))} parameters, {size(int(cost.activations))} activations",
+        f"{format_bytes(int(cost.memory))} of {format_bytes(int(plan.limit))} a device: "
+        f"{format_bytes(int(cost.parameters))} parameters, {format_bytes(int(cost.activations))} activations",
     )
     unknown = plan.graph.unknown
     if unknown:
@@ -101,7 +101,7 @@ def _beside(plan: Plan) -> Table:
             continue
         fits = "yes" if row.cost.memory <= plan.limit else "no"
         times = f"{row.cost.step / plan.cost.step:.2f}x"
-        table.add_row(row.name, row.mesh, _ms(row.cost.step), size(int(row.cost.memory)), fits, times)
+        table.add_row(row.name, row.mesh, _ms(row.cost.step), format_bytes(int(row.cost.memory)), fits, times)
     return table
 
 
@@ -119,7 +119,7 @@ def show_chain(plan: ChainPlan, chain: Chain, console: Console) -> None:
     for stage, (first, last) in enumerate(pairwise(bounds)):
         names = [chain.blocks[first].name, chain.blocks[last - 1].name]
         shown = names[0] if first == last - 1 else f"{names[0]} to {names[1]}"
-        table.add_row(str(stage), shown, _ms(plan.seconds[stage]), size(plan.memory[stage]))
+        table.add_row(str(stage), shown, _ms(plan.seconds[stage]), format_bytes(plan.memory[stage]))
     console.print(table)
     given = ", ".join(map(str, plan.cut))
     console.print(

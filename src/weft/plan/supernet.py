@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.keys import generator
+from weft.hardware.machine import Machine
+from weft.hardware.machine import machine as machine_of
 from weft.plan.capture import capture
-from weft.plan.cut import Cut, best_cut, stage_of
 from weft.plan.graph import Graph
 from weft.plan.layout import Mesh
-from weft.plan.machine import Machine
-from weft.plan.machine import machine as machine_of
 from weft.plan.tables import Training, tables
 from weft.space import Subnet
 from weft.space.choice import Choice
-from weft.space.expr import Value
+from weft.space.expression import Value
 from weft.supernet import Chain, extract
+from weft.supernet.partition import Cut, best_cut, stage_of
+from weft.utils.rng import generator
 
 SAMPLES = 256  # subnets that the expectation is taken over
 CAPTURED = 12  # the most of them that are captured; more bring layers that were not seen

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import PlanError
+from weft.hardware.machine import Machine
 from weft.plan.graph import PARAMETER, Dim, Graph, Operator, Tensor
 from weft.plan.layout import Layout, Mesh, Split, gradient_layout, layout, result_layout, shards, splits
-from weft.plan.machine import Machine
 from weft.plan.redistribution import Redistribution, settled
 from weft.plan.solve import Problem
 from weft.plan.tied import spared

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from weft.runs.checkpoints import Checkpoint, Checkpoints
 from weft.runs.events import Events
-from weft.runs.files import read_json, write_atomic, write_json
 from weft.runs.index import RunSummary, list_runs
 from weft.runs.run import Run
 from weft.runs.shards import ShardEntry
-from weft.runs.tensorboard import ScalarWriter
+from weft.utils.files import read_json, write_atomic, write_json
 
 __all__ = [
     "Checkpoint",
@@ -16,7 +15,6 @@ __all__ = [
     "Events",
     "Run",
     "RunSummary",
-    "ScalarWriter",
     "ShardEntry",
     "list_runs",
     "read_json",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
+import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +18,8 @@ from torch import Tensor
 
 from weft.errors import CheckpointError
 from weft.runs import shards
-from weft.runs.files import plain, write_json
 from weft.runs.shards import ShardEntry
-from weft.runs.shelf import Shelf
+from weft.utils.files import disk_errors, sync_folder, to_json, write_json
 
 log = logging.getLogger("weft.runs")
 
@@ -43,7 +44,7 @@ class Checkpoints:
             raise CheckpointError(f"keep = {keep}: the newest checkpoint is always kept, so keep must be 1 or more")
         self.folder = Path(folder)
         self.keep = keep
-        self._shelf = Shelf(self.folder)
+        self._shelf = StepFolders(self.folder)
         self._clean = False
 
     def steps(self) -> list[int]:
@@ -54,6 +55,7 @@ class Checkpoints:
         """Write and publish a checkpoint of one shard. A failure leaves the earlier checkpoints as they were."""
         if not self._clean:
             self.clean()
+        self._refuse_twice(step)
         try:
             return self.publish(step, [self.write_shard(step, "shard0", tensors)], meta)
         except BaseException:
@@ -69,9 +71,10 @@ class Checkpoints:
     def publish(self, step: int, entries: Sequence[ShardEntry], meta: Mapping[str, Any]) -> Path:
         """Make the written shards a checkpoint, all at once, and drop the oldest beyond `keep`.
 
-        Steps are published in ascending order: what was prepared for an earlier one is removed. A checkpoint of the
-        same step is replaced; until the new one is in place, the old one is found.
+        Steps are published in ascending order: what was prepared for an earlier one is removed. A step is published
+        once: a run that goes back drops the later checkpoints first.
         """
+        self._refuse_twice(step)
         twice = [
             name for name, count in Counter(name for entry in entries for name in entry.names).items() if count > 1
         ]
@@ -84,7 +87,7 @@ class Checkpoints:
         for path in work.iterdir():  # a killed writer of the same step may have left other shards
             if path.name not in {entry.file for entry in entries}:
                 path.unlink()
-        body = plain({"format": FORMAT, "step": step, "meta": meta, "shards": entries})
+        body = to_json({"format": FORMAT, "step": step, "meta": meta, "shards": entries})
         write_json(work / "manifest.json", {**body, "sha256": _digest(body)})
         final = self._shelf.put(step)
         for other in self.steps()[: -self.keep]:
@@ -112,7 +115,7 @@ class Checkpoints:
                     tensors.update(shards.read(folder / entry.file, names))
             return Checkpoint(body["step"], body["meta"], tensors)
 
-        return self._steady(step, read)
+        return self._read(step, read)
 
     def newest(self, verify: bool = True) -> int:
         """The newest step whose checkpoint is whole: every hash is right or, with verify=False, every size.
@@ -140,11 +143,11 @@ class Checkpoints:
             for entry in entries:
                 shards.check(folder / entry.file, entry, content=verify)
 
-        self._steady(step, whole)
+        self._read(step, whole)
 
     def names(self, step: int) -> list[str]:
         """The names of the tensors in a checkpoint, read from its manifest alone."""
-        return self._steady(step, lambda _, body, entries: sorted(name for entry in entries for name in entry.names))
+        return self._read(step, lambda _, body, entries: sorted(name for entry in entries for name in entry.names))
 
     def drop_after(self, step: int) -> None:
         """For a resume at `step`: forget the checkpoints of later steps."""
@@ -158,35 +161,28 @@ class Checkpoints:
         self._shelf.tidy()
         self._clean = True
 
-    def _steady(self, step: int, use: Callable[[Path, dict[str, Any], list[ShardEntry]], T]) -> T:
-        """What `use` makes of a checkpoint, done again if the checkpoint was replaced meanwhile."""
-        while True:
-            folder, raw = mark = self._mark(step)
-            if folder is None:
-                there = ", ".join(map(str, self.steps())) or "none"
-                raise CheckpointError(f"no checkpoint of step {step} in '{self.folder}'; there are: {there}")
-            try:
-                result = use(folder, *_parse(step, raw))
-            except CheckpointError as error:
-                if self._mark(step) == mark:
-                    raise CheckpointError(f"the checkpoint of step {step} is damaged: {error}") from error
-            else:
-                if self._mark(step) == mark:
-                    return result
+    def _refuse_twice(self, step: int) -> None:
+        if self._shelf.path(step).is_dir():
+            raise CheckpointError(
+                f"step {step} has a checkpoint in '{self.folder}' already: a step is published once, and a run that "
+                "goes back drops the later ones first"
+            )
 
-    def _mark(self, step: int) -> tuple[Path | None, bytes | None]:
-        folder = self._shelf.find(step)
+    def _read(self, step: int, use: Callable[[Path, dict[str, Any], list[ShardEntry]], T]) -> T:
+        """What `use` makes of a checkpoint; an error tells a damaged one from one that is not there (any more)."""
+        folder = self._shelf.path(step)
         try:
-            return folder, (folder / "manifest.json").read_bytes() if folder else None
-        except OSError:
-            return folder, None
+            return use(folder, *_manifest(folder, step))
+        except CheckpointError as error:
+            if folder.is_dir():
+                raise CheckpointError(f"the checkpoint of step {step} is damaged: {error}") from error
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(f"no checkpoint of step {step} in '{self.folder}'; there are: {there}") from None
 
 
-def _parse(step: int, raw: bytes | None) -> tuple[dict[str, Any], list[ShardEntry]]:
-    if raw is None:
-        raise CheckpointError("it has no manifest.json")
+def _manifest(folder: Path, step: int) -> tuple[dict[str, Any], list[ShardEntry]]:
     try:
-        body = json.loads(raw)
+        body = json.loads((folder / "manifest.json").read_bytes())
         said = body.pop("sha256")
         if body["format"] > FORMAT:
             raise CheckpointError(f"it has format {body['format']} and this weft reads {FORMAT}: use a newer weft")
@@ -196,6 +192,8 @@ def _parse(step: int, raw: bytes | None) -> tuple[dict[str, Any], list[ShardEntr
             ShardEntry(item["file"], item["bytes"], item["sha256"], {k: tuple(v) for k, v in item["layers"].items()})
             for item in body["shards"]
         ]
+    except OSError:
+        raise CheckpointError("it has no manifest.json") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"its manifest.json is malformed ({type(error).__name__}: {error})") from error
     if any(Path(entry.file).name != entry.file for entry in entries):
@@ -205,3 +203,71 @@ def _parse(step: int, raw: bytes | None) -> tuple[dict[str, Any], list[ShardEntr
 
 def _digest(body: Any) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+# The folders of checkpoints on disk: put in place by one rename, told apart from what a killed writer left.
+
+# step-00001200/        a checkpoint, whole from the rename that makes it to the one that takes it away
+# .step-00001200.tmp/   being written; becomes step-00001200 by one rename
+# .step-00001200.gone/  being removed
+NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.(tmp|gone)")
+
+
+class StepFolders:
+    """A folder of folders, one a step. Reading never changes it; only `work`, `put`, `drop` and `tidy` do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        return sorted(step for step, kind in self._entries() if not kind)
+
+    def path(self, step: int, kind: str = "") -> Path:
+        """The folder of a step, there or not; of a `kind`, the hidden one."""
+        if step < 0:
+            raise CheckpointError(f"step {step}: a checkpoint's step is 0 or more")
+        return self.folder / (f".step-{step:08d}.{kind}" if kind else f"step-{step:08d}")
+
+    def work(self, step: int) -> Path:
+        """The hidden folder in which a step is prepared."""
+        path = self.path(step, "tmp")
+        with disk_errors(path, 0):
+            path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def put(self, step: int) -> Path:
+        """Put the prepared folder in place, by one rename; a step that is there already is not replaced."""
+        work, final = self.path(step, "tmp"), self.path(step)
+        with disk_errors(final, 0):
+            sync_folder(work)
+            self.tidy(before=step)
+            os.rename(work, final)
+            sync_folder(self.folder)
+        return final
+
+    def drop(self, step: int) -> None:
+        """Remove a step's folder; it vanishes in one rename, so a kill in the middle leaves no half of it."""
+        gone = self.path(step, "gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        with disk_errors(gone, 0):
+            os.rename(self.path(step), gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def discard(self, step: int) -> None:
+        """Forget what was prepared for a step."""
+        shutil.rmtree(self.path(step, "tmp"), ignore_errors=True)
+
+    def tidy(self, before: int | None = None) -> None:
+        """Remove what a killed writer left.
+
+        With `before`, folders in preparation for this and later steps stay: other processes may be writing them.
+        """
+        for step, kind in list(self._entries()):
+            if kind == "gone" or (kind == "tmp" and (before is None or step < before)):
+                shutil.rmtree(self.path(step, kind), ignore_errors=True)
+
+    def _entries(self) -> Iterator[tuple[int, str]]:
+        if self.folder.is_dir():
+            for name in os.listdir(self.folder):
+                if match := NAME.fullmatch(name):
+                    yield int(match[1] or match[2]), match[3] or ""

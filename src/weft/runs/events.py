@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from weft.runs.appender import Appender
-from weft.runs.files import plain, replacing
+from weft.utils.files import AppendFile, replacing, to_json
 
 ENDS = ("finished", "stopped", "failed")
 """The events that end a run; a run without one, and without a process, was interrupted."""
+
+Event = Mapping[str, Any]
+Callback = Callable[[Event], None]
+"""Called with each event as it is written to ``events.jsonl``; ``event["event"]`` says which kind it is."""
 
 
 class Events:
@@ -26,12 +29,12 @@ class Events:
     def __init__(self, path: Path | str, every: float = 1.0) -> None:
         self.path = Path(path)
         self.damaged = 0
-        self._appender = Appender(self.path, every)
+        self._appender = AppendFile(self.path, every)
         self._mended = False
 
     def append(self, event: str, /, **fields: Any) -> None:
         """Add one event. NaN and infinity become strings, which `float()` turns back."""
-        line = json.dumps(plain({"event": event, "time": time.time(), **fields}), allow_nan=False) + "\n"
+        line = json.dumps(to_json({"event": event, "time": time.time(), **fields}), allow_nan=False) + "\n"
         if not self._mended:
             self._mended = True
             if _is_torn(self.path):  # a killed writer left half a line: do not glue this one to it
@@ -97,3 +100,47 @@ def _is_torn(path: Path) -> bool:
     with open(path, "rb") as file:
         file.seek(-1, 2)
         return file.read(1) != b"\n"
+
+
+# What a run's events say, read from both ends of the file alone.
+
+
+WINDOW = 64 * 1024
+
+
+def head(path: Path, window: int = WINDOW) -> list[dict[str, Any]]:
+    """The whole events in the first `window` bytes; none if there is no file."""
+    if not path.is_file():
+        return []
+    with open(path, "rb") as file:
+        return _events(file.read(window).splitlines())
+
+
+def tail(path: Path, window: int = WINDOW) -> list[dict[str, Any]]:
+    """The whole events in the last `window` bytes; none if there is no file."""
+    if not path.is_file():
+        return []
+    with open(path, "rb") as file:
+        start = max(0, file.seek(0, 2) - window)
+        file.seek(start)
+        lines = file.read(window).splitlines()
+    return _events(lines[1:] if start else lines)
+
+
+def ended(path: Path) -> str | None:
+    """How the run of this file ended, if it did; the whole file is read only if its last part does not say."""
+    said = ending(tail(path))
+    if said is None and path.is_file():
+        words = [f'"{end}"'.encode() for end in ENDS]
+        with open(path, "rb") as file:
+            said = ending(_events([line for line in file if any(word in line for word in words)]))
+    return said
+
+
+def ending(events: list[dict[str, Any]]) -> str | None:
+    """The last of `ENDS` among these events, if any."""
+    return next((event["event"] for event in reversed(events) if event.get("event") in ENDS), None)
+
+
+def _events(lines: list[bytes]) -> list[dict[str, Any]]:
+    return [event for line in lines if (event := parse(line)) is not None]

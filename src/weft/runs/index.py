@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import RunError
-from weft.runs import peek
+from weft.runs import events as peek
 from weft.runs.run import PARTS, read_manifest, state_of
 
 

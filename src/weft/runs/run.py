@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import platform
 import re
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from weft.errors import RunError, nearest
-from weft.keys import key
-from weft.runs import lock, peek
+from weft.runs import events
 from weft.runs.checkpoints import Checkpoints
 from weft.runs.events import Events
-from weft.runs.files import plain, read_json, room, write_json
-from weft.runs.origin import origin
+from weft.utils.files import disk_errors, read_json, to_json, write_json
+from weft.utils.rng import key
 
 FORMAT = 1
 PARTS = frozenset({"manifest.json", "events.jsonl", "checkpoints", "results", "tensorboard", "traces", "lock"})
@@ -34,7 +40,6 @@ class Run:
         self.path = path
         self.events = Events(path / "events.jsonl")
         self.checkpoints = Checkpoints(path / "checkpoints", keep)
-        self.tensorboard = path / "tensorboard"
         self._manifest = dict(manifest)
 
     @classmethod
@@ -54,16 +59,16 @@ class Run:
         `<prefix>-YYYYmmdd-HHMMSS-xxxx`.
         """
         created = time.gmtime()
-        name = fresh_name(prefix) if name is None else name
+        name = unique_name(prefix) if name is None else name
         path = Path(root) / _checked(name, "run")
-        with room(path, 0):
+        with disk_errors(path, 0):
             path.mkdir(parents=True, exist_ok=True)
         file = path / "manifest.json"
         if exist_ok and file.exists():
             return cls.open(path, keep=keep)
         _check_vacant(path)
         facts = {"format": FORMAT, "name": name, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", created)}
-        with lock.hold(path / "lock"):
+        with hold(path / "lock"):
             _check_vacant(path)  # another process may have been quicker
             write_json(file, {**ASKED, **origin(), **manifest, **facts})
         return cls.open(path, keep=keep)
@@ -88,7 +93,7 @@ class Run:
     @contextmanager
     def locked(self) -> Iterator[Run]:
         """Be the run's one writer for a block, at whose end the events are flushed; `RunError` that names another."""
-        with lock.hold(self.path / "lock"):
+        with hold(self.path / "lock"):
             self.checkpoints.clean()
             try:
                 yield self
@@ -97,7 +102,7 @@ class Run:
 
     def update_manifest(self, **fields: Any) -> None:
         """Change or add fields, in one step on disk."""
-        changed = {**read_manifest(self.path), **plain(fields)}
+        changed = {**read_manifest(self.path), **to_json(fields)}
         write_json(self.path / "manifest.json", changed)
         self._manifest = changed
 
@@ -112,7 +117,7 @@ class Run:
     def save_result(self, name: str, obj: Any) -> Path:
         """Write or replace `results/<name>.json` in one step."""
         path = self.path / "results" / f"{_checked(name, 'result')}.json"
-        with room(path, 0):
+        with disk_errors(path, 0):
             path.parent.mkdir(exist_ok=True)
         write_json(path, obj)
         return path
@@ -127,7 +132,7 @@ class Run:
 
         The same score again changes nothing; another one under the same name is refused.
         """
-        uses, scores = self.test_scores, plain(scores)
+        uses, scores = self.test_scores, to_json(scores)
         if name not in uses:
             uses[name] = {"scores": scores, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
             self.save_result("test", uses)
@@ -142,10 +147,10 @@ class Run:
     def state(self) -> State:
         """How it stands: running means that a process holds the lock, interrupted that it vanished without an end."""
         self.events.flush()
-        return state_of(self.path, peek.ended(self.events.path))
+        return state_of(self.path, events.ended(self.events.path))
 
 
-def fresh_name(prefix: str) -> str:
+def unique_name(prefix: str) -> str:
     """A name that no other run has: `<prefix>-YYYYmmdd-HHMMSS-xxxx`."""
     tag = key("run", os.getpid(), time.time_ns()) & 0xFFFF
     return f"{prefix}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{tag:04x}"
@@ -153,7 +158,7 @@ def fresh_name(prefix: str) -> str:
 
 def state_of(path: Path, end: str | None) -> State:
     """The state of the run in a directory whose events end so."""
-    if lock.is_held(path / "lock"):
+    if is_held(path / "lock"):
         return "running"
     return next((state for state in ("finished", "stopped", "failed") if state == end), "interrupted")
 
@@ -181,3 +186,117 @@ def _checked(name: str, what: str) -> str:
     if not re.fullmatch(r"\w[\w.+=@-]*", name):
         raise RunError(f"a {what} cannot be called '{name}'; use letters, digits and any of . _ + = @ -, but no '/'")
     return name
+
+
+# The lock of a run: held by one living process, gone with it however it dies.
+
+TRIES, PAUSE = 20, 0.025
+"""How often a taken lock is tried, and the seconds between: someone who only looks holds it for an instant."""
+
+_handles: set[int] = set()
+
+
+@contextmanager
+def hold(path: Path) -> Iterator[None]:
+    """Hold the lock file for a block; `RunError` that names the holder if another holder lives."""
+    with disk_errors(path, 0):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    _handles.add(handle)
+    try:
+        _take(handle, path)
+        try:
+            yield
+        finally:
+            if handle in _handles:
+                os.ftruncate(handle, 0)
+    finally:
+        if handle in _handles:  # a forked child has let go of it already
+            _handles.discard(handle)
+            os.close(handle)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a living process holds the lock file."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def _take(handle: int, path: Path) -> None:
+    for left in reversed(range(TRIES)):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if left:
+                time.sleep(PAUSE)
+                continue
+            raise RunError(
+                f"run '{path.parent}' is in use by {_holder(path)}; wait for it, stop it, or use another run"
+            ) from error
+    with disk_errors(path, 0):
+        os.ftruncate(handle, 0)
+        os.write(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+
+
+def _holder(path: Path) -> str:
+    try:
+        said = json.loads(path.read_bytes())
+        return f"process {said['pid']} on {said['host']}"
+    except (OSError, ValueError, TypeError, KeyError):
+        return "another process"
+
+
+def _let_go() -> None:
+    """In a forked child: close the handles, lest an orphan keeps the lock of its dead parent."""
+    for handle in _handles:
+        os.close(handle)
+    _handles.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+# Where a run comes from: versions, machine, commit and command, as its manifest keeps them.
+
+
+def origin() -> dict[str, Any]:
+    """The facts about this process that a run's manifest states; what cannot be known is None."""
+    return {
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in ("weft", "torch", "numpy")},
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "git": _commit(),
+        "command": sys.argv,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the working directory, with '-dirty' if files differ from it."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

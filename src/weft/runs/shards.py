@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.errors import CheckpointError
-from weft.runs.files import room, sha256_file
+from weft.utils.files import disk_errors, sha256_file
 
 DTYPES = {
     torch.float64: "F64",
@@ -83,7 +83,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> ShardEntry:
     text += b" " * (-len(text) % 8)
     start = len(text).to_bytes(8, "little") + text
     digest = hashlib.sha256(start)
-    with room(path, len(start) + size):
+    with disk_errors(path, len(start) + size):
         try:
             with open(path, "wb") as file:
                 file.write(start)

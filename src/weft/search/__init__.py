@@ -1,57 +1,48 @@
 """Which subnet is best: objectives, search methods, the loop that runs them, fronts and costs."""
 
-from weft.callable import make_callable
-from weft.search.cache import Cache
+from weft.search.api import search
 from weft.search.cost import flops, latencies, latency, parameters, peak_memory
-from weft.search.entry import search
-from weft.search.evolution import Evolution
-from weft.search.expected import Expected, measure_expected
-from weft.search.front import Front
-from weft.search.loop import SearchResult, run_search
-from weft.search.method import METHODS, Method, make_method
-from weft.search.nsga2 import NSGA2
-from weft.search.objective import Constraint, Objective, dominates, parse_constraints, parse_objectives
-from weft.search.pick import likeliest
-from weft.search.random import Random
-from weft.search.rank import kendall_tau, regret, top_hit
-from weft.search.score import Scorer
-from weft.search.scored import Picked, Scored
-from weft.search.target import Penalty, Target, parse_targets
+from weft.search.cost_model import CostModel, build_cost_model
+from weft.search.discretize import most_probable_subnet
+from weft.search.front import Front, FrontMember, Scored
+from weft.search.loop import Cache, SearchResult, run_search
+from weft.search.methods import METHODS, NSGA2, Evolution, Method, Random, make_method
+from weft.search.objectives import Constraint, Objective, dominates, parse_constraints, parse_objectives
+from weft.search.scorer import Scorer
+from weft.search.targets import Penalty, Target, parse_targets
+from weft.utils.callable import make_callable
 
 __all__ = [
     "METHODS",
     "NSGA2",
     "Cache",
     "Constraint",
+    "CostModel",
     "Evolution",
-    "Expected",
     "Front",
+    "FrontMember",
     "Method",
     "Objective",
     "Penalty",
-    "Picked",
     "Random",
     "Scored",
     "Scorer",
     "SearchResult",
     "Target",
+    "build_cost_model",
     "dominates",
     "flops",
-    "kendall_tau",
     "latencies",
     "latency",
-    "likeliest",
     "make_method",
-    "measure_expected",
+    "most_probable_subnet",
     "parameters",
     "parse_constraints",
     "parse_objectives",
     "parse_targets",
     "peak_memory",
-    "regret",
     "run_search",
     "search",
-    "top_hit",
 ]
 
 make_callable(__name__, search)

@@ -1,36 +1,25 @@
-"""weft.search: the best subnets of a trained run; or, of a supernet and its data, weights and subnet at once."""
+"""weft.search: the best subnets of a trained run."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, overload
-
-from torch import nn
+from typing import Any
 
 from weft.errors import SearchError, nearest
-from weft.pipeline import Optimizer, Trained
-from weft.search.cache import Cache
-from weft.search.cheap import CheapCosts
-from weft.search.expected import Expected
-from weft.search.front import Front
-from weft.search.loop import run_search
-from weft.search.method import METHODS
-from weft.search.objective import Constraint, parse_constraints, parse_objectives
-from weft.search.score import CHEAP, MEASURED, Scorer, context, known_metrics
-from weft.search.scored import Scored
+from weft.search.cost_model import CostModel
+from weft.search.front import Front, Scored
+from weft.search.loop import Cache, run_search
+from weft.search.objectives import Constraint, parse_constraints, parse_objectives
+from weft.search.scorer import CHEAP, MEASURED, CostLookup, Scorer, context, known_metrics
 from weft.space import Space, Subnet
-from weft.supernet import Chain, Factory
-
-if TYPE_CHECKING:
-    from weft.search.gradient import Found, GradientMethod, SampledMethod
+from weft.trainer.api import TrainedRun
 
 
-@overload
 def search(
-    trained: Trained,
-    *,
+    trained: TrainedRun,
+    *data: Any,
     maximize: str | Sequence[str] = (),
     minimize: str | Sequence[str] = (),
     constraints: str | Constraint | Iterable[str | Constraint] = (),
@@ -41,82 +30,8 @@ def search(
     batch_size: int = 256,
     name: str = "search",
     on_score: Callable[[Scored, bool], None] | None = None,
-) -> Front: ...
-
-
-@overload
-def search(
-    trained: Chain | Factory,
-    data: Any,
-    *,
-    method: str | GradientMethod | SampledMethod = "drnas",
-    steps: int,
-    targets: str | Iterable[str] = (),
-    architecture: Optimizer | None = None,
-    warmup_weights: int | None = None,
-    pick: str | None = None,
-    seed: int = 0,
-    budget: int = 200,
-    recalibrate: int = 2,
-    name: str = "search",
-    **options: Any,
-) -> Found: ...
-
-
-def search(trained: Trained | Chain | Factory, data: Any = None, **options: Any) -> Front | Found:
-    """Searches a trained run, or trains a supernet and its architecture together.
-
-    ``search(run, maximize="accuracy", minimize="flops", budget=200)`` scores up to ``budget`` subnets with inherited
-    weights and returns their front; see ``search_trained``. ``search(build, data, method="drnas", steps=2000)`` is
-    gradient search, from a Chain or a function that makes one, and returns what it found; see ``gradient_search``.
-    """
-    from weft.search.gradient import GRADIENT_METHODS, gradient_search
-
-    method = options.get("method")
-    if isinstance(trained, Trained):
-        if method in GRADIENT_METHODS or not isinstance(method, str | None):
-            called = getattr(method, "name", method)
-            raise SearchError(
-                f"'{called}' trains weights and architecture together, and this run is trained already: "
-                f'call weft.search(build, data, method="{called}", steps=...) with what makes the supernet'
-            )
-        if data is not None:
-            raise SearchError("a trained run has its own data: call weft.search(run, ...) without any")
-        known = [name for name in inspect.signature(search_trained).parameters if name != "trained"]
-        for name in options:
-            if name not in known:
-                raise SearchError(f"the search of a trained run has no option '{name}'{nearest(name, known)}")
-        return search_trained(trained, **options)
-    if not isinstance(trained, Chain) and (not callable(trained) or isinstance(trained, nn.Module)):
-        raise SearchError(
-            f"weft.search takes a run that weft.train made, or a supernet and its data, not {type(trained).__name__}"
-        )
-    if method in METHODS:
-        raise SearchError(
-            f"'{method}' searches a trained run: call weft.search(weft.train(build, data, ...), method=\"{method}\")"
-        )
-    if data is None or "steps" not in options:
-        raise SearchError(
-            f"a supernet is trained and searched at once, so {'data' if data is None else 'steps'} must be given: "
-            'weft.search(build, data, method="drnas", steps=2000)'
-        )
-    return gradient_search(trained, data, **options)
-
-
-def search_trained(
-    trained: Trained,
-    *,
-    maximize: str | Sequence[str] = (),
-    minimize: str | Sequence[str] = (),
-    constraints: str | Constraint | Iterable[str | Constraint] = (),
-    budget: int = 200,
-    method: str | None = None,
-    seed: int = 0,
-    recalibrate: int = 2,
-    batch_size: int = 256,
-    name: str = "search",
-    on_score: Callable[[Scored, bool], None] | None = None,
-    expected: Iterable[Expected] = (),
+    expected: Iterable[CostModel] = (),
+    **unknown: Any,
 ) -> Front:
     """Scores up to ``budget`` subnets with inherited weights on the validation data and returns their front.
 
@@ -126,6 +41,24 @@ def search_trained(
     that was stopped goes on where it was. The front is saved under ``results/<name>``. Tables of costs that are
     ``expected`` already are not measured again.
     """
+    from weft.search.gradient import GRADIENT_METHODS
+
+    if not isinstance(trained, TrainedRun):
+        raise SearchError(
+            f"weft.search takes a run that weft.train made, not {type(trained).__name__}; weights and architecture are "
+            "trained together by weft.search_gradient(build, data, steps=...)"
+        )
+    if method in GRADIENT_METHODS or not isinstance(method, str | None):
+        called = getattr(method, "name", method)
+        raise SearchError(
+            f"'{called}' trains weights and architecture together: "
+            f'call weft.search_gradient(build, data, method="{called}", steps=...)'
+        )
+    if data:
+        raise SearchError("a trained run has its own data: call weft.search(run, ...) without any")
+    if unknown:
+        wrong, options = next(iter(unknown)), inspect.signature(search).parameters
+        raise SearchError(f"the search of a trained run has no option '{wrong}'{nearest(wrong, options)}")
     check_name(name)
     if not maximize and not minimize:
         first = next(iter(trained.settings.metrics), None)
@@ -157,7 +90,7 @@ def search_trained(
         budget=budget,
         seed=seed,
         cache=cache,
-        cheap=CheapCosts(scorer, budget, expected) if names & set(CHEAP) else None,
+        cheap=CostLookup(scorer, budget, expected) if names & set(CHEAP) else None,
         on_score=on_score,
     )
     # Costs that nobody asked for take as long as scores: the members of the front alone get them.

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.errors import SearchError
-from weft.search.storages import LiveStorages, tensors
+from weft.utils.live_memory import LiveStorages, tensors
 
 Inputs = Any  # a tensor, or a tuple or list of positional arguments
 

@@ -9,19 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.elastic import Mixture
+from weft.elastic.mixture import choice_options
 from weft.errors import SearchError, nearest
-from weft.search.expected.meter import Meter
-from weft.search.expected.survey import Survey
-from weft.search.expected.table import Array, Table, allowed_mask, merged, pruned, reachable, with_tied
+from weft.search.cost_measure import Measure
+from weft.search.cost_table import Array, Table, allowed_mask, filled, merged, reachable, with_tied
 from weft.space import Subnet, Value
 from weft.supernet import Chain
-from weft.supernet.elastic import Mixture
-from weft.supernet.elastic.mixture import choice_options
 
 METRICS = ("parameters", "flops", "latency")
 
 
-class Expected:
+class CostModel:
     """What subnets cost: exact for parameters and FLOPs, a sum of measured parts for latency (milliseconds).
 
     ``low`` and ``high`` are the least and the most that a valid subnet costs; where constraints tie so many choices
@@ -97,39 +96,34 @@ class Expected:
         return self._on[key]
 
 
-def measure_expected(
+def build_cost_model(
     chain: Chain,
     batch: Mapping[str, Tensor],
     metric: str,
     device: torch.device | str = "cpu",
     repeats: int = 20,
-    most: int | None = None,
-) -> Expected:
+) -> CostModel:
     """The cost of every subnet of the chain, for one forward of the batch.
 
-    A few subnets are extracted and measured part by part, such that every part is seen with every combination of the
-    choices that it depends on: those it reads, and those that its inputs' sizes are found to follow. Random subnets
-    are compared with the result until none differs. Parameters and FLOPs need no device and, unless a layer reads
-    values of tensors, nothing is computed. A latency is the median of ``repeats`` on the device, layer by layer (part
-    by part where a layer reads choices with more than 64 combinations), and scaled such that whole subnets come out
-    right in the middle.
+    Parameters and FLOPs are exact: each composite is traced for every combination of the choices that its own forward
+    asks the pick for, and each module is measured for every size that it and its inputs can have. They need no device
+    and, unless a layer reads values of tensors, nothing is computed. A latency is the median of ``repeats`` on the
+    device, layer by layer (part by part where a layer reads choices with more than 64 combinations), and scaled such
+    that whole subnets come out right in the middle.
 
-    What a composite does only for one rare combination of the choices that it asks for may be missed where these have
-    more than 256 combinations. Raises SearchError where a part depends on choices with more than 16,384, and where
-    more than ``most`` subnets would have to be measured.
+    Raises SearchError where a part depends on choices with more than 16,384 combinations, and where one of a few
+    subnets costs something else: modules that hand something to each other beside tensors cannot be told apart.
     """
     if metric not in METRICS:
         raise SearchError(f"no metric '{metric}' can be expected{nearest(metric, METRICS)}")
-    meter = Meter(chain, batch, metric, torch.device(device), repeats)
-    survey = Survey(chain, meter)
-    survey.cover(most)
+    measure = Measure(chain, batch, metric, torch.device(device), repeats)
     rules = chain.space.rules
-    tables = [pruned(table) for table in survey.tables()]
+    tables = [filled(table) for table in measure.tables()]
     if metric == "latency":
-        scale = meter.scale(survey.seen)
+        scale = measure.scale(tables)
         tables = [Table(table.names, table.values * scale) for table in tables]
     tables = merged([with_tied(rules, table) for table in tables])
     low, high = reachable(chain.space, tables)
     allowed = [allowed_mask(rules, table.names) for table in tables]
     options = {name: choice_options(chain.space, name) for table in tables for name in table.names}
-    return Expected(metric, chain.space.id, options, tables, allowed, low, high)
+    return CostModel(metric, chain.space.id, options, tables, allowed, low, high)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from weft.elastic.mixture import choice_options
 from weft.space import Space, Subnet, Value
-from weft.space.counter import TooManyCases
-from weft.space.rules import Rules
-from weft.supernet.elastic.mixture import choice_options
+from weft.space.counting import TooManyCases
+from weft.space.frozen_space import FrozenSpace
 
 LIMIT = 1 << 14  # combinations of options that one table may have
 CLIQUE = 1 << 22  # and that may come together where the range is worked out
@@ -34,7 +34,7 @@ class Table:
         return self.values.reshape([sizes.get(name, 1) for name in names])
 
 
-def closed(rules: Rules, names: Iterable[str]) -> tuple[str, ...]:
+def closed(rules: FrozenSpace, names: Iterable[str]) -> tuple[str, ...]:
     """The names and all that their conditions read, in the order of the space."""
     found: set[str] = set()
     left = list(names)
@@ -46,7 +46,7 @@ def closed(rules: Rules, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in rules.choices if name in found)
 
 
-def grid(rules: Rules, names: Sequence[str]) -> Iterator[Values]:
+def grid(rules: FrozenSpace, names: Sequence[str]) -> Iterator[Values]:
     """All combinations of options of closed names, the last varying fastest, each with its active choices alone."""
     for combination in itertools.product(*(rules.choices[name].options or () for name in names)):
         values: Values = {}
@@ -56,19 +56,19 @@ def grid(rules: Rules, names: Sequence[str]) -> Iterator[Values]:
         yield values
 
 
-def combinations(rules: Rules, names: Iterable[str]) -> int:
+def combinations(rules: FrozenSpace, names: Iterable[str]) -> int:
     """How many combinations of options there are; real choices raise SpaceError elsewhere and count as one here."""
     return math.prod(len(rules.choices[name].options or ("",)) for name in names)
 
 
-def tabled(rules: Rules, names: Iterable[str], number: Callable[[Values], float]) -> Table:
+def tabled(rules: FrozenSpace, names: Iterable[str], number: Callable[[Values], float]) -> Table:
     """The table of a function of these choices."""
     names = closed(rules, names)
     shape = [len(rules.choices[name].options or ()) for name in names]
     return Table(names, np.array([number(values) for values in grid(rules, names)], dtype=np.float64).reshape(shape))
 
 
-def constraint_tables(rules: Rules) -> tuple[list[Table], bool]:
+def constraint_tables(rules: FrozenSpace) -> tuple[list[Table], bool]:
     """Tables of 0 where a constraint holds and infinity where not; and whether there is one for every constraint."""
     found, complete = [], True
     for constraint in rules.constraints:
@@ -76,7 +76,7 @@ def constraint_tables(rules: Rules) -> tuple[list[Table], bool]:
         if combinations(rules, names) > LIMIT or any(rules.choices[name].options is None for name in names):
             complete = False
             continue
-        one = Rules(rules.choices, rules.conditions, (constraint,), rules.layout)
+        one = FrozenSpace(rules.choices, rules.conditions, (constraint,), rules.layout)
         found.append(tabled(rules, names, lambda values, one=one: math.inf if one.broken(values) else 0.0))  # type: ignore[misc]
     return found, complete
 
@@ -146,7 +146,7 @@ def _at(space: Space, tables: Sequence[Table], subnet: Subnet) -> float:
     return float(sum(table.values[tuple(place.get(name, 0) for name in table.names)] for table in tables))
 
 
-def pruned(table: Table) -> Table:
+def reduced(table: Table) -> Table:
     """Without the choices that make no difference; combinations that no subnet has (NaN) agree with everything."""
     names, values = list(table.names), table.values
     for name in table.names:
@@ -155,11 +155,16 @@ def pruned(table: Table) -> Table:
         if np.array_equal(low, high, equal_nan=True):
             names.remove(name)
             values = low
-    seen = values[~np.isnan(values)]
-    return Table(tuple(names), np.where(np.isnan(values), seen.mean() if seen.size else 0.0, values))
+    return Table(tuple(names), np.asarray(values))
 
 
-def with_tied(rules: Rules, table: Table) -> Table:
+def filled(table: Table) -> Table:
+    """With a number, the mean of the others, for combinations that no subnet has."""
+    seen = table.values[~np.isnan(table.values)]
+    return Table(table.names, np.where(np.isnan(table.values), seen.mean() if seen.size else 0.0, table.values))
+
+
+def with_tied(rules: FrozenSpace, table: Table) -> Table:
     """With all choices that constraints tie to those of the table, so that forbidden combinations can be left out."""
     names = set(table.names)
     if not any(constraint.meaning.names & names for constraint in rules.constraints):
@@ -192,11 +197,11 @@ def merged(tables: Sequence[Table]) -> list[Table]:
     return kept
 
 
-def allowed_mask(rules: Rules, names: Sequence[str]) -> Array | None:
+def allowed_mask(rules: FrozenSpace, names: Sequence[str]) -> Array | None:
     """1 for the combinations of options that no constraint over them forbids; None where none does."""
     within = [constraint for constraint in rules.constraints if constraint.meaning.names <= set(names)]
     if not within or tuple(names) != closed(rules, names):
         return None
-    some = Rules(rules.choices, rules.conditions, tuple(within), rules.layout)
+    some = FrozenSpace(rules.choices, rules.conditions, tuple(within), rules.layout)
     mask = tabled(rules, names, lambda values: float(some.broken(values) is None)).values
     return None if mask.all() else mask

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 
 from weft.errors import RunError, SearchError, nearest
-from weft.pipeline import Trained
 from weft.runs import read_json
 from weft.search.front import Front
-from weft.search.score import Scorer
+from weft.search.scorer import Scorer
 from weft.space import Subnet
 from weft.supernet import export
+from weft.trainer.api import TrainedRun
 
 
 class Wanted(Protocol):
@@ -40,7 +40,7 @@ class Searched(Protocol):
     def batch_size(self) -> int: ...
 
 
-def export_subnet(trained: Trained, wanted: Wanted, searched: Searched, command: str = "") -> dict[str, Path]:
+def export_subnet(trained: TrainedRun, wanted: Wanted, searched: Searched, command: str = "") -> dict[str, Path]:
     """Writes the subnet under ``results/<its id>`` of the run, in the formats asked for, after checking each.
 
     This is the end of the way, so here the subnet meets the test data, where there is any; the run records it.
@@ -64,7 +64,7 @@ def export_subnet(trained: Trained, wanted: Wanted, searched: Searched, command:
     return export(plain, inputs, trained.path / "results" / subnet.id, wanted.formats, metadata)
 
 
-def choose(trained: Trained, wanted: Wanted, name: str) -> tuple[Subnet, Mapping[str, float]]:
+def choose(trained: TrainedRun, wanted: Wanted, name: str) -> tuple[Subnet, Mapping[str, float]]:
     """The subnet that is named (by id on the front, or as JSON of its values), else the best one within the limits."""
     space = trained.chain.space
     if not space.choices and wanted.subnet is None:
@@ -96,9 +96,9 @@ def choose(trained: Trained, wanted: Wanted, name: str) -> tuple[Subnet, Mapping
     return named[0].subnet, named[0].scores
 
 
-def same_bits(trained: Trained, scorer: Scorer, subnet: Subnet, batch: Mapping[str, Any]) -> bool:
+def same_bits(trained: TrainedRun, scorer: Scorer, subnet: Subnet, batch: Mapping[str, Any]) -> bool:
     """Whether the extracted module gives the supernet's outputs to the last bit."""
-    from weft.pipeline import recalibrated
+    from weft.trainer.evaluate import recalibrated
 
     plain = scorer.extract(subnet)
     with torch.inference_mode(), recalibrated(trained.chain, subnet, scorer.calibration):

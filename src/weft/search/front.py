@@ -6,17 +6,26 @@ import csv
 import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weft.errors import SearchError, WeftError, nearest
-from weft.runs.files import plain, write_atomic, write_json
-from weft.search.objective import Constraint, Objective, losses, metrics, parse_constraints, require, violations
-from weft.search.pareto import hypervolume, non_dominated
-from weft.search.scored import Extract, Picked, Scored
+from weft.search.objectives import (
+    Constraint,
+    Objective,
+    Scores,
+    losses,
+    metrics,
+    parse_constraints,
+    require,
+    violations,
+)
 from weft.space import Space, Subnet
+from weft.utils.files import to_json, write_atomic, write_json
+from weft.utils.pareto import non_dominated
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,15 +64,15 @@ class Front:
             (tuple(point), one) for point, one, on in zip(points, candidates, non_dominated(points), strict=True) if on
         ]
         members.sort(key=lambda member: (member[0], member[1].subnet.id))
-        self._members = tuple(Picked(one.subnet, one.scores, extract, origin) for _, one in members)
+        self._members = tuple(FrontMember(one.subnet, one.scores, extract, origin) for _, one in members)
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def __iter__(self) -> Iterator[Picked]:
+    def __iter__(self) -> Iterator[FrontMember]:
         return iter(self._members)
 
-    def __getitem__(self, index: int) -> Picked:
+    def __getitem__(self, index: int) -> FrontMember:
         return self._members[index]
 
     def __repr__(self) -> str:
@@ -79,7 +88,7 @@ class Front:
         own = [objective.name for objective in self.objectives]
         return tuple(own + sorted({name for member in self for name in member.scores} - set(own)))
 
-    def best(self, maximize: str | None = None, **limits: float) -> Picked:
+    def best(self, maximize: str | None = None, **limits: float) -> FrontMember:
         """The member that is best by the first objective, or has most of the metric `maximize`, within the limits.
 
         A limit is a lower bound for a metric that is maximized or constrained from below, else an upper bound:
@@ -100,19 +109,6 @@ class Front:
             raise SearchError(f"no subnet on the front has {wanted}; the front reaches {ranges}: move a limit into it")
         goal = Objective(maximize, True) if maximize else self.objectives[0]
         return min(within, key=lambda member: _last_if_nan(goal.loss(member.scores)))
-
-    def hypervolume(self, reference: Mapping[str, float] | Sequence[float]) -> float:
-        """The exact volume that the front dominates up to the reference, the worst corner, in the objectives' units.
-
-        The reference names each objective, or lists them in their order. Members beyond it add nothing.
-        """
-        if not isinstance(reference, Mapping):
-            if len(reference) != len(self.objectives):
-                raise SearchError(f"the reference has {len(reference)} numbers for {len(self.objectives)} objectives")
-            reference = {objective.name: value for objective, value in zip(self.objectives, reference, strict=True)}
-        require(reference, [objective.name for objective in self.objectives])
-        corner = losses([reference], self.objectives)[0]
-        return hypervolume(losses([member.scores for member in self], self.objectives), corner)
 
     def table(self) -> Table:
         """The front as a Rich table; prints nothing."""
@@ -135,7 +131,7 @@ class Front:
             "objectives": [{"name": o.name, "maximize": o.maximize} for o in self.objectives],
             "constraints": [str(rule) for rule in self.constraints],
             "members": [
-                {"id": member.subnet.id, "subnet": member.subnet.to_json(), "scores": plain(member.scores)}
+                {"id": member.subnet.id, "subnet": member.subnet.to_json(), "scores": to_json(member.scores)}
                 for member in self
             ],
         }
@@ -209,3 +205,36 @@ def _meets(member: Scored, rule: Constraint) -> bool:
 
 def _last_if_nan(loss: float) -> tuple[bool, float]:
     return (math.isnan(loss), loss)
+
+
+# A subnet with its scores, before and after it was picked from a front.
+
+Extract = Callable[[Subnet], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A subnet with what was measured of it."""
+
+    subnet: Subnet
+    scores: Scores = field(hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scores", {name: float(value) for name, value in self.scores.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class FrontMember(Scored):
+    """A subnet of a front, which knows how to become a plain module where the front is bound to a supernet."""
+
+    extractor: Extract | None = field(default=None, repr=False, compare=False)
+    origin: Any = field(default=None, repr=False, compare=False)
+    """The trained run that it was found in, for `weft.retrain(pick)`; None for a front read from a file."""
+
+    def extract(self) -> Any:
+        """The subnet as a plain `nn.Module` with the supernet's weights; SearchError where no supernet is bound."""
+        if self.extractor is None:
+            raise SearchError(
+                f"subnet {self.subnet.id} has no supernet to be extracted from: use Front(..., extract=...)"
+            )
+        return self.extractor(self.subnet)

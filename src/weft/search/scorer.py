@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.data import Batch, Data, IterableLoader, Loader, Source
-from weft.errors import SearchError
-from weft.pipeline import evaluate, recalibrated
-from weft.pipeline.fingerprint import tensors_digest
-from weft.pipeline.residency.entry import at_hand
-from weft.pipeline.settings import Settings
+from weft.elastic import Module
+from weft.engine.layer_state import tensors_digest
+from weft.errors import SearchError, WeftError
+from weft.offload.setup import on_device
 from weft.search import cost
+from weft.search.cost_model import CostModel, build_cost_model
 from weft.space import Subnet
 from weft.supernet import Chain, extract
-from weft.supernet.elastic import Module
 from weft.supernet.layer import Layer
+from weft.trainer.config import Settings
+from weft.trainer.evaluate import evaluate, recalibrated
 
 CHEAP = ("parameters", "flops")
 MEASURED = ("latency", "memory")
@@ -63,7 +65,7 @@ class Scorer:
 
         Weights that are tied are counted where they come first, so that parameters and FLOPs add up to the subnet's.
         """
-        with at_hand(self.chain, subnet):
+        with on_device(self.chain, subnet):
             plain = extract(self.chain, subnet, self.example)
             flops = cost.flops_by_child(plain, self.inputs(subnet))
             self._costs[subnet] = {"parameters": cost.parameters(plain), "flops": sum(flops.values())}
@@ -88,7 +90,7 @@ class Scorer:
         if not names:
             return {}
         found: dict[str, float] = {}
-        with at_hand(self.chain, subnet):
+        with on_device(self.chain, subnet):
             plain = extract(self.chain, subnet, self.example)
             if "latency" in names:
                 found["latency"] = cost.latency(plain, self.inputs(subnet))
@@ -151,3 +153,50 @@ def context(chain: Chain, data: Data, settings: Settings, **options: Any) -> dic
         "threads": torch.get_num_threads(),
         **options,
     }
+
+
+# Parameters and FLOPs of many subnets: counted for the first, then read from tables that are as exact.
+
+log = logging.getLogger("weft.search")
+COUNTED = 12
+"""Subnets that are counted one by one: tables cost as much as counting some ten or more."""
+
+
+class CostLookup:
+    """Gives the costs of a subnet that no forward is needed for.
+
+    Tables are measured where many subnets may be asked for, ``most`` of them. A space that has none (a choice of real
+    numbers), or whose tables are off for a subnet that was counted, is counted to the end. Tables that are ``known``
+    already are not measured.
+    """
+
+    def __init__(self, scorer: Scorer, most: int, known: Iterable[CostModel] = ()) -> None:
+        self._scorer, self._many = scorer, most >= 4 * COUNTED
+        self._known = {one.metric: one for one in known}
+        self._counted: dict[Subnet, dict[str, float]] = {}
+        self._tables: list[CostModel] | None = None
+
+    def __call__(self, subnet: Subnet) -> dict[str, float]:
+        if self._tables is not None:
+            return self._read(subnet, self._tables)
+        found = self._counted[subnet] = self._scorer.cheap(subnet)
+        if len(self._counted) == COUNTED and self._many:
+            self._tables = self._measured()
+        return found
+
+    def _measured(self) -> list[CostModel] | None:
+        try:
+            tables = [self._known.get(metric) or self._measure(metric) for metric in CHEAP]
+        except WeftError as problem:
+            log.info("parameters and FLOPs are counted subnet by subnet: %s", problem)
+            return None
+        off = [str(subnet) for subnet, costs in self._counted.items() if self._read(subnet, tables) != costs]
+        if off:
+            log.info("parameters and FLOPs are counted subnet by subnet: tables are off for '%s'", off[0])
+        return None if off else tables
+
+    def _measure(self, metric: str) -> CostModel:
+        return build_cost_model(self._scorer.chain, self._scorer.example, metric)
+
+    def _read(self, subnet: Subnet, tables: Iterable[CostModel]) -> dict[str, float]:
+        return {table.metric: int(table.of(subnet)) for table in tables}

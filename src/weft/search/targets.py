@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from weft.elastic import Mixture
 from weft.errors import SearchError, nearest
-from weft.search.expected import METRICS, Array, Expected
-from weft.supernet.elastic import Mixture
+from weft.search.cost_model import METRICS, CostModel
+from weft.search.cost_table import Array
 
 TOLERANCE = 0.02
 
@@ -28,7 +29,7 @@ _UNITS = {
 class Penalty:
     """A price on the expected cost, as a share of the most that a subnet can cost."""
 
-    expected: Expected
+    expected: CostModel
     weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -44,7 +45,7 @@ class Penalty:
 class Target:
     """A cost that a subnet shall have, within 2 %; raises SearchError where no subnet can have it."""
 
-    expected: Expected
+    expected: CostModel
     value: float
     weight: float = 1.0
 
@@ -74,7 +75,7 @@ class Target:
 
 
 def parse_targets(
-    texts: str | Iterable[str], measure: Callable[[str], Expected], weight: float = 1.0
+    texts: str | Iterable[str], measure: Callable[[str], CostModel], weight: float = 1.0
 ) -> tuple[Target, ...]:
     """Reads ``parameters=5e6``, ``flops=1.2G`` or ``latency=3ms``, several apart or joined by commas.
 

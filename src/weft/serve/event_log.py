@@ -1,22 +1,198 @@
-"""What the events of a run say: thinned curves and a few numbers, however many events there are."""
+"""What the events of a run say, read as the file grows and kept in bounded memory."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from weft.runs.events import ENDS, parse
-from weft.serve.events.fold import Fold
-from weft.serve.events.thin import Curve, number, whole
+from weft.serve.downsample import Curve, number, whole
+
+LONGEST_LINE, PIECE = 64 << 20, 1 << 20
+"""Bytes of a line that is still held, since that of a trace may have a whole simulation, and of one reading."""
+
+LONGEST_EVENT, EVENTS = 1 << 20, 1 << 16
+"""The same of events, which are short."""
+
+KEPT = 64
+"""The most files whose reductions are kept in memory."""
+
+_END = 64
+
+
+class LogTail:
+    """Follows one file. ``offset`` is where the next line begins: a torn last line waits there for its end.
+
+    Lines of more than ``longest`` bytes are damage: they are passed over, held in pieces, and counted in ``skipped``.
+    """
+
+    def __init__(self, path: Path, longest: int | None = None, chunk: int | None = None) -> None:
+        self.path = path
+        self.offset = self.skipped = 0
+        self._longest, self._chunk = longest or LONGEST_LINE, chunk or PIECE
+        self._seen: tuple[int, int, int] | None = None
+        self._before = b""
+        self._skipping = False
+
+    def changed(self) -> bool:
+        """Whether the file is another than when it was last read, or longer."""
+        return self._stat() != self._seen
+
+    def replaced(self) -> bool:
+        """Whether what was read is there no longer: the file is gone, shorter, or another. Reading then begins anew."""
+        now = self._stat()
+        if self._seen is None or now == self._seen:
+            return False
+        # Whoever appends makes it longer; the same length at another time was written anew.
+        gone = now is None or now[0] != self._seen[0] or now[1] <= self._seen[1] or not self._goes_on()
+        if gone:
+            self.offset, self.skipped, self._seen, self._before, self._skipping = 0, 0, None, b"", False
+        return gone
+
+    def read(self) -> Iterator[tuple[int, bytes]]:
+        """The new lines in pieces of about a chunk, each with the offset at which it begins; OSError where the file
+        vanishes just now."""
+        now = self._stat()
+        if now is None:
+            return
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            held: list[bytes] = []  # the pieces of a line that is longer than a chunk
+            long = 0
+            while self.offset + long < now[1]:  # what is added meanwhile is for the next time
+                data = file.read(min(self._chunk, now[1] - self.offset - long))
+                if not data:
+                    break
+                end = data.rfind(b"\n") + 1
+                held.append(data[:end] if end else data)
+                long += len(held[-1])
+                if end:
+                    at, piece = self.offset, b"".join(held)
+                    self._move(piece)
+                    if self._skipping:
+                        self._skipping = False
+                        self.skipped += 1
+                        piece = piece[piece.find(b"\n") + 1 :]
+                        at = self.offset - len(piece)
+                    yield at, piece
+                    held, long = [data[end:]], len(data) - end
+                elif long > self._longest or self._skipping:
+                    self._move(b"".join(held))
+                    self._skipping, held, long = True, [], 0
+        self._seen = now
+
+    def lines(self) -> Iterator[bytes]:
+        """The new lines one by one, without their ends."""
+        with suppress(OSError):
+            for _, piece in self.read():
+                for line in piece.split(b"\n")[:-1]:
+                    if len(line) <= self._longest:
+                        yield line
+                    else:
+                        self.skipped += 1
+
+    def _goes_on(self) -> bool:
+        """Whether what was last read still stands where it stood."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset - len(self._before))
+                return file.read(len(self._before)) == self._before
+        except OSError:
+            return False
+
+    def _move(self, piece: bytes) -> None:
+        self.offset += len(piece)
+        self._before = (self._before + piece[-_END:])[-_END:]
+
+    def _stat(self) -> tuple[int, int, int] | None:
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+T = TypeVar("T")
+
+
+class Lru(Generic[T]):
+    """At most `cap` values by key, of which those longest unused are forgotten. Threads may share it."""
+
+    def __init__(self, cap: int) -> None:
+        self.cap = cap
+        self._kept: OrderedDict[Hashable, tuple[str, T]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, signature: str, make: Callable[[], T]) -> T:
+        """The value of a key, made anew if it was made under another signature."""
+        with self._lock:
+            before = self._kept.pop(key, None)
+            if before is not None and before[0] == signature:
+                self._kept[key] = before
+                return before[1]
+        made = make()  # not under the lock: one that takes long holds up nobody but who asked for it
+        with self._lock:
+            self._kept[key] = (signature, made)
+            while len(self._kept) > self.cap:
+                self._kept.popitem(last=False)
+        return made
+
+
+class Reduction(Protocol):
+    """What the lines of a file come to; its size must not depend on how many there were."""
+
+    damaged: int
+    """Lines that could not be read; those that are too long to be held are added."""
+
+    def add_line(self, line: bytes) -> None:
+        """Take in one line; one that is damaged changes nothing."""
+
+
+S = TypeVar("S", bound=Reduction)
+
+
+class Reducer(Generic[S]):
+    """The reductions of files, read on from where they were; threads may share it."""
+
+    def __init__(self, begin: Callable[[], S]) -> None:
+        self._begin = begin
+        self._kept: Lru[ReducedFile[S]] = Lru(KEPT)
+
+    def query(self, path: Path, question: Callable[[S], T]) -> T:
+        """The answer to a question about a file as it is now; of one that is not there, about no lines."""
+        return self._kept.get(path, "", lambda: ReducedFile(path, self._begin)).query(question)
+
+
+class ReducedFile(Generic[S]):
+    """The reduction of one file."""
+
+    def __init__(self, path: Path, begin: Callable[[], S]) -> None:
+        self._file, self._begin, self._sum = LogTail(path, LONGEST_EVENT, EVENTS), begin, begin()
+        self._lock = threading.Lock()
+
+    def query(self, question: Callable[[S], T]) -> T:
+        """The answer to a question about all that is there up to now."""
+        with self._lock:
+            if self._file.changed():
+                if self._file.replaced():
+                    self._sum = self._begin()
+                before = self._file.skipped
+                for line in self._file.lines():
+                    self._sum.add_line(line)
+                self._sum.damaged += self._file.skipped - before
+            return question(self._sum)
+
 
 SERIES = 32
 """The most curves that are kept of a run; an event file with more names than that is no chart."""
 
-LONGEST = 200
+LONGEST_NAME = 200
 """The most characters in the name of a curve."""
 
 NEWEST = 20
@@ -25,17 +201,16 @@ NEWEST = 20
 RATED = 100
 """From how many of the newest steps the time left is worked out."""
 
-T = TypeVar("T")
 OTHERS = frozenset({"event", "time", "step"})
 
 
-def ask(run: Path, question: Callable[[Said], T]) -> T:
-    """The answer to a question about all that a run's events have said up to now."""
-    return _events.ask(run / "events.jsonl", question)
+def query_run(run: Path, question: Callable[[RunSummary], T]) -> T:
+    """The answer to a question about all events of a run up to now."""
+    return _events.query(run / "events.jsonl", question)
 
 
-class Said:
-    """What the events of one run have said; its size does not depend on theirs."""
+class RunSummary:
+    """Curves and figures of the events of one run; its size does not depend on theirs."""
 
     def __init__(self) -> None:
         self.curves: dict[tuple[str, str], Curve] = {}
@@ -54,15 +229,15 @@ class Said:
         self._before = 0.0  # seconds of earlier sessions
         self._began: float | None = None
 
-    def see(self, line: bytes) -> None:
+    def add_line(self, line: bytes) -> None:
         """Take in one line of events."""
         event = _parse(line)
         if event is not None:
-            self.take(event)
+            self.add_event(event)
         elif line.strip():
             self.damaged += 1
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def add_event(self, event: Mapping[str, Any]) -> None:
         """Take in one event; one that is not as weft writes it changes as little as it can."""
         kind, time = event.get("event"), number(event.get("time"))
         if kind == "started":
@@ -83,7 +258,7 @@ class Said:
         newest = self.newest.get(name)
         return sum(newest) / len(newest) if newest else None
 
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """The seconds that the rest would take at the pace of the newest steps; for a run that runs."""
         if self.steps is None or len(self.times) < 2:
             return None
@@ -147,7 +322,7 @@ class Said:
     def _add(self, of: str, name: str, x: int, y: float) -> bool:
         curve = self.curves.get((of, name))
         if curve is None:
-            if len(self.curves) >= SERIES or len(name) > LONGEST:
+            if len(self.curves) >= SERIES or len(name) > LONGEST_NAME:
                 return False
             curve = self.curves[of, name] = Curve()
         curve.add(x, y)
@@ -162,4 +337,4 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return event if isinstance(event, dict) else None
 
 
-_events = Fold(Said)
+_events = Reducer(RunSummary)

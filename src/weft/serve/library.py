@@ -2,16 +2,150 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from weft.errors import WeftError, nearest
-from weft.serve import listing, overview
-from weft.serve.documents import Absent, Directory, Document, Source, asked_of, encode, told
-from weft.serve.memo import Memo
+from weft.errors import ConfigError, WeftError, nearest
+from weft.serve import overview, runs
+from weft.serve.event_log import Lru
+
+log = logging.getLogger("weft.serve")
+
+VIEWS = ("curves", "pipeline", "search", "tune")
+"""The views of a run."""
+
+MODULES = {"tune": "study"}
+"""The modules under weft.serve.views that make their documents, where they are called otherwise."""
+
+
+class Absent(WeftError):
+    """There is nothing at an address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """JSON, and a tag that only equal JSON has."""
+
+    body: bytes
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunSource:
+    """What documents are made from: the directory of a run."""
+
+    path: Path
+
+    def signature(self) -> str:
+        """A word that changes whenever a document would."""
+        return runs.signature(self.path)
+
+    def summary(self, name: str) -> dict[str, Any]:
+        """One line, listed under this name."""
+        with errors_as_weft("the run"):
+            runs.signature(self.path)  # nothing is read of a run with a link that leads out
+            views = [view for view in VIEWS if _present(view, self.path)]
+            return overview.summary(self.path, name, views)
+
+    def details(self) -> dict[str, Any]:
+        """What is shown beside the line where one run is looked at."""
+        return overview.details(self.path)
+
+    def view(self, view: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """The document of a view."""
+        with errors_as_weft(view):
+            runs.signature(self.path)
+            found: dict[str, Any] = _module(view).document(self.path, **asked)
+            return found
+
+
+@contextmanager
+def errors_as_weft(what: str) -> Iterator[None]:
+    """Around what reads the files of a run: whatever is wrong in them becomes one line."""
+    try:
+        yield
+    except WeftError:
+        raise
+    except Exception as problem:
+        log.debug("%s cannot be shown", what, exc_info=True)
+        raise WeftError(f"{what} cannot be shown: {type(problem).__name__}: {problem}") from problem
+
+
+def encode(value: Any) -> Document:
+    """The document of a value; numbers that JSON lacks become null."""
+    body = json.dumps(safe(value), separators=(",", ":"), allow_nan=False).encode()
+    return Document(body, hashlib.sha256(body).hexdigest()[:32])
+
+
+def safe(value: Any) -> Any:
+    """The same value in the types of JSON.
+
+    >>> safe({"loss": float("nan"), "at": (1, Path("a"))})
+    {'loss': None, 'at': [1, 'a']}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [safe(item) for item in value]
+    return safe(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def parse_query(view: str, query: Mapping[str, str]) -> dict[str, Any]:
+    """What is asked of a view; `Absent` if there is no such view, `ConfigError` if a value cannot be read.
+
+    >>> parse_query("pipeline", {"from": "1.5", "color": "red"})
+    {'from': 1.5}
+    """
+    if view not in VIEWS:
+        raise Absent(f"there is no view '{view}'{nearest(view, VIEWS)}")
+    known = QUERY.get(view, {})
+    return {name: known[name](value) for name, value in query.items() if name in known}
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"'{text[:40]}' stands where seconds are expected, such as from=1.5")
+    return value
+
+
+QUERY: dict[str, dict[str, Callable[[str], Any]]] = {
+    "pipeline": {"from": _seconds, "to": _seconds},
+    "search": {"name": str},
+}
+"""What may be asked of a view, and how it is read; other words are passed over."""
+
+
+def _present(view: str, run: Path) -> bool:
+    try:
+        return bool(_module(view).present(run))
+    except ImportError:
+        raise
+    except Exception:  # its files are damaged, and the others may be whole
+        log.debug("%s of '%s' cannot be shown", view, run, exc_info=True)
+        return False
+
+
+def _module(view: str) -> Any:
+    return import_module(f"weft.serve.views.{MODULES.get(view, view)}")
+
 
 MANY = 20
 
@@ -31,20 +165,20 @@ def url(address: Address) -> str:
 class Library:
     """The documents about those runs that `sources` lists by name, and the plans in `folder`. Threads may share it."""
 
-    def __init__(self, sources: Callable[[], Mapping[str, Source]], title: str, folder: Path | None = None) -> None:
+    def __init__(self, sources: Callable[[], Mapping[str, RunSource]], title: str, folder: Path | None = None) -> None:
         self.title = title
         self._sources = sources
         self._plans = folder
-        self._made: Memo[Document] = Memo(64)
-        self._known: Memo[dict[str, Any]] = Memo(4096)
+        self._made: Lru[Document] = Lru(64)
+        self._known: Lru[dict[str, Any]] = Lru(4096)
         self._revisions: dict[str, tuple[str, int]] = {}
         self._lock = threading.Lock()
 
     @classmethod
-    def under(cls, root: Path, more: Mapping[str, Source] | None = None) -> Library:
-        """Of all runs in a directory, which may come and go, and more that lies elsewhere."""
+    def under(cls, root: Path) -> Library:
+        """Of all runs in a directory, which may come and go."""
         return cls(
-            lambda: {**(more or {}), **{name: Directory(path) for name, path in listing.runs_in(root).items()}},
+            lambda: {name: RunSource(path) for name, path in runs.runs_in(root).items()},
             str(root),
             root / "plans",
         )
@@ -58,21 +192,21 @@ class Library:
                 self._find(name)
                 return self._made.get(address, self._all(), lambda: encode(self._run(name)))
             case ("runs", name, view):
-                source, asked = self._find(name), asked_of(view, query or {})
+                source, asked = self._find(name), parse_query(view, query or {})
                 key = (*address, *sorted(asked.items()))
                 return self._made.get(key, _signature(source), lambda: encode(source.view(view, asked)))
             case ("plans", name):
-                return self._made.get(address, self.of_plans(), lambda: encode(self._plan(name)))
+                return self._made.get(address, self.plans_signature(), lambda: encode(self._plan(name)))
         raise Absent(f"there is nothing at '{url(address)}'")
 
     def signatures(self) -> dict[str, str]:
         """A word for each run that changes with its files."""
         return {name: _signature(source) for name, source in self._sources().items()}
 
-    def of_plans(self) -> str:
+    def plans_signature(self) -> str:
         """A word that changes with the plans."""
         try:
-            return listing.of_folder(self._plans) if self._plans is not None else ""
+            return runs.folder_signature(self._plans) if self._plans is not None else ""
         except (WeftError, OSError) as problem:
             return str(problem)
 
@@ -83,7 +217,7 @@ class Library:
             self._revisions[name] = (signature, count + (signature != before))
             return self._revisions[name][1]
 
-    def _find(self, name: str) -> Source:
+    def _find(self, name: str) -> RunSource:
         there = self._sources()
         if name not in there:  # a name is looked up, never made into a path
             raise Absent(f"there is no run '{name}' here{nearest(name, there) if len(there) < MANY else ''}")
@@ -93,9 +227,9 @@ class Library:
         return {"root": self.title, "runs": self._lines(), "plans": self._plan_list()}
 
     def _lines(self) -> list[dict[str, Any]]:
-        return overview.marked([self._line(name, source) for name, source in self._sources().items()])
+        return overview.with_duplicates([self._line(name, source) for name, source in self._sources().items()])
 
-    def _line(self, name: str, source: Source) -> dict[str, Any]:
+    def _line(self, name: str, source: RunSource) -> dict[str, Any]:
         signature = _signature(source)
 
         def make() -> dict[str, Any]:
@@ -110,11 +244,11 @@ class Library:
         line = next((line for line in self._lines() if line["name"] == name), None)
         if line is None or line["state"] == "damaged":
             raise WeftError(line["reason"] if line else f"run '{name}' has just gone")
-        with told(f"run '{name}'"):
+        with errors_as_weft(f"run '{name}'"):
             return {**line, **self._find(name).details()}
 
     def _plan_list(self) -> list[dict[str, Any]]:
-        from weft.serve.plan import document as plans
+        from weft.serve.views import plan as plans
 
         return plans.listed(self._plans) if self._plans is not None else []
 
@@ -122,16 +256,16 @@ class Library:
         there = {path.stem: path for path in self._plans.glob("*.json")} if self._plans is not None else {}
         if name not in there:
             raise Absent(f"there is no plan '{name}' here{nearest(name, there) if len(there) < MANY else ''}")
-        from weft.serve.plan import document as plans
+        from weft.serve.views import plan as plans
 
-        with told(f"plan '{name}'"):
+        with errors_as_weft(f"plan '{name}'"):
             return plans.document(there[name])
 
     def _all(self) -> str:
-        return listing.digest((sorted(self.signatures().items()), self.of_plans()))
+        return runs.digest((sorted(self.signatures().items()), self.plans_signature()))
 
 
-def _signature(source: Source) -> str:
+def _signature(source: RunSource) -> str:
     try:
         return source.signature()
     except (WeftError, OSError) as problem:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.runs import peek
+from weft.runs import events as peek
 from weft.runs.run import read_manifest, state_of
-from weft.serve.events.said import Said, ask
-from weft.serve.events.thin import rounded, whole
+from weft.serve.downsample import rounded, whole
+from weft.serve.event_log import RunSummary, query_run
 
 LARGE = 16 << 20
 """Of longer event files a list reads both ends alone, so that it comes at once."""
@@ -22,12 +22,12 @@ def summary(run: Path, name: str, views: Sequence[str]) -> dict[str, Any]:
     manifest, events = read_manifest(run), run / "events.jsonl"
     study = _mapping(manifest.get("study"))
     if events.is_file() and events.stat().st_size > LARGE:
-        said = Said()
+        reduced = RunSummary()
         for event in peek.head(events) + peek.tail(events):
-            said.take(event)
-        found = {**_figures(said, study), "damaged": None}  # which only reading all of it would tell
+            reduced.add_event(event)
+        found = {**_figures(reduced, study), "damaged": None}  # which only reading all of it would tell
     else:
-        found = ask(run, lambda said: _figures(said, study))
+        found = query_run(run, lambda reduced: _figures(reduced, study))
     state = state_of(run, found.pop("ended"))
     law, train = _mapping(manifest.get("law")), _mapping(_mapping(manifest.get("config")).get("train"))
     return {
@@ -52,7 +52,7 @@ def damaged(name: str, problem: str) -> dict[str, Any]:
     return {"name": name, **plain, **none, "reason": problem, "views": []}
 
 
-def marked(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_duplicates(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same lines, newest first, each with the names of the others that have its fingerprint."""
     alike: dict[str, list[str]] = {}
     for line in summaries:
@@ -87,23 +87,23 @@ def flattened(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def _figures(said: Said, study: Mapping[str, Any]) -> dict[str, Any]:
-    metrics = {name: rounded(said.smooth(name)) for name in said.newest if name not in ("loss", "rate")}
+def _figures(reduced: RunSummary, study: Mapping[str, Any]) -> dict[str, Any]:
+    metrics = {name: rounded(reduced.smooth(name)) for name in reduced.newest if name not in ("loss", "rate")}
     for place, (name, aim) in enumerate(_mapping(study.get("objectives")).items()):
-        if place in said.values:
-            metrics[name] = rounded(said.values[place][aim == "maximize"])
+        if place in reduced.values:
+            metrics[name] = rounded(reduced.values[place][aim == "maximize"])
     return {
-        "seconds": rounded(said.seconds),
-        "done": said.done,
-        "steps": said.steps,
-        "left_s": rounded(said.left()),
-        "loss": rounded(said.smooth("loss")),
+        "seconds": rounded(reduced.seconds),
+        "done": reduced.done,
+        "steps": reduced.steps,
+        "left_s": rounded(reduced.seconds_left()),
+        "loss": rounded(reduced.smooth("loss")),
         "metrics": metrics,
-        "fingerprint": said.fingerprint,
-        "stages": said.stages,
-        "damaged": said.damaged,
-        "reason": said.reason,
-        "ended": said.ended,
+        "fingerprint": reduced.fingerprint,
+        "stages": reduced.stages,
+        "damaged": reduced.damaged,
+        "reason": reduced.reason,
+        "ended": reduced.ended,
     }
 
 

@@ -8,13 +8,23 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import RunError
 from weft.runs import Run, write_atomic
-from weft.serve.documents import VIEWS, Directory, Source
-from weft.serve.library import Address, Library, url
-from weft.serve.pagefiles import PAGE
+from weft.serve.library import VIEWS, Address, Library, RunSource, safe, url
+from weft.serve.views.plan import shown
+
+if TYPE_CHECKING:
+    from weft.plan.plan import Plan
+
+PAGE = Path(__file__).parent / "page"
+
+
+def page_files() -> dict[str, Path]:
+    """By the name that a browser asks for; a name that is not in it is not there."""
+    return {path.relative_to(PAGE).as_posix(): path for path in sorted(PAGE.rglob("*")) if path.is_file()}
+
 
 HALVES = 20
 """How often the time that is shown is halved until single operations fit into a report."""
@@ -33,15 +43,25 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     return file
 
 
-def named(paths: Sequence[Path]) -> dict[str, Source]:
+def write_plan(plan: Plan, out: Path) -> Path:
+    """Write a report with a plan alone; where it was written."""
+    found = {"root": "", "runs": [], "plans": [{"name": out.stem, "model": plan.model, "devices": plan.devices}]}
+    values = {url(("runs",)): found, url(("plans", out.stem)): safe(shown(plan.to_saved(), out.stem))}
+    if not out.parent.is_dir():
+        raise RunError(f"cannot write '{out}': there is no folder '{out.parent}'")
+    write_atomic(out, html(values))
+    return out
+
+
+def named(paths: Sequence[Path]) -> dict[str, RunSource]:
     """Runs by name; where two have the same name, their folders tell them apart."""
-    found: dict[str, Source] = {}
+    found: dict[str, RunSource] = {}
     for path in dict.fromkeys(paths):
         alike = [other for other in dict.fromkeys(paths) if other.name == path.name]
         name = path.name if len(alike) == 1 else f"{path.name} ({path.parent.name})"
         if name in found:
             raise RunError(f"two of the runs are called '{name}'; rename one of the directories")
-        found[name] = Directory(path)
+        found[name] = RunSource(path)
     return found
 
 
@@ -54,7 +74,7 @@ def documents(library: Library) -> dict[str, Any]:
             raise RunError(f"no report about run '{name}': {line['reason']}")
         addresses = [("runs", name), *(("runs", name, view) for view in line["views"] if view in VIEWS)]
         found.update({url(address): _read(library, address) for address in addresses})
-        found.update(_closer(library, name, found.get(url(("runs", name, "pipeline")))))
+        found.update(_zoomed(library, name, found.get(url(("runs", name, "pipeline")))))
         search = url(("runs", name, "search"))
         for other in found.get(search, {}).get("searches", ()):
             asked = url((other,)).removeprefix("/api/")
@@ -62,7 +82,7 @@ def documents(library: Library) -> dict[str, Any]:
     return found
 
 
-def _closer(library: Library, name: str, whole: dict[str, Any] | None) -> dict[str, Any]:
+def _zoomed(library: Library, name: str, whole: dict[str, Any] | None) -> dict[str, Any]:
     """Of a run too long for all its operations, those in the middle, as the page asks for them when it is zoomed."""
     if not whole or not whole["real"]["buckets"]:
         return {}

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.errors import RunError
-from weft.runs import lock
+from weft.runs import run as lock
 from weft.runs.run import PARTS
 
 FILES = ("manifest.json", "events.jsonl", "lock", "study.db", "study.db-wal")
 FOLDERS = ("results", "traces")
-"""What the documents are made of; checkpoints are not, and what changes in them is told by the events."""
+"""What the documents are made of; checkpoints are not, and their changes are events."""
 
 DEEP, MOST = 2, 2000
 MANIFEST = 4 << 20
@@ -51,7 +51,7 @@ def signature(run: Path) -> str:
     return digest(found)
 
 
-def of_folder(folder: Path) -> str:
+def folder_signature(folder: Path) -> str:
     """The same for the files of a folder that is not a run."""
     return digest(list(_inside(folder, folder.parent.resolve(), 0)))
 

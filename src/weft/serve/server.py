@@ -1,15 +1,111 @@
-"""Who may ask, and what a browser may do with the answer: hosts, tokens and headers, before any route is looked at."""
+"""The server: documents, the stream of changes and the page over HTTP, to look at and never to change."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import hashlib
 import hmac
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+import logging
+import mimetypes
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlencode
+
+from weft.errors import ConfigError, WeftError
+from weft.serve.library import Absent, Library
+from weft.serve.report import page_files
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import Request, Response
+
+log = logging.getLogger("weft.serve")
+
+
+def make_app(
+    library: Library,
+    token: str | None = None,
+    *,
+    local: bool = True,
+    cookie: str = "weft-token",
+    closing: Callable[[], bool] = lambda: False,
+    every: float = 0.5,
+) -> App:
+    """The ASGI application.
+
+    `local` says that it listens on loopback alone, `closing` that the server is about to end, and streams with it.
+    """
+    require_serve()
+    from fastapi import FastAPI
+    from fastapi.responses import JSONResponse, StreamingResponse
+    from starlette.routing import BaseRoute, Route
+
+    changes = Changes(library, every)
+
+    def document(request: Request) -> Response:
+        address = tuple(request.path_params["address"].split("/"))
+        try:
+            found = library.get(address, dict(request.query_params))
+        except Absent as problem:
+            return JSONResponse({"error": _line(problem)}, 404)
+        except (WeftError, OSError) as problem:
+            return JSONResponse({"error": _line(problem)}, 422)
+        except Exception as problem:
+            log.exception("'%s' cannot be shown", request.url.path)
+            return JSONResponse({"error": f"{type(problem).__name__}: {_line(problem)}"}, 500)
+        return _tagged(request, found.body, found.tag, "application/json")
+
+    async def stream(request: Request) -> Response:
+        given = request.headers.get("last-event-id", "")
+        last = int(given) if given.isascii() and given.isdigit() and len(given) < 20 else None
+        return StreamingResponse(changes.listen(last, closing), media_type="text/event-stream")
+
+    def page(request: Request) -> Response:
+        name = request.path_params["name"]
+        file = page_files().get(name or "index.html")
+        if file is None:
+            return JSONResponse({"error": f"there is nothing at '/{name}'"}, 404)
+        body, kind = file.read_bytes(), mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+        return _tagged(request, body, hashlib.sha256(body).hexdigest()[:32], kind)
+
+    routes: list[BaseRoute] = [
+        Route("/api/stream", stream),
+        Route("/api/{address:path}", document),
+        Route("/{name:path}", page),
+    ]
+    app = FastAPI(routes=routes, docs_url=None, redoc_url=None, openapi_url=None)
+    return Guard(app, token, local, cookie)
+
+
+def require_serve() -> None:
+    """`ConfigError` that names the extra, unless the packages of the server are there."""
+    for package in ("fastapi", "uvicorn"):
+        if find_spec(package) is None:
+            raise ConfigError(f"weft serve needs {package}: pip install 'weft[serve]'")
+
+
+def _tagged(request: Request, body: bytes, tag: str, kind: str) -> Response:
+    from fastapi import Response
+
+    known = [word.strip().removeprefix("W/") for word in request.headers.get("if-none-match", "").split(",")]
+    if f'"{tag}"' in known:
+        return Response(status_code=304, headers={"etag": f'"{tag}"'})
+    return Response(body, media_type=kind, headers={"etag": f'"{tag}"'})
+
+
+def _line(problem: BaseException) -> str:
+    return " ".join(str(problem).split())
+
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -56,7 +152,7 @@ class Guard:
         if scope["method"] not in ("GET", "HEAD"):
             await _answer(send, 405, "this server only shows: use GET", [("allow", "GET, HEAD")])
             return
-        if self.local and not is_here(headers.get("host", "")):
+        if self.local and not is_loopback_name(headers.get("host", "")):
             await _answer(send, 421, "this server answers only to a name of its own machine, such as localhost")
             return
         if self.token is None:
@@ -85,10 +181,11 @@ class Guard:
         return found is not None and _equal(found.value, self.token)
 
 
-def is_here(host: str) -> bool:
+def is_loopback_name(host: str) -> bool:
     """Whether a Host header names this machine itself.
 
-    >>> [is_here(host) for host in ("localhost:8765", "127.0.0.1", "[::1]:80", "weft.example", "127.0.0.1.example")]
+    >>> hosts = ("localhost:8765", "127.0.0.1", "[::1]:80", "weft.example", "127.0.0.1.example")
+    >>> [is_loopback_name(host) for host in hosts]
     [True, True, True, False, False]
     """
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
@@ -121,3 +218,158 @@ async def _answer(send: Send, status: int, text: str, more: list[tuple[str, str]
     sending = _with(send, more or [])
     await sending({"type": "http.response.start", "status": status, "headers": headers})
     await sending({"type": "http.response.body", "body": body})
+
+
+EVERY = 0.5
+"""Seconds between two looks at the files."""
+
+BEAT = 15.0
+"""Seconds of silence after which a comment says that the server is still there."""
+
+KEPT = 1000
+
+
+class Changes:
+    """What changed, numbered; while anybody listens, one task looks at the files for all of them.
+
+    Numbers begin at the milliseconds of the clock, so those of a server that was started again are greater than any
+    that its listeners know.
+    """
+
+    def __init__(self, library: Library, every: float = EVERY) -> None:
+        self._library = library
+        self._every = every
+        self._next = int(time.time() * 1000)
+        self._kept: deque[tuple[int, dict[str, Any]]] = deque(maxlen=KEPT)
+        self._seen: dict[str, str] | None = None
+        self._plans = ""
+        self._listeners = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def record(self, found: dict[str, str], plans: str) -> None:
+        """Number what has changed, by the signatures of the runs and the plans now."""
+        if self._seen is not None:
+            if found.keys() != self._seen.keys() or plans != self._plans:
+                self._add({"runs": True})
+            for name, signature in found.items():
+                if self._seen.get(name) != signature:
+                    self._add({"run": name, "revision": self._library.revision(name, signature)})
+        self._seen, self._plans = found, plans
+
+    def since(self, last: int | None) -> list[tuple[int, dict[str, Any]]]:
+        """What came after a number; all runs for one who does not say, or whose number is too old to know."""
+        oldest = self._kept[0][0] if self._kept else self._next
+        if last is not None and oldest - 1 <= last < self._next:
+            return [change for change in self._kept if change[0] > last]
+        now = self._next - 1
+        runs: list[dict[str, Any]] = [{"runs": True}]
+        runs += [{"run": name, "revision": self._library.revision(name, at)} for name, at in (self._seen or {}).items()]
+        return [(now, change) for change in runs]
+
+    async def listen(self, last: int | None, closing: Callable[[], bool]) -> AsyncIterator[bytes]:
+        """Server-sent events, until the server closes or the listener goes."""
+        self._listeners += 1
+        try:
+            if self._task is None:
+                await self._look()
+                self._task = self._task or asyncio.create_task(self._watch())
+            yield b"retry: 2000\n\n"
+            spoke = time.monotonic()
+            while not closing():
+                for at, change in self.since(last):
+                    last, spoke = at, time.monotonic()
+                    yield _event(at, change)
+                if time.monotonic() - spoke > BEAT:
+                    spoke = time.monotonic()
+                    yield b": still here\n\n"
+                await asyncio.sleep(self._every / 2)
+        finally:
+            self._listeners -= 1
+
+    async def _watch(self) -> None:
+        try:
+            while self._listeners:
+                began = time.monotonic()
+                await self._look()
+                # Many runs on a slow disk: at most a tenth of the time is spent on looking.
+                await asyncio.sleep(max(self._every, 9 * (time.monotonic() - began)))
+        finally:
+            self._task = None
+
+    async def _look(self) -> None:
+        self.record(*await asyncio.to_thread(lambda: (self._library.signatures(), self._library.plans_signature())))
+
+    def _add(self, change: dict[str, Any]) -> None:
+        self._kept.append((self._next, change))
+        self._next += 1
+
+
+def _event(at: int, change: dict[str, Any]) -> bytes:
+    return f"event: changed\nid: {at}\ndata: {json.dumps(change)}\n\n".encode()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; `ConfigError` that says what to do where it cannot."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as problem:
+        raise ConfigError(f"--host {host}: there is no such address ({problem}); use 127.0.0.1 or 0.0.0.0") from None
+    found = socket.socket(family, kind, protocol)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(place)
+        found.listen(128)
+    except OSError as problem:
+        found.close()
+        raise ConfigError(f"cannot listen on {host}, port {port}: {_remedy(problem)}") from None
+    return found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address that a socket listens on."""
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def address(host: str, listener: socket.socket, token: str | None) -> str:
+    """What a person opens. A socket that listens everywhere is found under the name of this machine."""
+    at, port = listener.getsockname()[:2]
+    name = socket.gethostname() if ipaddress.ip_address(at.partition("%")[0]).is_unspecified else host
+    return f"http://{f'[{name}]' if ':' in name else name}:{port}/" + (f"?token={token}" if token else "")
+
+
+def serve_on(listener: socket.socket, library: Library, token: str | None) -> None:
+    """Serve until the process is told to end, by Ctrl-C or otherwise."""
+    try:
+        make_server(listener, library, token).run(sockets=[listener])
+    except KeyboardInterrupt:  # which uvicorn passes on when all is closed
+        pass
+    finally:
+        listener.close()
+
+
+def make_server(listener: socket.socket, library: Library, token: str | None = None) -> uvicorn.Server:
+    """A server for this socket, which ends when `should_exit` is set."""
+    import uvicorn
+
+    at, port = listener.getsockname()[:2]
+    app = make_app(
+        library,
+        token,
+        local=is_loopback(at),
+        cookie=f"weft-token-{port}",  # cookies know no ports, and there may be another server on another
+        closing=lambda: server.should_exit,
+    )
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=3)
+    )
+    return server
+
+
+def _remedy(problem: OSError) -> str:
+    if problem.errno == errno.EADDRINUSE:
+        return "another program listens there; use another --port (0: any that is free), or end that program"
+    if problem.errno == errno.EACCES:
+        return "only the administrator may; use a --port from 1024 on"
+    if problem.errno == errno.EADDRNOTAVAIL:
+        return "this machine has no such address; use 127.0.0.1, or 0.0.0.0 for all that it has"
+    return problem.strerror or os.strerror(problem.errno or 0)

@@ -1,13 +1,11 @@
 """What may vary: choices and derived dimensions, the subnets picked from them, and streams of subnets."""
 
 from weft.space.choice import Categorical, Choice, Floats, Integers
-from weft.space.expr import Expr, Value, maximum, minimum
-from weft.space.factory import make_stream
-from weft.space.permuted import Fair, Spaced
-from weft.space.recorded import FromFile
-from weft.space.shrinking import Shrinking
+from weft.space.expression import Expr, Value, maximum, minimum
+from weft.space.make_stream import make_stream
+from weft.space.permutation_streams import Fair, Spaced
 from weft.space.space import Space
-from weft.space.stream import Fixed, Iid, Sandwich, Stream
+from weft.space.streams import Fixed, FromFile, Iid, Sandwich, Shrinking, Stream
 from weft.space.subnet import Subnet
 
 __all__ = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.errors import SpaceError
-from weft.space.expr import Value, plain
+from weft.space.expression import Value, plain
 
 MAX_OPTIONS = 100_000
 

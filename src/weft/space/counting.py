@@ -9,8 +9,8 @@ from fractions import Fraction
 
 from weft.errors import SpaceError
 from weft.space.choice import Floats
-from weft.space.expr import Expr, Value
-from weft.space.rules import Rules
+from weft.space.expression import Expr, Value
+from weft.space.frozen_space import FrozenSpace
 
 MAX_CASES = 1_000_000
 MAX_KNOWN = 100_000  # remembered weights, which counts for a counter that is used again and again
@@ -38,7 +38,7 @@ class Counter:
     A rule that reads a real choice is taken to be satisfiable, since reals cannot be gone through.
     """
 
-    def __init__(self, rules: Rules, chances: bool = False) -> None:
+    def __init__(self, rules: FrozenSpace, chances: bool = False) -> None:
         self._rules = rules
         self._chances = chances
         self._cases = 0

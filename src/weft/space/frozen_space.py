@@ -8,8 +8,8 @@ from typing import Any
 
 from weft.errors import SpaceError
 from weft.space.choice import Choice
-from weft.space.expr import Expr, Value
-from weft.space.subnet import Layout, Subnet
+from weft.space.expression import Expr, Value
+from weft.space.subnet import Subnet, SubnetSchema
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,13 +25,13 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rules:
+class FrozenSpace:
     """Choices in order, their conditions and the constraints, all written in choices alone."""
 
     choices: Mapping[str, Choice]
     conditions: Mapping[str, Expr]
     constraints: tuple[Constraint, ...]
-    layout: Layout
+    layout: SubnetSchema
     memo: dict[str, Any] = field(default_factory=dict, repr=False)  # what others have worked out about these rules
 
     def is_active(self, name: str, values: Mapping[str, Value]) -> bool:

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from weft.errors import StreamError, nearest
-from weft.space.permuted import Fair, Spaced
-from weft.space.recorded import FromFile
-from weft.space.shrinking import Shrinking
+from weft.space.permutation_streams import Fair, Spaced
 from weft.space.space import Space
-from weft.space.stream import Fixed, Iid, Sandwich, Stream
+from weft.space.streams import Fixed, FromFile, Iid, Sandwich, Shrinking, Stream
 from weft.space.subnet import Subnet
 
 Spec = str | os.PathLike[str] | Subnet | Stream | Mapping[str, object]

@@ -9,16 +9,16 @@ import numpy as np
 
 from weft.errors import SpaceError
 from weft.space.choice import Choice, Floats, draw
-from weft.space.counter import Counter, TooManyCases
-from weft.space.expr import Value
-from weft.space.rules import Rules
+from weft.space.counting import Counter, TooManyCases
+from weft.space.expression import Value
+from weft.space.frozen_space import FrozenSpace
 from weft.space.subnet import Subnet
 
 TRIES = 64  # plain draws before the exact, slower way
 MANY_TRIES = 10_000
 
 
-def sample(rules: Rules, rng: np.random.Generator) -> Subnet:
+def sample(rules: FrozenSpace, rng: np.random.Generator) -> Subnet:
     """Each active choice uniform and independent, given that the constraints hold."""
     if not rules.choices:
         raise rules.empty()
@@ -29,7 +29,7 @@ def sample(rules: Rules, rng: np.random.Generator) -> Subnet:
     return _sample_exactly(rules, rng)
 
 
-def walk(rules: Rules, backwards: bool = False) -> Iterator[Subnet]:
+def enumerate_subnets(rules: FrozenSpace, backwards: bool = False) -> Iterator[Subnet]:
     """Every valid subnet in the order of choices and options; of a real choice, a few points.
 
     Looks ahead by counting, so that it never wanders through a part of the space that holds nothing.
@@ -60,14 +60,14 @@ def walk(rules: Rules, backwards: bool = False) -> Iterator[Subnet]:
         dead += len(stack) == before
 
 
-def extreme(rules: Rules, last: bool) -> Subnet:
+def first_or_last(rules: FrozenSpace, last: bool) -> Subnet:
     """The first (last) valid subnet in the order of choices and options."""
-    for subnet in walk(rules, backwards=last):
+    for subnet in enumerate_subnets(rules, backwards=last):
         return subnet
     raise rules.empty()
 
 
-def neighbours(rules: Rules, subnet: Subnet) -> list[Subnet]:
+def neighbours(rules: FrozenSpace, subnet: Subnet) -> list[Subnet]:
     """The valid subnets with one choice changed; choices that this makes active take their first option."""
     old = subnet.values
     found: dict[Subnet, None] = {}
@@ -83,7 +83,7 @@ def neighbours(rules: Rules, subnet: Subnet) -> list[Subnet]:
     return list(found)
 
 
-def mutate(rules: Rules, subnet: Subnet, rng: np.random.Generator, probability: float | None = None) -> Subnet:
+def mutate(rules: FrozenSpace, subnet: Subnet, rng: np.random.Generator, probability: float | None = None) -> Subnet:
     """Another valid subnet: one choice changes, and each other with the probability; itself only if it is alone."""
     old = subnet.values
     movable = [name for name in old if _movable(rules.choices[name])]
@@ -111,10 +111,10 @@ def mutate(rules: Rules, subnet: Subnet, rng: np.random.Generator, probability: 
         drawn = sample(rules, rng)
         if drawn != subnet:
             return drawn
-    return next((other for other in islice(walk(rules), 2) if other != subnet), subnet)
+    return next((other for other in islice(enumerate_subnets(rules), 2) if other != subnet), subnet)
 
 
-def crossover(rules: Rules, a: Subnet, b: Subnet, rng: np.random.Generator) -> Subnet:
+def crossover(rules: FrozenSpace, a: Subnet, b: Subnet, rng: np.random.Generator) -> Subnet:
     """Each choice from one of the parents at random; one of the parents where no such child is valid."""
 
     def pick(name: str, choice: Choice) -> Value:
@@ -128,7 +128,7 @@ def crossover(rules: Rules, a: Subnet, b: Subnet, rng: np.random.Generator) -> S
     return (a, b)[draw(rng, 2)]
 
 
-def _sample_exactly(rules: Rules, rng: np.random.Generator) -> Subnet:
+def _sample_exactly(rules: FrozenSpace, rng: np.random.Generator) -> Subnet:
     """The same distribution as drawing until the constraints hold, however rarely they do."""
     try:
         counter: Counter = rules.memo.setdefault("chances", Counter(rules, chances=True))
@@ -146,7 +146,7 @@ def _sample_exactly(rules: Rules, rng: np.random.Generator) -> Subnet:
     raise SpaceError(f"no valid subnet in {MANY_TRIES:,} draws; {rules.empty()}")
 
 
-def _draw_weighted(rules: Rules, counter: Counter, rng: np.random.Generator) -> dict[str, Value] | None:
+def _draw_weighted(rules: FrozenSpace, counter: Counter, rng: np.random.Generator) -> dict[str, Value] | None:
     """Each choice drawn by what every option leaves; None where a drawn real number leaves nothing."""
     state = counter.start()
     values: dict[str, Value] = {}

@@ -9,12 +9,12 @@ from types import MappingProxyType
 import numpy as np
 
 from weft.errors import SpaceError, nearest
-from weft.space import moves
+from weft.space import sampling
 from weft.space.choice import MAX_OPTIONS, Categorical, Choice, Floats, Integers, choice_from_json
-from weft.space.counter import Counter
-from weft.space.expr import Expr, Value
-from weft.space.rules import Constraint, Rules
-from weft.space.subnet import Layout, Subnet, digest
+from weft.space.counting import Counter
+from weft.space.expression import Expr, Value
+from weft.space.frozen_space import Constraint, FrozenSpace
+from weft.space.subnet import Subnet, SubnetSchema, digest
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
@@ -41,7 +41,7 @@ class Space:
         self._meaning: dict[str, Expr] = {}  # derived names, written in choices alone
         self._constraints: list[Constraint] = []
         self._order: list[str] = []  # choices and derived names as they came
-        self._rules: Rules | None = None
+        self._rules: FrozenSpace | None = None
 
     # -- what may vary
 
@@ -119,12 +119,12 @@ class Space:
         return self.rules.layout.space_id
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> FrozenSpace:
         """The space as it is now, frozen."""
         if self._rules is None:
-            layout = Layout(digest(self.to_json()), tuple(self._choices), dict(self._meaning))
+            layout = SubnetSchema(digest(self.to_json()), tuple(self._choices), dict(self._meaning))
             conditions = {name: self._expanded(expr, f"'{name}'") for name, expr in self._when.items()}
-            self._rules = Rules(dict(self._choices), conditions, tuple(self._constraints), layout)
+            self._rules = FrozenSpace(dict(self._choices), conditions, tuple(self._constraints), layout)
         return self._rules
 
     def handle(self, name: str) -> Expr:
@@ -206,35 +206,35 @@ class Space:
             raise SpaceError(f"the space holds {count} subnets, more than the limit of {limit:,}; sample it instead")
         if not size or not self._choices:
             raise self.rules.empty()
-        return moves.walk(self.rules)
+        return sampling.enumerate_subnets(self.rules)
 
     def sample(self, rng: np.random.Generator) -> Subnet:
         """Each active choice uniform and independent, given that the constraints hold; SpaceError if none can be."""
-        return moves.sample(self.rules, rng)
+        return sampling.sample(self.rules, rng)
 
     def first(self) -> Subnet:
         """The first option of every choice; with constraints, the first valid subnet in that order."""
-        return moves.extreme(self.rules, last=False)
+        return sampling.first_or_last(self.rules, last=False)
 
     def last(self) -> Subnet:
         """The last option of every choice; with constraints, the last valid subnet in that order."""
-        return moves.extreme(self.rules, last=True)
+        return sampling.first_or_last(self.rules, last=True)
 
     def neighbours(self, subnet: Subnet) -> list[Subnet]:
         """The valid subnets with one choice changed; choices that this makes active take their first option."""
         self.check(subnet)
-        return moves.neighbours(self.rules, subnet)
+        return sampling.neighbours(self.rules, subnet)
 
     def mutate(self, subnet: Subnet, rng: np.random.Generator, probability: float | None = None) -> Subnet:
         """Another valid subnet: one choice changes for sure, each other one with the probability (1 / choices)."""
         self.check(subnet)
-        return moves.mutate(self.rules, subnet, rng, probability)
+        return sampling.mutate(self.rules, subnet, rng, probability)
 
     def crossover(self, a: Subnet, b: Subnet, rng: np.random.Generator) -> Subnet:
         """A valid subnet with each choice from one of the parents, or one of them where no such child is valid."""
         self.check(a)
         self.check(b)
-        return moves.crossover(self.rules, a, b, rng)
+        return sampling.crossover(self.rules, a, b, rng)
 
     # -- on paper
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import operator
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
-from weft.errors import StreamError
-from weft.keys import generator
-from weft.space import moves
-from weft.space.rules import Rules
+from weft.errors import SpaceError, StreamError
+from weft.space import sampling
+from weft.space.choice import Choice
+from weft.space.expression import Value
+from weft.space.frozen_space import FrozenSpace
 from weft.space.space import Space
 from weft.space.subnet import Subnet
+from weft.utils.rng import generator
 
 
 class Stream(ABC):
@@ -91,7 +97,7 @@ class Iid(Stream):
         return always_active_bits(self._rules, math.log2)
 
     def _step(self, index: int) -> tuple[Subnet, ...]:
-        return (moves.sample(self._rules, generator(self.seed, "iid", index)),)
+        return (sampling.sample(self._rules, generator(self.seed, "iid", index)),)
 
 
 class Fixed(Stream):
@@ -144,10 +150,141 @@ class Sandwich(Stream):
 
     def _step(self, index: int) -> tuple[Subnet, ...]:
         rngs = (generator(self.seed, "sandwich", index, part) for part in range(self.r))
-        return (self.largest, self.smallest, *(moves.sample(self._rules, rng) for rng in rngs))
+        return (self.largest, self.smallest, *(sampling.sample(self._rules, rng) for rng in rngs))
 
 
-def always_active_bits(rules: Rules, bits: Callable[[int], float]) -> float:
+def always_active_bits(rules: FrozenSpace, bits: Callable[[int], float]) -> float:
     """The sum of bits(number of options) over the choices without a condition; infinite with a real one."""
     chosen = [choice for name, choice in rules.choices.items() if name not in rules.conditions]
     return sum((math.inf if choice.options is None else bits(len(choice.options)) for choice in chosen), 0.0)
+
+
+# Progressive shrinking (Cai et al., 2020): first the largest subnet alone, then smaller options, one kind after the
+# other.
+
+_TRIES = 100
+
+
+class Shrinking(Stream):
+    """The first ``alone`` of the steps trains the last option of every choice; then the options open from the last to
+    the first, ``order`` by ``order``, each kind in as many equal parts as it takes.
+
+    A kind is the beginning of the names of its choices, as in ``("kernel", "depth", "expand")``; choices of no kind are
+    open from the start of the second part. Depth that opens so is warmed up from the deepest on. Once open, an option
+    is as likely as the others.
+    """
+
+    name = "shrinking"
+
+    def __init__(
+        self, space: Space, steps: int, order: Sequence[str] | str = (), alone: float = 0.2, seed: int = 0
+    ) -> None:
+        super().__init__(space, seed)
+        kinds = tuple(order.split(",")) if isinstance(order, str) else tuple(order)
+        if steps < 1 or not 0 <= alone < 1:
+            raise StreamError(f"shrinking needs steps >= 1 and 0 <= alone < 1, not {steps} and {alone}")
+        for kind in kinds:
+            if not any(name.startswith(kind) for name in space.choices):
+                raise StreamError(f"no choice begins with '{kind}'; there are {', '.join(list(space.choices)[:8])}")
+        self.steps, self.order, self.alone = steps, kinds, alone
+        self._largest = space.last()
+        self._kind = {name: next((k for k in kinds if name.startswith(k)), "") for name in space.choices}
+        self._levels = [(kind, level) for kind in kinds for level in range(1, self._options(kind))]
+        self.summary = f"the largest subnet for {alone:.0%} of {steps} steps, then ever more options"
+
+    @property
+    def bits(self) -> float:
+        """At the end, when all is open."""
+        free = [c for name, c in self._rules.choices.items() if name not in self._rules.conditions]
+        return sum(math.inf if c.options is None else math.log2(len(c.options)) for c in free)
+
+    def options(self) -> dict[str, object]:
+        return {"steps": self.steps, "order": list(self.order), "alone": self.alone}
+
+    def opened(self, index: int) -> dict[str, int]:
+        """How many options of each kind are open in a step, from the last on; all of a kind that is not named."""
+        begun = self.alone * self.steps
+        if index < begun:
+            return dict.fromkeys((*self.order, ""), 1)
+        part = (self.steps - begun) / max(len(self._levels), 1)
+        passed = min(int((index - begun) / part) + 1, len(self._levels)) if self._levels else 0
+        found = dict.fromkeys(self.order, 1)
+        for kind, level in self._levels[:passed]:
+            found[kind] = level + 1
+        return found
+
+    def _options(self, kind: str) -> int:
+        own = [self.space.choices[name] for name, k in self._kind.items() if k == kind]
+        return max(len(choice.options) if choice.options is not None else 1 for choice in own)
+
+    def _step(self, index: int) -> tuple[Subnet, ...]:
+        opened = self.opened(index)
+        if set(opened.values()) == {1} and index < self.alone * self.steps:
+            return (self._largest,)
+        rng = generator(self.seed, "shrinking", index)
+
+        def pick(name: str, choice: Choice) -> Value:
+            options = choice.options
+            if options is None:
+                return choice.sample(rng)
+            few = options[-min(opened.get(self._kind[name], len(options)), len(options)) :]
+            return few[int(rng.random() * len(few))]
+
+        for _ in range(_TRIES):
+            try:
+                return (self.space.subnet(self._rules.settle(pick)),)
+            except SpaceError:  # a constraint forbids it
+                continue
+        return (self._largest,)
+
+
+# A stream that was written down: one line of JSON a step.
+
+
+class FromFile(Stream):
+    """The steps of a file.
+
+    A line holds a subnet as `Subnet.to_json` writes it, or a list of them, one for each micro-batch. All lines are
+    read and checked at once; a mistake names its line.
+    """
+
+    name = "file"
+    bits = 0.0
+
+    def __init__(self, space: Space, path: str | os.PathLike[str], seed: int = 0) -> None:
+        super().__init__(space, seed)
+        self.path = Path(path)
+        try:
+            text = self.path.read_bytes()
+        except OSError as error:
+            raise StreamError(f"cannot read the stream '{self.path}': {error.strerror}") from None
+        self.sha256 = hashlib.sha256(text).hexdigest()
+        lines = text.rstrip(b"\n").split(b"\n") if text.strip() else []
+        self._steps = [self._read(line, number) for number, line in enumerate(lines, start=1)]
+        if not self._steps:
+            raise StreamError(f"the stream '{self.path}' is empty; write one subnet a line")
+        self.length = len(self._steps)
+        self.summary = f"{self.length} steps of '{self.path}'"
+
+    def options(self) -> dict[str, object]:
+        return {"path": str(self.path), "sha256": self.sha256}
+
+    def _read(self, line: bytes, number: int) -> tuple[Subnet, ...]:
+        where = f"line {number} of '{self.path}'"
+        try:
+            data = json.loads(line)
+            subnets = tuple(self.space.load_subnet(item) for item in (data if isinstance(data, list) else [data]))
+        except (ValueError, RecursionError) as error:
+            raise StreamError(f"{where} is not JSON: {error}") from None
+        except SpaceError as error:
+            raise StreamError(f"{where}: {error}") from None
+        if not subnets:
+            raise StreamError(f"{where} holds no subnet")
+        if len(subnets) > 1:
+            if self.microbatches not in (None, len(subnets)):
+                raise StreamError(f"{where} has {len(subnets)} micro-batches, lines before it {self.microbatches}")
+            self.microbatches = len(subnets)
+        return subnets
+
+    def _step(self, index: int) -> tuple[Subnet, ...]:
+        return self._steps[index]

@@ -10,11 +10,11 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from weft.errors import SpaceError, nearest
-from weft.space.expr import Expr, Value
+from weft.space.expression import Expr, Value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class SubnetSchema:
     """What every subnet of a space shares: the space's id, its names, and what the derived ones stand for."""
 
     space_id: str
@@ -31,10 +31,10 @@ class Subnet:
     __slots__ = ("_hash", "_id", "_layout", "_values")
     _hash: int
     _id: str
-    _layout: Layout
+    _layout: SubnetSchema
     _values: dict[str, Value]
 
-    def __init__(self, layout: Layout, values: dict[str, Value]) -> None:
+    def __init__(self, layout: SubnetSchema, values: dict[str, Value]) -> None:
         object.__setattr__(self, "_layout", layout)
         object.__setattr__(self, "_values", values)
 
@@ -92,7 +92,7 @@ class Subnet:
     def __repr__(self) -> str:
         return f"Subnet({self})"
 
-    def __reduce__(self) -> tuple[type[Subnet], tuple[Layout, dict[str, Value]]]:
+    def __reduce__(self) -> tuple[type[Subnet], tuple[SubnetSchema, dict[str, Value]]]:
         return Subnet, (self._layout, self._values)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:

@@ -1,30 +1,39 @@
 """What holds the space: chains of blocks, their layers, and the plain module that comes out."""
 
-from weft.supernet.block import Block, Choice, Elastic, Optional, Shared
+from weft.supernet.blocks import Block, Choice, Elastic, Optional, Shared
 from weft.supernet.chain import Chain, Factory, initialise
 from weft.supernet.export import export
 from weft.supernet.extract import extract
-from weft.supernet.layer import Carry, Layer, Unbuilt, as_carry, build_layer, failure, run_layer, side_inputs
-from weft.supernet.tie import Tie
+from weft.supernet.layer import (
+    Activations,
+    Layer,
+    LazyLayer,
+    as_activations,
+    build_layer,
+    extra_inputs,
+    failure,
+    run_layer,
+)
+from weft.supernet.tied_weights import Tie
 
 __all__ = [
+    "Activations",
     "Block",
-    "Carry",
     "Chain",
     "Choice",
     "Elastic",
     "Factory",
     "Layer",
+    "LazyLayer",
     "Optional",
     "Shared",
     "Tie",
-    "Unbuilt",
-    "as_carry",
+    "as_activations",
     "build_layer",
     "export",
+    "extra_inputs",
     "extract",
     "failure",
     "initialise",
     "run_layer",
-    "side_inputs",
 ]

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from weft.elastic import Condition, Mixture
+from weft.elastic.mixture import choice_options
 from weft.errors import SupernetError
 from weft.space import Expr, Space, Subnet
-from weft.supernet.elastic import Condition, Mixture
-from weft.supernet.elastic.mixture import choice_options
-from weft.supernet.layer import Candidate, Carry, Runner, as_carry, check_name
+from weft.supernet.layer import Activations, Candidate, Runner, as_activations, check_name
 
 
 class Block(Protocol):
@@ -33,7 +33,13 @@ class Block(Protocol):
     def pick(self, subnet: Subnet) -> str | None:
         """The name of the layer that the subnet uses, or None where it skips the block."""
 
-    def mixed(self, modules: Mapping[str, nn.Module], carry: Carry, mixture: Mixture, side: Mapping[str, Any]) -> Carry:
+    def mixed(
+        self,
+        modules: Mapping[str, nn.Module],
+        carry: Activations,
+        mixture: Mixture,
+        side: Mapping[str, Any],
+    ) -> Activations:
         """What the block makes of the carry under a mixture: the expectation over what it may do."""
 
 
@@ -71,8 +77,14 @@ class Shared(_Base):
     def pick(self, subnet: Subnet) -> str | None:
         return self.name
 
-    def mixed(self, modules: Mapping[str, nn.Module], carry: Carry, mixture: Mixture, side: Mapping[str, Any]) -> Carry:
-        return as_carry(modules[self.name](*carry, **side), self.name)
+    def mixed(
+        self,
+        modules: Mapping[str, nn.Module],
+        carry: Activations,
+        mixture: Mixture,
+        side: Mapping[str, Any],
+    ) -> Activations:
+        return as_activations(modules[self.name](*carry, **side), self.name)
 
 
 class Choice(_Base):
@@ -103,10 +115,16 @@ class Choice(_Base):
         # Without a value the choice is switched off by its condition (depth): the block is skipped.
         return self._names[str(subnet[self.name])] if self.name in subnet.values else None
 
-    def mixed(self, modules: Mapping[str, nn.Module], carry: Carry, mixture: Mixture, side: Mapping[str, Any]) -> Carry:
-        found: Carry | None = None
+    def mixed(
+        self,
+        modules: Mapping[str, nn.Module],
+        carry: Activations,
+        mixture: Mixture,
+        side: Mapping[str, Any],
+    ) -> Activations:
+        found: Activations | None = None
         for chance, name in zip(mixture[self.name].unbind(), self._names.values(), strict=True):
-            out = as_carry(modules[name](*carry, **side), name)
+            out = as_activations(modules[name](*carry, **side), name)
             if found is not None and [x.shape for x in found] != [y.shape for y in out]:
                 raise SupernetError(
                     f"choice '{self.name}' can be mixed only if its candidates give the same shapes: '{name}' gives "
@@ -146,9 +164,15 @@ class Optional(_Base):
     def pick(self, subnet: Subnet) -> str | None:
         return self.name if subnet.values.get(self.name) is True else None
 
-    def mixed(self, modules: Mapping[str, nn.Module], carry: Carry, mixture: Mixture, side: Mapping[str, Any]) -> Carry:
+    def mixed(
+        self,
+        modules: Mapping[str, nn.Module],
+        carry: Activations,
+        mixture: Mixture,
+        side: Mapping[str, Any],
+    ) -> Activations:
         assert self.space is not None
-        out = as_carry(modules[self.name](*carry, **side), self.name)
+        out = as_activations(modules[self.name](*carry, **side), self.name)
         if len(choice_options(self.space, self.name)) == 2:  # a choice of its own: skip it, or not
             return _blend(carry, out, mixture[self.name][1], self.name)
         return _skipped(carry, out, self.condition, mixture, self.name)
@@ -184,16 +208,24 @@ class Elastic(_Base):
     def pick(self, subnet: Subnet) -> str | None:
         return self.name if self.condition is None or self.condition.holds(subnet) else None
 
-    def mixed(self, modules: Mapping[str, nn.Module], carry: Carry, mixture: Mixture, side: Mapping[str, Any]) -> Carry:
-        out = as_carry(modules[self.name](*carry, **{**side, "pick": mixture}), self.name)
+    def mixed(
+        self,
+        modules: Mapping[str, nn.Module],
+        carry: Activations,
+        mixture: Mixture,
+        side: Mapping[str, Any],
+    ) -> Activations:
+        out = as_activations(modules[self.name](*carry, **{**side, "pick": mixture}), self.name)
         return _skipped(carry, out, self.condition, mixture, self.name)
 
 
-def _skipped(carry: Carry, out: Carry, condition: Condition | None, mixture: Mixture, name: str) -> Carry:
+def _skipped(
+    carry: Activations, out: Activations, condition: Condition | None, mixture: Mixture, name: str
+) -> Activations:
     return out if condition is None else _blend(carry, out, condition.probability(mixture), name)
 
 
-def _blend(carry: Carry, out: Carry, chance: Tensor, name: str) -> Carry:
+def _blend(carry: Activations, out: Activations, chance: Tensor, name: str) -> Activations:
     """The expectation over using the block and skipping it; exact at both ends."""
     if [x.shape for x in carry] != [y.shape for y in out]:
         raise SupernetError(

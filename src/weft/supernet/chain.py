@@ -7,17 +7,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from weft.elastic import Mixture
+from weft.elastic.module import takes_pick
 from weft.errors import SpaceError, SupernetError, nearest
-from weft.keys import torch_seeded
 from weft.space import Choice as SpaceChoice
 from weft.space import Space, Subnet, Value
-from weft.supernet.block import Block
-from weft.supernet.elastic import Mixture
-from weft.supernet.elastic.leaf import takes_pick
-from weft.supernet.layer import Carry, Layer, Unbuilt, as_carry, as_module, build_layer, run_layer, side_inputs
-from weft.supernet.tie import begin_alike, make_ties
+from weft.supernet.blocks import Block
+from weft.supernet.layer import (
+    Activations,
+    Layer,
+    LazyLayer,
+    as_activations,
+    as_module,
+    build_layer,
+    extra_inputs,
+    run_layer,
+)
+from weft.supernet.tied_weights import begin_alike, make_ties
+from weft.utils.rng import torch_seeded
 
-Inputs = Tensor | Carry | Mapping[str, Tensor]
+Inputs = Tensor | Activations | Mapping[str, Tensor]
 Factory = Callable[[], "Chain"]
 
 _ROUTES_KEPT = 1 << 14
@@ -92,7 +101,7 @@ class Chain(nn.Module):
             self._routes[subnet] = known
         return known
 
-    def enter(self, batch: Mapping[str, Tensor]) -> Carry:
+    def enter(self, batch: Mapping[str, Tensor]) -> Activations:
         """The entries of a batch that enter the first block."""
         names = self.inputs or tuple(batch)[:1]
         missing = [name for name in names if name not in batch]
@@ -102,17 +111,17 @@ class Chain(nn.Module):
             )
         return tuple(batch[name] for name in names)
 
-    def forward(self, inputs: Inputs, subnet: Subnet | Mixture) -> Tensor | Carry:
+    def forward(self, inputs: Inputs, subnet: Subnet | Mixture) -> Tensor | Activations:
         batch = inputs if isinstance(inputs, Mapping) else {}
-        carry = self.enter(inputs) if isinstance(inputs, Mapping) else as_carry(inputs, "the chain's input")
+        carry = self.enter(inputs) if isinstance(inputs, Mapping) else as_activations(inputs, "the chain's input")
         if isinstance(subnet, Mixture):
             for block in self.blocks:
                 modules = {name: self.module(name) for name in block.candidates()}
-                side = side_inputs(self.layers[next(iter(modules))], batch, subnet)
+                side = extra_inputs(self.layers[next(iter(modules))], batch, subnet)
                 carry = block.mixed(modules, carry, subnet, side)
             return carry[0] if len(carry) == 1 else carry
         for layer in self.route(subnet):
-            carry = run_layer(layer, self.module(layer), carry, side_inputs(layer, batch, subnet))
+            carry = run_layer(layer, self.module(layer), carry, extra_inputs(layer, batch, subnet))
         return carry[0] if len(carry) == 1 else carry
 
     def largest(self) -> Subnet:
@@ -199,7 +208,7 @@ def _check_layers(chain: Chain) -> None:
     owner: dict[int, str] = {}
     for name, layer in chain.layers.items():
         module = chain.module(name)
-        if isinstance(module, Unbuilt):
+        if isinstance(module, LazyLayer):
             continue
         if takes_pick(module) and not layer.elastic and layer.runner is None:
             raise SupernetError(

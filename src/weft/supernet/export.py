@@ -4,26 +4,282 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
+import io
 import json
 import logging
 import os
+import sys
+import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import Tensor, nn
 
 from weft.errors import SupernetError, nearest
 from weft.space import Subnet
-from weft.supernet.calm import calm
-from weft.supernet.formats import FILES, input_names, output_names, write
-from weft.supernet.layer import Carry
-from weft.supernet.traced import as_traced, outputs_of, reason
+from weft.supernet.layer import Activations, as_activations
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch.export import ExportedProgram
+
+
+# Traced: a module as an exported program, for batches of any size where the module allows it.
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedModule:
+    """A program, the inputs that it is checked with (first the example), and which of them are a batch of any size.
+
+    Where none is, `fixed` says why.
+    """
+
+    module: nn.Module
+    program: ExportedProgram
+    cases: tuple[Activations, ...]
+    batched: tuple[bool, ...]
+    fixed: str | None = None
+
+
+def trace(module: nn.Module, example: Activations) -> ExportedModule:
+    """The program for any batch, else for that of the example; raises SupernetError if there is neither."""
+    try:
+        return _trace_any(module, example)
+    except Exception as error:
+        return trace_fixed(module, example, reason(error))
+
+
+def trace_fixed(module: nn.Module, example: Activations, why: str) -> ExportedModule:
+    """The program for the shapes of the example alone, which is what `why` gives the reason for."""
+    from torch.export import export
+
+    try:
+        program = _without_sources(export(module, _copies(example), strict=False))
+    except Exception as error:
+        raise SupernetError(
+            f"torch.export cannot trace the module: {reason(error)}; formats=('safetensors',) writes its weights alone"
+        ) from error
+    return ExportedModule(module, program, (example,), (False,) * len(example), why)
+
+
+@contextmanager
+def export_mode() -> Iterator[None]:
+    """Within the block, modules compute what is traced of them, whatever the mode of the caller."""
+    # nn.MultiheadAttention has a fused path for evaluation, of other rounding, that no exported program contains.
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def outputs_of(module: nn.Module, inputs: Activations) -> Activations:
+    """What the module gives for copies of these inputs."""
+    return as_activations(module(*_copies(inputs)), "the module")
+
+
+def identical(some: Activations, others: Activations) -> bool:
+    """Whether the tensors are the same in number, type, shape and every bit."""
+
+    def raw(value: Tensor) -> Tensor:  # bytes, since not-a-number does not equal itself
+        return value.contiguous().reshape(-1).view(torch.uint8)
+
+    return len(some) == len(others) and all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw(a), raw(b))
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+def reason(error: BaseException) -> str:
+    """One sentence on what went wrong first; of several causes that torch lists, the first."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line.removeprefix("- ") for line in lines if line.startswith("- ")] or lines or [type(error).__name__]
+    return told[0].partition(". ")[0].rstrip(".")[:300]
+
+
+def _trace_any(module: nn.Module, example: Activations) -> ExportedModule:
+    if not example[0].dim():
+        raise SupernetError("the first input has no dimensions, hence no batch")
+    size = len(example[0])
+    alike = [bool(value.dim()) and len(value) == size for value in example]
+    program, lengths = _capture(module, example, alike)
+    varies = [like and not length.isdigit() for like, length in zip(alike, lengths, strict=True)]
+    if varies != alike:
+        # An input that merely has the length of the batch, a square mask for example, is a constant to the module.
+        # Unless it is traced as such, ONNX gets a dimension with the name "6" instead of the number.
+        program, lengths = _capture(module, example, varies)
+    batched = tuple(length == lengths[0] for length in lengths)
+    more = tuple(torch.cat([v, v[:1]]) if like else v for v, like in zip(example, batched, strict=True))
+    if not identical(outputs_of(program.module(), more), outputs_of(module, more)):
+        raise SupernetError(f"with a batch of {size + 1} instead of {size} its outputs differ from those of the module")
+    return ExportedModule(module, program, (example, more), batched)
+
+
+def _capture(module: nn.Module, example: Activations, varies: Sequence[bool]) -> tuple[ExportedProgram, list[str]]:
+    """The program, and the length of each of its inputs: a symbol where it may vary, else a number."""
+    from torch.export import Dim, export
+
+    # The tracer takes a length of 1 for a constant, so a single row is doubled. Only the first input must vary.
+    double = len(example[0]) == 1
+    rows = tuple(torch.cat([v, v]) if double and like else v.clone() for v, like in zip(example, varies, strict=True))
+    shapes = tuple({0: Dim.AUTO if i else Dim.DYNAMIC} if like else None for i, like in enumerate(varies))
+    program = _without_sources(export(module, rows, dynamic_shapes=shapes, strict=False))
+    taken = [node.meta["val"] for node in program.graph.nodes if node.name in program.graph_signature.user_inputs]
+    return program, [str(value.shape[0]) if value.dim() else "" for value in taken]
+
+
+def _copies(inputs: Activations) -> Activations:
+    """Tensors for one use, since a module may write to its inputs and the tracer leaves its marks on them."""
+    return tuple(value.clone() for value in inputs)
+
+
+def _without_sources(program: ExportedProgram) -> ExportedProgram:
+    """The program less the lines and paths of the source files that its nodes came from."""
+    for part in program.graph_module.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            for node in part.graph.nodes:
+                node.meta.pop("stack_trace", None)
+    return program
+
+
+# Formats: safetensors, a torch.export program and ONNX, each written, read again and checked.
+
+FILES = MappingProxyType({"safetensors": "model.safetensors", "torch": "model.pt2", "onnx": "model.onnx"})
+
+
+def write(module: nn.Module, example: Activations, folder: Path, formats: Sequence[str]) -> dict[str, str | None]:
+    """Writes and checks every format; for each program, why its batch has a fixed size, or None."""
+    fixed = {}
+    if "safetensors" in formats:
+        _write_safetensors(module, folder / FILES["safetensors"])
+    if "torch" in formats or "onnx" in formats:
+        traced = trace(module, example)
+        if "torch" in formats:
+            fixed["torch"] = _write_torch(traced, folder / FILES["torch"])
+        if "onnx" in formats:
+            fixed["onnx"] = _write_onnx(traced, folder / FILES["onnx"])
+    return fixed
+
+
+def input_names(module: nn.Module, count: int) -> list[str]:
+    """The names of the first arguments of the module's forward, or numbered ones where it names fewer."""
+    names = [
+        name
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return names[:count] if len(names) >= count else [f"input_{i}" for i in range(count)]
+
+
+def output_names(count: int) -> list[str]:
+    return ["output"] if count == 1 else [f"output_{i}" for i in range(count)]
+
+
+def _write_safetensors(module: nn.Module, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    state = module.state_dict()
+    odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if odd:
+        raise SupernetError(
+            f"the state '{odd[0]}' is not a tensor, and safetensors holds nothing else: make it a buffer"
+        )
+    # Each entry gets memory of its own, since safetensors refuses the shared memory of tied weights and of views.
+    owned = {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+    try:
+        save_file(owned, path, metadata={"format": "pt"})
+    except Exception as error:
+        raise SupernetError(f"the weights cannot be written as safetensors: {reason(error)}") from error
+
+
+def _write_torch(traced: ExportedModule, path: Path) -> str | None:
+    from torch.export import load, save
+
+    try:
+        save(traced.program, path)
+        again = load(path).module()
+    except Exception as error:
+        raise SupernetError(f"the torch program cannot be written and read again: {reason(error)}") from error
+    for case in traced.cases:
+        if not identical(outputs_of(again, case), outputs_of(traced.module, case)):
+            raise SupernetError(
+                "the torch program does not repeat the outputs of the module to the last bit: "
+                "is something in the module random in evaluation mode?"
+            )
+    return traced.fixed
+
+
+def _write_onnx(traced: ExportedModule, path: Path) -> str | None:
+    """A program that ONNX takes with fixed shapes alone is traced once more."""
+    if traced.fixed is None:
+        try:
+            _convert(traced, path)
+            return None
+        except Exception as error:
+            traced = trace_fixed(traced.module, traced.cases[0], reason(error))
+    try:
+        _convert(traced, path)
+    except Exception as error:
+        raise SupernetError(f"ONNX cannot hold the module: {reason(error)}; leave 'onnx' out of the formats") from error
+    return traced.fixed
+
+
+def _convert(traced: ExportedModule, path: Path) -> None:
+    import onnxruntime
+
+    names = input_names(traced.module, len(traced.batched))
+    outputs = output_names(len(outputs_of(traced.module, traced.cases[0])))
+    shapes = tuple({0: "batch"} if like else None for like in traced.batched) if any(traced.batched) else None
+    # One file, unless it would pass protobuf's limit of 2 GB: then torch puts the weights beside it (model.onnx.data).
+    torch.onnx.export(
+        traced.program,
+        (),
+        path,
+        input_names=names,
+        output_names=outputs,
+        dynamic_shapes=shapes,
+        dynamo=True,
+        external_data=False,
+        verbose=False,
+    )
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    for case in traced.cases:
+        found = session.run(outputs, {name: value.numpy() for name, value in zip(names, case, strict=True)})
+        for name, one, other in zip(outputs, found, outputs_of(traced.module, case), strict=True):
+            _check_near(name, one, other.numpy())
+
+
+def _check_near(name: str, found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> None:
+    """Within 1e-4 of each element and 1e-5 of the largest, or a few roundings; whole numbers must be equal."""
+    import numpy as np
+
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        raise SupernetError(f"{name} is {found.dtype}{found.shape}, that of the module {wanted.dtype}{wanted.shape}")
+    if not np.issubdtype(wanted.dtype, np.inexact):
+        near = np.array_equal(found, wanted)
+    else:
+        scale = np.abs(wanted, where=np.isfinite(wanted), out=np.zeros_like(wanted)).max(initial=0.0)
+        rounding = 4 * float(np.finfo(wanted.dtype).eps)
+        atol = max(1e-5, rounding) * (float(scale) or 1.0)
+        near = np.allclose(found, wanted, rtol=max(1e-4, rounding), atol=atol, equal_nan=True)
+    if not near:
+        raise SupernetError(f"{name} as computed by onnxruntime differs from that of the module")
+
 
 ABOUT = "model.json"
 OWN = ("dynamic_batch", "files", "inputs", "outputs", "versions")  # the keys of model.json that export() writes
@@ -53,7 +309,7 @@ def export(
     if isinstance(inputs, Tensor) or not inputs or not all(isinstance(value, Tensor) for value in inputs):
         raise SupernetError("export() takes a tuple of example tensors, one for each input of the module: (images,)")
     folder = Path(folder)
-    with as_traced(), calm():
+    with export_mode(), muted():
         try:
             plain = copy.deepcopy(module).cpu().eval()
             example = tuple(value.detach().cpu().clone() for value in inputs)
@@ -117,7 +373,7 @@ def _as_json(value: Any) -> Any:
     raise TypeError(f"{value!r} is neither a number, a text, a list nor a mapping")
 
 
-def _describe(names: Sequence[str], values: Carry) -> list[dict[str, Any]]:
+def _describe(names: Sequence[str], values: Activations) -> list[dict[str, Any]]:
     return [
         {"name": name, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         for name, value in zip(names, values, strict=True)
@@ -162,3 +418,49 @@ def _publish(temp: Path, folder: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# Calm: exporters that print, warn and log nothing in the thread that calls them.
+
+EXPORTERS = ("torch", "onnx", "onnx_ir", "onnxscript")  # whose loggers are silenced
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Within the block, drops what this thread prints and warns, and what torch and ONNX log in it.
+
+    Other threads are heard as before, but for their warnings: Python keeps the filters of those for all threads.
+    """
+    me = threading.get_ident()
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return record.thread != me or record.name.partition(".")[0] not in EXPORTERS
+
+    # Handlers are filtered, not loggers, since a logger asks none of the filters of those above it.
+    known = [item for item in logging.root.manager.loggerDict.values() if isinstance(item, logging.Logger)]
+    handlers = {handler for logger in (logging.root, *known) for handler in logger.handlers}
+    out, err = _Muted(sys.stdout), _Muted(sys.stderr)
+    for handler in handlers:
+        handler.addFilter(wanted)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(out), redirect_stderr(err):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        out.thread = err.thread = None
+        for handler in handlers:
+            handler.removeFilter(wanted)
+
+
+class _Muted(io.TextIOBase):
+    """A stream that drops what this thread writes until `thread` is None: a handler that keeps it then works again."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.thread: int | None = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self.thread else self.stream.write(text)
+
+    def flush(self) -> None:
+        self.stream.flush()

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from weft.elastic.extract import plain_module
 from weft.errors import SupernetError
 from weft.space import Subnet
 from weft.supernet.chain import Chain
-from weft.supernet.elastic.plain import plain_module
-from weft.supernet.layer import Layer, Unbuilt, as_carry, failure
-from weft.supernet.tie import join
+from weft.supernet.layer import Layer, LazyLayer, as_activations, failure
+from weft.supernet.tied_weights import join
 
 
 def extract(chain: Chain, subnet: Subnet, example: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -28,7 +28,7 @@ def extract(chain: Chain, subnet: Subnet, example: Mapping[str, Tensor] | None =
     """
     route = chain.route(subnet)
     for layer in route:
-        if isinstance(chain.module(layer), Unbuilt):
+        if isinstance(chain.module(layer), LazyLayer):
             raise SupernetError(f"layer '{layer.name}' has not been built yet: call initialise(chain, seed) first")
     if len({_label(layer) for layer in route}) != len(route):
         raise SupernetError("two layers of this subnet have the same name once '.' is replaced by '_': rename one")
@@ -64,7 +64,7 @@ def _graph(chain: Chain, route: tuple[Layer, ...], subnet: Subnet, example: Mapp
             except (RuntimeError, IndexError) as problem:
                 raise failure(layer, carry, problem) from problem
             node = graph.call_module(target, tuple(nodes), {name: entered[name] for name in layer.side})
-            carry = as_carry(out, layer.name)
+            carry = as_activations(out, layer.name)
             if isinstance(out, Tensor):
                 nodes = [node]
             else:

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.elastic import Pick
 from weft.errors import SupernetError
-from weft.keys import torch_seeded
-from weft.supernet.elastic import Pick
+from weft.utils.rng import torch_seeded
 
-Carry = tuple[Tensor, ...]
+Activations = tuple[Tensor, ...]
 """What travels along the chain from block to block."""
 
 Candidate = nn.Module | Callable[[], nn.Module]
 """A module as it is, or a factory that is called when the layer is first needed."""
 
-Runner = Callable[[nn.Module, Carry, Mapping[str, Any]], Any]
+Runner = Callable[[nn.Module, Activations, Mapping[str, Any]], Any]
 """How a module is run on a carry, with its side inputs."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
-class Unbuilt(nn.Module):
+class LazyLayer(nn.Module):
     """Holds the place of a layer whose factory has not been called yet."""
 
     def __init__(self, factory: Callable[[], nn.Module]) -> None:
@@ -72,7 +72,7 @@ def as_module(candidate: object, name: str) -> nn.Module:
     if isinstance(candidate, nn.Module):
         return candidate
     if callable(candidate):
-        return Unbuilt(candidate)
+        return LazyLayer(candidate)
     raise SupernetError(
         f"layer '{name}' must be an nn.Module or a function that makes one, not {type(candidate).__name__}"
     )
@@ -84,14 +84,14 @@ def build_layer(module: nn.Module, name: str, seed: int, device: torch.device) -
     A factory is called, and a module on the meta device is reset, under a generator seeded by (seed, name). A module,
     or a part of one, that already has values keeps them.
     """
-    if isinstance(module, Unbuilt):
+    if isinstance(module, LazyLayer):
         with torch_seeded(seed, "init", name):
             built = module.factory()
         if not isinstance(built, nn.Module):
             raise SupernetError(f"the factory of layer '{name}' returned {type(built).__name__}, not an nn.Module")
         module = built
     for label, part in list(module.named_children()):
-        if isinstance(part, Unbuilt):
+        if isinstance(part, LazyLayer):
             module.add_module(label, build_layer(part, f"{name}.{label}", seed, device))
     if any(tensor.is_meta for tensor in _tensors(module)):
         tensors = len(list(_tensors(module)))
@@ -127,13 +127,13 @@ def _materialise(part: nn.Module, path: str) -> None:
         )
 
 
-def run_layer(layer: Layer, module: nn.Module, carry: Carry, side: Mapping[str, Any]) -> Carry:
+def run_layer(layer: Layer, module: nn.Module, carry: Activations, side: Mapping[str, Any]) -> Activations:
     """What a layer's module makes of the carry."""
     out = module(*carry, **side) if layer.runner is None else layer.runner(module, carry, side)
-    return as_carry(out, layer.name)
+    return as_activations(out, layer.name)
 
 
-def failure(layer: Layer, carry: Carry, problem: Exception) -> Exception:
+def failure(layer: Layer, carry: Activations, problem: Exception) -> Exception:
     """What went wrong when the layer ran on the carry, with its name; too little memory is told as it is."""
     if isinstance(problem, torch.OutOfMemoryError):
         return problem
@@ -142,7 +142,7 @@ def failure(layer: Layer, carry: Carry, problem: Exception) -> Exception:
     return SupernetError(f"layer '{layer.name}' fails on inputs of shape {shapes}: {problem}{hint}")
 
 
-def as_carry(value: Any, where: str) -> Carry:
+def as_activations(value: Any, where: str) -> Activations:
     """A tensor or a tuple of tensors, as a tuple; raises SupernetError for what cannot travel."""
     if isinstance(value, Tensor):
         return (value,)
@@ -154,7 +154,7 @@ def as_carry(value: Any, where: str) -> Carry:
     )
 
 
-def side_inputs(layer: Layer, batch: Mapping[str, Tensor], pick: Pick) -> dict[str, Any]:
+def extra_inputs(layer: Layer, batch: Mapping[str, Tensor], pick: Pick) -> dict[str, Any]:
     """What the layer's module takes beside the carry: entries of the batch that it asked for, and the subnet if it is
     elastic; raises SupernetError where an entry is missing."""
     try:
@@ -167,3 +167,54 @@ def side_inputs(layer: Layer, batch: Mapping[str, Tensor], pick: Pick) -> dict[s
     if layer.elastic:
         found["pick"] = pick
     return found
+
+
+# The border between two blocks: where gradients from several consumers are added in one fixed order at every cut.
+
+
+class _Boundary(torch.autograd.Function):
+    # One node for all tensors of the carry: its backward runs only after everything behind the border is done, so the
+    # order in which a tensor's gradients are summed never depends on whether the chain is cut here.
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return gradients
+
+
+class _Entry(torch.autograd.Function):
+    # An alias and not a view: a layer may work on what it gets in place, as nn.ReLU(inplace=True) does.
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.data for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return gradients
+
+
+def detached_entry(leaves: Activations) -> Activations:
+    """The leaves as a layer behind a cut may use them; their gradients are summed as at any border."""
+    places = [index for index, tensor in enumerate(leaves) if tensor.requires_grad]
+    passed = list(leaves)
+    if places:
+        behind = _Entry.apply(*(leaves[index] for index in places))  # type: ignore[no-untyped-call]
+        for index, tensor in zip(places, behind, strict=True):
+            passed[index] = tensor
+    return tuple(passed)
+
+
+def grad_barrier(carry: Activations) -> Activations:
+    """The same tensors behind a border. A single tensor that needs a gradient is a border by itself."""
+    places = [index for index, tensor in enumerate(carry) if tensor.requires_grad]
+    if len(places) < 2:
+        return carry
+    passed = list(carry)
+    behind = _Boundary.apply(*(carry[index] for index in places))  # type: ignore[no-untyped-call]
+    for index, tensor in zip(places, behind, strict=True):
+        passed[index] = tensor
+    return tuple(passed)

@@ -7,6 +7,7 @@ block that it belongs to, and a choice that many blocks read reaches them all, o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.elastic import Mixture, Module
+from weft.elastic.mixture import choice_options
 from weft.errors import SupernetError
 from weft.space import Space, Subnet
-from weft.supernet.block import Block, Choice
+from weft.supernet.blocks import Block, Choice
 from weft.supernet.chain import Chain, Factory
-from weft.supernet.elastic import Mixture, Module
-from weft.supernet.elastic.mixture import choice_options
-from weft.supernet.layer import Candidate, Carry, Runner, Unbuilt, as_module
+from weft.supernet.layer import Activations, Candidate, LazyLayer, Runner, as_module, extra_inputs, run_layer
+from weft.utils.rng import generator
 
 Relax = Callable[[Tensor, bool, Tensor | None], Tensor]
 """Probabilities from the parameters of one choice: (parameters, whether it trains, progress from 0 to 1)."""
@@ -47,7 +49,7 @@ class Architecture(nn.Module):
         parts = [self._relax(part, self.training, progress) for part in torch.split(self.alpha, self.counts)]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def forward(self, *carry: Tensor, **side: Tensor) -> Carry:
+    def forward(self, *carry: Tensor, **side: Tensor) -> Activations:
         progress = side[PROGRESS][0] if PROGRESS in side else None
         own = self.probabilities(progress)
         return (*carry, own) if self._begins else (*carry[:-1], torch.cat([carry[-1], own]))
@@ -76,7 +78,7 @@ class MixedChain(Chain):
         return Mixture.unchecked(self.space, {name: found[name] for name in self.space.choices})
 
 
-def mix(net: Chain | Factory, relax: Relax, side: Sequence[str] = ()) -> MixedChain:
+def make_mixed_chain(net: Chain | Factory, relax: Relax, side: Sequence[str] = ()) -> MixedChain:
     """The chain that trains all subnets of a chain at once, by the expectation of every layer under a mixture.
 
     Its last carry is that of the chain, followed by all the probabilities in the order ``order``.
@@ -108,7 +110,7 @@ def mix(net: Chain | Factory, relax: Relax, side: Sequence[str] = ()) -> MixedCh
 
 def mixed_factory(net: Chain | Factory, relax: Relax, side: Sequence[str] = ()) -> Factory:
     """A function that makes the mixed chain anew, for every stage to build its own part."""
-    return partial(mix, net, relax, side)
+    return partial(make_mixed_chain, net, relax, side)
 
 
 def _read_by(block: Block, chain: Chain) -> set[str]:
@@ -129,7 +131,7 @@ def parts(block: Block, chain: Chain) -> Iterator[nn.Module]:
     """Every module of a block; of what is not built yet, a shadow without values."""
     for name in block.candidates():
         module = chain.module(name)
-        if isinstance(module, Unbuilt):
+        if isinstance(module, LazyLayer):
             with torch.device("meta"):
                 module = module.factory()
         yield from module.modules()
@@ -145,7 +147,13 @@ class _Always:
     def pick(self, subnet: Subnet) -> str | None:
         return self.name
 
-    def mixed(self, modules: Mapping[str, nn.Module], carry: Carry, mixture: Mixture, side: Mapping[str, Any]) -> Carry:
+    def mixed(
+        self,
+        modules: Mapping[str, nn.Module],
+        carry: Activations,
+        mixture: Mixture,
+        side: Mapping[str, Any],
+    ) -> Activations:
         raise SupernetError("this chain is a mixture already: give it a batch and any subnet")
 
 
@@ -185,9 +193,9 @@ class _MixedBlock(_Always):
 
     def candidates(self) -> Mapping[str, Candidate]:
         module = self._module
-        return {self.name: module.factory if isinstance(module, Unbuilt) else module}
+        return {self.name: module.factory if isinstance(module, LazyLayer) else module}
 
-    def _run(self, module: nn.Module, carry: Carry, side: Mapping[str, Any]) -> Carry:
+    def _run(self, module: nn.Module, carry: Activations, side: Mapping[str, Any]) -> Activations:
         if isinstance(self._block, Choice):
             modules = {f"{self.name}.{label}": part for label, part in module.named_children()}
         else:
@@ -196,3 +204,56 @@ class _MixedBlock(_Always):
             return self._block.mixed(modules, carry, Mixture.unchecked(self._space, {}), side)
         mixture = Mixture.flat(self._space, self._known, carry[-1])
         return (*self._block.mixed(modules, carry[:-1], mixture, side), carry[-1])
+
+
+# Whether a chain keeps the law of mixtures: one that is certain computes what its subnet does, block by block.
+
+TOLERANCE = 0.01
+"""Of what a block gives, as a share of its length: far beyond rounding, and far below what a mistake makes of it."""
+
+
+def find_mixture_mismatch(
+    chain: Chain, batch: Mapping[str, Tensor], subnets: int = 4
+) -> tuple[str, Subnet, float] | None:
+    """The first block whose output for a certain mixture is not the subnet's, with that subnet and how far it is off;
+    None where all of some subnets agree.
+
+    Elastic layers keep the law by themselves. A forward that joins or cuts features, or sums over them, may not: what
+    lies at the end for the largest size lies elsewhere for a smaller one.
+    """
+    rng = generator("faithful", chain.space.id)
+    some = [chain.space.first(), *itertools.islice(iter(lambda: chain.space.sample(rng), None), subnets - 1)]
+    was = chain.training
+    chain.eval()
+    try:
+        with torch.no_grad():
+            return next((found for subnet in some if (found := _off(chain, batch, subnet)) is not None), None)
+    finally:
+        chain.train(was)
+
+
+def _off(chain: Chain, batch: Mapping[str, Tensor], subnet: Subnet) -> tuple[str, Subnet, float] | None:
+    certain = Mixture.one_hot(subnet, chain.space, next(iter(batch.values())).device)
+    alone = together = chain.enter(batch)
+    route = {layer.block: layer for layer in chain.route(subnet)}
+    for index, block in enumerate(chain.blocks):
+        modules = {name: chain.module(name) for name in block.candidates()}
+        side = extra_inputs(chain.layers[next(iter(modules))], batch, certain)
+        together = block.mixed(modules, together, certain, side)
+        if index in route:
+            layer = route[index]
+            alone = run_layer(layer, chain.module(layer), alone, extra_inputs(layer, batch, subnet))
+        off = _distance(alone, together)
+        if off > TOLERANCE:
+            return block.name, subnet, off
+    return None
+
+
+def _distance(alone: Activations, together: Activations) -> float:
+    """How far the mixture's tensors, cut to the sizes of the subnet's, are from these."""
+    worst = 0.0
+    for one, other in zip(alone, together, strict=True):
+        if one.is_floating_point() and one.dim() == other.dim():
+            cut = other[tuple(slice(size) for size in one.shape)]
+            worst = max(worst, float((cut - one).norm() / one.norm().clamp_min(1e-12)))
+    return worst

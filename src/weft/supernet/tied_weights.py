@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weft.errors import SupernetError, nearest
-from weft.supernet.layer import Layer, Unbuilt, build_layer
+from weft.supernet.layer import Layer, LazyLayer, build_layer
 
 if TYPE_CHECKING:
     from weft.supernet.chain import Chain
@@ -59,8 +59,8 @@ def begin_alike(chain: Chain, seed: int, built: Collection[str]) -> None:
         if second.layer not in built:
             continue
         source = chain.module(first.layer)
-        if isinstance(source, Unbuilt) or any(p.is_meta for p in source.parameters()):
-            twin = source if isinstance(source, Unbuilt) else copy.deepcopy(source)
+        if isinstance(source, LazyLayer) or any(p.is_meta for p in source.parameters()):
+            twin = source if isinstance(source, LazyLayer) else copy.deepcopy(source)
             source = build_layer(twin, first.layer, seed, torch.device("cpu"))
         one, other = _parameter(source, first), _parameter(chain.module(second.layer), second)
         for what, mine, theirs in (

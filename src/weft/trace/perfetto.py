@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from weft.pipeline.scheduler import Op
-from weft.pipeline.simulator import Simulated, Span
-from weft.pipeline.trace import StageTrace, Trace, Versions
-from weft.pipeline.utilisation import idle_shares
+from weft.trace.analysis import idle_shares
+from weft.trace.reader import STATES, StageTrace, Trace
 
 Event = dict[str, Any]
 
@@ -23,28 +24,21 @@ _RANKS = {"M": 0, "C": 1, "e": 2, "b": 3, "X": 4, "s": 5, "f": 6}
 """The order of events of one time: an arrow belongs to the last event of its thread before it."""
 
 
-def perfetto(trace: Trace, simulated: Simulated | None = None) -> dict[str, Any]:
-    """The trace from time 0 on, and as further processes the simulation, its times in seconds.
-
-    That is ``simulated``, or what the trace itself holds.
-    """
-    begin = trace.begin
-    count = len(trace.stages)
+def perfetto(trace: Trace) -> dict[str, Any]:
+    """The trace from time 0 on, and as further processes the simulation that it holds, its times in seconds."""
+    count, microbatches = len(trace.stages), trace.head.microbatches
     events: list[Event] = []
-    for stage in trace.stages:
-        events += _process(stage.stage, f"stage {stage.stage}")
-        versions = stage.versions or (None,) * len(stage.spans)
-        for span, in_flight, seen in zip(stage.spans, stage.in_flight, versions, strict=True):
-            more = {"in_flight": in_flight, **_seen(seen)}
-            events.append(_complete(span, stage.stage, begin, trace.microbatches, more))
-        events += _updates(stage, begin)
-        events += _counters(stage, begin, trace.end)
-        events += _memory(stage, begin, trace.end)
+    for number, stage in enumerate(trace.stages):
+        events += _process(number, f"stage {number}")
+        events += _ops(stage, number, number, trace.begin, microbatches)
+        events += _updates(stage, number, trace.begin)
+        events += _counters(trace, number)
+        events += _memory(stage, number, trace.begin, trace.end)
     events += _arrows(trace)
-    foreseen = trace.simulated if simulated is None else simulated.spans
-    for number in sorted({span.op.stage for span in foreseen}):
-        events += _process(count + number, f"simulated stage {number}")
-    events += (_complete(span, count + span.op.stage, 0.0, trace.microbatches) for span in foreseen)
+    for number, stage in enumerate(trace.simulated):
+        if len(stage.ops):
+            events += _process(count + number, f"simulated stage {number}")
+            events += _ops(stage, number, count + number, 0.0, microbatches, is_real=False)
     events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0), _RANKS[event["ph"]]))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -56,90 +50,100 @@ def _process(number: int, name: str) -> Iterator[Event]:
     yield {"ph": "M", "name": "thread_name", **where, "args": {"name": "ops"}}
 
 
-def _complete(span: Span, number: int, begin: float, microbatches: int, more: dict[str, int] | None = None) -> Event:
-    start, end = _microseconds(span.start - begin), _microseconds(span.end - begin)
-    n = span.op.microbatch
-    args = {"batch": n} if span.op.kind == "E" else {"micro-batch": n, "step": n // microbatches}
-    args |= more or {}
-    names = {"name": str(span.op), "cat": _CATEGORIES[span.op.kind]}
-    return {"ph": "X", **names, **_where(number), "ts": start, "dur": end - start, "args": args}
+def _ops(
+    stage: StageTrace, number: int, process: int, begin: float, microbatches: int, is_real: bool = True
+) -> Iterator[Event]:
+    ops = stage.ops
+    columns = (ops.kind, ops.microbatch, ops.start - begin, ops.end - begin, ops.in_flight, ops.forward, ops.backward)
+    for code, n, start, end, in_flight, forward, backward in zip(*(own.tolist() for own in columns), strict=True):
+        kind, at = chr(code), _microseconds(start)
+        args = {"batch": n} if kind == "E" else {"micro-batch": n, "step": n // microbatches}
+        if is_real:
+            args["in_flight"] = in_flight
+        if forward >= 0:
+            args["version_forward"] = forward
+        if backward >= 0:
+            args |= {"version_backward": backward, "drift": backward - forward}
+        names = {"name": f"{number}{kind}{n}", "cat": _CATEGORIES[kind]}
+        yield {"ph": "X", **names, **_where(process), "ts": at, "dur": _microseconds(end) - at, "args": args}
 
 
-def _seen(versions: Versions | None) -> dict[str, int]:
-    if versions is None:
-        return {}
-    forward, backward = versions
-    own = {"version_forward": forward}
-    return own if backward is None else {**own, "version_backward": backward, "drift": backward - forward}
+def _updates(stage: StageTrace, number: int, begin: float) -> Iterator[Event]:
+    columns = (stage.updates[name].tolist() for name in ("layers", "version", "start", "end"))
+    for layers, version, since, until in zip(*columns, strict=True):
+        start, end = _microseconds(since - begin), _microseconds(until - begin)
+        args = {"layers": layers, "version": version}
+        names = {"name": "update", "cat": "update"}
+        yield {"ph": "X", **names, **_where(number), "ts": start, "dur": end - start, "args": args}
+        yield _counter(number, end, "weights", "version", version)
 
 
-def _updates(stage: StageTrace, begin: float) -> Iterator[Event]:
-    where = _where(stage.stage)
-    for update in stage.updates:
-        start, end = _microseconds(update.start - begin), _microseconds(update.end - begin)
-        args = {"layers": update.layers, "version": update.version}
-        yield {"ph": "X", "name": "update", "cat": "update", **where, "ts": start, "dur": end - start, "args": args}
-        yield _counter(stage, end, "weights", "version", update.version)
+def _counters(trace: Trace, number: int) -> Iterator[Event]:
+    ops = trace.stages[number].ops
+    starts = [_microseconds(start) for start in (ops.start - trace.begin).tolist()]
+    for at, in_flight in zip(starts, ops.in_flight.tolist(), strict=True):
+        yield _counter(number, at, "in flight", "micro-batches", in_flight)
+    for place in np.flatnonzero(ops.backward >= 0).tolist():
+        yield _counter(number, starts[place], "drift", "updates", int(ops.backward[place] - ops.forward[place]))
+    for since, share in idle_shares(trace, number):
+        yield _counter(number, _microseconds(since - trace.begin), "idle", "share", round(share, 6))
 
 
-def _counters(stage: StageTrace, begin: float, end: float) -> Iterator[Event]:
-    for span, in_flight in zip(stage.spans, stage.in_flight, strict=True):
-        yield _counter(stage, _microseconds(span.start - begin), "in flight", "micro-batches", in_flight)
-    for span, seen in zip(stage.spans, stage.versions, strict=False):
-        if seen is not None and seen.drift is not None:
-            yield _counter(stage, _microseconds(span.start - begin), "drift", "updates", seen.drift)
-    for at, share in idle_shares(stage, begin, end):
-        yield _counter(stage, _microseconds(at - begin), "idle", "share", round(share, 6))
-
-
-def _memory(stage: StageTrace, begin: float, end: float) -> Iterator[Event]:
+def _memory(stage: StageTrace, number: int, begin: float, end: float) -> Iterator[Event]:
     """A track for every layer while it is on the device, and bytes of all; those before the first operation are as of
     then."""
     there: dict[str, str] = {}
     last: dict[str, int] = {}
-    for row in stage.memory:
+    shares = ("resident", "arriving", "leaving", "pinned")
+    columns = (stage.memory[name].tolist() for name in ("layer", "state", "time", *shares))
+    for layer_number, state_number, time, *values in zip(*columns, strict=True):
+        layer, state = stage.layers[layer_number], STATES[state_number]
         # Whatever takes no time would end before it begins, once all events are in order.
-        at = last[row.layer] = max(_microseconds(row.time - begin), last.get(row.layer, -1) + 1)
-        shares = {name: getattr(row, name) for name in ("resident", "arriving", "leaving", "pinned")}
-        for name, value in shares.items():
-            yield _counter(stage, at, f"layers {name}", "bytes", value)
-        yield from _track(stage, row.layer, there.pop(row.layer, None), None, at)
-        if row.state != "leaving":
-            there[row.layer] = row.state
-            yield from _track(stage, row.layer, None, row.state, at)
+        at = last[layer] = max(_microseconds(time - begin), last.get(layer, -1) + 1)
+        for name, value in zip(shares, values, strict=True):
+            yield _counter(number, at, f"layers {name}", "bytes", value)
+        yield from _track(number, layer, there.pop(layer, None), None, at)
+        if state != "leaving":
+            there[layer] = state
+            yield from _track(number, layer, None, state, at)
     for layer, state in there.items():
-        yield from _track(stage, layer, state, None, max(_microseconds(end - begin), last[layer] + 1))
+        yield from _track(number, layer, state, None, max(_microseconds(end - begin), last[layer] + 1))
 
 
-def _track(stage: StageTrace, layer: str, old: str | None, new: str | None, at: int) -> Iterator[Event]:
-    where = {"cat": "memory", "id": f"{stage.stage}/{layer}", **_where(stage.stage), "ts": at}
+def _track(number: int, layer: str, old: str | None, new: str | None, at: int) -> Iterator[Event]:
+    where = {"cat": "memory", "id": f"{number}/{layer}", **_where(number), "ts": at}
     if old is not None:
         yield {"ph": "e", "name": f"{layer} {old}", **where}
     if new is not None:
         yield {"ph": "b", "name": f"{layer} {new}", **where}
 
 
-def _counter(stage: StageTrace, at: int, name: str, series: str, value: float) -> Event:
-    return {"ph": "C", "name": name, **_where(stage.stage), "ts": at, "args": {series: value}}
+def _counter(number: int, at: int, name: str, series: str, value: float) -> Event:
+    return {"ph": "C", "name": name, **_where(number), "ts": at, "args": {series: value}}
 
 
 def _arrows(trace: Trace) -> Iterator[Event]:
     """From the end of the operation that made a message to the start of the one that takes it, where both are known."""
-    spans = {span.op: span for stage in trace.stages for span in stage.spans}
-    number = 0
-    for stage in trace.stages:
-        for kind, microbatch, _, size in stage.sent:
-            source = spans.get(Op(stage.stage, kind, microbatch))
-            target = spans.get(Op(stage.stage + (-1 if kind == "B" else 1), kind, microbatch))
-            if source is None or target is None or target.start < source.start:
+    spans: dict[Op, tuple[float, float]] = {}
+    for number, stage in enumerate(trace.stages):
+        columns = (stage.ops.kind, stage.ops.microbatch, stage.ops.start, stage.ops.end)
+        for code, n, start, end in zip(*(own.tolist() for own in columns), strict=True):
+            spans[Op(number, chr(code), n)] = (start, end)  # type: ignore[arg-type]
+    arrows = 0
+    for number, stage in enumerate(trace.stages):
+        for code, n, size in zip(*(stage.sent[name].tolist() for name in ("kind", "microbatch", "bytes")), strict=True):
+            kind: Any = chr(code)
+            to = number + (-1 if kind == "B" else 1)
+            source, target = spans.get(Op(number, kind, n)), spans.get(Op(to, kind, n))
+            if source is None or target is None or target[0] < source[0]:
                 continue
-            number += 1
-            start, end, to = (_microseconds(at - trace.begin) for at in (source.start, source.end, target.start))
+            arrows += 1
+            start, end, taken = (_microseconds(at - trace.begin) for at in (*source, target[0]))
             # Just before the end: at the very end the next operation may begin, and would get the arrow.
-            at = max(start, min(end - 1, to))
-            names = {"name": _MESSAGES[kind], "cat": "message", "id": number}
-            yield {"ph": "s", **names, **_where(stage.stage), "ts": at, "args": {"bytes": size}}
-            yield {"ph": "f", **names, **_where(target.op.stage), "ts": to, "bp": "e"}
+            at = max(start, min(end - 1, taken))
+            names = {"name": _MESSAGES[kind], "cat": "message", "id": arrows}
+            yield {"ph": "s", **names, **_where(number), "ts": at, "args": {"bytes": size}}
+            yield {"ph": "f", **names, **_where(to), "ts": taken, "bp": "e"}
 
 
 def _where(number: int) -> dict[str, int]:

@@ -1,10 +1,16 @@
-"""The rows of a stage's trace as columns of numbers: a million operations are a few dozen megabytes."""
+"""The trace of a run: what all its stages did and when, as columns of numbers.
+
+A million operations are a few dozen megabytes. A file may be given piece by piece, while the run still writes it.
+"""
 
 from __future__ import annotations
 
+import re
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,14 +18,20 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from weft.errors import RunError
+
 Numbers = NDArray[Any]
 Kind = Literal["F", "B", "W", "E"]
+Sent = Literal["F", "B", "E"]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Small = Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)]
 Time = Annotated[float, Meta(ge=0, le=1e12)]
 State = Literal["arriving", "resident", "leaving"]
 
 STATES: tuple[State, ...] = ("arriving", "resident", "leaving")
+
+PIECE = 1 << 20
+"""Bytes of a file that are parsed at once."""
 
 
 class Head(Struct, frozen=True):
@@ -29,7 +41,9 @@ class Head(Struct, frozen=True):
     stages: Annotated[int, Meta(ge=1, le=4096)]
     cut: list[Small]
     microbatches: Annotated[int, Meta(ge=1, le=2**31)] = 1
+    """Micro-batches of a step."""
     ranks: list[Count] = []
+    """The rank of every stage, where some share one."""
     simulated: list[tuple[Count, Kind, Count, Time, Time]] | None = None
     time: float = 0.0
 
@@ -45,13 +59,16 @@ class _Op(Struct, array_like=True, tag="op", forbid_unknown_fields=True):
 
 
 class _Received(Struct, array_like=True, tag="received", forbid_unknown_fields=True):
-    kind: Kind
+    kind: Sent
     microbatch: Count
     time: Time
 
 
-class _Sent(Struct, array_like=True, tag="sent"):
-    kind: Kind
+class _Sent(Struct, array_like=True, tag="sent", forbid_unknown_fields=True):
+    kind: Sent
+    microbatch: Count
+    time: Time
+    bytes: Count
 
 
 class _Update(Struct, array_like=True, tag="update", forbid_unknown_fields=True):
@@ -74,10 +91,28 @@ class _Memory(Struct, array_like=True, tag="memory", forbid_unknown_fields=True)
 _Row = _Op | _Received | _Sent | _Update | _Memory | dict[str, Any]
 _decoder = msgspec.json.Decoder(_Row)
 
+_COLUMNS: dict[type[Struct], dict[str, str]] = {
+    _Op: {"kind": "B", "microbatch": "q", "start": "d", "end": "d", "in_flight": "i", "forward": "i", "backward": "i"},
+    _Received: {"kind": "B", "microbatch": "q", "time": "d"},
+    _Sent: {"kind": "B", "microbatch": "q", "bytes": "q"},
+    _Update: {"layers": "i", "version": "i", "start": "d", "end": "d"},
+    _Memory: {
+        "layer": "i",
+        "state": "B",
+        "time": "d",
+        **dict.fromkeys(("resident", "arriving", "leaving", "pinned"), "q"),
+    },
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """Operations in order of time; ``kind`` is ``ord`` of its letter, and a version that is not told is -1."""
+    """Operations in order of time. ``kind`` is ``ord`` of its letter.
+
+    ``in_flight`` counts the micro-batches in flight while the operation ran. ``forward`` is the version of the weights
+    that its forward sees, ``backward`` that of a backward itself, of the layer where these are farthest apart; -1 where
+    none was written.
+    """
 
     kind: Numbers
     microbatch: Numbers
@@ -92,41 +127,151 @@ class Ops:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """What one stage did, by columns: operations, updates, inputs that arrived, and layers that came and went."""
+class StageTrace:
+    """What one stage did, by columns. Updates are in order of time, and ``version`` counts those of the stage;
+    ``received`` and ``sent`` are messages, named by the operation of this stage that takes or makes them; ``memory``
+    tells of layers that come and go, with the bytes of all on the device from then on."""
 
     ops: Ops
     updates: dict[str, Numbers]
     received: dict[str, Numbers]
+    sent: dict[str, Numbers]
     memory: dict[str, Numbers]
     layers: tuple[str, ...] = ()
     """Names of the layers, by their numbers in ``memory``."""
 
 
-_COLUMNS: dict[type[Struct], dict[str, str]] = {
-    _Op: {"kind": "B", "microbatch": "q", "start": "d", "end": "d", "in_flight": "i", "forward": "i", "backward": "i"},
-    _Received: {"kind": "B", "microbatch": "q", "time": "d"},
-    _Update: {"version": "i", "start": "d", "end": "d"},
-    _Memory: {
-        "layer": "i",
-        "state": "B",
-        "time": "d",
-        **dict.fromkeys(("resident", "arriving", "leaving", "pinned"), "q"),
-    },
-}
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """The last start of a run; times are seconds of one clock, and ``begin`` is when the first stage began to work."""
+
+    head: Head
+    stages: tuple[StageTrace, ...]
+    simulated: tuple[StageTrace, ...] = ()
+    """The same operations as the simulator foresaw them, from time 0 on."""
+    begin: float = field(init=False)
+    end: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts = [(stage.ops.start, stage.ops.end) for stage in self.stages]
+        parts += [(stage.updates["start"], stage.updates["end"]) for stage in self.stages]
+        begin = min((float(start.min()) for start, _ in parts if len(start)), default=0.0)
+        object.__setattr__(self, "begin", begin)
+        object.__setattr__(self, "end", max((float(end.max()) for _, end in parts if len(end)), default=begin))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of every stage."""
+        given = tuple(self.head.ranks)
+        return given if len(given) == len(self.stages) else tuple(range(len(self.stages)))
+
+    @property
+    def by_rank(self) -> dict[int, list[int]]:
+        """The stages of every rank."""
+        return {rank: [n for n, at in enumerate(self.ranks) if at == rank] for rank in sorted(set(self.ranks))}
 
 
-class Part:
+def read_traces(run_path: Path | str) -> Trace:
+    """What is written of the last start of a run; lines that are torn are skipped.
+
+    RunError where there is no trace, or no operation in it.
+    """
+    files = {}
+    for number, path in trace_files(Path(run_path) / "traces").items():
+        files[number] = StageFile()
+        with open(path, "rb") as lines:
+            while piece := lines.readlines(PIECE):
+                files[number].add(b"".join(piece))
+    found = joined(files)
+    if found is None:
+        raise RunError(
+            f"run '{run_path}' has no traces: they are written by a run with `trace = true` in its config, "
+            "or by weft.train(..., trace=True)"
+        )
+    if not any(len(stage.ops) for stage in found.stages):
+        raise RunError(f"the traces of run '{run_path}' hold no operation yet: wait until its first steps are done")
+    return found
+
+
+def trace_files(folder: Path) -> dict[int, Path]:
+    """The files in a folder of traces, by the numbers of their stages."""
+    found = ((re.fullmatch(r"stage(\d{1,6})\.jsonl", path.name), path) for path in sorted(folder.glob("stage*.jsonl")))
+    return {int(match[1]): path for match, path in found if match}
+
+
+class StageFile:
+    """The file of one stage, as far as it was given: the last two starts in it.
+
+    The one before the last is what the other stages still tell of, until all have begun anew.
+    """
+
+    def __init__(self) -> None:
+        self.starts: OrderedDict[int, _Start] = OrderedDict()
+
+    def add(self, piece: bytes) -> None:
+        """Take in whole lines; what is damaged or unknown is skipped."""
+        rows = parsed(piece)
+        begun = 0
+        for place, row in enumerate(rows):
+            if type(row) is dict:
+                self._fill(rows[begun:place])
+                self._begin(row)
+                begun = place + 1
+        self._fill(rows[begun:])
+
+    def _fill(self, rows: list[Any]) -> None:
+        if self.starts and rows:
+            next(reversed(self.starts.values())).add(rows)
+
+    def _begin(self, row: dict[str, Any]) -> None:
+        try:
+            head = msgspec.convert(row, Head)
+        except msgspec.ValidationError:
+            return
+        self.starts.pop(head.start, None)
+        self.starts[head.start] = _Start(head)
+        while len(self.starts) > 2:
+            self.starts.popitem(last=False)
+
+
+def joined(files: Mapping[int, StageFile]) -> Trace | None:
+    """The last start that the files of a run tell of; None where there is none.
+
+    The first stage's file says which start is the last; where it is lost, the next one's does.
+    """
+    heads = [next(reversed(files[number].starts.values())).head for number in sorted(files) if files[number].starts]
+    if not heads:
+        return None
+    stages = [_stage_of(number, heads[0], files) for number in range(heads[0].stages)]
+    return Trace(heads[0], tuple(stages), _simulated(heads[0]))
+
+
+def parsed(piece: bytes) -> list[Any]:
+    """The rows of whole lines; what is damaged or unknown is skipped."""
+    try:
+        return _decoder.decode_lines(piece)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass
+    found = []
+    for line in piece.splitlines():
+        try:
+            found.append(_decoder.decode(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue
+    return found
+
+
+class _Start:
     """The rows of one start of one stage, as they come."""
 
     def __init__(self, head: Head) -> None:
         self.head = head
         self._columns = {kind: {name: array(code) for name, code in own.items()} for kind, own in _COLUMNS.items()}
         self._layers: dict[str, int] = {}
-        self._made: Stage | None = None
+        self._made: StageTrace | None = None
 
     def add(self, rows: Iterable[Any]) -> None:
-        by_type: dict[type[Struct], list[Any]] = {_Sent: [], **{kind: [] for kind in _COLUMNS}}
+        by_type: dict[type[Struct], list[Any]] = {kind: [] for kind in _COLUMNS}
         for row in rows:
             by_type[type(row)].append(row)
         for kind, columns in self._columns.items():
@@ -134,16 +279,15 @@ class Part:
                 column.extend(self._numbers(name, [getattr(row, name) for row in by_type[kind]]))
         self._made = None
 
-    def stage(self) -> Stage:
+    def stage(self) -> StageTrace:
         if self._made is None:
-            made = {
-                kind: {name: np.array(column) for name, column in own.items()} for kind, own in self._columns.items()
-            }
+            made = {kind: {name: np.array(part) for name, part in own.items()} for kind, own in self._columns.items()}
             ops = _ordered(made[_Op], ("end", "start"))
             for part in (ops, made[_Update]):  # a clock that was set back would give a negative time
                 part["end"] = np.maximum(part["end"], part["start"])
             updates, memory = _ordered(made[_Update], ("start",)), _ordered(made[_Memory], ("time",))
-            self._made = Stage(Ops(**ops), updates, made[_Received], memory, tuple(self._layers))
+            messages = made[_Received], made[_Sent]
+            self._made = StageTrace(Ops(**ops), updates, *messages, memory, tuple(self._layers))
         return self._made
 
     def _numbers(self, name: str, values: list[Any]) -> Iterable[Any]:
@@ -161,27 +305,23 @@ def _ordered(columns: dict[str, Numbers], by: Sequence[str]) -> dict[str, Number
     return {name: column[order] for name, column in columns.items()}
 
 
-def rows_of(piece: bytes) -> list[Any]:
-    """The rows of whole lines; what is damaged or unknown is skipped."""
-    try:
-        return _decoder.decode_lines(piece)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        pass
-    found = []
-    for line in piece.splitlines():
-        try:
-            found.append(_decoder.decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            continue
-    return found
+def _stage_of(number: int, head: Head, files: Mapping[int, StageFile]) -> StageTrace:
+    start = files[number].starts.get(head.start) if number in files else None
+    nothing = _Start(head).stage()
+    found = nothing if start is None else start.stage()
+    # Starts may be counted anew after a resume: what was over before this one began belongs to an older one.
+    is_older = number > 0 and len(found.ops) > 0 and found.ops.end[-1] < head.time
+    return nothing if is_older else found
 
 
-def simulated(head: Head) -> tuple[Stage, ...]:
-    parts = [Part(head) for _ in range(head.stages)]
-    rows: list[list[_Op]] = [[] for _ in parts]
-    for stage, kind, microbatch, start, end in head.simulated or ():
+def _simulated(head: Head) -> tuple[StageTrace, ...]:
+    if not head.simulated:
+        return ()
+    starts = [_Start(head) for _ in range(head.stages)]
+    rows: list[list[_Op]] = [[] for _ in starts]
+    for stage, kind, microbatch, start, end in head.simulated:
         if stage < len(rows):
             rows[stage].append(_Op(kind, microbatch, start, end, 0))
-    for part, own in zip(parts, rows, strict=True):
-        part.add(own)
-    return tuple(part.stage() for part in parts)
+    for made, own in zip(starts, rows, strict=True):
+        made.add(own)
+    return tuple(made.stage() for made in starts)

@@ -1,9 +1,8 @@
 """The tracer of a stage: writes down what it does and when, at next to no cost.
 
 It appends to ``traces/stage<r>.jsonl`` in the run directory. Each start of the run begins with a line of its own,
-``{"start": 0, "stage": 1, "stages": 4, "cut": [...], "microbatches": 2, "time": ...}``, with the rank of every stage as
-``"ranks"`` where some share one, to which stage 0 adds ``"simulated": [[stage, kind, micro-batch, start, end], ...]``
-in seconds where that is known. Then follow
+``{"start": 0, "stage": 1, "stages": 4, "cut": [...], "microbatches": 2, "time": ...}``, to which stage 0 adds
+``"simulated": [[stage, kind, micro-batch, start, end], ...]`` in seconds where that is known. Then follow
 
     ["op", kind, micro-batch, start, end, in flight]       ["sent", kind, micro-batch, time, bytes]
     ["update", layers, version, start, end]                ["received", kind, micro-batch, time]
@@ -25,9 +24,8 @@ from typing import Any
 
 from weft.pipeline.scheduler import Kind, Op
 from weft.pipeline.simulator import Span
-from weft.plan.cut import Cut
-from weft.runs.appender import Appender
-from weft.runs.files import room
+from weft.supernet.partition import Cut
+from weft.utils.files import AppendFile, disk_errors
 
 
 class Tracer:
@@ -39,7 +37,7 @@ class Tracer:
     def __init__(self, path: Path, stage: int) -> None:
         self.path, self.stage = path, stage
         self._rows: list[tuple[Any, ...] | dict[str, Any]] = []
-        self._file = Appender(path, every=math.inf)
+        self._file = AppendFile(path, every=math.inf)
 
     def start(
         self,
@@ -48,19 +46,16 @@ class Tracer:
         cut: Cut,
         microbatches: int = 1,
         simulated: Sequence[Span] | None = None,
-        ranks: Sequence[int] = (),
     ) -> None:
         """The first call of a process. ``microbatches`` are those of a step; stage 0 may give the ``simulated`` spans.
 
         The folder is made here; a torn line that a killed process left is closed.
         """
-        with room(self.path, 0):
+        with disk_errors(self.path, 0):
             self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size:
             self._file.add(b"\n")
         head = {"start": restart, "stage": self.stage, "stages": stages, "cut": list(cut), "microbatches": microbatches}
-        if ranks:
-            head["ranks"] = list(ranks)
         if simulated is not None:
             head["simulated"] = [[*span.op, span.start, span.end] for span in simulated]
         self._rows.append({**head, "time": clock.time()})

@@ -10,33 +10,31 @@ from typing import Any
 import torch
 
 from weft.data import Augment, Data, as_data
+from weft.distributed.env import read_env
+from weft.distributed.store import refuse_inside_a_stage
+from weft.engine.bilevel import Bilevel
+from weft.engine.consistency import Consistency
+from weft.engine.grad_clip import GlobalNorm
+from weft.engine.losses import cross_entropy
+from weft.engine.optimizer import Optimizer, Schedule
+from weft.engine.train_step import Distil, Loss, Metric
 from weft.errors import CheckpointError, TrainError
-from weft.pipeline.bilevel import Bilevel
-from weft.pipeline.callbacks import Callback, TensorBoard
-from weft.pipeline.consistency import Consistency
-from weft.pipeline.initial import load_initial
-from weft.pipeline.law import Distil, Loss, Metric
-from weft.pipeline.losses import cross_entropy
-from weft.pipeline.norms import GlobalNorm
-from weft.pipeline.opening import existing, lay_out, on_device, open_run
-from weft.pipeline.optimizer import Optimizer
-from weft.pipeline.parent import refuse_inside_a_stage
-from weft.pipeline.placement import place
-from weft.pipeline.ranks import ranks as started
-from weft.pipeline.rate import Schedule
-from weft.pipeline.residency import Residency
-from weft.pipeline.scheduler import DEFER, Rule
-from weft.pipeline.session import Session, Teacher
-from weft.pipeline.settings import Settings, Validate, make_settings, told
-from weft.plan.cut import check_cut, check_stages
+from weft.offload import OffloadConfig
+from weft.pipeline.scheduler import SchedulePolicy
 from weft.runs import Run
-from weft.runs.run import fresh_name
+from weft.runs.events import Callback
+from weft.runs.run import unique_name
 from weft.space import Stream, Subnet
 from weft.supernet import Chain, Factory, initialise
+from weft.supernet.partition import check_cut, check_stages
+from weft.trainer.checkpointing import load_initial
+from weft.trainer.config import Settings, Validation, make_settings
+from weft.trainer.run_setup import on_device, open_run, to_memory_format
+from weft.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRun:
     """A run with its supernet in memory, trained; what ``weft.search`` and ``weft.retrain`` start from."""
 
     run: Run
@@ -67,13 +65,12 @@ def train(
     clip: float | str | GlobalNorm | None = None,
     consistency: str | Consistency | Mapping[str, Any] | None = None,
     metrics: Mapping[str, Metric] | None = None,
-    validate: int | Validate | None = None,
+    validate: int | Validation | None = None,
     augment: Augment | None = None,
     precision: str = "fp32",
     nonfinite: str = "stop",
     device: str | torch.device = "cpu",
     init: Any = None,
-    teacher: Teacher | None = None,
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
     run: str | None = None,
@@ -89,16 +86,14 @@ def train(
     rescale: int | None = None,
     config: Mapping[str, Any] | None = None,
     stages: int | None = None,
-    ranks: int | None = None,
-    placement: str | None = None,
     cut: Sequence[int] | None = None,
     window: int | None = None,
-    split_backward: bool | str = False,
+    split_backward: bool = False,
     prefer: str = "backward",
     trace: bool = False,
     restarts: int = 3,
-    residency: Residency | str | None = None,
-) -> Trained:
+    residency: OffloadConfig | str | None = None,
+) -> TrainedRun:
     """Trains a supernet and returns the finished run.
 
     ``net`` is a Chain, trained in place, or a function that makes one. A step is ``microbatches`` parts of one batch;
@@ -116,16 +111,13 @@ def train(
     first ``rescale`` steps layers that see old weights learn at a smaller rate.
 
     With ``stages`` the chain is cut into that many parts, each in a process of its own, with the same result to the
-    last bit. With fewer ``ranks`` than stages each process has several of them: every so many-th one (``placement`` is
-    ``loop``, which shortens filling and draining where steps wait for each other), or two, so that the first and the
-    last share one (``v``). The processes are started here, which needs ``net``, ``data`` and whatever else is given to
-    be importable or picklable, or by torchrun, under which every process runs the same script. ``cut`` gives the first
-    block of every stage after the first (measured costs decide if not given), ``window`` how many micro-batches may be
-    in flight on a stage (those of two steps a stage if not given), ``split_backward`` sends the gradient of a stage's
-    input on before it works on those of its weights, which pays where steps wait for each other (``defer`` puts those
-    off until the stage would wait, as zero-bubble schedules do), ``prefer`` what a stage does first where both are
-    ready (``forward`` is GPipe's order, for windows of a step), ``trace`` writes what
-    each stage did when, and ``restarts`` says how often all stages are started again after one died.
+    last bit. The processes are started here, which needs ``net``, ``data`` and whatever else is given to be importable
+    or picklable, or by torchrun, under which every process runs the same script. ``cut`` gives the first block of every
+    stage after the first (measured costs decide if not given), ``window`` how many micro-batches may be in flight on a
+    stage (those of two steps a stage if not given), ``split_backward`` sends the gradient of a stage's input on before
+    it works on those of its weights, which pays where steps wait for each other, ``prefer`` what a stage does first
+    where both are ready (``forward`` is GPipe's order, for windows of a step), ``trace`` writes what each stage did
+    when, and ``restarts`` says how often all stages are started again after one died.
 
     Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt; a second Ctrl-C stops at once.
     """
@@ -156,35 +148,32 @@ def train(
         "bilevel": bilevel,
         "distil": distil,
         "rescale": rescale,
-        "residency": Residency(residency) if isinstance(residency, str) else residency,
+        "residency": OffloadConfig(residency) if isinstance(residency, str) else residency,
     }
     every = checkpoint_every or max(1, steps // 10)
-    numbers = (("stages", stages, 1), ("ranks", ranks, 1), ("window", window, 1), ("restarts", restarts, 0))
-    if split_backward not in (True, False, DEFER):
-        raise TrainError(f"split_backward={split_backward!r} is unknown: say True, False or '{DEFER}'")
-    Rule(1, prefer)
+    numbers = (("stages", stages, 1), ("window", window, 1), ("restarts", restarts, 0))
+    if not isinstance(split_backward, bool):
+        raise TrainError(f"split_backward={split_backward!r}: True or False")
+    SchedulePolicy(1, prefer)
     for name, value, least in numbers:
         if value is not None and value < least:
             raise TrainError(f"{name}={value}: a whole number, {least} or more")
-    told_ranks = started()
-    count = stages or (told_ranks.world if told_ranks else 1)
-    placed = place(count, ranks, placement)
-    if told_ranks is not None and told_ranks.world != placed.ranks:
-        share = f", or say ranks={told_ranks.world}" if ranks is None and not count % told_ranks.world else ""
+    me = read_env()
+    count = stages or (me.world if me else 1)
+    if me is not None and me.world != count:
         raise TrainError(
-            f"{'stages' if ranks is None else 'ranks'}={placed.ranks}, but {told_ranks.world} processes were started: "
-            f"give torchrun as many, or leave it out{share}"
+            f"stages={count}, but {me.world} processes were started: give torchrun as many, or leave it out"
         )
-    if told_ranks is not None and count > 1:
-        from weft.pipeline.division import Job
-        from weft.pipeline.processes import run_stage
+    if me is not None and count > 1:
+        from weft.trainer.partitioning import LaunchSpec
+        from weft.trainer.rank_main import run_stage
 
-        job = Job(
-            *(net, data, given, init, teacher, run, runs, resume, every, keep, config),
-            *(cut, window, trace, split_backward, placed, prefer),
+        job = LaunchSpec(
+            *(net, data, given, init, run, runs, resume, every, keep, config),
+            *(cut, window, trace, split_backward, prefer),
         )
-        path, digest = run_stage(job, told_ranks, callbacks)
-        return replace(load_run(path, net, data, built=told_ranks.rank == 0, **given), fingerprint=digest)
+        path, digest = run_stage(job, me, callbacks)
+        return replace(load_run(path, net, data, built=me.rank == 0, **given), fingerprint=digest)
     if count > 1:
         refuse_inside_a_stage()
     # Where stages train, the whole supernet is needed here for its shape, and at the end for its weights.
@@ -193,19 +182,19 @@ def train(
     if cut is not None:
         check_cut(cut, count, len(chain.blocks))
     settings = make_settings(chain, **given)
-    lay_out(chain, settings)
+    to_memory_format(chain, settings)
     loaded = as_data(data, seed)
-    session = Session(chain, loaded, settings, teacher)
+    session = Trainer(chain, loaded, settings)
     load_initial(chain, init)
-    law = {**settings.law(chain, loaded), "teacher": None if teacher is None else told(teacher)}
+    law = settings.law(chain, loaded)
     if count > 1:
-        from weft.pipeline.division import Job
-        from weft.pipeline.processes import run_stages
+        from weft.trainer.partitioning import LaunchSpec
+        from weft.trainer.rank_main import run_stages
 
-        name = run or fresh_name("run")
-        job = Job(
-            *(net, data, given, init, teacher, name, runs, True, every, keep, config),
-            *(cut, window, trace, split_backward, placed, prefer),
+        name = run or unique_name("run")
+        job = LaunchSpec(
+            *(net, data, given, init, name, runs, True, every, keep, config),
+            *(cut, window, trace, split_backward, prefer),
         )
         opened: list[Run] = []
 
@@ -213,20 +202,20 @@ def train(
             opened.append(open_run(runs, name, resume, law, config, where, keep))
             return opened[0]
 
-        digest = run_stages(placed.ranks, job, open_it, callbacks, restarts)
+        digest = run_stages(count, job, open_it, callbacks, restarts)
         load_initial(chain, opened[0])
-        return Trained(opened[0], on_device(chain, settings).eval(), loaded, settings, net, digest)
-    session.reside(existing(Path(runs)))
+        return TrainedRun(opened[0], on_device(chain, settings).eval(), loaded, settings, net, digest)
+    session.reside()
     folder = open_run(runs, run, resume, law, config, where, keep)
     with folder.locked():
-        session.open(folder, (TensorBoard(folder.tensorboard), *callbacks))
+        session.open(folder, callbacks)
         if resume:
             session.restore()
         digest = session.run_to_end(every)
-    return Trained(folder, chain, loaded, settings, net, digest)
+    return TrainedRun(folder, chain, loaded, settings, net, digest)
 
 
-def load_run(path: Path | str, net: Chain | Factory, data: Any, *, built: bool = True, **options: Any) -> Trained:
+def load_run(path: Path | str, net: Chain | Factory, data: Any, *, built: bool = True, **options: Any) -> TrainedRun:
     """A run from disk with the weights of its newest good checkpoint, ready to be searched.
 
     ``net``, ``data`` and the options of ``train`` are those that the run was made with. Unless ``built``, the chain has
@@ -248,8 +237,8 @@ def load_run(path: Path | str, net: Chain | Factory, data: Any, *, built: bool =
     if built:
         load_initial(chain, run)
     settings = make_settings(chain, **options)
-    lay_out(chain, settings)
-    return Trained(
+    to_memory_format(chain, settings)
+    return TrainedRun(
         run, (on_device(chain, settings) if apart and built else chain).eval(), as_data(data, seed), settings, net
     )
 
@@ -262,16 +251,16 @@ def retrain(
     inherit: bool = False,
     run: str | None = None,
     **changes: Any,
-) -> Trained:
+) -> TrainedRun:
     """Trains one subnet alone, with the settings of the run that it was found in unless they are given anew.
 
     ``pick`` comes from a front, as ``weft.retrain(front.best())``, or is a trained run, with the subnet beside it. With
     ``inherit`` it goes on from the supernet's weights; else it starts from scratch, for which the run must have been
     started from a function that makes the supernet, not from a Chain. The supernet itself stays as it is.
     """
-    trained = pick if isinstance(pick, Trained) else getattr(pick, "origin", None)
+    trained = pick if isinstance(pick, TrainedRun) else getattr(pick, "origin", None)
     subnet = subnet or getattr(pick, "subnet", None)
-    if not isinstance(trained, Trained) or subnet is None:
+    if not isinstance(trained, TrainedRun) or subnet is None:
         raise TrainError("retrain takes a pick from a front that weft.search made, or a trained run and a subnet")
     if isinstance(trained.net, Chain):
         raise TrainError(

@@ -6,25 +6,23 @@ from collections.abc import Callable
 from functools import partial
 
 from weft.data import Batch, IterableLoader, Loader
+from weft.engine.bilevel import BilevelLoader
+from weft.engine.train_step import split
 from weft.errors import TrainError
-from weft.pipeline.bilevel import Alternating
-from weft.pipeline.law import split
 
 
-class Batches:
-    """Micro-batches by number, each given out once; ``change`` is done to a batch first, as a teacher does."""
+class MicroBatches:
+    """Micro-batches by number, each given out once."""
 
     def __init__(
         self,
-        loader: Loader | IterableLoader | Alternating,
+        loader: Loader | IterableLoader | BilevelLoader,
         first: int,
         steps: int,
         m: int,
-        change: Callable[[Batch], Batch] | None = None,
         parts: Callable[[Batch], list[Batch]] | None = None,
     ) -> None:
         self._batches = loader.iterate(first, steps)
-        self._change = change
         self._parts = parts or partial(split, m=m)
         self._m = m
         self._next = first
@@ -34,7 +32,7 @@ class Batches:
         step, j = divmod(n, self._m)
         while self._next <= step:
             batch = next(self._batches)
-            self._held[self._next] = list(self._parts(self._change(batch) if self._change else batch))
+            self._held[self._next] = list(self._parts(batch))
             self._next += 1
         held = self._held.get(step)
         part = None if held is None else held[j]

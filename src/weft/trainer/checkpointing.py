@@ -1,8 +1,11 @@
-"""Pretrained weights into a supernet, by global name."""
+"""Checkpoints of a pipeline: every stage writes a shard in the background; the first publishes the whole."""
 
 from __future__ import annotations
 
 import logging
+import queue
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,82 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from weft.distributed.store import ControlStore
+from weft.engine.weight_versions import MARKS
 from weft.errors import CheckpointError
-from weft.pipeline.weights import MARKS
+from weft.pipeline.layer_updates import Snapshot
 from weft.runs import Checkpoints, Run
+from weft.runs.shards import ShardEntry
 from weft.supernet import Chain
+from weft.utils.files import to_json
+
+Meta = Mapping[str, Any]
+
+
+class CheckpointWriter:
+    """Takes snapshots of a stage as they become whole; at most one waits while another is being written."""
+
+    def __init__(self, checkpoints: Checkpoints, accord: ControlStore) -> None:
+        self.published: list[tuple[int, float]] = []
+        """On stage 0: (step, seconds) of what was published; whoever logs them takes them out."""
+        self._checkpoints = checkpoints
+        self._stage, self._stages = accord.rank, accord.world
+        self._accord = accord.clone()
+        self._queue: queue.Queue[tuple[int, Snapshot, Meta] | None] = queue.Queue(maxsize=1)
+        self._problem: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="weft-saver", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, snapshot: Snapshot, meta: Meta) -> None:
+        """Writes a snapshot; ``meta`` is what stage 0 knows of the run at that step. Raises what an earlier one met."""
+        self.check()
+        self._queue.put((step, snapshot, meta))
+
+    def check(self) -> None:
+        """Raises what has gone wrong in the background, such as a full disk."""
+        if self._problem is not None:
+            raise self._problem
+
+    def close(self) -> None:
+        """Waits until everything is written and, on stage 0, published."""
+        self._queue.put(None)
+        self._thread.join()
+        self.check()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if self._problem is not None:
+                continue  # what is left goes nowhere, and nobody waits for room
+            try:
+                self._save(*item)
+            except Exception as problem:
+                self._problem = problem
+
+    def _save(self, step: int, snapshot: Snapshot, meta: Meta) -> None:
+        began = time.perf_counter()
+        tensors: dict[str, Tensor] = {name: tensor.cpu() for name, tensor in snapshot.tensors.items()}
+        entry = self._checkpoints.write_shard(step, f"stage{self._stage}", tensors)
+        shard = {"entry": to_json(entry), "layers": snapshot.layers}
+        if self._stage > 0:
+            self._accord.tell(f"shard/{step}/{self._stage}", shard)
+            return
+        self._publish(step, shard, meta)
+        self.published.append((step, time.perf_counter() - began))
+
+    def _publish(self, step: int, own: Mapping[str, Any], meta: Meta) -> None:
+        shards = [own, *(self._accord.hear(f"shard/{step}/{stage}") for stage in range(1, self._stages))]
+        layers: dict[str, Any] = {}
+        for part in shards:
+            layers |= part["layers"]
+        self._checkpoints.publish(step, [_entry(part["entry"]) for part in shards], {**meta, "layers": layers})
+
+
+def _entry(told: Mapping[str, Any]) -> ShardEntry:
+    layers = {name: tuple(names) for name, names in told["layers"].items()}
+    return ShardEntry(told["file"], told["bytes"], told["sha256"], layers)
+
+
+# Pretrained weights into a supernet, by global name.
 
 log = logging.getLogger("weft.pipeline")
 

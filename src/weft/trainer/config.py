@@ -11,22 +11,22 @@ import torch
 from torch import nn
 
 from weft.data import Augment, Data
+from weft.engine.bilevel import Bilevel
+from weft.engine.consistency import Consistency, Exact, parse_consistency
+from weft.engine.grad_clip import GlobalNorm, delay_of, make_clip
+from weft.engine.losses import InPlaceDistillation, cross_entropy
+from weft.engine.optimizer import Optimizer, Schedule, make_schedule
+from weft.engine.tied_weights import check_ties
+from weft.engine.train_step import Distil, Loss, Metric
 from weft.errors import ConsistencyError, TrainError, nearest
-from weft.pipeline.bilevel import Bilevel
-from weft.pipeline.consistency import Consistency, Exact, parse
-from weft.pipeline.law import Distil, Loss, Metric
-from weft.pipeline.losses import Taught, cross_entropy
-from weft.pipeline.norms import GlobalNorm, delay_of, make_clip
-from weft.pipeline.optimizer import Optimizer
-from weft.pipeline.rate import Schedule, make_schedule
-from weft.pipeline.residency.value import Residency
-from weft.pipeline.ties import check_ties
+from weft.offload.config import OffloadConfig
 from weft.space import Stream, Subnet, make_stream
 from weft.supernet import Chain
+from weft.utils.names import without_modules
 
 
 @dataclass(frozen=True, slots=True)
-class Validate:
+class Validation:
     """Every ``every`` steps the largest, the smallest and ``random`` subnets drawn once are scored on the validation
     data."""
 
@@ -35,8 +35,6 @@ class Validate:
     batch_size: int = 256
     recalibrate: int = 2
     """How many training batches set the batch norms of each subnet before it is scored; 0 leaves them as they are."""
-    flow: bool = False
-    """Score on the way, between two micro-batches, instead of draining the pipeline; see ``flow``."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,14 @@ class Settings:
     precision: str = "fp32"
     nonfinite: str = "stop"
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    validate: Validate | None = None
+    validate: Validation | None = None
     workers: int = 0
     cuda_graphs: bool = True
     channels_last: bool = False
     bilevel: Bilevel | None = None
     distil: Distil | None = None
     rescale: int | None = None
-    residency: Residency | None = None
+    residency: OffloadConfig | None = None
     """Where layers lie; like the device's number, no part of what a run is."""
 
     def __post_init__(self) -> None:
@@ -97,8 +95,6 @@ class Settings:
             )
         if self.validate is not None and self.validate.every < 1:
             raise TrainError(f"validate={self.validate.every}: a number of steps, 1 or more, or None for no validation")
-        if self.validate is not None and self.validate.flow and self.bilevel is not None:
-            raise TrainError("validation does not flow in a search with gradients: leave flow out")
         if self.rescale is not None and self.rescale < 1:
             raise TrainError(f"rescale={self.rescale}: a number of steps, 1 or more")
         one_of("precision", self.precision, ("fp32", "bf16"))
@@ -117,7 +113,7 @@ class Settings:
             "space": chain.space.id,
             "layers": len(chain.layers),
             "data": data.fingerprint(),
-            "loss": told(self.loss),
+            "loss": describe(self.loss),
             "optimizer": self.optimizer.describe(),
             "schedule": self.schedule_name,
             "clip": str(self.clip) if isinstance(self.clip, GlobalNorm) else self.clip,
@@ -126,11 +122,11 @@ class Settings:
             "channels_last": self.channels_last,
             "device": self.device.type,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
-            "augment": None if self.augment is None else told(self.augment),
+            "augment": None if self.augment is None else describe(self.augment),
             "consistency": {name: str(c) for name, c in sorted(self.consistency.items()) if c != Exact()},
             **({} if self.rescale is None else {"rescale": self.rescale}),
             **({} if not chain.ties else {"ties": [f"{first} = {second}" for first, second in chain.ties]}),
-            **({} if self.distil is None else {"distil": told(self.distil)}),
+            **({} if self.distil is None else {"distil": describe(self.distil)}),
             **({} if self.bilevel is None else {"bilevel": self.bilevel.describe()}),
         }
 
@@ -149,7 +145,7 @@ def make_settings(
     clip: float | str | GlobalNorm | None = None,
     consistency: str | Consistency | Mapping[str, Any] | None = None,
     metrics: Mapping[str, Metric] | None = None,
-    validate: int | Validate | None = None,
+    validate: int | Validation | None = None,
     augment: Augment | None = None,
     precision: str = "fp32",
     nonfinite: str = "stop",
@@ -161,7 +157,7 @@ def make_settings(
     bilevel: Bilevel | None = None,
     distil: bool | Distil = False,
     rescale: int | None = None,
-    residency: Residency | str | None = None,
+    residency: OffloadConfig | str | None = None,
 ) -> Settings:
     """The settings that these arguments, as ``train`` takes them, mean for a chain."""
     if (bilevel is None) == any(layer.arch for layer in chain.layers.values()):
@@ -183,7 +179,7 @@ def make_settings(
             "tied weights have one learning rate and learn in every step: leave tie= out of the Chain, or "
             "bilevel and rescale out of the run"
         )
-    named = schedule if isinstance(schedule, str) else told(schedule)
+    named = schedule if isinstance(schedule, str) else describe(schedule)
     if optimizer is None:
         optimizer = Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=5e-4)
     return Settings(
@@ -203,18 +199,18 @@ def make_settings(
         precision=precision,
         nonfinite=nonfinite,
         metrics=dict(metrics or {}),
-        validate=Validate(validate) if isinstance(validate, int) else validate,
+        validate=Validation(validate) if isinstance(validate, int) else validate,
         workers=workers,
         cuda_graphs=cuda_graphs,
-        channels_last=images_last(chain, device) if channels_last is None else channels_last,
+        channels_last=prefers_channels_last(chain, device) if channels_last is None else channels_last,
         bilevel=bilevel,
-        distil=Taught(loss) if distil is True else distil or None,
+        distil=InPlaceDistillation(loss) if distil is True else distil or None,
         rescale=rescale,
-        residency=Residency(residency) if isinstance(residency, str) else residency,
+        residency=OffloadConfig(residency) if isinstance(residency, str) else residency,
     )
 
 
-def images_last(chain: Chain, device: str | torch.device) -> bool:
+def prefers_channels_last(chain: Chain, device: str | torch.device) -> bool:
     """Whether a run lays images out with the channels innermost if it is not told: where 2-d convolutions run on a GPU,
     which are up to twice as fast so."""
     convolved = any(isinstance(part, (nn.Conv2d, nn.ConvTranspose2d)) for part in chain.modules())
@@ -243,7 +239,7 @@ def consistencies(chain: Chain, given: str | Consistency | Mapping[str, Any] | N
     for name, layer in chain.layers.items():
         block = blocks[layer.block]
         said = rules.get(name) or rules.get(block) or (rules.get("shared") if layer.shared else None) or rules.get("")
-        found[name] = parse(said or layer.consistency or "exact")
+        found[name] = parse_consistency(said or layer.consistency or "exact")
     return found
 
 
@@ -252,8 +248,8 @@ def one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
         raise TrainError(f"{what}='{value}' is unknown{nearest(str(value), allowed)}")
 
 
-def told(thing: Any) -> str:
+def describe(thing: Any) -> str:
     name = getattr(thing, "__qualname__", None)
     # An address in memory is another one in the process that resumes, and a script is called otherwise in its children.
     found = f"{thing.__module__}.{name}" if name else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))
-    return found.replace("__mp_main__", "__main__")
+    return str(without_modules(found.replace("__mp_main__", "__main__")))

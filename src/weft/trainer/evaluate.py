@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
@@ -11,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from weft.data import Batch
-from weft.pipeline.law import Loss, Metric
-from weft.pipeline.losses import counted
-from weft.pipeline.residency.entry import at_hand
-from weft.pipeline.statistics import running_norms
+from weft.distributed.transport import Transport
+from weft.engine.batch_stats import running_norms
+from weft.engine.losses import counted
+from weft.engine.train_step import Loss, Metric
+from weft.offload.setup import on_device
+from weft.pipeline.message import Message
+from weft.pipeline.stage import Stage
 from weft.space import Subnet
-from weft.supernet import Chain
+from weft.supernet import Activations, Chain, extra_inputs, run_layer
 
 
 def evaluate(
@@ -29,7 +33,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean loss and metrics over the batches, weighted by their sizes. The chain must be in evaluation mode."""
     scores = Scores(loss, metrics)
-    with at_hand(chain, subnet), torch.inference_mode():
+    with on_device(chain, subnet), torch.inference_mode():
         for batch in batches:
             with torch.autocast(_device(batch).type, torch.bfloat16) if precision == "bf16" else nullcontext():
                 scores.add(chain(batch, subnet), batch)
@@ -45,7 +49,7 @@ def recalibrated(chain: Chain, subnet: Subnet, batches: Iterable[Batch]) -> Iter
     """
     batches = list(batches)
     norms = Calibration([chain.module(layer) for layer in chain.route(subnet)] if batches else ())
-    with at_hand(chain, subnet), norms as calibration:
+    with on_device(chain, subnet), norms as calibration:
         with torch.no_grad():
             for batch in batches if calibration.norms else ():
                 chain(batch, subnet)
@@ -107,3 +111,56 @@ class Scores:
 
 def _device(batch: Batch) -> torch.device:
     return next(iter(batch.values())).device
+
+
+# Forwards alone, in order, through all stages: how subnets are evaluated where no device holds the whole supernet.
+
+
+class ForwardPipeline:
+    """One stage of it, at most ``window`` batches ahead of the next one, which says what it has taken."""
+
+    def __init__(self, transport: Transport, stage: Stage, window: int) -> None:
+        self._transport, self._stage, self._window = transport, stage, window
+        self._waiting: deque[Activations] = deque()
+        self._ahead = 0
+
+    def forward(self, subnet: Subnet, batches: Iterable[Batch]) -> Iterator[tuple[Any, Batch]]:
+        """All batches through this stage's layers; on the last stage, the outputs with their batches.
+
+        Every stage goes through as many batches, and has to exhaust this before it begins anew.
+        """
+        for number, batch in enumerate(batches):
+            while not (self._stage.is_first or self._waiting) or self._ahead == self._window:
+                self._receive()
+            outputs = self._through(subnet, batch, number)
+            if self._stage.is_last:
+                yield outputs, batch
+
+    def close(self) -> None:
+        """Waits until the next stage has taken everything."""
+        while self._ahead:
+            self._receive()
+
+    def _through(self, subnet: Subnet, batch: Batch, number: int) -> Any:
+        stage = self._stage
+        with torch.inference_mode(), stage.precision():
+            carry = stage.chain.enter(batch) if stage.is_first else self._take(number)
+            for layer in stage.route(subnet):
+                carry = run_layer(layer, stage.chain.module(layer), carry, extra_inputs(layer, batch, subnet))
+        if stage.is_last:
+            return carry[0] if len(carry) == 1 else carry
+        self._ahead += 1
+        self._transport.send(stage.index + 1, Message("F", number, carry, (False,) * len(carry)))
+        return None
+
+    def _take(self, number: int) -> Activations:
+        self._transport.send(self._stage.index - 1, Message("B", number))
+        return self._waiting.popleft()
+
+    def _receive(self) -> None:
+        arrived = self._transport.take()
+        assert arrived is not None
+        if arrived.message.kind == "B":
+            self._ahead -= 1
+        else:
+            self._waiting.append(tuple(x for x in arrived.message.tensors if x is not None))

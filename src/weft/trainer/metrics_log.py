@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.pipeline.sequential import StepResult
+from weft.elastic.mixture import choice_options
+from weft.engine.layer_state import LossDigest
+from weft.engine.reference import StepResult
+from weft.engine.weight_versions import VersionedLayer
+from weft.runs import Run
+from weft.supernet import Chain
+from weft.supernet.mixed_chain import MixedChain
+from weft.trainer.config import Settings
 
 
-class Readback:
+class AsyncReadback:
     """Takes step results as they are made and gives them back with their numbers, in order, once they have arrived.
 
     On the CPU that is at once. On a GPU the numbers of ``every`` steps travel together into pinned memory and are read
@@ -91,3 +99,79 @@ def mean(losses: list[float]) -> float:
     """The loss of a step: the mean over its micro-batches whose loss is a number."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     return sum(finite) / len(finite) if finite else math.nan
+
+
+# The ledger of a pipeline run: losses arrive in any order and are written down in the order of their steps.
+
+
+Log = Callable[..., None]
+
+
+class StepLog:
+    """Keeps the reports of micro-batches until a step is whole, then logs it; ``digests`` has the losses before it."""
+
+    def __init__(self, settings: Settings, losses: LossDigest, first: int, log: Log) -> None:
+        self.losses = losses
+        self.digests: dict[int, str] = {first: losses.value}
+        self.next = first
+        """The first step that is not yet written down."""
+        self._settings = settings
+        self._log = log
+        self._waiting: dict[int, list[float]] = {}
+
+    def add(self, n: int, report: Tensor) -> None:
+        """The report of micro-batch n: loss, whether it counts, and sum and count of every metric."""
+        self._waiting[n] = report.tolist()
+        m = self._settings.microbatches
+        while all(k in self._waiting for k in range(self.next * m, (self.next + 1) * m)):
+            self._write([self._waiting.pop(k) for k in range(self.next * m, (self.next + 1) * m)])
+
+    def forget_before(self, step: int) -> None:
+        """Digests of earlier steps are not asked for any more."""
+        self.digests = {at: value for at, value in self.digests.items() if at >= step}
+
+    def _write(self, reports: list[list[float]]) -> None:
+        step = self.next
+        losses = [report[0] for report in reports]
+        fields: dict[str, Any] = {"step": step, "loss": mean(losses)}
+        counted = [report for report in reports if report[1]]
+        place = 2
+        for name, metric in self._settings.metrics.items():
+            size = int(getattr(metric, "size", 1))
+            count = sum(report[place + size] for report in counted)
+            if count:
+                fields[name] = average([sum(r[place + k] for r in counted) for k in range(size)], count)
+            place += size + 1
+        fields["rate"] = self._settings.schedule(step, self._settings.steps)
+        fields |= phase(self._settings, step)
+        fields["subnets"] = [subnet.id for subnet in self._settings.stream[step]]
+        skipped = sum(not math.isfinite(loss) for loss in losses)
+        if skipped:
+            fields["skipped"] = skipped
+        self.losses.add(losses)
+        self.next += 1
+        self.digests[self.next] = self.losses.value
+        self._log("step", **fields)
+
+
+# What the log of a run says beside losses and scores.
+
+
+def begun(run: Run, chain: Chain, at: int, steps: int) -> dict[str, Any]:
+    """What the log says at the start; of a mixture also what each of the numbers stands for that every step tells."""
+    told = {"law": dict(run.manifest.get("law") or {}), "at": at, "steps": steps}
+    if isinstance(chain, MixedChain):
+        told["choices"] = [{"name": name, "options": choice_options(chain.space, name)} for name in chain.order]
+    return told
+
+
+def drift(weights: Mapping[str, VersionedLayer]) -> dict[str, dict[str, int]]:
+    """For the log: by how many updates backwards were ahead of their forwards, by layer, and how often."""
+    return {name: {str(k): count for k, count in sorted(w.drifts.items())} for name, w in weights.items() if w.drifts}
+
+
+def phase(settings: Settings, step: int) -> dict[str, Any]:
+    """What the log says of a step's part in a run of two levels."""
+    if settings.bilevel is None:
+        return {}
+    return {"phase": "architecture" if settings.bilevel.architecture(step) else "weights"}

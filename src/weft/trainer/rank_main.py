@@ -19,28 +19,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from weft.distributed.env import DistEnv, read_env
+from weft.distributed.heartbeat import Heartbeat
+from weft.distributed.launcher import launch
+from weft.distributed.log_forwarding import EventsToParent
+from weft.distributed.rank_loop import Runtime
+from weft.distributed.remote_call import Call, pickled
+from weft.distributed.signals import stop_requests
+from weft.distributed.store import (
+    PARENT,
+    ControlStore,
+    asked_to_stop,
+    connect,
+    report,
+    report_death,
+    report_self,
+    set_hang,
+)
+from weft.distributed.transport import PeerLost, Transport
 from weft.errors import RunError, TrainError, WeftError, place_in_own_code
-from weft.pipeline.accord import Accord
-from weft.pipeline.call import Call, pickled
-from weft.pipeline.callbacks import Callback, TensorBoard
-from weft.pipeline.division import Job, Part, divide
-from weft.pipeline.follow import followed
-from weft.pipeline.initial import load_initial
-from weft.pipeline.launch import launch
-from weft.pipeline.opening import existing, open_run
-from weft.pipeline.parent import PARENT, asked_to_stop, connect, report, report_death, report_hang, report_self
-from weft.pipeline.placement import Placement
-from weft.pipeline.ranks import Ranks, ranks
-from weft.pipeline.residency import Resident
-from weft.pipeline.residency.home import Block
-from weft.pipeline.runtime import Runtime
-from weft.pipeline.settings import told
-from weft.pipeline.signals import stop_requests
-from weft.pipeline.staged import Staged
-from weft.pipeline.tracer import Tracer
-from weft.pipeline.transport import Lost, Transport
-from weft.pipeline.watch import Watch
+from weft.offload import OffloadManager
+from weft.offload.layer_memory import MemoryBlock
 from weft.runs import Run
+from weft.runs.events import Callback
+from weft.trace.recorder import Tracer
+from weft.trainer.checkpointing import load_initial
+from weft.trainer.partitioning import LaunchSpec, RankPart, partition
+from weft.trainer.pipeline_trainer import PipelineTrainer
+from weft.trainer.run_setup import open_run
 
 log = logging.getLogger("weft.pipeline")
 
@@ -56,9 +62,11 @@ GRACE = 0.3
 _WAIT = timedelta(minutes=30)
 
 
-def run_stages(count: int, job: Job, open_it: Callable[[], Run], callbacks: Sequence[Callback], restarts: int) -> str:
+def run_stages(
+    count: int, job: LaunchSpec, open_it: Callable[[], Run], callbacks: Sequence[Callback], restarts: int
+) -> str:
     """Starts the stages of a job on this machine and returns the fingerprint; the run is opened once all is ready."""
-    call = Call(_work, (job,))
+    call = Call(_work, (job, bool(callbacks)))
     pickled(call)  # a mistake shows before there is a run
     cores = os.cpu_count() or 1
     enough = max(1, cores // count)
@@ -73,8 +81,7 @@ def run_stages(count: int, job: Job, open_it: Callable[[], Run], callbacks: Sequ
     run = open_it()
     new = not run.events.path.exists()
     try:
-        with followed(run.events.path, callbacks):
-            outcome = launch(count, call, restarts=restarts, threads=job.threads)
+        outcome = launch(count, call, restarts=restarts, threads=job.threads, callbacks=callbacks)
     except BaseException:
         if new and not run.events.path.exists():  # nothing has begun that could go on, and the name is free again
             shutil.rmtree(run.path, ignore_errors=True)
@@ -82,11 +89,11 @@ def run_stages(count: int, job: Job, open_it: Callable[[], Run], callbacks: Sequ
     return str(outcome["fingerprint"])
 
 
-def _work(job: Job) -> None:
-    found = ranks()
+def _work(job: LaunchSpec, tells: bool) -> None:
+    found = read_env()
     assert found is not None
     try:
-        run_stage(job, found)
+        run_stage(job, found, [EventsToParent(connect())] if tells and found.rank == 0 else ())
     except (WeftError, OSError, dist.DistError):
         raise  # of these, all but the first may be gone at the next start
     except Exception as problem:
@@ -98,7 +105,7 @@ def _work(job: Job) -> None:
         raise TrainError(f"rank {found.rank} failed: {type(problem).__name__}: {text}{where}") from problem
 
 
-def run_stage(job: Job, me: Ranks, callbacks: Sequence[Callback] = ()) -> tuple[Path, str]:
+def run_stage(job: LaunchSpec, me: DistEnv, callbacks: Sequence[Callback] = ()) -> tuple[Path, str]:
     """Trains one stage of a job to its end; the run's directory and the fingerprint, the same on every stage.
 
     Raises KeyboardInterrupt after a checkpoint where the user stopped the run. A lost neighbour ends the process with
@@ -115,70 +122,70 @@ def run_stage(job: Job, me: Ranks, callbacks: Sequence[Callback] = ()) -> tuple[
         with suppress(Exception):  # nothing may keep it from its end
             log.error("%s; rank %d stops", message, me.rank)
             if rank >= 0:
-                report_hang(store.clone(), rank, message)  # type: ignore[attr-defined]
+                set_hang(store.clone(), rank, message)  # type: ignore[attr-defined]
         os._exit(LOST)
 
     try:
-        with Watch(store, me.rank, me.world, give_up, silence=quiet) as watch:
-            return _take_part(job, me, callbacks, Accord(store, me.rank, me.world), watch)
-    except Lost as lost:
+        with Heartbeat(store, me.rank, me.world, give_up, silence=quiet) as watch:
+            return _take_part(job, me, callbacks, ControlStore(store, me.rank, me.world), watch)
+    except PeerLost as lost:
         _leave(me.rank, lost, store)
 
 
-def _take_part(job: Job, me: Ranks, callbacks: Sequence[Callback], accord: Accord, watch: Watch) -> tuple[Path, str]:
+def _take_part(
+    job: LaunchSpec, me: DistEnv, callbacks: Sequence[Callback], accord: ControlStore, watch: Heartbeat
+) -> tuple[Path, str]:
     """Divides the supernet with the others, finds them, and trains."""
     device = _device(torch.device(job.given.get("device", "cpu")), me)
-    part = divide(job, accord, device, again=me.restarts > 0)
-    law = {**part.settings.law(part.chain, part.data), "teacher": None if job.teacher is None else told(job.teacher)}
-    placed = {"cut": part.cut, "windows": [rule.window for rule in part.rules], "placement": str(part.placement)}
+    part = partition(job, accord, device, again=me.restarts > 0)
+    law = part.settings.law(part.chain, part.data)
+    placed = {"cut": part.cut, "windows": [rule.window for rule in part.rules]}
     accord.same({**law, **placed, "torch": torch.__version__})
-    staged = Staged(
+    staged = PipelineTrainer(
         part.chain,
         part.data,
         part.settings,
         accord,
         part.cut,
-        part.placement,
         part.rules,
         part.extremes,
-        job.teacher,
-        bool(job.split_backward),
+        job.split_backward,
     )
     load_initial(part.chain, job.init, partial=True)
-    staged.reside(existing(Path(job.runs)))
-    transport = _meet(accord.store, me, device, part.placement)
+    staged.reside()
+    transport = _meet(accord.store, me, device)
     found = _train(job, me, callbacks, staged, part, law, transport, watch)
     transport.close()
     return found
 
 
 def _train(
-    job: Job,
-    me: Ranks,
+    job: LaunchSpec,
+    me: DistEnv,
     callbacks: Sequence[Callback],
-    staged: Staged,
-    part: Part,
+    staged: PipelineTrainer,
+    part: RankPart,
     law: Mapping[str, Any],
     transport: Transport,
-    watch: Watch,
+    watch: Heartbeat,
 ) -> tuple[Path, str]:
     accord = staged.accord
     with _opened(job, me, accord, law, part.settings.device) as (run, step), stop_requests() as asked:
-        staged.open(run, (TensorBoard(run.tensorboard), *callbacks) if me.rank == 0 else ())
+        staged.open(run, callbacks if me.rank == 0 else ())
         if step is not None:
             staged.restore(step)
-        tracers = {}
-        for stage in part.placement.stages_of(me.rank) if job.trace else ():
-            tracer = tracers[stage] = Tracer(run.path / "traces" / f"stage{stage}.jsonl", stage)
-            _begin(tracer, part, me.restarts)
-        for own in staged.stages:
-            if own.memory is not None and own.index in tracers:
-                own.memory.device.on_change = partial(_moved, tracers[own.index], own.memory)
+        tracer = None
+        if job.trace:
+            tracer = Tracer(run.path / "traces" / f"stage{me.rank}.jsonl", me.rank)
+            spans = part.foreseen if me.rank == 0 else None
+            tracer.start(me.restarts, me.world, part.cut, part.settings.microbatches, spans)
+            if staged.offload is not None:
+                staged.offload.device.on_change = partial(_moved, tracer, staged.offload)
 
         def stopping() -> bool:
             return asked() and _wanted(accord.store)
 
-        runtime = Runtime(me.rank, transport, watch, tracers, stopping, part.placement)
+        runtime = Runtime(transport, watch, tracer, stopping)
         try:
             digest = staged.run_to_end(runtime, job.checkpoint_every or max(1, part.settings.steps // 10))
             if digest is None:
@@ -187,7 +194,7 @@ def _train(
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
             raise
-        except (Lost, SystemExit):
+        except (PeerLost, SystemExit):
             if accord.store.check(["error"]):  # another stage has said what is wrong
                 staged.emit("failed", at=staged.reached, reason=json.loads(accord.store.get("error"))["text"])
             raise
@@ -196,7 +203,7 @@ def _train(
             staged.emit("failed", at=staged.reached, reason=reason)
             raise
         finally:
-            for tracer in tracers.values():
+            if tracer is not None:
                 tracer.close()
         more = {} if not staged.residency else {"residency": staged.residency}
         staged.emit("finished", steps=part.settings.steps, fingerprint=digest, drift=staged.drift, **more)
@@ -205,21 +212,14 @@ def _train(
         return run.path, digest
 
 
-def _begin(tracer: Tracer, part: Part, restart: int) -> None:
-    placed = part.placement
-    shared = [placed.rank_of(stage) for stage in range(placed.stages)] if placed.chunks > 1 else ()
-    spans = part.foreseen if tracer.stage == 0 else None
-    tracer.start(restart, placed.stages, part.cut, part.settings.microbatches, spans, shared)
-
-
-def _moved(tracer: Tracer, memory: Resident, state: str, block: Block) -> None:
+def _moved(tracer: Tracer, memory: OffloadManager, state: str, block: MemoryBlock) -> None:
     if block is block.home.main:
         tracer.memory(block.home.name, state, time.time(), memory.device.shares())
 
 
 @contextmanager
 def _opened(
-    job: Job, me: Ranks, accord: Accord, law: Mapping[str, Any], device: torch.device
+    job: LaunchSpec, me: DistEnv, accord: ControlStore, law: Mapping[str, Any], device: torch.device
 ) -> Iterator[tuple[Run, int | None]]:
     """The run's directory, locked by stage 0, and the step that it goes on from (None: it begins)."""
     if me.rank > 0:
@@ -241,7 +241,7 @@ def _opened(
         yield run, step
 
 
-def _device(asked: torch.device, me: Ranks) -> torch.device:
+def _device(asked: torch.device, me: DistEnv) -> torch.device:
     if asked.type != "cuda":
         return asked
     if not torch.cuda.is_available():
@@ -259,14 +259,14 @@ def _wanted(store: Any) -> bool:
     raise SystemExit(LOST)
 
 
-def _meet(store: c10d.Store, me: Ranks, device: torch.device, placement: Placement) -> Transport:
+def _meet(store: c10d.Store, me: DistEnv, device: torch.device) -> Transport:
     try:
         meeting = c10d.PrefixStore("gloo", store)
         dist.init_process_group("gloo", store=meeting, rank=me.rank, world_size=me.world, timeout=_WAIT)
         # NCCL wants a device for every process; stages that share one go through the host.
         own = device.type == "cuda" and me.local_world <= torch.cuda.device_count() and dist.is_nccl_available()
-        everywhere = all(Accord(store, me.rank, me.world).gather("own device", own))
-        return Transport(me.rank, me.world, device, "nccl" if everywhere else None, placement.links())
+        everywhere = all(ControlStore(store, me.rank, me.world).gather("own device", own))
+        return Transport(me.rank, me.world, device, "nccl" if everywhere else None)
     except RuntimeError as problem:  # another stage ended meanwhile; gloo does not say which
         log.error("rank %d found no way to the others and stops: %s", me.rank, str(problem).splitlines()[0])
         os._exit(LOST)
@@ -284,7 +284,7 @@ def silence() -> float:
     return seconds
 
 
-def _leave(stage: int, lost: Lost, store: c10d.Store) -> NoReturn:
+def _leave(stage: int, lost: PeerLost, store: c10d.Store) -> NoReturn:
     """A neighbour is gone, and this stage with it."""
     with suppress(Exception):  # the parent may be gone as well
         if not store.check(["error"]):  # else the neighbour has said why, and nothing is started again

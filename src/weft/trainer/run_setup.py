@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from weft.errors import RunError
-from weft.pipeline.residency.entry import make_readable, prepare
-from weft.pipeline.settings import Settings
+from weft.offload.setup import make_readable, prepare
 from weft.runs import Run
-from weft.runs.files import plain
 from weft.supernet import Chain
+from weft.trainer.config import Settings
+from weft.utils.files import to_json
+from weft.utils.names import without_modules
 
 
 def open_run(
@@ -30,11 +31,11 @@ def open_run(
         raise RunError("resume needs the name of the run: give run='...'")
     if resume and (Path(runs) / str(name) / "manifest.json").exists():
         found = Run.open(Path(runs) / str(name), keep=keep)
-        before = found.manifest.get("law") or {}
-        for key in sorted({*before, *law}):
-            if before.get(key) != plain(law.get(key)):
+        before, now = without_modules(found.manifest.get("law") or {}), without_modules(to_json(law))
+        for key in sorted({*before, *now}):
+            if before.get(key) != now.get(key):
                 raise RunError(
-                    f"run '{name}' was made with {key} = {before.get(key)}, now it is {law.get(key)}: "
+                    f"run '{name}' was made with {key} = {before.get(key)}, now it is {now.get(key)}: "
                     "resume it as it was, or choose another name"
                 )
         return found
@@ -50,11 +51,6 @@ def open_run(
     return Run.create(runs, name, manifest=manifest, keep=keep)
 
 
-def existing(path: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
-
-
 def on_device(chain: Chain, settings: Settings) -> Chain:
     """The chain on the run's device; under residency its layers stay on the host until a subnet is scored."""
     if settings.residency is None:
@@ -64,6 +60,6 @@ def on_device(chain: Chain, settings: Settings) -> Chain:
     return chain
 
 
-def lay_out(chain: Chain, settings: Settings) -> Chain:
+def to_memory_format(chain: Chain, settings: Settings) -> Chain:
     """The chain with its filters laid out as the settings say; activations follow the filters."""
     return chain.to(memory_format=torch.channels_last) if settings.channels_last else chain  # type: ignore[call-overload]

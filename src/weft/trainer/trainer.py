@@ -4,45 +4,38 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.data import Batch, Data, IterableLoader, Loader, Source
+from weft.distributed.signals import stop_requests
+from weft.engine.bilevel import BilevelLoader, marked
+from weft.engine.cuda_graphs import CudaGraphCache
+from weft.engine.layer_state import LossDigest, capture, fingerprint, layer_digest, optimizer_states, restore
+from weft.engine.reference import SequentialReference
+from weft.engine.rng import deterministic
+from weft.engine.train_step import TrainStep
 from weft.errors import CheckpointError, NonFiniteError, TrainError, WeftError
-from weft.keys import generator
-from weft.pipeline import foreach
-from weft.pipeline.bilevel import Alternating, marked
-from weft.pipeline.callbacks import Callback
-from weft.pipeline.determinism import deterministic
-from weft.pipeline.evaluate import Scores, evaluate, recalibrated
-from weft.pipeline.fingerprint import LossDigest, fingerprint
-from weft.pipeline.flow import check_flow, through
-from weft.pipeline.graphs import Graphs
-from weft.pipeline.heap import keep_freed
-from weft.pipeline.law import Law
-from weft.pipeline.logged import begun, drift, phase
-from weft.pipeline.readback import Readback, mean
-from weft.pipeline.residency.entry import figures, prepare
-from weft.pipeline.sequential import Sequential
-from weft.pipeline.settings import Settings
-from weft.pipeline.signals import stop_requests
-from weft.pipeline.state import capture, layer_digest, optimizer_states, restore
+from weft.offload import OffloadManager
+from weft.offload.setup import offload, prepare
 from weft.runs import Run
+from weft.runs.events import Callback
 from weft.space import Subnet
 from weft.supernet import Chain
-
-Teacher = nn.Module | Callable[[Batch], Tensor]
+from weft.trainer.config import Settings
+from weft.trainer.evaluate import evaluate, recalibrated
+from weft.trainer.metrics_log import AsyncReadback, begun, drift, mean, phase
+from weft.utils import foreach
+from weft.utils.rng import generator
 
 SHOWN = 0.5
 """Seconds between two events about what lies on the device."""
 
 
-class Session:
+class Trainer:
     """One run, from its first or its next step to its last.
 
     Every mistake in the settings shows when it is made, before there is a run directory; then ``open`` gives it one.
@@ -50,7 +43,7 @@ class Session:
 
     run: Run
 
-    def __init__(self, chain: Chain, data: Data, settings: Settings, teacher: Teacher | None = None) -> None:
+    def __init__(self, chain: Chain, data: Data, settings: Settings) -> None:
         self.chain = chain
         self.data = data
         self.settings = s = settings
@@ -59,38 +52,36 @@ class Session:
             raise TrainError(
                 "validate needs validation data, and this data set has none: split some off it, or leave it out"
             )
-        if s.validate and s.validate.flow:
-            check_flow(chain)
         law = make_law(s)
         # A captured layer reads its weights at one address, and residency gives them many.
-        graphs = Graphs() if s.device.type == "cuda" and s.cuda_graphs and s.residency is None else None
+        graphs = CudaGraphCache() if s.device.type == "cuda" and s.cuda_graphs and s.residency is None else None
         if s.residency is not None:
             prepare(chain, s.device)
-        self.sequential = Sequential(chain, law, s.stream, s.device, graphs)
+        self.sequential = SequentialReference(chain, law, s.stream, s.device, graphs)
         self.losses = LossDigest()
         self.start = 0
         self.loader = make_loader(data, s)
-        self._teacher = teacher
-        self._readback = Readback(s.device)
+        self._readback = AsyncReadback(s.device)
         self._shown = 0.0
+        self.offload: OffloadManager | None = None
+        """What brings layers to the device, where they do not all stay there."""
 
     def open(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
         """From here on events and checkpoints go into this run, which must be locked."""
         self.run = run
         self.callbacks = tuple(callbacks)
 
-    def reside(self, folder: Path) -> None:
-        """Layers live on the host, if the settings say so, and in a file in the folder, unless they name another."""
+    def reside(self) -> None:
+        """Layers live on the host, if the settings say so."""
         if self.settings.residency is not None:
             picks = self._picks().values() if self.settings.validate else ()
-            self.sequential.reside(self.settings.residency, picks, folder=folder)
+            self.offload = offload(self.sequential, self.settings.residency, picks)
 
     def run_to_end(self, checkpoint_every: int) -> str:
         """Trains what is left and returns the fingerprint; on any way out the run is left so that it can be resumed."""
         s = self.settings
         self._emit("started", **begun(self.run, self.chain, self.start, s.steps))
         step = self.start
-        keep_freed(s.device)
         try:
             with deterministic(s.device), self.sequential.seeder.preserved(), stop_requests() as stop:
                 self.sequential.train_mode()
@@ -111,8 +102,8 @@ class Session:
                 self.sequential.eval_mode()
                 digest = self.fingerprint()
                 self._show_memory()
-                if self.sequential.memory is not None:
-                    self.sequential.memory.settle()
+                if self.offload is not None:
+                    self.offload.settle()
         except KeyboardInterrupt:
             self._emit("stopped", at=step)
             raise
@@ -124,8 +115,7 @@ class Session:
             raise
         finally:
             self.sequential.eval_mode()
-        memory = self.sequential.memory
-        more = {} if memory is None else {"residency": figures([memory])}
+        more = {} if self.offload is None else {"residency": self.offload.figures()}
         self._emit("finished", steps=s.steps, fingerprint=digest, drift=drift(self.sequential.weights), **more)
         return digest
 
@@ -168,19 +158,16 @@ class Session:
 
     def step(self, i: int, batch: Batch) -> None:
         """Trains step i on its batch, and logs whatever losses have arrived by now."""
-        result = self.sequential.step(i, self._taught(batch))
+        result = self.sequential.step(i, batch)
         self._log(self._readback.add(result))
-        if self.sequential.memory is not None and time.perf_counter() - self._shown > SHOWN:
+        if self.offload is not None and time.perf_counter() - self._shown > SHOWN:
             self._show_memory(i)
 
     def _show_memory(self, step: int | None = None) -> None:
-        if self.sequential.memory is not None:
+        if self.offload is not None:
             self._shown = time.perf_counter()
             at = {} if step is None else {"step": step}
-            self._emit("residency", stages=[figures([self.sequential.memory])], **at)
-
-    def _taught(self, batch: Batch) -> Batch:
-        return taught(self.chain, self._teacher, batch)
+            self._emit("residency", stages=[self.offload.figures()], **at)
 
     def _log(self, arrived: Iterator[tuple[Any, list[float], dict[str, Any]]]) -> None:
         for result, losses, metrics in arrived:
@@ -200,7 +187,7 @@ class Session:
         # On a GPU the loss is seen some steps later; the batch is a function of its number, so the forward can be run
         # again.
         j = next(index for index, loss in enumerate(losses) if not math.isfinite(loss))
-        part = self.sequential.law.parts(self._taught(self.loader.batch(step)))[j]
+        part = self.sequential.law.parts(self.loader.batch(step))[j]
         return self.sequential.non_finite(step, j, subnets[j % len(subnets)], part)
 
     def _checkpoint(self, step: int) -> None:
@@ -234,15 +221,10 @@ class Session:
         self._log(self._readback.drain())
         picks = self._picks()
         loader = Loader(self.data.validation, options.batch_size, 0, shuffle=False, device=self.settings.device)
-        if options.flow and step < self.settings.steps:
-            for name, subnet in picks.items():
-                scores = self._flowing(step, subnet, loader)
-                self._emit("validation", step=step - 1, pick=name, subnet=subnet.id, scores=scores)
-            return
         self.sequential.eval_mode()
         for name, subnet in picks.items():
             with recalibrated(self.chain, subnet, (self.loader.batch(k) for k in range(options.recalibrate))):
-                batches = held_out(loader, self.settings, step)
+                batches = validation_batches(loader, self.settings, step)
                 scores = evaluate(
                     self.chain, subnet, batches, self.settings.loss, self.settings.metrics, self.settings.precision
                 )
@@ -251,18 +233,7 @@ class Session:
 
     def _picks(self) -> dict[str, Subnet]:
         extremes = {"largest": self.chain.largest(), "smallest": self.chain.smallest()}
-        return validated(self.chain, extremes, self.settings)
-
-    def _flowing(self, step: int, subnet: Subnet, loader: Loader) -> dict[str, float]:
-        run, scores = self.sequential, Scores(self.settings.loss, self.settings.metrics)
-        n, route = step * self.settings.microbatches, self.chain.route(subnet)
-        names = [layer.name for layer in route]
-        with nullcontext() if run.memory is None else run.memory.lending(names, n):
-            for batch in loader.all():
-                with torch.no_grad(), run.precision():
-                    out = through(run.weights, route, n, self.chain.enter(batch), batch, subnet)
-                    scores.add(out[0] if len(out) == 1 else out, batch)
-        return scores.means()
+        return validation_subnets(self.chain, extremes, self.settings)
 
     def _emit(self, event: str, **fields: Any) -> None:
         self.run.events.append(event, **fields)
@@ -270,9 +241,9 @@ class Session:
             callback({"event": event, **fields})
 
 
-def make_law(s: Settings) -> Law:
+def make_law(s: Settings) -> TrainStep:
     """What the settings mean for training, apart from where it runs."""
-    return Law(
+    return TrainStep(
         s.steps,
         s.microbatches,
         s.loss,
@@ -290,7 +261,7 @@ def make_law(s: Settings) -> Law:
     )
 
 
-def validated(chain: Chain, extremes: Mapping[str, Subnet], s: Settings) -> dict[str, Subnet]:
+def validation_subnets(chain: Chain, extremes: Mapping[str, Subnet], s: Settings) -> dict[str, Subnet]:
     """The subnets that are scored on the way, by name; where there is nothing to choose, the one that there is."""
     if not chain.space.choices:
         return {"largest": extremes["largest"]}
@@ -301,23 +272,13 @@ def validated(chain: Chain, extremes: Mapping[str, Subnet], s: Settings) -> dict
     return {**extremes, **{f"random{k}": chain.space.sample(rng) for k in range(count)}}
 
 
-def held_out(loader: Loader, s: Settings, step: int) -> Iterator[Batch]:
+def validation_batches(loader: Loader, s: Settings, step: int) -> Iterator[Batch]:
     """The batches of validation data, with how far the run has come where a chain with an architecture may ask."""
     batches = loader.all()
     return batches if s.bilevel is None else (marked(batch, step / s.steps) for batch in batches)
 
 
-def taught(chain: Chain, teacher: Teacher | None, batch: Batch) -> Batch:
-    """The batch with what the teacher says of it."""
-    if teacher is None:
-        return batch
-    with torch.no_grad():
-        if isinstance(teacher, nn.Module):
-            return {**batch, "teacher": teacher.eval()(*chain.enter(batch))}
-        return {**batch, "teacher": teacher(batch)}
-
-
-def make_loader(data: Data, settings: Settings) -> Loader | IterableLoader | Alternating:
+def make_loader(data: Data, settings: Settings) -> Loader | IterableLoader | BilevelLoader:
     """The batches of a run by step; a foreign loader of training data is taken as it is."""
 
     def loader(source: Source) -> Loader:
@@ -331,4 +292,4 @@ def make_loader(data: Data, settings: Settings) -> Loader | IterableLoader | Alt
         raise TrainError(
             "architecture parameters learn on validation data, and this data set has none: split some off it"
         )
-    return Alternating(settings.bilevel, train, loader(data.validation), settings.steps)
+    return BilevelLoader(settings.bilevel, train, loader(data.validation), settings.steps)

@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from weft.data import Data
 from weft.errors import RunError, TuneError, nearest
-from weft.runs.run import Run, fresh_name
+from weft.runs.run import Run, unique_name
 from weft.space import Space, Value
-from weft.tune.asked import (
-    check_executor,
-    check_numbers,
-    check_place,
-    check_recipe,
-    check_seconds,
-    check_space_given,
-    enqueued,
-    names_of,
-)
-from weft.tune.attempt import Objective, Terms
-from weft.tune.board import Board
-from weft.tune.devices import parse_devices
-from weft.tune.driver import Driver
-from weft.tune.executor import Executor
-from weft.tune.job import Device
-from weft.tune.law import agree, law_of
-from weft.tune.mps import shared
-from weft.tune.process import INSIDE
+from weft.tune.devices import nominal, parse_devices, shared
+from weft.tune.executors.processes import INSIDE
+from weft.tune.jobs import Device, Executor
+from weft.tune.pending import RunOptions
+from weft.tune.progress import StudyProgress
 from weft.tune.recipe import Recipe
-from weft.tune.storage import default_url
-from weft.tune.task import Way
-from weft.tune.tuned import Tuned
-from weft.units import size_of
+from weft.tune.result import StudyResult
+from weft.tune.runner import StudyRunner
+from weft.tune.study.storage import default_url, shown_url
+from weft.tune.training.run_job import Objective, StudySpec
+from weft.utils.files import to_json
+from weft.utils.names import without_modules
+from weft.utils.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from weft.tune.study import Study
+    from weft.tune.study.study import Study
 
 Names = str | Iterable[str]
-Watch = Callable[[Board], None]
+Watch = Callable[[StudyProgress], None]
 
 
 def tune(
@@ -73,7 +68,7 @@ def tune(
     show: bool = False,
     watch: Watch | None = None,
     config: Mapping[str, Any] | None = None,
-) -> Tuned:
+) -> StudyResult:
     """Runs a study of so many trials and gives back what it came to.
 
     ``objective`` is a Recipe, or an importable function that takes a ``Trial`` and returns a number, one per objective
@@ -92,19 +87,16 @@ def tune(
             "a study was started inside a trial, since each worker imports the script that started it: put what the "
             "script does under `if __name__ == '__main__':`"
         )
-    check_space_given(space)
-    check_place(name, runs, storage)
     check_numbers(trials=trials, window=window, workers=workers, fuse=fuse, retries=retries, threads=threads)
-    check_seconds(seconds)
-    check_executor(executor)
-    given = enqueued(enqueue)
+    if seconds is not None and not seconds > 0:
+        raise TuneError(f"the time limit of a trial is a number above 0 seconds, not {seconds}")
     names, directions = directed(objective, maximize, minimize)
     if isinstance(objective, Recipe):
         check_recipe(objective, space)
     way = _way(memory, workers, fuse, retries, seconds, window)
-    terms = Terms(objective, names, seed)
-    name = fresh_name("study") if name is None else name
-    from weft.tune.study import Study
+    terms = StudySpec(objective, names, seed)
+    name = unique_name("study") if name is None else name
+    from weft.tune.study.study import Study
 
     with ExitStack() as stack:
         made = _executor(executor, terms, parse_devices(devices), threads)
@@ -133,20 +125,20 @@ def tune(
             stack.callback(study.close)
             if resume:
                 agree(name, run.manifest.get("study"), law)
-            for params in () if resume else given:  # a resumed study has them
+            for params in () if resume else enqueue:  # a resumed study has them
                 study.enqueue(params)
         except BaseException:
             _undo(None if resume else study, run if new else None)
             raise
         stack.enter_context(run.locked())
-        shown = _shown(url)
+        shown = shown_url(url)
         run.update_manifest(
             study={**law, "objectives": dict(zip(names, directions, strict=True)), "trials": trials, "storage": shown},
             config=None if config is None else dict(config),
             seed=seed,
             space=space.id,
         )
-        board = Board(name, trials, names, directions)
+        board = StudyProgress(name, trials, names, directions)
         try:
             return _run(stack, study, made, terms, way, run, board, watch, show, shown)
         except Exception:
@@ -160,19 +152,19 @@ def _run(
     stack: ExitStack,
     study: Study,
     executor: Executor,
-    terms: Terms,
-    way: Way,
+    terms: StudySpec,
+    way: RunOptions,
     run: Run,
-    board: Board,
+    board: StudyProgress,
     watch: Watch | None,
     show: bool,
     storage: str,
-) -> Tuned:
+) -> StudyResult:
     seen = watch
     if show:
-        from weft.tune.live import Live
+        from weft.tune.progress import LiveTable
 
-        seen = stack.enter_context(Live()).see
+        seen = stack.enter_context(LiveTable()).see
     began = time.perf_counter()
     run.events.drop_from(0)  # the end of an earlier run is not the end
     ended, space = [record for record in study.trials() if record.ended], study.definition.space.to_json()
@@ -181,7 +173,7 @@ def _run(
     for record in ended:
         if record.number not in logged:  # a driver was killed between the storage and the log
             run.events.append("ended", trials=[record.number], state=record.state, values=record.values, **record.notes)
-    driver = Driver(
+    driver = StudyRunner(
         study,
         executor,
         terms,
@@ -202,7 +194,7 @@ def _run(
         raise
     run.events.append("finished", steps=board.trials)
     records = study.trials()
-    found = Tuned(
+    found = StudyResult(
         board.name,
         run.path,
         storage,
@@ -220,7 +212,7 @@ def _run(
 
 def directed(objective: Objective, maximize: Names, minimize: Names) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """The objectives in the order of their values, and which way each goes."""
-    up, down = names_of("maximize", maximize), names_of("minimize", minimize)
+    up, down = names_of(maximize), names_of(minimize)
     if not up and not down and isinstance(objective, Recipe) and objective.objectives == ("loss",):
         down = ("loss",)
     ways = {**dict.fromkeys(up, "maximize"), **dict.fromkeys(down, "minimize")}
@@ -247,36 +239,29 @@ def _way(
     retries: int,
     seconds: float | None,
     window: int,
-) -> Way:
+) -> RunOptions:
     if fuse > window + 1:
         raise TuneError(
             f"fuse={fuse} trials cannot be open at once with window={window}, which allows {window + 1}: "
             "use a smaller fuse or a larger window"
         )
-    return Way(None if memory is None else int(size_of(memory, TuneError)), workers, fuse, retries, seconds)
+    return RunOptions(None if memory is None else int(parse_bytes(memory, TuneError)), workers, fuse, retries, seconds)
 
 
-def _executor(wanted: str | Executor, terms: Terms, devices: list[Device] | None, threads: int) -> Executor:
+def _executor(wanted: str | Executor, terms: StudySpec, devices: list[Device] | None, threads: int) -> Executor:
     if not isinstance(wanted, str):
         return wanted
     if wanted == "local":
-        from weft.tune.local import LocalExecutor
+        from weft.tune.executors.local import LocalExecutor
 
         return LocalExecutor(terms, devices, threads=threads)
     if wanted == "ray":
-        from weft.tune.cluster import RayExecutor
+        from weft.tune.executors.ray import RayExecutor
 
         if devices is not None:
             raise TuneError("the devices of a Ray cluster are those of its nodes: leave devices out")
         return RayExecutor(terms, threads=threads)
     raise TuneError(f"unknown executor '{wanted}'{nearest(wanted, ('local', 'ray'))}")
-
-
-def _shown(url: str) -> str:
-    """A storage URL without its password."""
-    from sqlalchemy.engine import make_url
-
-    return make_url(url).render_as_string(hide_password=True)
 
 
 def _undo(study: Study | None, run: Run | None) -> None:
@@ -295,3 +280,119 @@ def _directory(root: Path, name: str) -> tuple[Run, bool]:
     if run.manifest.get("kind") != "study":
         raise RunError(f"'{run.path}' holds a run that is no study: choose another name")
     return run, new
+
+
+# The law of a study: what its results depend on beside its definition, as a resumed one must keep it.
+
+WITHOUT = ("objectives", "checkpoint", "cuda_graphs")
+"""Fields of a recipe that change no result, or are told by another name."""
+MISSING = object()
+
+
+def law_of(terms: StudySpec, way: RunOptions, devices: Sequence[Device], threads: int, space: Space) -> dict[str, Any]:
+    """As plain values, for the manifest. What the space chooses in every trial is no part of it, nor are threads where
+    there is no CPU."""
+    recipe = terms.objective if isinstance(terms.objective, Recipe) else None
+    called = recipe.model if recipe is not None else terms.objective
+    law = {
+        "objective": f"{getattr(called, '__module__', '')}:{getattr(called, '__qualname__', type(called).__name__)}",
+        "names": list(terms.objectives),
+        "fuse": way.fuse,
+        "memory": nominal(way.memory, devices) if recipe is not None else None,
+    }
+    if any(device.name == "cpu" for device in devices):
+        law["threads"] = threads
+    if recipe is not None:
+        law["recipe"] = dict(_fields(recipe, {name for name in space.choices if name not in space.conditions}))
+    return law
+
+
+def agree(study: str, before: object, law: Mapping[str, Any]) -> None:
+    """TuneError, with the first thing that differs, where a study was begun under another law. What an older weft did
+    not write down counts as equal."""
+    if not isinstance(before, Mapping):
+        return
+    for key, old, new in _differences(without_modules(before), without_modules(law)):
+        shown = [format_bytes(v) if key == "memory" and isinstance(v, int) else repr(v) for v in (old, new)]
+        remedy = f"give memory={old!r}, or " if key == "memory" and old is not None else ""
+        raise TuneError(
+            f"study '{study}' cannot be resumed with another {key}: it was {shown[0]}, and is now {shown[1]}; "
+            f"{remedy}use another name"
+        )
+
+
+def _differences(before: Mapping[str, Any], law: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for key, new in law.items():
+        old = before.get(key, MISSING)
+        if key == "recipe" and isinstance(old, Mapping):
+            yield from ((f"recipe.{name}", was, now) for name, was, now in _differences(old, new))
+        elif old is not MISSING and old != new:
+            yield key, old, new
+
+
+def _fields(recipe: Recipe, chosen: set[str]) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        if field.name == "options":
+            yield field.name, {name: named(item) for name, item in value.items() if name not in chosen}
+        elif field.name not in WITHOUT and field.name not in chosen:
+            yield field.name, named(value)
+
+
+def named(value: Any) -> Any:
+    """A plain value as it is, and code or data by its name, with what it was made with as far as that can be told.
+
+    >>> named(partial(sorted, reverse=True)), named(("a", 1))
+    ('builtins:sorted(reverse=True)', ['a', 1])
+    """
+    if isinstance(value, Mapping):
+        return {str(name): named(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [named(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return to_json(value)
+    if isinstance(value, msgspec.Struct):
+        return named(msgspec.to_builtins(value))
+    if isinstance(value, partial):
+        return f"{named(value.func)}({_given(value.args, value.keywords)})"
+    if isinstance(value, Data):
+        parts = [len(part) for part in (value.train, value.validation) if part is not None]
+        return f"{value.name} of {' + '.join(map(str, parts))} samples"
+    kind = type(value)
+    name = f"{getattr(value, '__module__', kind.__module__)}:{getattr(value, '__qualname__', kind.__qualname__)}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.repr}
+        return f"{name}({_given((), given)})"
+    return name
+
+
+def _given(args: Sequence[Any], named_ones: Mapping[str, Any]) -> str:
+    return ", ".join([*(str(named(one)) for one in args), *(f"{n}={named(one)}" for n, one in named_ones.items())])
+
+
+# What Python and Optuna would tell too late, or not at all: it is checked before anything is made.
+
+LEAST = {"window": 0, "retries": 0}
+"""Of what is counted; everything else is at least 1."""
+
+
+def check_numbers(**asked: int | None) -> None:
+    """TuneError names what is too small."""
+    for name, value in asked.items():
+        if value is not None and value < LEAST.get(name, 1):
+            raise TuneError(f"{name} is a whole number from {LEAST.get(name, 1)} on, not {value}")
+
+
+def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
+    """One name or several, of objectives."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def check_recipe(recipe: Recipe, space: Space) -> None:
+    """TuneError for what would fail every trial: all of the recipe but what the space chooses."""
+    from weft.tune.recipe import FIELDS, trial_config
+
+    own: dict[str, Any] = {one.name: one.default for one in fields(Recipe) if one.name in FIELDS and one.name in space}
+    if "optimizer" in space:
+        own["options"] = {}  # which are of those that may be chosen
+    trial_config(replace(recipe, **own), {})

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from weft.errors import TuneError
-from weft.plan.memory.kernels import KERNELS
-from weft.tune.job import Device
-from weft.units import size_of
+from weft.hardware.gpus import KERNELS
+from weft.tune.jobs import Device
+from weft.utils.units import parse_bytes
 
 GPU = "h200"
 """The kind that a GPU without constants of its own is taken for."""
@@ -44,7 +50,7 @@ def parse_devices(devices: Sequence[str | Device] | Mapping[str, Any] | str | No
             found.append(one)
             continue
         name, _, memory = str(one).partition("=")
-        found.append(_device(name.strip(), int(size_of(memory, TuneError)) if memory else None))
+        found.append(_device(name.strip(), int(parse_bytes(memory, TuneError)) if memory else None))
     if not found:
         raise TuneError("a study needs a device: leave devices out for all that there are, or name some")
     return found
@@ -75,7 +81,7 @@ def kind(devices: Sequence[Device]) -> str:
     """Of which kind they are, for estimates: ``cpu``, or the name of a GPU whose constants are known."""
     import torch
 
-    from weft.plan.memory.kernels import KERNELS
+    from weft.hardware.gpus import KERNELS
 
     if any(device.name == "cpu" for device in devices):
         return "cpu"
@@ -121,3 +127,101 @@ def _device(name: str, memory: int | None) -> Device:
         total = int(torch.cuda.get_device_properties(kind).total_memory)
         return Device(f"cuda:{kind.index or 0}", total if memory is None else min(memory, total))
     return Device("cpu", memory)
+
+
+# NVIDIA's multi-process service: where it may be used, several processes share a GPU at once instead of in turns.
+
+CONTROL = "nvidia-cuda-mps-control"
+PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+_log = logging.getLogger("weft.tune")
+
+
+def is_on(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a control process listens where this environment says."""
+    return Path(environment.get(PIPE, "/tmp/nvidia-mps"), "control").exists()
+
+
+@contextmanager
+def shared(wanted: str = "auto", control: str = CONTROL) -> Iterator[bool]:
+    """Within the block, processes that are started share GPUs by MPS, if that can be; yields whether.
+
+    ``"auto"`` takes a service that is there, starts one where the control program is installed and may be, and does
+    without one otherwise, ``"on"`` raises TuneError then, and ``"off"`` hides one that is there. A service that was
+    started here ends with the block.
+    """
+    if wanted not in ("auto", "on", "off"):
+        raise TuneError(f"mps is auto, on or off, not '{wanted}'")
+    before = {name: os.environ.get(name) for name in (PIPE, LOG)}
+    started = None
+    with tempfile.TemporaryDirectory(prefix="weft-mps-") as folder:
+        try:
+            if wanted == "off":
+                os.environ[PIPE] = os.environ[LOG] = folder  # nothing listens there
+                yield False
+            elif is_on():
+                yield True
+            else:
+                started = _start(folder, control)
+                if started is not None and wanted == "on":
+                    raise TuneError(f"MPS cannot be started: {started}; install {control}, or leave mps on auto")
+                if started is not None:
+                    _log.info("GPUs are shared in turns, without MPS: %s", started)
+                yield started is None
+        finally:
+            if wanted != "off" and os.environ.get(PIPE) == folder:
+                _stop(control)
+            for name, value in before.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def _start(folder: str, control: str) -> str | None:
+    """Starts a service of our own; why it could not be, or None."""
+    if shutil.which(control) is None:
+        return f"there is no {control}"
+    environment = {PIPE: folder, LOG: folder}
+    try:
+        done = subprocess.run(
+            [control, "-d"], env={**os.environ, **environment}, capture_output=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return str(problem)
+    if done.returncode:
+        return (done.stderr or done.stdout).decode(errors="replace").strip() or f"it exits with {done.returncode}"
+    os.environ.update(environment)
+    return None
+
+
+def _stop(control: str) -> None:
+    """Ends the service of our own, and what still uses it."""
+    try:
+        subprocess.run([control], input=b"quit -t 5\n", capture_output=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        _log.warning("the MPS service that was started here does not end")
+
+
+# How the allocator of a trial's process reserves memory of a GPU: by pages, which leaves few holes.
+#
+# With segments of their own for every size, what a training reserves depends on the order in which sizes happen to
+# come, and is up to a sixth more than what it uses; pages (PyTorch's expandable segments) follow what is used, so
+# that it is known beforehand and more fits.
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def expandable(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether trials of this environment reserve by pages: on Linux, unless a variable of PyTorch's says otherwise.
+
+    >>> expandable({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False,max_split_size_mb:64"})
+    False
+    """
+    said = ",".join(environment.get(name, "") for name in VARIABLES).replace(" ", "")
+    return sys.platform == "linux" and "expandable_segments:False" not in said and "backend:cudaMalloc" not in said
+
+
+def use_expandable_segments() -> None:
+    """Before its first tensor on a GPU: this process reserves by pages from now on, if it is to."""
+    if not expandable():
+        return
+    import torch
+
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

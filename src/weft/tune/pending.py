@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.tune.job import Job
-from weft.tune.needs import Need
+from weft.tune.fit.fit import Requirements
+from weft.tune.jobs import Job
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RunOptions:
     """How a study runs; none of it changes what comes out, but for ``memory`` and ``fuse``."""
 
     memory: int | None = None
@@ -23,12 +23,12 @@ class Way:
 
 
 @dataclass(slots=True)
-class Task:
+class PendingJob:
     """Trials that train as one, from their proposal to their end."""
 
     trials: dict[int, dict[str, Any]]
     """Those that have not ended, with their values."""
-    need: Need
+    need: Requirements
     job: Job | None = None
     attempts: int = 0
     lost: int = 0
@@ -48,7 +48,7 @@ class Task:
         return self.memory is None or self.need.degree > 1
 
 
-def alike(task: Task) -> dict[str, Any]:
+def alike(task: PendingJob) -> dict[str, Any]:
     """By what its memory is corrected: what trials of its kind took, as many as train as one."""
     lanes = len(task.trials if task.job is None else task.job.trials)
     if not task.need.kind:
@@ -57,19 +57,19 @@ def alike(task: Task) -> dict[str, Any]:
     return {"shape": f"{task.need.kind} x{lanes}", "family": family}
 
 
-def estimated(task: Task) -> int | None:
+def estimated(task: PendingJob) -> int | None:
     """Bytes of each device that the job should take, also of one that has its devices to itself."""
     if task.memory is not None or task.need.memory is None:
         return task.memory
     return task.need.of_lanes(len(task.trials))
 
 
-def job_of_task(task: Task) -> Job:
+def job_of_task(task: PendingJob) -> Job:
     """The attempt that runs."""
     assert task.job is not None
     return task.job
 
 
-def shown(task: Task) -> str:
+def shown(task: PendingJob) -> str:
     """Its trials, for a person."""
     return ", ".join(map(str, sorted(task.trials)))

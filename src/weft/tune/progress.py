@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,23 +14,23 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from weft.tune.board import OPEN, Board, Row
-from weft.tune.tuned import Tuned
-from weft.units import size
+from weft.tune.jobs import Device
+from weft.tune.result import StudyResult
+from weft.utils.units import format_bytes
 
 ROWS = 16
 _STYLES = {"running": "cyan", "starting": "cyan", "complete": "green", "pruned": "yellow", "failed": "red"}
 
 
-class Live:
+class LiveTable:
     """Shows the board that ``see`` was last given; nothing at all where nobody looks."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        self._board: Board | None = None
+        self._board: StudyProgress | None = None
         self._live = live.Live(get_renderable=self._shown, console=self._console, refresh_per_second=4, transient=True)
 
-    def see(self, board: Board) -> None:
+    def see(self, board: StudyProgress) -> None:
         self._board = board
 
     def __enter__(self) -> Self:
@@ -45,12 +46,12 @@ class Live:
         return Text("") if self._board is None else shown(self._board)
 
 
-def shown(board: Board) -> RenderableType:
+def shown(board: StudyProgress) -> RenderableType:
     """How a study stands: a headline, its devices, and those of its trials that move or ended last."""
     return Group(Text(headline(board), style="bold"), devices(board), trials(board))
 
 
-def headline(board: Board) -> str:
+def headline(board: StudyProgress) -> str:
     ended = board.count("complete", "pruned", "failed")
     parts = [f"study {board.name}: {ended} of {board.trials} trials ended"]
     parts += [
@@ -62,7 +63,7 @@ def headline(board: Board) -> str:
     return " | ".join([*parts, f"{time.monotonic() - board.began:.0f} s"])
 
 
-def devices(board: Board) -> Table:
+def devices(board: StudyProgress) -> Table:
     """A bar for each device: how much of it is taken."""
     table = Table.grid(padding=(0, 1))
     for place, device in enumerate(board.devices):
@@ -71,7 +72,7 @@ def devices(board: Board) -> Table:
         taken = used if device.memory else count
         words = f"{count} {'trial' if count == 1 else 'trials'}"
         if device.memory:
-            words += f", {size(used) if used else '0 B'} of {size(device.memory)}"
+            words += f", {format_bytes(used) if used else '0 B'} of {format_bytes(device.memory)}"
         name = device.name if device.node == "local" else f"{device.node[:8]}/{device.name}"
         table.add_row(
             name, ProgressBar(total=full, completed=min(taken, full), width=30), "away" if device.gone else words
@@ -79,7 +80,7 @@ def devices(board: Board) -> Table:
     return table
 
 
-def trials(board: Board) -> Table:
+def trials(board: StudyProgress) -> Table:
     """What moves, then what ended last."""
     table = Table("trial", "state", "device", "memory", "real", "step", *board.objectives, "")
     for column in table.columns[3 : 6 + len(board.objectives)]:
@@ -92,14 +93,14 @@ def trials(board: Board) -> Table:
     return table
 
 
-def _cells(row: Row, objectives: int) -> list[str]:
+def _cells(row: TrialProgress, objectives: int) -> list[str]:
     values = [f"{value:.5g}" for value in row.values] if row.values else [""] * objectives
-    memory = ["" if amount is None else size(amount) for amount in (row.memory, row.peak)]
+    memory = ["" if amount is None else format_bytes(amount) for amount in (row.memory, row.peak)]
     again = f"attempt {row.attempts}" if row.attempts > 1 else ""
     return [str(row.number), row.state, row.device, *memory, str(row.step or ""), *values, row.why[:60] or again]
 
 
-def summary(console: Console, found: Tuned, most: int = 5) -> None:
+def summary(console: Console, found: StudyResult, most: int = 5) -> None:
     """The best trials, what mattered, and where the time went."""
     table = Table("trial", *found.objectives, "values", title=f"study {found.name}", title_justify="left")
     for record in sorted(found.front, key=lambda one: _order(found, one.values))[:most] or ():
@@ -123,7 +124,7 @@ def summary(console: Console, found: Tuned, most: int = 5) -> None:
     console.print(f"kept in {found.path}; optuna-dashboard {found.storage}", soft_wrap=True)
 
 
-def _order(found: Tuned, values: tuple[float, ...] | None) -> float:
+def _order(found: StudyResult, values: tuple[float, ...] | None) -> float:
     first = (values or (0.0,))[0]
     return -first if found.directions[0] == "maximize" else first
 
@@ -132,3 +133,68 @@ def _params(params: Mapping[str, Any]) -> str:
     return " ".join(
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in params.items()
     )
+
+
+# The board: how a study stands now, trial by trial and device by device, for whoever watches it.
+
+OPEN = ("waiting", "starting", "running")
+
+
+@dataclass(slots=True)
+class TrialProgress:
+    """One trial. Seconds are those since the driver started, or took it up again."""
+
+    number: int
+    params: Mapping[str, Any]
+    state: str = "waiting"
+    device: str = ""
+    places: tuple[int, ...] = ()
+    memory: int | None = None
+    """Bytes that it was estimated, and admitted, with."""
+    peak: int | None = None
+    """Bytes that it really took."""
+    step: int | None = None
+    values: tuple[float, ...] | None = None
+    attempts: int = 0
+    why: str = ""
+    proposed: float = field(default_factory=time.monotonic)
+    started: float = 0.0
+    waited: float = 0.0
+    starting: float = 0.0
+    ran: float = 0.0
+
+
+@dataclass(slots=True)
+class StudyProgress:
+    """Written by the driver alone."""
+
+    name: str
+    trials: int
+    objectives: tuple[str, ...]
+    directions: tuple[str, ...]
+    devices: Sequence[Device] = ()
+    rows: dict[int, TrialProgress] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    def count(self, *states: str) -> int:
+        return sum(row.state in states for row in self.rows.values())
+
+    def best(self) -> TrialProgress | None:
+        """The complete trial with the best value of the first objective."""
+        done = [row for row in self.rows.values() if row.state == "complete" and row.values]
+        sign = -1.0 if self.directions[0] == "maximize" else 1.0
+        return min(done, key=lambda row: (sign * (row.values or (0.0,))[0], row.number), default=None)
+
+    def used(self, place: int) -> tuple[int, int]:
+        """The trials on a device, and the bytes that they were admitted with."""
+        here = [row for row in self.rows.values() if row.state in OPEN[1:] and place in row.places]
+        return len(here), sum(row.memory or 0 for row in here)
+
+    def time(self) -> dict[str, float]:
+        """Where the time of all trials went, in seconds."""
+        rows = self.rows.values()
+        return {
+            "running": sum(row.ran for row in rows),
+            "waiting": sum(row.waited for row in rows),
+            "starting": sum(row.starting for row in rows),
+        }

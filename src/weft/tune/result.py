@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import TuneError
-from weft.tune.record import Record
+from weft.tune.study.records import TrialRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class StudyResult:
     """A study that has ended, as values; its storage, which optuna-dashboard opens, holds the same."""
 
     name: str
@@ -21,9 +21,9 @@ class Tuned:
     """Without a password."""
     objectives: tuple[str, ...]
     directions: tuple[str, ...]
-    trials: Sequence[Record]
+    trials: Sequence[TrialRecord]
     """By number."""
-    front: Sequence[Record]
+    front: Sequence[TrialRecord]
     """The best trial, or with several objectives all that no other beats; none where no trial is complete."""
     importances: Mapping[str, float]
     """Of the first objective."""
@@ -33,7 +33,7 @@ class Tuned:
     """That this run of the driver took."""
 
     @property
-    def best(self) -> Record:
+    def best(self) -> TrialRecord:
         """The complete trial that is best by the first objective; TuneError where there is none."""
         if not self.front:
             failed = sum(record.state == "failed" for record in self.trials)
@@ -58,7 +58,7 @@ class Tuned:
             "seconds": self.seconds,
         }
 
-    def _told(self, record: Record) -> dict[str, Any]:
+    def _told(self, record: TrialRecord) -> dict[str, Any]:
         values = None if record.values is None else dict(zip(self.objectives, record.values, strict=False))
         return {
             "number": record.number,

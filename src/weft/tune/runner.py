@@ -11,23 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import SpaceError
-from weft.keys import key
 from weft.runs.events import Events
-from weft.tune.attempt import Terms
-from weft.tune.board import Board, Row
-from weft.tune.correction import Correction
 from weft.tune.devices import kind, most_together, nominal
-from weft.tune.distributions import readable
-from weft.tune.executor import Executor
-from weft.tune.foresight import Foresight, Place, Refused
-from weft.tune.job import Ended, Event, Job, Lost, Reported
-from weft.tune.needs import Need, groups, kind_of
-from weft.tune.places import Places
+from weft.tune.fit.correction import MemoryCorrection
+from weft.tune.fit.estimator import DeviceClass, EstimatorPool, Infeasible
+from weft.tune.fit.fit import Requirements, architecture_key, groups
+from weft.tune.jobs import Ended, Event, Executor, Job, Lost, Reported
+from weft.tune.packing.dispatcher import Dispatcher
+from weft.tune.pending import PendingJob, RunOptions, alike, estimated, job_of_task, shown
+from weft.tune.progress import StudyProgress, TrialProgress
 from weft.tune.recipe import Recipe
-from weft.tune.task import Task, Way, alike, estimated, job_of_task, shown
+from weft.tune.study.distributions import readable
+from weft.tune.training.run_job import StudySpec
+from weft.utils.rng import key
 
 if TYPE_CHECKING:
-    from weft.tune.study import Study
+    from weft.tune.study.study import Study
 
 log = logging.getLogger("weft.tune")
 
@@ -37,42 +36,42 @@ SOON = 0.02
 """Seconds between two looks at estimates that are being made."""
 
 
-class Driver:
+class StudyRunner:
     """One run of a study to its end. ``watch`` is called after everything that happens."""
 
     def __init__(
         self,
         study: Study,
         executor: Executor,
-        terms: Terms,
-        way: Way,
+        terms: StudySpec,
+        way: RunOptions,
         *,
         trials: int,
         path: Path,
         events: Events,
-        board: Board,
-        watch: Callable[[Board], None] = lambda board: None,
+        board: StudyProgress,
+        watch: Callable[[StudyProgress], None] = lambda board: None,
     ) -> None:
         self.study, self.executor, self.terms, self.way = study, executor, terms, way
         self.board, self.events, self.path, self._watch, self._count = board, events, path, watch, trials
         self._recipe = isinstance(terms.objective, Recipe)
         counted = self._recipe or way.memory is not None
-        self._places = Places(executor, way.workers, counted)
+        self._places = Dispatcher(executor, way.workers, counted)
         devices = board.devices = self._places.devices
         # Fixed at the start: a machine that goes or comes must not change how candidates are fitted.
         self._nominal = nominal(way.memory, devices) if self._recipe else way.memory
-        place = Place(self._nominal, most_together(devices), kind(devices), way.fuse > 1)
-        self._foresight = Foresight(terms, place)
-        self._correction = Correction()
+        place = DeviceClass(self._nominal, most_together(devices), kind(devices), way.fuse > 1)
+        self._foresight = EstimatorPool(terms, place)
+        self._correction = MemoryCorrection()
         self._newest = -1
         self._begun = not self._recipe
         """Whether all of the first trials are known: until then no more start once half of the seats are taken."""
-        self._block: dict[int, tuple[dict[str, Any], Need]] = {}
+        self._block: dict[int, tuple[dict[str, Any], Requirements]] = {}
         self._readable: dict[int, dict[str, Any]] = {}
         """The values of trials whose need is not known yet, with derived dimensions."""
-        self._waiting: dict[str, Task] = {}
-        self._running: dict[str, Task] = {}
-        self._again: dict[int, Task] = {}
+        self._waiting: dict[str, PendingJob] = {}
+        self._running: dict[str, PendingJob] = {}
+        self._again: dict[int, PendingJob] = {}
         """The last task of trials that took more than a device has and are fitted otherwise."""
         self._token = f"{key(os.getpid(), time.time_ns()) & 0xFFFF:04x}"
 
@@ -109,7 +108,7 @@ class Driver:
     # -- what is to run
 
     def _take(self, number: int, params: dict[str, Any]) -> None:
-        self.board.rows[number] = Row(number, params)
+        self.board.rows[number] = TrialProgress(number, params)
         self._note("proposed", number, params=params)
         try:
             self._readable[number] = readable(self.study.definition.space, params)
@@ -118,8 +117,8 @@ class Driver:
             return
         self._foresight.ask(number, self._readable[number])
 
-    def _foreseen(self, number: int, found: Need | Refused) -> None:
-        if isinstance(found, Refused):
+    def _foreseen(self, number: int, found: Requirements | Infeasible) -> None:
+        if isinstance(found, Infeasible):
             del self._readable[number]
             tried = self._again.pop(number, None)
             notes = {} if tried is None else self._notes(tried, None)
@@ -135,8 +134,8 @@ class Driver:
         trial that is fused with none need not wait for the others of its block. Of ``open`` ones nothing is known yet,
         but that those of another kind are of another shape.
         """
-        size, blocks = self.way.fuse, dict[int, dict[int, Need]]()
-        unknown = {(number // size, kind_of(params)) for number, params in open.items()}
+        size, blocks = self.way.fuse, dict[int, dict[int, Requirements]]()
+        unknown = {(number // size, architecture_key(params)) for number, params in open.items()}
         for number, (_, found) in self._block.items():
             if found.shape is None:
                 blocks[-1 - number] = {number: found}
@@ -148,12 +147,12 @@ class Driver:
             for numbers in groups(needs, self._nominal):
                 trials = {number: self._block.pop(number)[0] for number in numbers}
                 # Where some have no momentum or dropout, lanes take what those with it do.
-                task = Task(trials, max((needs[number] for number in numbers), key=lambda one: one.memory or 0))
+                task = PendingJob(trials, max((needs[number] for number in numbers), key=lambda one: one.memory or 0))
                 if (before := self._again.pop(numbers[0], None)) is not None:
                     task.attempts, task.lost, task.alone = before.attempts, before.lost, True
                 self._wait(task)
 
-    def _wait(self, task: Task) -> None:
+    def _wait(self, task: PendingJob) -> None:
         first = min(task.trials)
         task.id = f"{first}-{task.attempts}-{self._token}"
         task.job, task.pace = None, None
@@ -177,7 +176,7 @@ class Driver:
         for id, places in self._places.admit(self._waiting):
             self._start(self._waiting.pop(id), places)
 
-    def _start(self, task: Task, places: tuple[int, ...]) -> None:
+    def _start(self, task: PendingJob, places: tuple[int, ...]) -> None:
         now = time.monotonic()
         task.attempts += 1
         numbers = tuple(sorted(task.trials))
@@ -186,7 +185,7 @@ class Driver:
             task.id,
             numbers,
             tuple(task.trials[number] for number in numbers),
-            tuple(task.need.fit for _ in numbers),
+            task.need.fit,
             places,
             capped,
             str(self.path),
@@ -218,7 +217,7 @@ class Driver:
         else:
             self._ended(task, event)
 
-    def _reported(self, task: Task, event: Reported) -> None:
+    def _reported(self, task: PendingJob, event: Reported) -> None:
         prune = self.study.report(event.trial, event.step, event.values)
         self.executor.answer(event.job, event.trial, prune)
         row = self.board.rows[event.trial]
@@ -230,7 +229,7 @@ class Driver:
                 self._places.measured(job_of_task(task), event.step - task.pace[1], task.pace[0], now)
             task.pace = (now, event.step)
 
-    def _ended(self, task: Task, event: Ended) -> None:
+    def _ended(self, task: PendingJob, event: Ended) -> None:
         row = self.board.rows[event.trial]
         row.peak = event.peak
         if task.need.memory is not None and event.peak and event.state in ("complete", "pruned"):
@@ -246,7 +245,7 @@ class Driver:
         if not task.trials:
             self._leave(task)
 
-    def _lost(self, task: Task, event: Lost) -> None:
+    def _lost(self, task: PendingJob, event: Lost) -> None:
         self._leave(task)
         self._note("lost", *task.trials, job=event.job, why=event.why)
         task.lost += 1
@@ -260,7 +259,7 @@ class Driver:
         log.warning("trial %s: %s; it goes on from its checkpoint", shown(task), event.why)
         self._wait(task)
 
-    def _exceeded(self, task: Task, event: Ended) -> None:
+    def _exceeded(self, task: PendingJob, event: Ended) -> None:
         """Again with a larger figure, then with the whole device; then fitted the next way that there is, if any."""
         job = job_of_task(task)
         row = self.board.rows[event.trial]
@@ -288,12 +287,12 @@ class Driver:
         if task.exceeded > 1 or task.memory is None or not self._recipe:
             # One by one: a fused training that takes too much is not tried as one again.
             for number, params in task.trials.items():
-                self._wait(Task({number: params}, task.need, attempts=task.attempts, alone=True, lost=task.lost))
+                self._wait(PendingJob({number: params}, task.need, attempts=task.attempts, alone=True, lost=task.lost))
             return
         self._wait(task)
 
     def _end(self, number: int, state: Any, values: tuple[float, ...] | None, notes: Mapping[str, Any]) -> None:
-        state = self.study.tell(number, state, values, notes)
+        self.study.tell(number, state, values, notes)
         row = self.board.rows[number]
         row.state, row.values = state, values if values is not None else row.values
         row.why = _last_line(str(notes.get("error", "")))
@@ -302,7 +301,7 @@ class Driver:
         if state == "failed":
             log.warning("trial %d failed: %s", number, row.why)
 
-    def _notes(self, task: Task, event: Ended | None) -> dict[str, Any]:
+    def _notes(self, task: PendingJob, event: Ended | None) -> dict[str, Any]:
         places = () if task.job is None else task.job.devices
         devices = [self._places.devices[place] for place in places]
         found = {
@@ -317,7 +316,7 @@ class Driver:
         }
         return {name: value for name, value in found.items() if value is not None}  # each is a transaction
 
-    def _leave(self, task: Task) -> None:
+    def _leave(self, task: PendingJob) -> None:
         job = job_of_task(task)
         self._running.pop(job.id, None)
         self._places.left(job)
@@ -334,7 +333,7 @@ class Driver:
         gone = [name for name, device in zip(names, devices, strict=True) if device.gone]
         self._note("devices", now=names, gone=gone, memory=[device.memory for device in devices])
 
-    def _account(self, row: Row, seconds: float | None) -> None:
+    def _account(self, row: TrialProgress, seconds: float | None) -> None:
         taken = time.monotonic() - row.started
         row.ran += taken if seconds is None else min(seconds, taken)
         row.starting += 0.0 if seconds is None else max(0.0, taken - seconds)

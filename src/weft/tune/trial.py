@@ -52,7 +52,7 @@ class Trial:
 
         The same step may be reported again after a resume. Do not catch Pruned, or raise it again.
         """
-        from weft.tune.training import Pruned
+        from weft.tune.training.trainer import Pruned
 
         number = operator.index(step)
         if not 0 <= number <= LAST:

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,7 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
 
 def write_json(path: Path | str, obj: Any) -> None:
     """Write `plain(obj)` atomically, with sorted keys and an indent of 2."""
-    write_atomic(path, json.dumps(plain(obj), sort_keys=True, indent=2, allow_nan=False) + "\n")
+    write_atomic(path, json.dumps(to_json(obj), sort_keys=True, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path | str) -> Any:
@@ -54,10 +55,10 @@ def sha256_file(path: Path | str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """The same value in the types of JSON; numbers that JSON lacks become the strings "nan", "inf" and "-inf".
 
-    >>> plain({"loss": float("inf"), 3: (1, 2.5)})
+    >>> to_json({"loss": float("inf"), 3: (1, 2.5)})
     {'loss': 'inf', '3': [1, 2.5]}
     """
     if value is None or isinstance(value, (bool, int, str)):
@@ -65,17 +66,17 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((plain(item) for item in value), key=repr)
+        return sorted((to_json(item) for item in value), key=repr)
     if isinstance(value, Path):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if hasattr(value, "tolist"):  # NumPy and torch, scalars and arrays
-        return plain(value.tolist())
+        return to_json(value.tolist())
     raise RunError(f"cannot write {type(value).__name__} {value!r} as JSON; use numbers, strings, lists or mappings")
 
 
@@ -83,7 +84,7 @@ def plain(value: Any) -> Any:
 def replacing(path: Path, wanted: int) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block ends well, and is removed when it does not."""
     temp = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    with room(path, wanted):
+    with disk_errors(path, wanted):
         try:
             with open(temp, "wb") as file:
                 yield file
@@ -97,7 +98,7 @@ def replacing(path: Path, wanted: int) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def room(path: Path, wanted: int) -> Iterator[None]:
+def disk_errors(path: Path, wanted: int) -> Iterator[None]:
     """Turns a failed write of `wanted` bytes to `path` into a `RunError`; a full disk is told in numbers."""
     try:
         yield
@@ -127,3 +128,64 @@ def _free(folder: Path) -> int | str:
         return shutil.disk_usage(folder).free
     except OSError:
         return "unknown"
+
+
+# A file that only grows: whole records, buffered, and never a torn one left by a full disk.
+
+
+class AppendFile:
+    """Appends records to a file, reaching the operating system at most once in `every` seconds.
+
+    A record that could not be written stays in the buffer and is tried again by the next flush. Threads may share it.
+    """
+
+    def __init__(self, path: Path, every: float = 1.0) -> None:
+        self.path = path
+        self.every = every
+        self._records: list[bytes] = []
+        self._handle: int | None = None
+        self._last = time.monotonic()
+        self._lock = threading.Lock()
+
+    def add(self, record: bytes) -> None:
+        with self._lock:
+            self._records.append(record)
+            if time.monotonic() - self._last >= self.every:
+                self._write()
+
+    def flush(self, sync: bool = True) -> None:
+        """Write what is buffered; with `sync`, not to return before it would survive a power cut."""
+        with self._lock:
+            self._write()
+            if sync and self._handle is not None:
+                with disk_errors(self.path, 0):
+                    os.fsync(self._handle)
+
+    def close(self) -> None:
+        """Flush and let go of the file, which a later record opens again."""
+        try:
+            self.flush()
+        finally:
+            with self._lock:
+                if self._handle is not None:
+                    os.close(self._handle)
+                    self._handle = None
+
+    def _write(self) -> None:
+        if not self._records:
+            return
+        self._last = time.monotonic()
+        data = b"".join(self._records)
+        with disk_errors(self.path, len(data)):
+            if self._handle is None:
+                self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            start, written = os.fstat(self._handle).st_size, 0
+            try:
+                while written < len(data):
+                    written += os.write(self._handle, data[written:])
+            except OSError:
+                # Take the torn part back, unless somebody else has written behind it.
+                if written and os.fstat(self._handle).st_size == start + written:
+                    os.ftruncate(self._handle, start)
+                raise
+        self._records.clear()

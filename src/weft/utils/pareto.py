@@ -1,4 +1,4 @@
-"""Domination among points as arrays: fronts, ranks, crowding and hypervolume; lower is better in every column."""
+"""Domination among points as arrays: fronts, ranks and crowding; lower is better in every column."""
 
 from __future__ import annotations
 
@@ -64,25 +64,3 @@ def crowding(points: Array, rank: Ints) -> Array:
                 room[members[order[1:-1]]] += (ordered[2:] - ordered[:-2]) / span
             room[members[order[[0, -1]]]] = np.inf
     return room
-
-
-def hypervolume(points: Array, reference: Array) -> float:
-    """The volume of what the points dominate within the box that ends at the reference (the worst corner).
-
-    Exact: for one and two columns by a sweep, for more by slicing along the last column and recursing, which is
-    exponential in the columns and meant for at most five of them.
-    """
-    inside = points[(points < reference).all(axis=1)]
-    inside = np.unique(inside[non_dominated(inside)], axis=0)
-    if not len(inside):
-        return 0.0
-    if points.shape[1] == 1:
-        return float(reference[0] - inside[0, 0])
-    if points.shape[1] == 2:
-        # Sorted by the first column the second falls; each point adds the strip below the one before it.
-        ceilings = np.concatenate([reference[1:], inside[:-1, 1]])
-        return float(((reference[0] - inside[:, 0]) * (ceilings - inside[:, 1])).sum())
-    inside = inside[np.argsort(inside[:, -1], kind="stable")]
-    depths = np.diff(np.append(inside[:, -1], reference[-1]))
-    slices = (hypervolume(inside[: i + 1, :-1], reference[:-1]) * depth for i, depth in enumerate(depths) if depth > 0)
-    return float(sum(slices))

@@ -12,10 +12,10 @@ _UNITS |= {f"{prefix}ib": 2 ** (10 * (power + 1)) for power, prefix in enumerate
 _UNITS |= {f"{prefix}b": 10 ** (3 * (power + 1)) for power, prefix in enumerate("kmgt")}
 
 
-def size(number: float) -> str:
+def format_bytes(number: float) -> str:
     """Bytes for a person.
 
-    >>> size(3 * 2**20)
+    >>> format_bytes(3 * 2**20)
     '3.0 MiB'
     """
     units = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -23,10 +23,10 @@ def size(number: float) -> str:
     return f"{number / 1024**power:.{int(power > 0)}f} {units[power]}"
 
 
-def size_of(text: str | float, error: type[WeftError] = WeftError) -> float:
+def parse_bytes(text: str | float, error: type[WeftError] = WeftError) -> float:
     """Bytes from a number or from text; ``error`` is raised for what is no size.
 
-    >>> size_of("80GiB") == 80 * 2**30, size_of("1.5 GB"), size_of("512")
+    >>> parse_bytes("80GiB") == 80 * 2**30, parse_bytes("1.5 GB"), parse_bytes("512")
     (True, 1500000000.0, 512.0)
     """
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())

@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.errors import PipelineError, TrainError, WeftError
-from weft.pipeline.consistency import clock
-from weft.pipeline.fingerprint import tensors_digest
-from weft.pipeline.ranks import ranks
-from weft.pipeline.rate import Schedule, make_schedule
-from weft.pipeline.settings import Settings, make_settings
-from weft.pipeline.train import train
-from weft.plan.cut import check_stages
+import torch
+
+from weft.data import as_data
+from weft.distributed.env import read_env
+from weft.engine.consistency import version_schedule
+from weft.engine.layer_state import tensors_digest
+from weft.engine.optimizer import Schedule, make_schedule
+from weft.errors import PipelineError, RunError, TrainError, WeftError
 from weft.runs import Run
 from weft.supernet import Chain, Factory, initialise
-from weft.verification.cause import kernel
-from weft.verification.difference import Evidence, Plan
-from weft.verification.recorder import Recorded, fresh, read_records
+from weft.supernet.partition import check_stages
+from weft.trainer.api import train
+from weft.trainer.config import Settings, make_settings
+from weft.verify.diagnose import KERNEL, UNKNOWN, Cause, Subject, kernel
+from weft.verify.record import (
+    PLACES,
+    Difference,
+    Plan,
+    Recorded,
+    RunRecord,
+    first_difference,
+    first_loss,
+    fresh,
+    read_records,
+)
 
 log = logging.getLogger("weft.pipeline")
 
@@ -32,7 +46,7 @@ _SETTINGS = inspect.signature(make_settings).parameters
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RunVariant:
     """One way to run the same law."""
 
     stages: int
@@ -46,7 +60,7 @@ class Way:
 class Outcome:
     """What came of one run."""
 
-    way: Way
+    way: RunVariant
     folder: Path
     seconds: float
     fingerprint: str | None = None
@@ -70,7 +84,7 @@ class WholeRun:
 
 
 @dataclass(frozen=True)
-class Case:
+class VerifyCase:
     """The first steps of a run, with the learning rates that they have in the whole of it, and without validation."""
 
     net: Chain | Factory
@@ -79,19 +93,16 @@ class Case:
     chain: Chain
     settings: Settings
 
-    def train(self, way: Way, folder: Path, record: bool = False) -> Outcome:
+    def train(self, way: RunVariant, folder: Path, record: bool = False) -> Outcome:
         """Trains it one way. What another way of running makes of it, an error included, is the outcome; what is wrong
         with the run itself is raised."""
         folder.mkdir()
         steps, cut = self.settings.steps, self.arguments.get("cut")
-        placed = self.arguments.get("stages") == way.stages
         options: dict[str, Any] = {
             **self.arguments,
             "runs": folder,
             "run": "run",
             "stages": way.stages,
-            "ranks": self.arguments.get("ranks") if placed else None,
-            "placement": self.arguments.get("placement") if placed else None,
             "cut": cut if cut is not None and len(cut) == way.stages - 1 else None,
             "checkpoint_every": max(1, steps // 2) if way.resumed else steps,
             "restarts": 0,
@@ -110,7 +121,7 @@ class Case:
             fingerprint = train(net, self.data, **options).fingerprint
         except Exception as problem:
             error = str(problem)
-            if kernel(error) is None and (way == Way(1) or not isinstance(problem, WeftError)):
+            if kernel(error) is None and (way == RunVariant(1) or not isinstance(problem, WeftError)):
                 raise
         finally:
             log.removeFilter(_is_error)
@@ -122,12 +133,12 @@ class Case:
         picks = [s.stream[step] for step in range(s.steps)]
         subnets = [step[j % len(step)] for step in picks for j in range(s.microbatches)]
         clocks = {
-            name: clock(s.consistency[name], layer.block, blocks, s.microbatches, s.steps)
+            name: version_schedule(s.consistency[name], layer.block, blocks, s.microbatches, s.steps)
             for name, layer in self.chain.layers.items()
         }
         return Plan(s.microbatches, [[layer.name for layer in self.chain.route(subnet)] for subnet in subnets], clocks)
 
-    def evidence(self, outcome: Outcome) -> Evidence:
+    def evidence(self, outcome: Outcome) -> RunRecord:
         """Losses, the last checkpoint and, if the run was recorded, every forward."""
         run, s, plan = outcome.run, self.settings, self.plan()
         losses = {event["step"]: event["loss"] for event in run.events.read() if event["event"] == "step"}
@@ -135,12 +146,14 @@ class Case:
         for name, tensor in run.checkpoints.load().tensors.items():
             layers[_layer_of(name, tuple(layers))][name] = tensor
         records = read_records(outcome.folder, s.seed, s.microbatches, plan.routes)
-        return Evidence(losses, {name: tensors_digest(tensors) for name, tensors in layers.items()}, records)
+        return RunRecord(losses, {name: tensors_digest(tensors) for name, tensors in layers.items()}, records)
 
 
-def make_case(net: Chain | Factory, data: Any, arguments: Mapping[str, Any], stages: Sequence[int], steps: int) -> Case:
+def make_case(
+    net: Chain | Factory, data: Any, arguments: Mapping[str, Any], stages: Sequence[int], steps: int
+) -> VerifyCase:
     """The case that the arguments of ``weft.train`` mean; numbers of stages that cannot be are refused."""
-    if ranks() is not None:
+    if read_env() is not None:
         raise PipelineError("verification starts the stages by itself: run it without torchrun")
     if steps < 1:
         raise TrainError(f"steps={steps}: at least one step must be trained to compare anything")
@@ -151,7 +164,7 @@ def make_case(net: Chain | Factory, data: Any, arguments: Mapping[str, Any], sta
     for count in stages:
         check_stages(count, len(chain.blocks))
     settings = make_settings(chain, **{name: value for name, value in given.items() if name in _SETTINGS})
-    return Case(net, data, given, chain, settings)
+    return VerifyCase(net, data, given, chain, settings)
 
 
 def _is_error(record: logging.LogRecord) -> bool:
@@ -169,3 +182,120 @@ def _stop_at_checkpoint(event: Mapping[str, Any]) -> None:
 
 def _layer_of(name: str, layers: Sequence[str]) -> str:
     return max((layer for layer in layers if name.startswith((f"{layer}.", f"{layer}+"))), key=len)
+
+
+# Verification of a run: short trainings on several numbers of stages, compared with the sequential law bit for bit.
+
+STEPS = 50
+"""Steps that are trained at most if the user does not say."""
+
+
+def verify_run(
+    net: Chain | Factory,
+    data: Any,
+    arguments: Mapping[str, Any],
+    stages: Sequence[int],
+    *,
+    steps: int = STEPS,
+    on_way: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Trains the first steps on one stage, again with a stop and a resume in the middle, and on every number of stages.
+
+    ``net``, ``data`` and ``arguments`` are those of ``weft.train``. ``equal`` says whether all ``rows`` have the
+    fingerprint of the first. If not, ``difference`` has the first step and layer in which one of them parts from it,
+    and ``cause`` the likely cause, found by doing it twice in one process. ``on_way`` is told what is going to be run.
+    """
+    case = make_case(net, data, arguments, stages, steps)
+    say = on_way or (lambda told: None)
+    found: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
+        for way in (RunVariant(1), RunVariant(1, resumed=True), *map(RunVariant, sorted(set(stages) - {1}))):
+            say(str(way))
+            found.append(case.train(way, Path(folder) / f"row{len(found)}"))
+        first = found[0]
+        failed = [outcome for outcome in found if outcome.error or outcome.fingerprint != first.fingerprint]
+        verdict: dict[str, Any] = {
+            "equal": not failed,
+            "steps": case.settings.steps,
+            "threads": torch.get_num_threads(),
+            "rows": [_row(outcome, outcome not in failed) for outcome in found],
+            "difference": None,
+            "cause": None,
+        }
+        if failed:
+            say("what differs")
+            where, why = _explained(case, first, failed[0], Path(folder))
+            what = "it is not known where" if where.place is None else PLACES[where.place]
+            verdict |= {"difference": {**asdict(where), "what": what, "run": str(failed[0].way)}, "cause": asdict(why)}
+    return verdict
+
+
+def _row(outcome: Outcome, equal: bool) -> dict[str, Any]:
+    way = {"stages": outcome.way.stages, "resumed": outcome.way.resumed}
+    return {
+        **way,
+        "fingerprint": outcome.fingerprint,
+        "equal": equal,
+        "seconds": outcome.seconds,
+        "error": outcome.error,
+    }
+
+
+def _explained(case: VerifyCase, first: Outcome, failed: Outcome, folder: Path) -> tuple[Difference, Cause]:
+    """Where and why a run parts from the first one."""
+
+    def load() -> Any:
+        return as_data(case.data, case.settings.seed)
+
+    subject = Subject(case.net, load, case.settings)
+    if failed.error is not None:
+        return _error_explained(subject, failed)
+    ways = {"first": first.way, "second": failed.way}
+    pair = [case.train(way, folder / f"recorded-{name}", record=True) for name, way in ways.items()]
+    where = first_difference(case.plan(), case.evidence(pair[0]), case.evidence(pair[1]))
+    if where is not None:
+        return where, subject.cause(where) or _elsewhere(where, failed.way)
+    # Recorded, the same two runs agree: only what is left of the first ones tells.
+    step = first_loss(case.evidence(first), case.evidence(failed))
+    where = Difference(case.settings.steps - 1 if step is None else step, None, None)
+    return where, _gone(case)
+
+
+def _error_explained(subject: Subject, failed: Outcome) -> tuple[Difference, Cause]:
+    assert failed.error is not None
+    try:
+        step = next((event["at"] for event in failed.run.events.read() if event["event"] == "failed"), 0)
+    except RunError:  # it had not begun
+        step = 0
+    cause = kernel(failed.error)
+    if cause is not None:
+        layer = re.match(r".*?layer '(.*?)' fails", failed.error)
+        name = layer[1] if layer else next((n for n, wrong in subject.layers(step) if wrong), None)
+        return Difference(step, name, "kernel"), cause
+    where = Difference(0, None, "batch")
+    cause = subject.cause(where)
+    if cause is None:
+        raise PipelineError(f"on {failed.way}: {failed.error}")
+    return where, cause
+
+
+def _elsewhere(where: Difference, way: RunVariant) -> Cause:
+    who = "the batch" if where.place == "batch" else "the loss" if where.layer is None else f"layer '{where.layer}'"
+    why = f"{who} gives the same when it is done twice in one process, and another result on {way}"
+    threads = torch.get_num_threads()
+    hint = "it may depend on its process (environment, number, order of files or sets) or on what ran before it there"
+    if threads > 1:
+        hint += f"; or on its {threads} threads: try train.threads = 1"
+    return Cause(UNKNOWN, f"{why}: {hint}", "make it a function of its inputs alone")
+
+
+def _gone(case: VerifyCase) -> Cause:
+    if case.settings.device.type == "cuda" and case.settings.cuda_graphs:
+        why = "without CUDA graphs the same runs agree"
+        return Cause(KERNEL, why, "set train.cuda_graphs = false, and report it with the layers that you use")
+    why = (
+        "the same two runs, done again, agree: it comes and goes, as with threads of one's own or uninitialised memory"
+    )
+    return Cause(
+        UNKNOWN, why, "look for work that runs beside the training, such as a data loader that is changed meanwhile"
+    )

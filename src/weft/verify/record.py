@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from weft.pipeline.consistency import Clock
-from weft.verification.recorder import Records
+import torch
+from torch import Tensor, nn
+
+from weft.engine.consistency import VersionSchedule
+from weft.engine.layer_state import tensors_digest
+from weft.engine.rng import Seeder
+from weft.supernet import Chain, Factory, LazyLayer
 
 Place = Literal["initial weights", "batch", "forward", "loss", "backward", "between stages", "kernel"]
 
@@ -32,7 +41,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class RunRecord:
     """What is known of a run."""
 
     losses: Mapping[int, float]
@@ -48,7 +57,7 @@ class Plan:
 
     microbatches: int
     routes: Sequence[Sequence[str]]
-    clocks: Mapping[str, Clock]
+    clocks: Mapping[str, VersionSchedule]
 
     def updated_by(self, layer: str, n: int | None) -> int:
         """The last micro-batch whose gradient is in the weights that the forward of micro-batch n sees (None: in those
@@ -59,7 +68,7 @@ class Plan:
         return max(used, default=-1)
 
 
-def first_difference(plan: Plan, one: Evidence, other: Evidence) -> Difference | None:
+def first_difference(plan: Plan, one: RunRecord, other: RunRecord) -> Difference | None:
     """The first difference of two recorded runs, in the order of the law; None where there is none."""
     first = next(_forwards(plan, one, other), None)
     until = len(plan.routes) if first is None else first[0]
@@ -76,12 +85,12 @@ def first_difference(plan: Plan, one: Evidence, other: Evidence) -> Difference |
     return None if first is None else first[1]
 
 
-def first_loss(one: Evidence, other: Evidence) -> int | None:
+def first_loss(one: RunRecord, other: RunRecord) -> int | None:
     """The first step whose loss differs."""
     return next((step for step, loss in sorted(one.losses.items()) if other.losses.get(step) != loss), None)
 
 
-def _forwards(plan: Plan, one: Evidence, other: Evidence) -> Iterator[tuple[int, Difference]]:
+def _forwards(plan: Plan, one: RunRecord, other: RunRecord) -> Iterator[tuple[int, Difference]]:
     """Differences of forwards and losses in the order of the law; what follows from the first is among them."""
     for n, route in enumerate(plan.routes):
         step = n // plan.microbatches
@@ -100,7 +109,7 @@ def _forwards(plan: Plan, one: Evidence, other: Evidence) -> Iterator[tuple[int,
             yield step * plan.microbatches, Difference(step, None, "loss")
 
 
-def _weights(plan: Plan, one: Evidence, other: Evidence) -> Iterator[tuple[int | None, str]]:
+def _weights(plan: Plan, one: RunRecord, other: RunRecord) -> Iterator[tuple[int | None, str]]:
     """The layers whose weights differ, each with the micro-batch that first sees it (None: the end of the run)."""
     seen: set[str] = set()
     for n, route in enumerate(plan.routes):
@@ -112,3 +121,108 @@ def _weights(plan: Plan, one: Evidence, other: Evidence) -> Iterator[tuple[int |
     for name in plan.clocks:
         if name not in seen and one.layers.get(name) != other.layers.get(name):
             yield None, name
+
+
+# A supernet that writes down digests of what every layer is given, holds and gives in each training forward.
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One forward of one layer, as digests."""
+
+    inputs: str
+    side: str
+    weights: str
+    outputs: str
+
+
+Records = Mapping[tuple[int, str], Seen]
+"""By micro-batch, counted over the run, and layer."""
+
+
+def fresh(net: Chain | Factory) -> Chain:
+    """A supernet of one's own: training changes it."""
+    return copy.deepcopy(net) if isinstance(net, Chain) else net()
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A factory of the same supernet whose layers leave their digests in a folder, whatever process they run in."""
+
+    net: Chain | Factory
+    folder: Path
+
+    def __call__(self) -> Chain:
+        chain = fresh(self.net)
+        for name in getattr(chain, "layers", ()):  # what is no chain is refused by whoever called
+            module = chain.module(name)
+            if isinstance(module, LazyLayer):
+                module.factory = _Listened(module.factory, self.folder)
+            else:
+                _listen(module, self.folder)
+        return chain
+
+
+def read_records(folder: Path, seed: int, m: int, plan: Sequence[Sequence[str]]) -> Records:
+    """What the layers left in the folder, for a run whose micro-batches use the layers of the plan."""
+    # A layer does not know in which step it runs, but the number that torch's generator was seeded with tells.
+    seeder, numbers = Seeder(seed, torch.device("cpu")), {}
+    with seeder.preserved():
+        for n, names in enumerate(plan):
+            for name in names:
+                seeder.set(*divmod(n, m), name)
+                numbers[torch.default_generator.initial_seed()] = n, name
+    found: dict[tuple[int, str], Seen] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            place = numbers.get(record.pop("seed"))
+            if place is not None:
+                found.setdefault(place, Seen(**record))
+    return found
+
+
+@dataclass(frozen=True)
+class _Listened:
+    factory: Callable[[], nn.Module]
+    folder: Path
+
+    def __call__(self) -> nn.Module:
+        module = self.factory()
+        if isinstance(module, nn.Module):
+            _listen(module, self.folder)
+        return module
+
+
+def _listen(module: nn.Module, folder: Path) -> None:
+    ear = _DigestHook(folder)
+    module.register_forward_pre_hook(ear.before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(ear.after, with_kwargs=True)
+
+
+class _DigestHook:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.begun: dict[str, Any] = {}
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Before the layer works: it may change its inputs in place, or seed the generator itself.
+        self.begun = {
+            "seed": torch.default_generator.initial_seed(),
+            "inputs": _digest(enumerate(args)),
+            "side": _digest(kwargs.items()),
+            "weights": _digest(module.named_parameters()),
+        }
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if not module.training:
+            return
+        record = {**self.begun, "outputs": _digest(enumerate(out if isinstance(out, tuple | list) else [out]))}
+        with open(
+            self.folder / f"{os.getpid()}.jsonl", "a", encoding="utf-8"
+        ) as file:  # a stage may end without a word
+            file.write(json.dumps(record) + "\n")
+
+
+def _digest(named: Any) -> str:
+    return tensors_digest({str(name): value for name, value in named if isinstance(value, Tensor)})

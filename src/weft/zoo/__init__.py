@@ -6,16 +6,25 @@ from collections.abc import Callable, Mapping
 
 from weft.errors import SupernetError, nearest
 from weft.supernet import Chain
-from weft.zoo.cell import toy_cell
-from weft.zoo.convmacro import conv_macro
-from weft.zoo.darts import darts
+from weft.zoo.cells import darts, toy_cell
+from weft.zoo.conv_macro import conv_macro
 from weft.zoo.digits import digits_conv, digits_mlp
-from weft.zoo.gpt import gpt, gpt_default, gpt_shakespeare, gpt_small, gpt_test
-from weft.zoo.language import language_model
-from weft.zoo.macro import macro_key, macro_subnet, nas_bench_macro, nas_bench_macro_entangled
+from weft.zoo.gpt import language_model
 from weft.zoo.mobilenet import ofa_mobilenet_v3
-from weft.zoo.nb201 import nas_bench_201, nb201_key, nb201_subnet
-from weft.zoo.vit import autoformer_base, autoformer_small, autoformer_tiny, vit, vit_test
+from weft.zoo.nas_bench_201 import nas_bench_201, nb201_key, nb201_subnet
+from weft.zoo.nas_bench_macro import macro_key, macro_subnet, nas_bench_macro, nas_bench_macro_entangled
+from weft.zoo.transformers import (
+    autoformer_base,
+    autoformer_small,
+    autoformer_tiny,
+    gpt,
+    gpt_default,
+    gpt_shakespeare,
+    gpt_small,
+    gpt_test,
+    vit,
+    vit_test,
+)
 
 SUPERNETS: Mapping[str, Callable[[], Chain]] = {
     "digits-conv": digits_conv,

@@ -13,11 +13,11 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from weft.elastic.extract import plain_module
 from weft.errors import WeftError
 from weft.space import Subnet
-from weft.space.counter import TooManyCases
-from weft.supernet import Chain, Unbuilt
-from weft.supernet.elastic.plain import plain_module
+from weft.space.counting import TooManyCases
+from weft.supernet import Chain, LazyLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _bare(make: Callable[[], Chain]) -> Chain:
         chain = make()
         for name in chain.layers:
             module = chain.module(name)
-            if isinstance(module, Unbuilt):
+            if isinstance(module, LazyLayer):
                 block, _, label = name.rpartition(".")
                 chain.get_submodule(block).add_module(label, module.factory())
     return chain

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 from torch import nn
 
+from weft.elastic import BatchNorm2d, Conv2d, Dim, Sequential
 from weft.errors import SupernetError
 from weft.space import Space
 from weft.supernet import Chain, Elastic, Shared
-from weft.supernet.elastic import BatchNorm2d, Conv2d, Dim, Sequential
 
 CHANNELS = ((8, 16, 32), (16, 32, 64), (32, 64, 128), (64, 128, 256))
 KERNELS = (3, 5, 7)

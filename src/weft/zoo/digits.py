@@ -8,7 +8,7 @@ from torch import nn
 
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared
-from weft.zoo.parts import Residual, conv_norm
+from weft.zoo.layers import Residual, conv_norm
 
 
 def digits_conv(blocks: int = 6, width: int = 16, classes: int = 10) -> Chain:

@@ -10,11 +10,11 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from weft.elastic import Conv2d, Module, Pick, Sequential, Switch, Zero
 from weft.errors import SpaceError
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Elastic, Shared
-from weft.supernet.elastic import Conv2d, Module, Pick, Sequential, Switch, Zero
-from weft.zoo.cell import Edges, relu_conv_norm
+from weft.zoo.cells import Edges, relu_conv_norm
 
 NB201_OPERATIONS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 """In the order of the digits of a key in the published table."""

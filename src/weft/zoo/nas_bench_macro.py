@@ -11,12 +11,12 @@ from functools import partial
 
 from torch import nn
 
+from weft.elastic import Switch
 from weft.errors import SpaceError
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Choice, Elastic, Shared
-from weft.supernet.elastic import Switch
+from weft.zoo.layers import conv_norm, inverted_residual
 from weft.zoo.mobilenet import InvertedResidual
-from weft.zoo.parts import conv_norm, inverted_residual
 
 CANDIDATES = ("identity", "k3e3", "k5e6")
 """In the order of the digits of a published key."""

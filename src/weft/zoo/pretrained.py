@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from weft.elastic.attention import Attention, Rotary
+from weft.elastic.linear import Grid
+from weft.elastic.mixture import Pick
+from weft.elastic.module import Module
+from weft.elastic.norm import LayerNorm, RMSNorm
+from weft.elastic.sizes import Dim, Sizes
+from weft.elastic.transformer import MLP, Head, PatchEmbedding, TokenEmbedding, TransformerBlock
 from weft.errors import SupernetError
 from weft.space import Space
-from weft.supernet.elastic.leaf import Module
-from weft.supernet.elastic.mixture import Pick
-from weft.supernet.elastic.sizes import Dim, Sizes
 
 if TYPE_CHECKING:
     from weft.supernet.chain import Chain
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 PerLayer = Dim | Sequence[Dim] | None
 
 
-def elastic(
+def from_transformers(
     model: nn.Module,
     space: Space,
     *,
@@ -44,9 +48,6 @@ def elastic(
     attention weights. Raises SupernetError for models other than GPT-2 and Llama for causal language modelling and ViT
     for image classification.
     """
-    from weft.supernet.elastic.gpt2 import gpt2
-    from weft.supernet.elastic.llama import llama
-    from weft.supernet.elastic.vit import vit
 
     config = getattr(model, "config", None)
     families = {
@@ -110,7 +111,7 @@ class Wanted:
 
     def chain(self, first: Module, layers: Sequence[Module], head: Module) -> Chain:
         """The parts in a row, the layers behind the least depth on condition."""
-        from weft.supernet.block import Elastic
+        from weft.supernet.blocks import Elastic
         from weft.supernet.chain import Chain
 
         depth = self.size("depth", len(layers), self.depth)
@@ -155,3 +156,178 @@ class NewGELU(Module):
 
     def forward(self, x: Tensor, pick: Pick) -> Tensor:
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+# GPT-2 of transformers, made elastic.
+
+Turned = partial(Grid, transposed=True)
+"""A linear layer with its weight as inputs x outputs, which is how GPT-2's are multiplied."""
+
+
+class JoinedAttention(Attention):
+    """Attention whose q, k and v come from one product, rows of the grid (3, heads, head_dim)."""
+
+    def _make(self, space: Space, width: Dim, grid: tuple[Dim, Dim, Dim], bias: bool, out_bias: bool) -> None:
+        heads, _, dim = grid
+        self.qkv = Turned(space, width, (3, heads, dim), bias)
+        self.out = Turned(space, (heads, dim), width, out_bias)
+
+    def project(self, x: Tensor, pick: Pick) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = torch.chunk(self.qkv(x, pick=pick), 3, -1)
+        return q, k, v
+
+
+def gpt2(model: Any, wanted: Wanted) -> Chain:
+    """The chain of a GPT2LMHeadModel; the head's weight, which the model shares with its embedding, is its own."""
+    config, body, space = model.config, model.transformer, wanted.space
+    if config.add_cross_attention or (wanted.eager and config.reorder_and_upcast_attn):
+        raise SupernetError("GPT-2 with add_cross_attention or reorder_and_upcast_attn cannot be made elastic")
+    count, own = config.num_hidden_layers, config.hidden_size
+    width = wanted.size("width", own, wanted.width)
+    heads = wanted.layers("heads", config.num_attention_heads, wanted.heads, count)
+    hidden = wanted.layers("hidden", body.h[0].mlp.c_fc.nf, wanted.hidden, count)
+    norm = partial(LayerNorm, eps=config.layer_norm_epsilon)
+    layers = []
+    with torch.device("meta"):
+        first = TokenEmbedding(space, config.vocab_size, width, config.max_position_embeddings, config.embd_pdrop)
+        for i, block in enumerate(body.h):
+            attention = JoinedAttention(
+                space,
+                width,
+                heads[i],
+                block.attn.head_dim,
+                causal=True,
+                scale=block.attn.scaling,
+                eager=wanted.eager,
+            )
+            act = activation(config.activation_function, block.mlp.act)
+            mlp = MLP(space, width, hidden[i], act, linear=Turned)
+            layers.append(TransformerBlock(space, width, attention, mlp, norm, config.resid_pdrop))
+        head = Head(space, width, config.vocab_size, norm=norm, bias=False)
+    fill(first.token, weight=body.wte.weight)
+    fill(first.place, weight=body.wpe.weight)
+    for made, block in zip(layers, body.h, strict=True):
+        pairs = [
+            (made.norm1, block.ln_1),
+            (made.attention.qkv, block.attn.c_attn),
+            (made.attention.out, block.attn.c_proj),
+            (made.norm2, block.ln_2),
+            (made.mlp.up, block.mlp.c_fc),
+            (made.mlp.down, block.mlp.c_proj),
+        ]
+        for part, source in pairs:
+            fill(part, weight=source.weight, bias=source.bias)
+    fill(head.norm, weight=body.ln_f.weight, bias=body.ln_f.bias)
+    fill(head.linear, weight=model.lm_head.weight)
+    return wanted.chain(first, layers, head)
+
+
+# Llama of transformers, made elastic.
+
+
+def llama(model: Any, wanted: Wanted) -> Chain:
+    """The chain of a LlamaForCausalLM; every layer has its own copy of the rotary frequencies."""
+    config, body, space = model.config, model.model, wanted.space
+    turn = body.rotary_emb
+    if turn.rope_type in ("dynamic", "longrope"):
+        raise SupernetError(
+            f"the rotary frequencies of kind '{turn.rope_type}' change with the length of the input, which a chain's "
+            "cannot: use another rope_type"
+        )
+    count, dim = config.num_hidden_layers, body.layers[0].self_attn.head_dim
+    width = wanted.size("width", config.hidden_size, wanted.width)
+    heads = wanted.layers("heads", config.num_attention_heads, wanted.heads, count)
+    groups = wanted.layers("kv_heads", config.num_key_value_heads, wanted.kv_heads, count)
+    hidden = wanted.layers("hidden", config.intermediate_size, wanted.hidden, count)
+    frequencies = turn.inv_freq.tolist()
+    turns = [Rotary(dim, frequencies=frequencies, gain=turn.attention_scaling) for _ in range(count)]
+    norm = partial(RMSNorm, eps=config.rms_norm_eps)
+    layers = []
+    with torch.device("meta"):
+        first = TokenEmbedding(space, config.vocab_size, width)
+        for i, block in enumerate(body.layers):
+            bias = config.attention_bias
+            attention = Attention(
+                space,
+                width,
+                heads[i],
+                dim,
+                groups[i],
+                causal=True,
+                bias=bias,
+                out_bias=bias,
+                rotary=turns[i].to(turn.inv_freq.device),
+                eager=wanted.eager,
+            )
+            act = activation(config.hidden_act, block.mlp.act_fn)
+            mlp = MLP(space, width, hidden[i], act, gated=True, bias=config.mlp_bias)
+            layers.append(TransformerBlock(space, width, attention, mlp, norm))
+        head = Head(space, width, config.vocab_size, norm=norm, bias=False)
+    fill(first.token, weight=body.embed_tokens.weight)
+    for made, block in zip(layers, body.layers, strict=True):
+        fill(made.norm1, weight=block.input_layernorm.weight)
+        fill(made.norm2, weight=block.post_attention_layernorm.weight)
+        source, mlp = block.self_attn, block.mlp
+        pairs = [
+            (made.attention.q, source.q_proj),
+            (made.attention.k, source.k_proj),
+            (made.attention.v, source.v_proj),
+            (made.attention.out, source.o_proj),
+            (made.mlp.gate, mlp.gate_proj),
+            (made.mlp.up, mlp.up_proj),
+            (made.mlp.down, mlp.down_proj),
+        ]
+        for part, linear in pairs:
+            fill(part, weight=linear.weight, bias=linear.bias)
+    fill(head.norm, weight=body.norm.weight)
+    fill(head.linear, weight=model.lm_head.weight)
+    return wanted.chain(first, layers, head)
+
+
+# ViT of transformers, made elastic.
+
+
+def vit(model: Any, wanted: Wanted) -> Chain:
+    """The chain of a ViTForImageClassification."""
+    config, body, space = model.config, model.vit, wanted.space
+    if not isinstance(model.classifier, nn.Linear):
+        raise SupernetError("this ViT has no classifier: give num_labels, so that there is something to predict")
+    if not isinstance(config.image_size, int) or not isinstance(config.patch_size, int):
+        raise SupernetError(
+            f"only square images and patches can be made elastic, not {config.image_size} and {config.patch_size}"
+        )
+    count = config.num_hidden_layers
+    width = wanted.size("width", config.hidden_size, wanted.width)
+    heads = wanted.layers("heads", config.num_attention_heads, wanted.heads, count)
+    hidden = wanted.layers("hidden", config.intermediate_size, wanted.hidden, count)
+    norm = partial(LayerNorm, eps=config.layer_norm_eps)
+    drop = config.hidden_dropout_prob
+    layers = []
+    with torch.device("meta"):
+        first = PatchEmbedding(space, config.image_size, config.patch_size, width, config.num_channels, drop)
+        for i, block in enumerate(body.layers):
+            dim = block.attention.head_dim
+            attention = Attention(space, width, heads[i], dim, bias=config.qkv_bias, eager=wanted.eager)
+            mlp = MLP(space, width, hidden[i], activation(config.hidden_act, block.mlp.activation_fn))
+            layers.append(TransformerBlock(space, width, attention, mlp, norm, drop))
+        head = Head(space, width, config.num_labels, "first", norm)
+    source = body.embeddings
+    fill(first.patches, weight=source.patch_embeddings.projection.weight, bias=source.patch_embeddings.projection.bias)
+    fill(first.first, weight=source.cls_token[0])
+    fill(first.place, weight=source.position_embeddings[0])
+    for made, block in zip(layers, body.layers, strict=True):
+        pairs = [
+            (made.norm1, block.layernorm_before),
+            (made.attention.q, block.attention.q_proj),
+            (made.attention.k, block.attention.k_proj),
+            (made.attention.v, block.attention.v_proj),
+            (made.attention.out, block.attention.o_proj),
+            (made.norm2, block.layernorm_after),
+            (made.mlp.up, block.mlp.fc1),
+            (made.mlp.down, block.mlp.fc2),
+        ]
+        for part, own in pairs:
+            fill(part, weight=own.weight, bias=own.bias)
+    fill(head.norm, weight=body.layernorm.weight, bias=body.layernorm.bias)
+    fill(head.linear, weight=model.classifier.weight, bias=model.classifier.bias)
+    return wanted.chain(first, layers, head)

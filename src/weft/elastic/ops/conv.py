@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn import grad as gradients  # the public form of autograd's own
 
-from weft.supernet.elastic.superpose import superpose
+from weft.elastic.ops.linear import superpose
 
 Pair = tuple[int, int]
 

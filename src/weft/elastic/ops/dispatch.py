@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.supernet.elastic.sizes import Chances, Sizes
+from weft.elastic.sizes import Chances, Sizes
 
 
 def weight_kernels(weight: Tensor, rank: int) -> ModuleType | None:
@@ -21,9 +21,9 @@ def weight_kernels(weight: Tensor, rank: int) -> ModuleType | None:
         return None
     if not _has_triton():
         return None
-    from weft.supernet.elastic import kernels
+    from weft.elastic.ops import triton_weight
 
-    return kernels if rank <= kernels.MOST_RANK else None
+    return triton_weight if rank <= triton_weight.MOST_RANK else None
 
 
 def linear_kernels(weights: Sequence[Tensor], chances: Chances, sizes: Sizes) -> ModuleType | None:
@@ -32,11 +32,11 @@ def linear_kernels(weights: Sequence[Tensor], chances: Chances, sizes: Sizes) ->
         return None
     if not _has_triton():
         return None
-    from weft.supernet.elastic import linear_kernels
+    from weft.elastic.ops import triton_linear
 
     likely = all(held is None or (held.is_cuda and held.dtype == torch.float32) for held in chances)
-    few = len(weights) <= linear_kernels.MOST_LAYERS and sizes.combinations <= linear_kernels.MOST_COMBINATIONS
-    return linear_kernels if likely and few else None
+    few = len(weights) <= triton_linear.MOST_LAYERS and sizes.combinations <= triton_linear.MOST_COMBINATIONS
+    return triton_linear if likely and few else None
 
 
 def norm_kernels(x: Tensor, weight: Tensor, chances: Tensor, widths: Sequence[int]) -> ModuleType | None:
@@ -46,13 +46,13 @@ def norm_kernels(x: Tensor, weight: Tensor, chances: Tensor, widths: Sequence[in
         return None
     if not _has_triton():
         return None
-    from weft.supernet.elastic import norm_kernels
+    from weft.elastic.ops import triton_norm
 
-    few = len(widths) <= norm_kernels.MOST_WIDTHS and x.shape[-1] <= norm_kernels.MOST_FEATURES
-    return norm_kernels if few else None
+    few = len(widths) <= triton_norm.MOST_WIDTHS and x.shape[-1] <= triton_norm.MOST_FEATURES
+    return triton_norm if few else None
 
 
-def on(device: torch.device) -> AbstractContextManager[Any]:
+def can_fuse(device: torch.device) -> AbstractContextManager[Any]:
     """With this GPU as the current one, which it mostly is: then at no cost."""
     return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 

@@ -15,7 +15,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.supernet.elastic.fused import on
+from weft.elastic.ops.dispatch import can_fuse
 
 MOST_WIDTHS, MOST_FEATURES = 16, 8192
 _PROGRAMS = 512  # of the backward, at most: each leaves a row of sums
@@ -56,7 +56,7 @@ class _Norm(torch.autograd.Function):
         mean, rstd = torch.empty(2, len(widths), number, device=x.device, dtype=torch.float32).unbind(0)
         table, (block, tokens) = _widths(widths, x.device), _tile(features)
         if number:
-            with on(x.device):
+            with can_fuse(x.device):
                 _forward[(-(-number // tokens),)](
                     rows,
                     weight,
@@ -93,7 +93,7 @@ class _Norm(torch.autograd.Function):
         programs = max(1, min(_PROGRAMS, tiles))
         # The gradients of weight, bias and chances side by side.
         parts = torch.empty(programs, 2 * features + count, device=x.device, dtype=torch.float32)
-        with on(x.device):
+        with can_fuse(x.device):
             _backward[(programs,)](
                 rows,
                 dy,

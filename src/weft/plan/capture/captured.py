@@ -42,17 +42,6 @@ class Captured:
     tied: Mapping[str, str]
     seconds: float
 
-    def bind(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """A tensor for each placeholder: the model's parameters and buffers, the constants, and the batch's tensors."""
-        own = dict(model.named_parameters(remove_duplicate=False))
-        state = dict(model.named_buffers(remove_duplicate=False))
-        return {
-            **{node: own[name] for node, name in self.parameters.items()},
-            **{node: state[name] for node, name in self.buffers.items()},
-            **self.constants,
-            **{node: _entry(batch, key) for node, key in self.inputs.items()},
-        }
-
 
 def capture(model: nn.Module, batch: Batch, *, loss: Loss | None = None, name: str | None = None) -> Captured:
     """The graph of a model's forward for this batch, in the mode (training or evaluation) that it is in.
@@ -81,10 +70,3 @@ def capture(model: nn.Module, batch: Batch, *, loss: Loss | None = None, name: s
         tied,
         time.perf_counter() - start,
     )
-
-
-def _entry(batch: Batch, key: int | str) -> Tensor:
-    found = batch if isinstance(batch, Tensor) else batch[key]  # type: ignore[index]
-    if not isinstance(found, Tensor):
-        raise TypeError(f"batch entry {key!r} was a tensor when the model was captured and is now {found!r}")
-    return found

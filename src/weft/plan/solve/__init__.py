@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from weft.plan.solve.chain import Walk, markov_chain
 from weft.plan.solve.limit import OverLimit
 from weft.plan.solve.problem import Problem, Solution
 from weft.plan.solve.solver import solve
-from weft.plan.solve.tie import tied
 
-__all__ = ["OverLimit", "Problem", "Solution", "Walk", "markov_chain", "solve", "tied"]
+__all__ = ["OverLimit", "Problem", "Solution", "solve"]

@@ -1,20 +1,13 @@
 """Gradient search: methods that learn a mixture, methods that train by samples, and the run that uses them."""
 
-from weft.search.gradient.entry import Found, gradient_search
-from weft.search.gradient.method import (
-    GRADIENT_METHODS,
-    GradientMethod,
-    Learner,
-    SampledMethod,
-    make_gradient_method,
-)
+from weft.search.gradient.api import GradientSearchResult, search_gradient
+from weft.search.gradient.methods import GRADIENT_METHODS, GradientMethod, SampledMethod, make_gradient_method
 
 __all__ = [
     "GRADIENT_METHODS",
-    "Found",
     "GradientMethod",
-    "Learner",
+    "GradientSearchResult",
     "SampledMethod",
-    "gradient_search",
     "make_gradient_method",
+    "search_gradient",
 ]

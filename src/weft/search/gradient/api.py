@@ -3,48 +3,54 @@ out."""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from weft.data import Data, Loader, as_data
-from weft.errors import SearchError
-from weft.pipeline import Optimizer, Trained, cross_entropy, train
-from weft.pipeline.bilevel import Bilevel
-from weft.pipeline.initial import load_initial
-from weft.pipeline.law import Loss
-from weft.pipeline.ranks import ranks
-from weft.pipeline.settings import consistencies
-from weft.runs.files import write_json
-from weft.search.entry import check_name, search_trained, told_choices
-from weft.search.expected import measure_expected
-from weft.search.front import Front
-from weft.search.gradient.arguments import check_arguments
-from weft.search.gradient.method import (
+from weft.distributed.env import read_env
+from weft.elastic import Mixture, Switch
+from weft.elastic.mixture import choice_options
+from weft.engine.bilevel import Bilevel
+from weft.engine.losses import cross_entropy
+from weft.engine.optimizer import Optimizer
+from weft.engine.train_step import Loss
+from weft.errors import SearchError, nearest
+from weft.search.api import check_name, search, told_choices
+from weft.search.cost_model import build_cost_model
+from weft.search.discretize import by_perturbation, candidates, most_probable_subnet
+from weft.search.front import Front, Scored
+from weft.search.gradient.loss import Layout, MixedLoss, MixedMetric, Probabilities
+from weft.search.gradient.methods import (
+    PICKS,
     GradientMethod,
     SampledMethod,
+    default_optimizer,
+    default_pick,
+    default_warmup,
     make_gradient_method,
-    usual_optimizer,
-    usual_pick,
-    usual_warmup,
 )
-from weft.search.gradient.missed import candidates, most_missed
-from weft.search.gradient.objective import Layout, MixedLoss, MixedMetric, Probabilities
-from weft.search.gradient.picture import write_picture
-from weft.search.objective import parse_objectives
-from weft.search.pick import likeliest
-from weft.search.score import Scorer
-from weft.search.scored import Scored
-from weft.search.target import Penalty, Target, parse_targets
+from weft.search.objectives import parse_objectives
+from weft.search.scorer import Scorer
+from weft.search.targets import Penalty, Target, parse_targets
 from weft.space import Subnet
 from weft.supernet import Chain, Factory, initialise
-from weft.supernet.elastic import Mixture, Switch
-from weft.supernet.elastic.mixture import choice_options
-from weft.supernet.faithful import unfaithful
-from weft.supernet.mixed import PROGRESS, MixedChain, mix, mixed_factory, parts
+from weft.supernet.mixed_chain import (
+    PROGRESS,
+    MixedChain,
+    find_mixture_mismatch,
+    make_mixed_chain,
+    mixed_factory,
+    parts,
+)
+from weft.trainer.api import TrainedRun, train
+from weft.trainer.checkpointing import load_initial
+from weft.trainer.config import consistencies
+from weft.utils.files import write_json
 
 log = logging.getLogger("weft.search")
 LARGE = 200_000_000
@@ -52,10 +58,10 @@ LARGE = 200_000_000
 
 
 @dataclass(frozen=True)
-class Found:
+class GradientSearchResult:
     """What a gradient search settled on: the subnet, its scores on validation data, and the mixture behind it."""
 
-    trained: Trained
+    trained: TrainedRun
     """The run, with the plain supernet that has its weights: what ``weft.search`` and ``weft.retrain`` start from."""
     subnet: Subnet
     scores: dict[str, float]
@@ -71,7 +77,7 @@ class Found:
         return module
 
 
-def gradient_search(
+def search_gradient(
     net: Chain | Factory,
     data: Any,
     *,
@@ -90,7 +96,7 @@ def gradient_search(
     name: str = "search",
     on_score: Callable[[Scored, bool], None] | None = None,
     **options: Any,
-) -> Found:
+) -> GradientSearchResult:
     """Learns weights and architecture together, and returns the subnet that it settles on.
 
     ``steps`` counts steps of both kinds: after ``warmup_weights`` steps for the weights alone (as many as suit the
@@ -107,7 +113,7 @@ def gradient_search(
     check_arguments(chosen, steps, metrics, targets, penalties, architecture, warmup_weights, pick, options)
     given = {"steps": steps, "loss": loss, "metrics": dict(metrics or {}), "seed": seed, **options}
     check_name(name)
-    started = ranks()
+    started = read_env()
     if started is not None and started.world > 1:  # only the first of them would have the weights in the end
         raise SearchError("gradient search starts the processes of its stages itself: use stages=N and not torchrun")
     loaded = as_data(data, seed)
@@ -121,21 +127,21 @@ def gradient_search(
     wanted = _targets(net, loaded, targets, seed, str(options.get("device", "cpu")))
     if isinstance(chosen, SampledMethod):
         return _by_samples(net, data, chosen, given, wanted, budget, recalibrate, name, on_score)
-    way = pick or usual_pick(chosen)
+    way = pick or default_pick(chosen)
     if wanted or not candidates(initialise(net, seed, only=()).space):
         way = "likeliest"
-    warm = usual_warmup(chosen, steps) if warmup_weights is None else warmup_weights
-    bilevel = Bilevel(architecture or usual_optimizer(chosen, steps), warm, order=chosen.order)
+    warm = default_warmup(chosen, steps) if warmup_weights is None else warmup_weights
+    bilevel = Bilevel(architecture or default_optimizer(chosen, steps), warm, order=chosen.order)
     if not any(bilevel.architecture(step) for step in range(warm, steps)):
         raise SearchError(
             f"of {steps} steps, {warm} of which train the weights alone, none trains the architecture: give more steps"
         )
     side = (PROGRESS,) if chosen.anneals else ()
-    mixed = mix(net, chosen, side)
+    mixed = make_mixed_chain(net, chosen, side)
     if chosen.name == "pc-darts" and not _is_partial(mixed.plain):
         raise SearchError(
             "'pc-darts' mixes a part of the channels, which the supernet has to be built for: give its switches "
-            "partial=4, as weft.zoo.darts(partial=4) does, or use 'darts'"
+            "partial=4, as weft.zoo.cells(partial=4) does, or use 'darts'"
         )
     _tell_unfaithful(net, loaded, seed)
     layout: Layout = tuple((n, len(choice_options(mixed.space, n))) for n in mixed.order)
@@ -162,9 +168,9 @@ def gradient_search(
         ),
     )
     if way == "missed":
-        subnet = most_missed(plain.chain, mixture, plain.data, plain.settings, penalties)
+        subnet = by_perturbation(plain.chain, mixture, plain.data, plain.settings, penalties)
     else:
-        subnet = likeliest(mixture, wanted)
+        subnet = most_probable_subnet(mixture, wanted)
     return replace(_found(plain, subnet, mixture, recalibrate, name, chosen.name, layout), pick=way)
 
 
@@ -175,7 +181,7 @@ def _tell_unfaithful(net: Chain | Factory, data: Data, seed: int) -> None:
     if sum(held) > LARGE:
         return
     try:
-        found = unfaithful(initialise(net, seed), Loader(data.train, 2, 0, shuffle=False).batch(0))
+        found = find_mixture_mismatch(initialise(net, seed), Loader(data.train, 2, 0, shuffle=False).batch(0))
     except Exception as problem:  # which training would meet too, and tell with the layer's name
         log.debug("mixtures were not tried out: %s", problem)
         return
@@ -204,7 +210,7 @@ def _by_samples(
     recalibrate: int,
     name: str,
     on_score: Callable[[Scored, bool], None] | None,
-) -> Found:
+) -> GradientSearchResult:
     given = {"stream": method.stream, **given}
     if method.microbatches is not None:
         if given.get("microbatches", 1) not in (1, method.microbatches):
@@ -217,7 +223,7 @@ def _by_samples(
         given.setdefault("distil", True)
     trained = train(net, data, **given)
     bounds = [f"{t.expected.metric}{op}{t.value * (1 + s)}" for t in wanted for op, s in ((">=", -0.02), ("<=", 0.02))]
-    front = search_trained(
+    front = search(
         trained,
         minimize="loss",  # ranks subnets with inherited weights better than accuracy does, which is the same for many
         constraints=bounds,
@@ -230,7 +236,7 @@ def _by_samples(
         expected=[target.expected for target in wanted],
     )
     best = front.best()
-    return Found(trained, best.subnet, dict(best.scores), None, front)
+    return GradientSearchResult(trained, best.subnet, dict(best.scores), None, front)
 
 
 def _targets(
@@ -242,12 +248,14 @@ def _targets(
         return ()
     chain = initialise(net, seed).eval()
     batch = {name: tensor[:1] for name, tensor in Loader(data.train, 1, 0, shuffle=False).batch(0).items()}
-    wanted = parse_targets(texts, lambda metric: measure_expected(chain, batch, metric, device=device))
-    likeliest(Mixture.uniform(chain.space), wanted)  # what no subnet meets is said now, and not after the training
+    wanted = parse_targets(texts, lambda metric: build_cost_model(chain, batch, metric, device=device))
+    most_probable_subnet(
+        Mixture.uniform(chain.space), wanted
+    )  # what no subnet meets is said now, and not after the training
     return wanted
 
 
-def _inherited(net: Chain | Factory, trained: Trained, seed: int) -> Chain:
+def _inherited(net: Chain | Factory, trained: TrainedRun, seed: int) -> Chain:
     """The plain supernet with the weights of the mixed one."""
     plain = initialise(net, seed, trained.settings.device)
     load_initial(plain, trained.chain.state_dict())
@@ -255,8 +263,14 @@ def _inherited(net: Chain | Factory, trained: Trained, seed: int) -> Chain:
 
 
 def _found(
-    trained: Trained, subnet: Subnet, mixture: Mixture, recalibrate: int, name: str, method: str, layout: Layout
-) -> Found:
+    trained: TrainedRun,
+    subnet: Subnet,
+    mixture: Mixture,
+    recalibrate: int,
+    name: str,
+    method: str,
+    layout: Layout,
+) -> GradientSearchResult:
     scorer = Scorer(trained.chain, trained.data, trained.settings, recalibrate)
     scores = {**scorer.quality(subnet), **scorer.cheap(subnet)}
     quality = next(iter(trained.settings.metrics), "loss")
@@ -266,6 +280,53 @@ def _found(
     front.save(folder, scorer.layers, choices=told_choices(trained.chain.space))
     told = {n: [round(p, 6) for p in mixture[n].tolist()] for n, _ in layout}
     write_json(folder / "mixture.json", {"method": method, "subnet": subnet.to_json(), "probabilities": told})
-    options = {n: choice_options(trained.chain.space, n) for n, _ in layout}
-    write_picture(folder / "probabilities.svg", trained.run.events.read(), trained.settings.steps, options, told)
-    return Found(trained, subnet, scores, mixture, front)
+    return GradientSearchResult(trained, subnet, scores, mixture, front)
+
+
+# What a gradient search was given, checked before anything is built: each mistake has its line.
+
+OWN = ["method", "targets", "penalties", "architecture", "warmup_weights", "pick", "budget", "recalibrate", "name"]
+
+
+def check_arguments(
+    method: object,
+    steps: object,
+    metrics: object,
+    targets: object,
+    penalties: object,
+    architecture: object,
+    warmup_weights: object,
+    pick: object,
+    options: Mapping[str, Any],
+) -> None:
+    """Raises SearchError for what is of the wrong kind, and for options that nobody has."""
+    if not isinstance(method, (GradientMethod, SampledMethod)):
+        raise SearchError(f"method is a name such as 'drnas', or a method itself, not {method!r}")
+    _count("steps", steps, 1)
+    if warmup_weights is not None:
+        _count("warmup_weights", warmup_weights, 0)
+    if pick is not None and pick not in PICKS:
+        raise SearchError(f"pick is {' or '.join(map(repr, PICKS))}, not {pick!r}")
+    if pick is not None and isinstance(method, SampledMethod):
+        raise SearchError(f"'{method.name}' learns no mixture to pick from: leave pick out")
+    if pick == "missed" and targets:
+        raise SearchError("pick 'missed' does not look at what a subnet costs: use 'likeliest' with targets")
+    named = metrics if isinstance(metrics, Mapping) else {} if metrics is None else None
+    if named is None or not all(isinstance(name, str) and callable(metric) for name, metric in named.items()):
+        raise SearchError(f'metrics are functions by name, such as {{"accuracy": weft.accuracy}}, not {metrics!r}')
+    texts = [targets] if isinstance(targets, str) else targets
+    if not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
+        raise SearchError(f"targets are texts such as 'parameters=5e6', not {targets!r}")
+    if not isinstance(penalties, Iterable) or not all(isinstance(one, Penalty) for one in penalties):
+        raise SearchError(f"penalties are of weft.search.Penalty, not {penalties!r}")
+    if architecture is not None and not isinstance(architecture, Optimizer):
+        raise SearchError(f"architecture is an optimizer such as weft.Optimizer('adam', lr=0.01), not {architecture!r}")
+    known = set(inspect.signature(train).parameters) - {"net", "data", "bilevel"}
+    for name in options:
+        if name not in known:
+            raise SearchError(f"a search that trains has no option '{name}'{nearest(name, (*OWN, *sorted(known)))}")
+
+
+def _count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SearchError(f"{name} is a whole number of {least} or more, not {value!r}")

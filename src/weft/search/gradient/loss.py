@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from weft.data import Batch
-from weft.pipeline.law import Loss, Metric
-from weft.search.target import Penalty, Target
-from weft.supernet.elastic import Mixture
+from weft.elastic import Mixture
+from weft.engine.train_step import Loss, Metric
+from weft.search.targets import Penalty, Target
 
 Layout = tuple[tuple[str, int], ...]
 """Choices in the order of the vector of probabilities, with the number of their options."""

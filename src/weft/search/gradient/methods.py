@@ -1,24 +1,19 @@
-"""Methods of gradient search: ask for the mixture, tell the gradient.
-
-A method says how the parameters of a choice become probabilities. What they are learned from, weights and data, is the
-same for all: ``Learner`` is the plain loop's way to use one, ``weft.search`` the pipeline's.
-"""
+"""Methods of gradient search: how the parameters of a choice become probabilities."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.distributions import Gamma
+from torch.nn import functional as F
 
+from weft.engine.bilevel import Bilevel
+from weft.engine.optimizer import Optimizer
 from weft.errors import SearchError, nearest
-from weft.keys import torch_seeded
-from weft.pipeline import Optimizer
-from weft.pipeline.bilevel import Bilevel
-from weft.pipeline.optimizer import Updater
-from weft.space import Space
-from weft.supernet.elastic import Mixture
-from weft.supernet.elastic.mixture import choice_options
+from weft.search.methods import METHODS
 
 
 @runtime_checkable
@@ -43,12 +38,12 @@ class GradientMethod(Protocol):
         ...
 
 
-def usual_warmup(method: GradientMethod, steps: int) -> int:
+def default_warmup(method: GradientMethod, steps: int) -> int:
     """The steps that train the weights alone, where a user does not say: the method's ``warm`` share of all, if any."""
     return int(steps * getattr(method, "warm", 0.0)) // 2 * 2
 
 
-def usual_optimizer(method: GradientMethod, steps: int) -> Optimizer:
+def default_optimizer(method: GradientMethod, steps: int) -> Optimizer:
     """The architecture's, where a user does not say.
 
     Adam moves a parameter by about its rate a step. With that of DARTS, made for runs of many thousand steps, nothing
@@ -64,7 +59,7 @@ PICKS = ("likeliest", "missed")
 """How a subnet is settled on once the mixture is learned: by its probabilities, or by what is missed without it."""
 
 
-def usual_pick(method: GradientMethod) -> str:
+def default_pick(method: GradientMethod) -> str:
     """Where a user does not say: the method's ``pick``, if it has one."""
     said = getattr(method, "pick", PICKS[0])
     if said not in PICKS:
@@ -91,64 +86,8 @@ class SampledMethod(Protocol):
         ...
 
 
-class Learner:
-    """A method with its parameters, for a training loop of one's own.
-
-    >>> from weft.search.gradient.darts import Darts
-    >>> space = Space()
-    >>> width = space.integer("width", [1, 2])
-    >>> learner = Learner(space, Darts(), Optimizer("sgd", lr=1.0))
-    >>> mixture = learner.ask()
-    >>> (mixture["width"] * torch.tensor([0.0, 1.0])).sum().backward()  # the second option costs more
-    >>> learner.tell()
-    >>> [round(p, 3) for p in learner.ask()["width"].tolist()]
-    [0.622, 0.378]
-    """
-
-    def __init__(
-        self,
-        space: Space,
-        method: GradientMethod,
-        optimizer: Optimizer | None = None,
-        *,
-        seed: int = 0,
-        steps: int = 1000,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.space, self.method, self.seed, self.steps = space, method, seed, steps
-        self.step = 0
-        self.alphas = {
-            name: torch.nn.Parameter(torch.zeros(len(choice_options(space, name)), device=device))
-            for name in space.choices
-        }
-        self._updater = Updater(optimizer or Bilevel().optimizer, self.alphas)
-
-    def ask(self, training: bool = True) -> Mixture:
-        """The mixture of this step; its noise depends on the seed and the step alone."""
-        device = next(iter(self.alphas.values())).device
-        progress = torch.full((), min(self.step / self.steps, 1.0), device=device) if self.method.anneals else None
-        with torch_seeded(self.seed, "ask", self.step):
-            found = {name: self.method(alpha, training, progress) for name, alpha in self.alphas.items()}
-        return Mixture.unchecked(self.space, found)
-
-    def tell(self) -> None:
-        """After a backward through the mixture: its gradient moves the parameters, and the next step begins."""
-        used = [alpha for alpha in self.alphas.values() if alpha.grad is not None]
-        if not used:
-            raise SearchError("tell() comes after a backward through the mixture that ask() gave")
-        gradients = [alpha.grad.clone() for alpha in used if alpha.grad is not None]
-        self._updater.apply(used, gradients, 1.0)
-        self.step += 1
-
-
 def make_gradient_method(name: str) -> GradientMethod | SampledMethod:
     """The method of this name with its default settings."""
-    from weft.search.gradient.darts import Darts
-    from weft.search.gradient.drnas import DrNAS
-    from weft.search.gradient.fairnas import FairNAS
-    from weft.search.gradient.gdas import GDAS
-    from weft.search.gradient.sandwich import Sandwich
-    from weft.search.gradient.spos import SPOS
 
     made: dict[str, GradientMethod | SampledMethod] = {
         "darts": Darts(),
@@ -160,9 +99,124 @@ def make_gradient_method(name: str) -> GradientMethod | SampledMethod:
         "fairnas": FairNAS(),
         "sandwich": Sandwich(),
     }
+    if name in METHODS:
+        raise SearchError(
+            f"'{name}' searches a trained run: call weft.search(weft.train(build, data, ...), method=\"{name}\")"
+        )
     if name not in made:
         raise SearchError(f"unknown gradient method '{name}'{nearest(name, made)}")
     return made[name]
 
 
 GRADIENT_METHODS = ("darts", "darts2", "drnas", "gdas", "pc-darts", "spos", "fairnas", "sandwich")
+
+
+# DrNAS (Chen et al., 2021): probabilities are drawn from a Dirichlet distribution whose concentration is learned.
+
+
+@dataclass(frozen=True, slots=True)
+class DrNAS:
+    """The concentration is elu(alpha) + 1; gradients pass through the draw. Without training, its mean."""
+
+    name: str = "drnas"
+    order: int = 1
+    anneals: bool = False
+    warm: ClassVar[float] = 0.3
+    quick: ClassVar[bool] = True
+    pick: ClassVar[str] = "missed"
+
+    def __call__(self, alpha: Tensor, training: bool, progress: Tensor | None) -> Tensor:
+        concentration = F.elu(alpha) + 1.0
+        if not training:
+            return concentration / concentration.sum()
+        # A normalised draw of gammas is one of the Dirichlet distribution; checks would make a GPU wait.
+        gammas = Gamma(concentration.clamp_min(1e-4), torch.ones_like(concentration), validate_args=False)
+        drawn = gammas.rsample()
+        return drawn / drawn.sum()
+
+
+# GDAS (Dong and Yang, 2019): one option of each choice is drawn by the Gumbel trick; gradients go straight through.
+
+
+@dataclass(frozen=True, slots=True)
+class GDAS:
+    """The temperature falls from ``first`` to ``last`` as the run goes on."""
+
+    first: float = 10.0
+    last: float = 0.1
+    name: str = "gdas"
+    order: int = 1
+    anneals: bool = True
+    warm: ClassVar[float] = 0.3
+    quick: ClassVar[bool] = True
+
+    def __call__(self, alpha: Tensor, training: bool, progress: Tensor | None) -> Tensor:
+        if not training:
+            return torch.softmax(alpha, 0)
+        temperature = self.first + (self.last - self.first) * (0.0 if progress is None else progress)
+        noise = -torch.empty_like(alpha).exponential_().clamp_min(1e-20).log()
+        soft = torch.softmax((torch.log_softmax(alpha, 0) + noise) / temperature, 0)
+        hard = torch.zeros_like(soft).scatter(0, soft.argmax(0, keepdim=True), 1.0)
+        return hard - soft.detach() + soft
+
+
+# DARTS (Liu et al., 2019): a softmax over the options of each choice.
+
+
+@dataclass(frozen=True, slots=True)
+class Darts:
+    """First order, or second (``order=2``), where the architecture's gradient looks one step of the weights ahead."""
+
+    order: int = 1
+    name: str = "darts"
+    anneals: bool = False
+    pick: ClassVar[str] = "missed"
+
+    def __call__(self, alpha: Tensor, training: bool, progress: Tensor | None) -> Tensor:
+        return torch.softmax(alpha, 0)
+
+
+# The sandwich rule (Yu et al., 2019): every step trains the largest subnet, the smallest and some random ones.
+
+
+@dataclass(frozen=True, slots=True)
+class Sandwich:
+    """``random`` subnets beside the largest and the smallest, as micro-batches of one step; the largest teaches."""
+
+    random: int = 2
+    name: str = "sandwich"
+    distils: bool = True
+
+    @property
+    def stream(self) -> str:
+        return f"sandwich:{self.random}"
+
+    @property
+    def microbatches(self) -> int | None:
+        return 2 + self.random
+
+
+# FairNAS-style sampling (Chu et al., 2021): options of a choice are trained equally often, in weft's spaced order.
+
+
+@dataclass(frozen=True, slots=True)
+class FairNAS:
+    """A spaced stream: strictly fair, and free of conflicts between steps that follow each other."""
+
+    name: str = "fairnas"
+    stream: str = "spaced"
+    microbatches: int | None = None
+    distils: bool = False
+
+
+# SPOS (Guo et al., 2020): every step trains one subnet, drawn uniformly.
+
+
+@dataclass(frozen=True, slots=True)
+class SPOS:
+    """A uniform stream; the subnet is found by evolution afterwards."""
+
+    name: str = "spos"
+    stream: str = "iid"
+    microbatches: int | None = None
+    distils: bool = False

@@ -3,7 +3,7 @@
 weft.op = (() => {
   const { el, format } = weft;
   // A name and a place in the palette for each kind.
-  const KINDS = { F: ["forward", 0], B: ["backward", 2], W: ["weights", 3], U: ["update", 1], E: ["evaluation", 8] };
+  const KINDS = { F: ["forward", 0], B: ["backward", 2], U: ["update", 1] };
   // Spans are [stage, kind, micro-batch, step, subnet, start, end, version, backward version, waited for, seconds waited].
   const name = (span) => `${span[0]}${span[1]}${span[2] ?? ""}`;
   const version = (span) =>

@@ -90,7 +90,8 @@ weft.views.plan = {
     };
     // The rows of others are as the planner keeps them: whatever keys they have become columns.
     const compared = (plan) => {
-      const keys = [...new Set(plan.rows.flatMap((row) => Object.keys(row)))];
+      const known = (value) => value !== null && value !== undefined && value !== "";
+      const keys = [...new Set(plan.rows.flatMap((row) => Object.keys(row).filter((key) => known(row[key]))))];
       const shown = (key, value) => {
         if (typeof value === "boolean") return value ? "yes" : "no";
         if (typeof value !== "number") return value === null || value === undefined ? "" : format.value(value);
@@ -115,13 +116,15 @@ weft.views.plan = {
         ),
       });
     };
+    const others = (plan) => {
+      if (plan.untried) return `the time was up: ${plan.untried} that might be faster were not tried`;
+      return format.known(plan.within) ? `none is faster by more than ${format.percent(plan.within)}` : null;
+    };
     return {
       update([plan]) {
         if (told === JSON.stringify(plan)) return;
         told = JSON.stringify(plan);
-        const graph = plan.graph?.svg ? weft.graph(plan.graph.svg) : null;
-        const colour = (own) =>
-          Array.isArray(own.colour) ? `light-dark(${own.colour[0]}, ${own.colour[1]})` : own.colour;
+        const graph = plan.graph ? weft.graph(plan.graph) : null;
         host.replaceChildren(
           ...[
             el("h1", {}, `${plan.model} on ${plan.devices} x ${plan.machine}`),
@@ -131,22 +134,23 @@ weft.views.plan = {
               ["stages", plan.stages],
               ["micro-batches", plan.microbatches],
               ["activations", plan.recompute === undefined ? null : plan.recompute ? "recomputed" : "kept"],
-              ["untried", plan.untried ? `${plan.untried} other ways might be faster` : null],
               [
                 "proof",
                 format.known(plan.gap)
                   ? plan.gap < 1e-9
                     ? "the best with this mesh"
-                    : `within ${format.percent(plan.gap, 1)} of the best so cut`
+                    : `within ${format.percent(Math.max(plan.gap, 0.001), 1)} of the best with this mesh`
                   : null,
               ],
+              ["other ways to use the devices", others(plan)],
+              ["without a rule", plan.without_rule?.join(", ")],
             ]),
             el("div.pair", {}, cost(plan), plan.memory?.length ? memory(plan) : null),
-            graph?.body
+            graph
               ? weft.figure("Strategy", {
                   controls: [graph.controls],
-                  about: "a box an operator, coloured by how it is split",
-                  body: [weft.key((plan.strategies ?? []).map((own) => [own.label, colour(own)])), graph.body],
+                  about: "a box is an operator, its colour says how it is split; layers that repeat are shown once",
+                  body: [graph.body],
                 })
               : plan.note
                 ? weft.empty("The graph is not shown", el("span", {}, plan.note))
@@ -155,6 +159,7 @@ weft.views.plan = {
             plan.rows?.length ? compared(plan) : null,
           ].filter(Boolean),
         );
+        graph?.shown();
       },
     };
   },

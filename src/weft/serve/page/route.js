@@ -145,8 +145,9 @@ weft.route = (() => {
     } catch (reason) {
       main.replaceChildren(weft.el("p.problem", {}, reason.message));
     }
-    if (weft.documents.isStatic && list.runs.length === 1 && !location.hash)
-      history.replaceState(null, "", run(list.runs[0].name));
+    const only = list.runs.length + list.plans.length === 1 && weft.documents.isStatic;
+    if (only && !location.hash)
+      history.replaceState(null, "", list.runs.length ? run(list.runs[0].name) : plan(list.plans[0].name));
     addEventListener("hashchange", async () => {
       if (location.hash === "#main") return;
       await show();

@@ -82,12 +82,6 @@ weft.views.search = {
                 (found.count ?? found.scored.length) ? format.number(found.count ?? found.scored.length) : null,
               ],
               ["on the front", found.front.length || null],
-              [
-                "Kendall's tau",
-                found.tau
-                  ? `${format.number(found.tau.value, 3)} over ${format.number(found.tau.pairs)} pairs, against ${found.tau.truth}`
-                  : null,
-              ],
             ]),
           ].filter(Boolean),
         );

@@ -9,8 +9,7 @@ weft.views.tune = {
       el("div"),
       el("div", { style: { display: "grid", gap: "14px", "grid-template-columns": "minmax(0, 1fr)" } }),
     ];
-    const problem = el("p.problem", { hidden: true });
-    host.append(head, problem, facts, body);
+    host.append(head, facts, body);
     let [now, parts, only, shape] = [null, null, null, ""];
 
     const best = () => {
@@ -128,8 +127,6 @@ weft.views.tune = {
       update([found, run]) {
         now = found;
         head.replaceChildren(weft.curves.about(run));
-        problem.hidden = !found.problem;
-        problem.textContent = found.problem ?? "";
         const counts = Object.entries(
           now.trials.reduce((sums, trial) => ({ ...sums, [trial.state]: (sums[trial.state] ?? 0) + 1 }), {}),
         )

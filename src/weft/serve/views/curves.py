@@ -6,9 +6,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from weft.runs import peek
-from weft.serve.events.said import Said, ask
-from weft.serve.events.thin import BUCKETS, Curve, rounded
+from weft.runs import events as peek
+from weft.serve.downsample import BUCKETS, Curve, rounded
+from weft.serve.event_log import RunSummary, query_run
 
 ROOM = 10_000
 """The most buckets in a document, over all its curves: below half a megabyte."""
@@ -18,24 +18,24 @@ KINDS = ("train", "validation", "progress")
 
 def document(run: Path, **query: Any) -> dict[str, Any]:
     """Every curve of a run; of more curves, each has fewer points."""
-    return ask(run, _curves)
+    return query_run(run, _curves)
 
 
 def present(run: Path) -> bool:
-    """Whether a step is told of near the beginning or the end of the events."""
+    """Whether there is a step near the beginning or the end of the events."""
     events = run / "events.jsonl"
     return any(event.get("event") in ("step", "validation") for event in peek.head(events) + peek.tail(events))
 
 
-def _curves(said: Said) -> dict[str, Any]:
-    cap = min(BUCKETS, ROOM // max(1, len(said.curves)))
+def _curves(reduced: RunSummary) -> dict[str, Any]:
+    cap = min(BUCKETS, ROOM // max(1, len(reduced.curves)))
     series = []
-    for (of, name), curve in sorted(said.curves.items(), key=lambda item: _place(*item[0])):
+    for (of, name), curve in sorted(reduced.curves.items(), key=lambda item: _place(*item[0])):
         drawn = curve.coarser(cap) if cap < curve.cap else curve
         if name == "seconds" and of == "progress":
             series.append({"name": "steps per second", "of": of, **_pace(drawn)})
         series.append({"name": name, "of": of, **drawn.to_json()})
-    return {"series": series, "points": said.points, "damaged": said.damaged}
+    return {"series": series, "points": reduced.points, "damaged": reduced.damaged}
 
 
 def _place(of: str, name: str) -> tuple[int, bool, str]:

@@ -1,26 +1,30 @@
-"""The document `pipeline` of a run: what its stages did and waited for, beside what was foreseen, and their memory."""
+"""The view `pipeline` of a run: what its stages did and waited for, beside what was foreseen, and their memory."""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from weft.errors import RunError, WeftError
-from weft.runs import peek, read_json
-from weft.serve.pipeline.buckets import buckets, busy_share, work
-from weft.serve.pipeline.columns import Stage
-from weft.serve.pipeline.gantt import chosen, real_rows, simulated_rows
-from weft.serve.pipeline.memory import memory
-from weft.serve.pipeline.spans import Traced, load
-from weft.serve.pipeline.steps import Events, events_of, thinned
-from weft.serve.pipeline.waiting import Waits, wait_shares, waits_of
-from weft.units import size_of
+from weft.runs import events as peek
+from weft.runs import read_json
+from weft.serve.event_log import LogTail, Lru
+from weft.serve.views.pipeline_events import PipelineEvents, pipeline_events, thinned
+from weft.serve.views.residency import residency
+from weft.serve.views.schedule import in_window, real_rows, simulated_rows
+from weft.trace.analysis import Waits, busy, busy_share, busy_shares, wait_shares, waits_of
+from weft.trace.reader import StageFile, StageTrace, Trace, joined, trace_files
+from weft.utils.units import parse_bytes
 
 SPANS = 5000
-"""The most operations and updates, real and simulated, that are told one by one; of more, busy shares are told."""
+"""The most operations and updates, real and simulated, that are shown one by one; of more, busy shares are."""
 
 FIGURES = 12000
 """The most figures of utilisation over time, of all stages together."""
@@ -35,7 +39,7 @@ Window = tuple[float, float]
 
 
 def present(run: Path) -> bool:
-    """Whether the run wrote a trace, or told how busy its stages are."""
+    """Whether the run wrote a trace, or how busy its stages are."""
     if any(path.is_file() and path.stat().st_size for path in (run / "traces").glob("stage*.jsonl")):
         return True
     events = run / "events.jsonl"
@@ -47,47 +51,47 @@ def document(run: Path, **query: Any) -> dict[str, Any]:
 
     RunError for a window that is none. A trace that is torn, or lacks a stage, is shown as far as it goes.
     """
-    events, traced = events_of(run), load(run)
-    if traced is None or not any(len(stage.ops) for stage in traced.stages):
+    events, trace = pipeline_events(run), load_trace(run)
+    if trace is None or not any(len(stage.ops) for stage in trace.stages):
         _window(query, 0.0)
-        return _untraced(events, REMEDY if traced is None else WAITING)
-    window, config, waits = _window(query, traced.end - traced.begin), _config(run), _waits(traced)
-    real = [chosen(stage, traced.begin, window) for stage in traced.stages]
-    foreseen = [chosen(stage, 0.0, window) for stage in traced.simulated]
+        return _untraced(events, REMEDY if trace is None else WAITING)
+    window, config, waits = _window(query, trace.end - trace.begin), _config(run), _waits(trace)
+    real = [in_window(stage, trace.begin, window) for stage in trace.stages]
+    foreseen = [in_window(stage, 0.0, window) for stage in trace.simulated]
     many = sum(own.rows for own in (*real, *foreseen)) > SPANS
     simulated: dict[str, Any] | None = None
-    if traced.simulated:
+    if trace.simulated:
         simulated = {"spans": [], "buckets": None}
         if many:
-            simulated["buckets"] = _thin(traced.simulated, 0.0, window)
+            simulated["buckets"] = _buckets(trace.simulated, 0.0, window)
         else:
-            simulated["spans"] = simulated_rows(traced, foreseen, events)
+            simulated["spans"] = simulated_rows(trace, foreseen, events)
     return {
         "traced": True,
         "remedy": None,
-        "stages": _stages(traced, waits, config),
-        "total": [0.0, round(traced.end - traced.begin, 6)],
+        "stages": _stages(trace, waits, config),
+        "total": [0.0, round(trace.end - trace.begin, 6)],
         "window": [round(at, 6) for at in window],
         "real": {
-            "spans": [] if many else real_rows(traced, real, events, waits),
-            "buckets": _thin(traced.stages, traced.begin, window) if many else None,
+            "spans": [] if many else real_rows(trace, real, events, waits),
+            "buckets": _buckets(trace.stages, trace.begin, window) if many else None,
         },
         "simulated": simulated,
-        "utilisation": _utilisation(events, traced.begin),
-        "memory": memory(traced, window, _budgets(events, config, traced)),
-        "residency": events.moved(),
+        "utilisation": _utilisation(events, trace.begin),
+        "memory": residency(trace, window, _budgets(events, config, trace)),
+        "residency": events.residency_totals(),
     }
 
 
-def _untraced(events: Events, remedy: str) -> dict[str, Any]:
+def _untraced(events: PipelineEvents, remedy: str) -> dict[str, Any]:
     points = events.utilisation
     columns = [
         [share for share in column if not math.isnan(share)] for column in zip(*(own for _, own in points), strict=True)
     ]
     means = [sum(column) / len(column) if column else math.nan for column in columns]
     stages: list[dict[str, Any]] = [
-        {"stage": number, "rank": number, "blocks": None, "busy": _share(busy), "bubble": _share(1 - busy), "waits": {}}
-        for number, busy in enumerate(means)
+        {"stage": number, "rank": number, "blocks": None, "busy": _share(mean), "bubble": _share(1 - mean), "waits": {}}
+        for number, mean in enumerate(means)
     ]
     return {
         "traced": False,
@@ -99,7 +103,7 @@ def _untraced(events: Events, remedy: str) -> dict[str, Any]:
         "simulated": None,
         "utilisation": _utilisation(events, events.began or 0.0),
         "memory": [],
-        "residency": events.moved(),
+        "residency": events.residency_totals(),
     }
 
 
@@ -123,40 +127,48 @@ def _given(value: float | None) -> bool:
     return value is not None
 
 
-def _thin(stages: tuple[Stage, ...], begin: float, window: Window) -> list[list[float]]:
-    """Shares of as many buckets as there is room for; none after the last operation, since a simulation is short."""
-    over = max((float(stage.ops.end[-1]) for stage in stages if len(stage.ops)), default=begin) - begin
-    until = min(window[1], max(over, 0.0))
-    count = max(min(SPANS // len(stages), 500), 2)
-    return buckets(stages, begin, (window[0], until), count) if until > window[0] else []
+def _buckets(stages: tuple[StageTrace, ...], begin: float, window: Window) -> list[list[float]]:
+    """Rows of ``[stage, start, end, busy share]``, in seconds after ``begin``: as many as there is room for, and none
+    after the last operation, since a simulation is short."""
+    last = max((float(stage.ops.end[-1]) for stage in stages if len(stage.ops)), default=begin) - begin
+    until = min(window[1], max(last, 0.0))
+    if until <= window[0]:
+        return []
+    edges = np.linspace(window[0], until, max(min(SPANS // len(stages), 500), 2) + 1)
+    times = np.round(edges, 6).tolist()
+    found: list[list[float]] = []
+    for number, stage in enumerate(stages):
+        shares = np.round(busy_shares(busy(stage), edges + begin), 4).tolist()
+        found += ([number, *row] for row in zip(times, times[1:], shares, strict=False))
+    return found
 
 
-def _stages(traced: Traced, waits: dict[int, Waits], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _stages(trace: Trace, waits: dict[int, Waits], config: Mapping[str, Any]) -> list[dict[str, Any]]:
     train = config.get("train")
     given = train.get("window") if isinstance(train, Mapping) else None
-    usual = 2 * len(traced.stages) * traced.head.microbatches
-    windows = [given if isinstance(given, int) and given > 0 else usual] * len(traced.stages)
-    ranks, cut = traced.ranks, traced.head.cut
-    bounds = [0, *cut, None] if len(cut) == len(traced.stages) - 1 else None
+    usual = 2 * len(trace.stages) * trace.head.microbatches
+    windows = [given if isinstance(given, int) and given > 0 else usual] * len(trace.stages)
+    ranks, cut = trace.ranks, trace.head.cut
+    bounds = [0, *cut, None] if len(cut) == len(trace.stages) - 1 else None
     idle, shares = {}, {}
     for rank, own in waits.items():
-        mine = work(*(stage for stage, at in zip(traced.stages, ranks, strict=True) if at == rank))
-        idle[rank] = 1.0 - busy_share(mine, traced.begin, traced.end)
-        shares[rank] = wait_shares(own, traced, windows)
+        mine = busy(*(trace.stages[stage] for stage in trace.by_rank[rank]))
+        idle[rank] = 1.0 - busy_share(mine, trace.begin, trace.end)
+        shares[rank] = wait_shares(own, trace, windows)
     return [
         {
             "stage": number,
             "rank": ranks[number],
             "blocks": [bounds[number], bounds[number + 1]] if bounds else None,
-            "busy": _share(busy_share(work(stage), traced.begin, traced.end)),
+            "busy": _share(busy_share(busy(stage), trace.begin, trace.end)),
             "bubble": _share(idle[ranks[number]]),
             "waits": {name: _share(value) for name, value in shares[ranks[number]].items()},
         }
-        for number, stage in enumerate(traced.stages)
+        for number, stage in enumerate(trace.stages)
     ]
 
 
-def _utilisation(events: Events, begin: float) -> dict[str, Any]:
+def _utilisation(events: PipelineEvents, begin: float) -> dict[str, Any]:
     points = events.utilisation
     if points:
         points = thinned(points, max(FIGURES // len(points[0][1]), 2))
@@ -164,16 +176,16 @@ def _utilisation(events: Events, begin: float) -> dict[str, Any]:
     return {"time": [round(time - begin, 3) for time, _ in points], "stages": stages}
 
 
-def _budgets(events: Events, config: Mapping[str, Any], traced: Traced) -> dict[int, int]:
+def _budgets(events: PipelineEvents, config: Mapping[str, Any], trace: Trace) -> dict[int, int]:
     """Bytes that the layers of each rank may take on its device."""
-    ranks = sorted(set(traced.ranks))
-    told = [row.get("budget") for row in events.residency]
-    if len(told) == len(ranks):
-        return {rank: int(value) for rank, value in zip(ranks, told, strict=True) if isinstance(value, int | float)}
-    residency = config.get("residency")
-    said = residency.get("budget") if isinstance(residency, Mapping) else None
+    ranks = sorted(set(trace.ranks))
+    budgets = [row.get("budget") for row in events.residency]
+    if len(budgets) == len(ranks):
+        return {rank: int(value) for rank, value in zip(ranks, budgets, strict=True) if isinstance(value, int | float)}
+    offload = config.get("residency")
+    given = offload.get("budget") if isinstance(offload, Mapping) else None
     try:
-        return dict.fromkeys(ranks, int(size_of(said, RunError))) if isinstance(said, str | int | float) else {}
+        return dict.fromkeys(ranks, int(parse_bytes(given, RunError))) if isinstance(given, str | int | float) else {}
     except WeftError:
         return {}
 
@@ -188,15 +200,63 @@ def _config(run: Path) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else {}
 
 
-_known: WeakKeyDictionary[Traced, dict[int, Waits]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Trace, dict[int, Waits]] = WeakKeyDictionary()
 
 
-def _waits(traced: Traced) -> dict[int, Waits]:
-    found = _known.get(traced)
+def _waits(trace: Trace) -> dict[int, Waits]:
+    found = _known.get(trace)
     if found is None:
-        found = _known[traced] = waits_of(traced)
+        found = _known[trace] = waits_of(trace)
     return found
 
 
 def _share(value: float) -> float | None:
     return None if math.isnan(value) else round(min(max(value, 0.0), 1.0), 4)
+
+
+KEPT = 4
+"""Runs whose traces are kept in memory."""
+
+
+class _TraceFolder:
+    """The traces of a run, kept between two looks at them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lock = threading.Lock()
+        self._tails: dict[int, LogTail] = {}
+        self._files: dict[int, StageFile] = {}
+        self._trace: Trace | None = None
+
+    def load_trace(self) -> Trace | None:
+        with self.lock:
+            there = trace_files(self.folder)
+            gone = self._files.keys() - there.keys()
+            for number in gone:
+                del self._tails[number], self._files[number]
+            read = [self._read(number, path) for number, path in there.items()]
+            if gone or any(read):
+                self._trace = joined(self._files)
+            return self._trace
+
+    def _read(self, number: int, path: Path) -> bool:
+        """Read what was added to a file; whether there was anything."""
+        tail = self._tails.setdefault(number, LogTail(path))
+        if number in self._files and not tail.changed():
+            return False
+        if tail.replaced() or number not in self._files:
+            self._files[number] = StageFile()
+        with suppress(OSError):
+            for _, piece in tail.read():
+                self._files[number].add(piece)
+        return True
+
+
+_folders: Lru[_TraceFolder] = Lru(KEPT)
+
+
+def load_trace(run: Path) -> Trace | None:
+    """The last start of a run, as far as it is written; None where nothing is. The same value as long as no file
+    changed, and only what was added is read where one did."""
+    folder = (run / "traces").absolute()
+    return _folders.get(folder, "", lambda: _TraceFolder(folder)).load_trace()

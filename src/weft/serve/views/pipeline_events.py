@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.runs.events import parse
-from weft.serve.events.grown import Grown
-from weft.serve.memo import Memo
+from weft.serve.event_log import LogTail, Lru
 
 POINTS = 400
 """The most points of utilisation that are kept: where there are more, each two become one."""
@@ -23,11 +22,11 @@ _STEP = re.compile(rb'\{"event": "step",.*?"step": (\d{1,15})[,}]')
 _MOVED = ("uses", "misses", "brought", "sent")
 
 
-class Events:
+class PipelineEvents:
     """The events of one run, read as they come: of steps only where in the file they are is kept."""
 
     def __init__(self, path: Path) -> None:
-        self._file = Grown(path)
+        self._file = LogTail(path)
         self._lock = threading.Lock()
         self._clear()
 
@@ -124,13 +123,13 @@ class Events:
             self._every *= 2
             self.utilisation = thinned(self.utilisation, POINTS)
 
-    def _moved(self, told: object) -> None:
-        rows = [row for row in told if isinstance(row, dict)] if isinstance(told, list) else []
-        # At first not every rank has told of itself.
+    def _moved(self, stages: object) -> None:
+        rows = [row for row in stages if isinstance(row, dict)] if isinstance(stages, list) else []
+        # At first not every rank has written a row.
         if rows and len(rows) >= len(self.residency):
             self.residency = rows
 
-    def moved(self) -> dict[str, int] | None:
+    def residency_totals(self) -> dict[str, int] | None:
         """What residency did on all ranks together, up to now."""
         if not self.residency:
             return None
@@ -162,12 +161,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
 
 
-_known: Memo[Events] = Memo(KEPT)
+_known: Lru[PipelineEvents] = Lru(KEPT)
 
 
-def events_of(run: Path) -> Events:
+def pipeline_events(run: Path) -> PipelineEvents:
     """What a run's events say up to now; only what was added is read."""
     path = (run / "events.jsonl").absolute()
-    found = _known.get(path, "", lambda: Events(path))
+    found = _known.get(path, "", lambda: PipelineEvents(path))
     found.refresh()
     return found

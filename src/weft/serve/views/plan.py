@@ -1,22 +1,62 @@
-"""The document of a plan: what `weft plan --save` wrote, as the page shows it."""
+"""The document of a plan: what `weft plan --save` wrote, as the page shows it.
+
+Any file may lie among the plans, so each part is checked before it is shown.
+"""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from weft.errors import WeftError
-from weft.serve.plan.saved import Memory, Row, Saved, page_of, read
+import msgspec
+from msgspec import Meta, Struct
+
+from weft.errors import PlanError, WeftError
+from weft.plan.plan import Cost
+from weft.plan.saved import read_plan
+from weft.serve.views.plan_graph import graph, layer_costs, stage_memory
+from weft.serve.views.plan_layers import Operator, nodes_of
+
+LARGEST = 32 << 20
+"""Bytes of a file that may be a plan."""
+
+MOST = 2000
+"""The most nodes of a graph that is shown."""
+
+NO_OPERATORS = "it was saved without its operators: save it again with `weft plan ... --save`"
+EDITED = "its splits were edited: price it anew with `weft plan ... --load` and save it again"
+TOO_LARGE = "it has more than {count} operators that differ, which is more than can be drawn"
+DAMAGED = "its operators are damaged: save it again with `weft plan ... --save`"
+
+Word = Annotated[str, Meta(max_length=1000)]
+Count = Annotated[int, Meta(ge=1, le=2**31)]
 
 
-def present(plan: Path) -> bool:
-    """Whether a file is a plan."""
-    try:
-        read(plan)
-    except WeftError:
-        return False
-    return True
+class Compared(Struct):
+    name: Word
+    mesh: Word = ""
+    why: Word = ""
+    step: float | None = None
+    memory: float | None = None
+
+
+class Saved(Struct):
+    """What is shown of a saved plan beside its operators."""
+
+    model: Word
+    machine: Word
+    devices: Count
+    mesh: Annotated[list[Count], Meta(min_length=1, max_length=16)]
+    stages: Count
+    microbatches: Count
+    recompute: bool
+    cost: Cost
+    splits: dict[str, list[str]]
+    limit: float | None = None
+    untried: int = 0
+    within: float | None = None
+    compared: Annotated[list[Compared], Meta(max_length=100)] = []
 
 
 def listed(folder: Path) -> list[dict[str, Any]]:
@@ -24,23 +64,29 @@ def listed(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
-            saved, _ = read(path)
+            saved = _checked(_read(path), path.name)
         except WeftError:
             continue
         found.append({"name": path.stem, "model": saved.model, "devices": saved.devices})
     return found
 
 
-def document(plan: Path, **query: Any) -> dict[str, Any]:
+def document(plan: Path) -> dict[str, Any]:
     """What is known of a plan. PlanError for a file that is none; ``note`` says why a graph is not shown."""
-    saved, raw = read(plan)
-    page, note = page_of(raw)
-    cost = saved.cost
-    limit = _number(saved.limit)
-    fallback = {"parameters with gradients and states": cost.parameters, "activations": cost.activations}
-    rows = page.memory if page and page.memory else [Memory("fullest device", fallback)]
+    return shown(_read(plan), plan.stem)
+
+
+def shown(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """The same of the values that a file holds."""
+    saved = _checked(raw, name)
+    operators, note = _operators(raw, saved)
+    drawn = graph(operators, saved.mesh, saved.devices, saved.stages) if operators and note is None else None
+    cost, limit = saved.cost, _number(saved.limit)
+    memory = stage_memory(operators, saved.devices, saved.stages, saved.microbatches) or {
+        "fullest device": {"parameters with gradients and states": cost.parameters, "activations": cost.activations}
+    }
     return {
-        "name": plan.stem,
+        "name": name,
         "model": saved.model,
         "machine": saved.machine,
         "devices": saved.devices,
@@ -49,27 +95,63 @@ def document(plan: Path, **query: Any) -> dict[str, Any]:
         "microbatches": saved.microbatches,
         "recompute": saved.recompute,
         "untried": saved.untried,
-        "seconds": {name: _number(max(getattr(cost, name), 0.0)) for name in ("compute", "communication", "bubble")},
+        "within": _number(saved.within),
+        "seconds": {part: _number(max(getattr(cost, part), 0.0)) for part in ("compute", "communication", "bubble")},
         "gap": _number(max(cost.step / cost.bound - 1.0, 0.0)) if cost.bound > 0 else 0.0,
-        "graph": {"svg": page.svg} if page and page.svg and note is None else None,
+        "without_rule": sorted({operator.target for operator in operators if not operator.known})[:100],
+        "graph": drawn,
         "note": note,
-        "strategies": [{"label": own.label, "colour": list(own.colour)} for own in page.strategies] if page else [],
         "memory": [
-            {"device": row.device, "parts": {name: _number(v) for name, v in row.parts.items()}, "limit": limit}
-            for row in rows
+            {"device": device, "parts": {part: _number(value) for part, value in parts.items()}, "limit": limit}
+            for device, parts in memory.items()
         ],
-        "layers": [
-            {"name": row.name, "compute": _number(row.compute), "communication": _number(row.communication)}
-            for row in (page.layers if page else ())
-        ],
+        "layers": layer_costs(operators, saved.stages, cost.compute, cost.communication),
         "rows": _compared(saved, limit),
     }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        is_inside = path.is_file() and path.resolve().parent == path.parent.resolve()
+        if not is_inside or path.stat().st_size > LARGEST:
+            raise PlanError(f"'{path.name}' is no plan: it is no file of its own, or larger than any plan")
+    except (OSError, RuntimeError) as problem:
+        raise PlanError(f"'{path.name}' cannot be read: {problem}") from problem
+    return read_plan(path)
+
+
+def _checked(raw: dict[str, Any], name: str) -> Saved:
+    try:
+        return msgspec.convert(raw, Saved)
+    except (msgspec.ValidationError, RecursionError) as problem:
+        raise PlanError(f"'{name}' is no plan that weft saved: {problem}") from problem
+
+
+def _operators(raw: dict[str, Any], saved: Saved) -> tuple[list[Operator], str | None]:
+    """The operators that were saved with a plan, and why their graph is not shown."""
+    if raw.get("operators") is None:
+        return [], NO_OPERATORS
+    try:
+        found = msgspec.convert(raw["operators"], list[Operator])
+    except (msgspec.ValidationError, RecursionError):
+        return [], DAMAGED
+    for place, operator in enumerate(found):
+        names = {"-", *(name for name, _ in operator.dims)}
+        is_whole = len(operator.split) == len(saved.mesh) and names.issuperset(operator.split)
+        if not is_whole or operator.stage >= saved.stages or any(read.source >= place for read in operator.reads):
+            return [], DAMAGED
+    if {operator.name: list(operator.split) for operator in found} != saved.splits:
+        return [], EDITED
+    count = len(nodes_of(found).places)
+    if count > MOST:
+        return found, TOO_LARGE.format(count=MOST)
+    return found, None if count else "there is no operator to draw"
 
 
 def _compared(saved: Saved, limit: float | None) -> list[dict[str, Any]]:
     """The plan itself and what others would do, in columns for a person."""
     cost = saved.cost
-    own = Row("this plan", "x".join(map(str, saved.mesh)), "", cost.step, cost.memory)
+    own = Compared("this plan", "x".join(map(str, saved.mesh)), "", cost.step, cost.memory)
     found = []
     for row in (own, *saved.compared):
         step, memory = _number(row.step), _number(row.memory)

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.serve.pipeline.columns import STATES, Numbers, Stage
-from weft.serve.pipeline.spans import Traced
+from weft.trace.reader import STATES, Numbers, StageTrace, Trace
 
 POINTS = 2000
 """The most points of time of all stages together, and the most spans of all layers together."""
@@ -17,25 +16,25 @@ ARRIVING, RESIDENT, LEAVING = range(3)
 Window = tuple[float, float]
 
 
-def memory(traced: Traced, window: Window, budgets: dict[int, int]) -> list[dict[str, Any]]:
+def residency(trace: Trace, window: Window, budgets: dict[int, int]) -> list[dict[str, Any]]:
     """An entry for each stage whose layers live on the host, in seconds after the first operation.
 
-    ``left_out`` counts the layers that there was no room for: the largest are told of.
+    ``left_out`` counts the layers that there was no room for: the largest are with_layers of.
     """
-    told = [(number, stage) for number, stage in enumerate(traced.stages) if len(stage.memory["time"])]
-    most = POINTS // max(len(told), 1)
+    with_layers = [(number, stage) for number, stage in enumerate(trace.stages) if len(stage.memory["time"])]
+    most = POINTS // max(len(with_layers), 1)
     found = []
-    for number, stage in told:
-        times = np.maximum(stage.memory["time"] - traced.begin, 0.0)
-        layers = _layers(stage, times, traced.end - traced.begin, window)
+    for number, stage in with_layers:
+        times = np.maximum(stage.memory["time"] - trace.begin, 0.0)
+        layers = _layers(stage, times, trace.end - trace.begin, window)
         shown, rest = _fitting(layers, most, (window[1] - window[0]) / 1000)
         series = _series(stage, times, window, max(most, 20))
-        budget = budgets.get(traced.ranks[number])
+        budget = budgets.get(trace.ranks[number])
         found.append({"stage": number, "budget": budget, **series, "layers": shown, "left_out": rest})
     return found
 
 
-def _series(stage: Stage, times: Numbers, window: Window, most: int) -> dict[str, list[float]]:
+def _series(stage: StageTrace, times: Numbers, window: Window, most: int) -> dict[str, list[float]]:
     """The bytes at each change within the window, and at its edges; of many, those with the most on the device."""
     first = max(int(np.searchsorted(times, window[0], side="right")) - 1, 0)
     last = int(np.searchsorted(times, window[1], side="right"))
@@ -52,13 +51,13 @@ def _series(stage: Stage, times: Numbers, window: Window, most: int) -> dict[str
     return {**found, **{name: stage.memory[name][ends].tolist() for name in SERIES}}
 
 
-def _layers(stage: Stage, times: Numbers, end: float, window: Window) -> list[dict[str, Any]]:
+def _layers(stage: StageTrace, times: Numbers, end: float, window: Window) -> list[dict[str, Any]]:
     columns, count = stage.memory, len(times)
     layer, state = columns["layer"], columns["state"]
     order = np.lexsort((np.arange(count), layer))
     alone = np.append(np.diff(layer[order]) != 0, True)
     until = np.where(alone, end, times[order][np.minimum(np.arange(count) + 1, count - 1)])
-    # A layer has left when nothing is leaving any more, which is all that is told of it.
+    # A layer has left when nothing is leaving any more, which is all that is with_layers of it.
     over = np.append(np.flatnonzero(columns["leaving"] == 0), count)
     gone = np.append(times, end)[over[np.searchsorted(over, order)]]
     until = np.where(state[order] == LEAVING, np.minimum(until, gone), until)
@@ -79,7 +78,7 @@ def _layers(stage: Stage, times: Numbers, end: float, window: Window) -> list[di
     ]
 
 
-def _sizes(stage: Stage) -> dict[int, int]:
+def _sizes(stage: StageTrace) -> dict[int, int]:
     """Bytes of layers, where one came or left by itself, so that what lies there tells it."""
     columns = stage.memory
     moves = np.flatnonzero(columns["state"] != RESIDENT)
@@ -87,10 +86,10 @@ def _sizes(stage: Stage) -> dict[int, int]:
     change = np.diff(taken, prepend=0)
     alone = (change != 0) & np.append(change[1:] != 0, True)
     right = np.where(columns["state"][moves] == ARRIVING, change > 0, change < 0)
-    said: dict[int, set[int]] = {}
+    sizes: dict[int, set[int]] = {}
     for place in np.flatnonzero(alone & right):
-        said.setdefault(int(columns["layer"][moves[place]]), set()).add(abs(int(change[place])))
-    return {layer: values.pop() for layer, values in said.items() if len(values) == 1}
+        sizes.setdefault(int(columns["layer"][moves[place]]), set()).add(abs(int(change[place])))
+    return {layer: values.pop() for layer, values in sizes.items() if len(values) == 1}
 
 
 def _fitting(layers: list[dict[str, Any]], most: int, short: float) -> tuple[list[dict[str, Any]], int]:

@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import RunError, nearest
-from weft.runs.files import read_json
 from weft.runs.run import read_manifest
-from weft.serve.events.fold import Fold
-from weft.serve.events.thin import rounded
-from weft.serve.search import probabilities
-from weft.serve.search.probabilities import choices
-from weft.serve.search.shares import Point, Scores, numbers, ordered, shares
-from weft.serve.search.truth import tau
+from weft.serve.downsample import rounded
+from weft.serve.event_log import Reducer
+from weft.serve.views.search_samples import (
+    Point,
+    Scores,
+    choices,
+    has_mixture,
+    numbers,
+    option_frequencies,
+    ordered,
+    probabilities,
+)
+from weft.utils.files import read_json
 
 if TYPE_CHECKING:
-    from weft.search.objective import Constraint, Objective
+    from weft.search.objectives import Constraint, Objective
 
 MEMBERS = 500
 VALUES = 5000
@@ -34,44 +40,38 @@ LARGEST = 1 << 26
 def present(run: Path) -> bool:
     """Whether the run was searched, or searches as it trains."""
     scored = run / "results" / "scores.jsonl"
-    return (
-        bool(_fronts(run)) or (scored.is_file() and scored.stat().st_size > 0) or probabilities.present(_manifest(run))
-    )
+    return bool(_fronts(run)) or (scored.is_file() and scored.stat().st_size > 0) or has_mixture(_manifest(run))
 
 
 def document(run: Path, name: str | None = None) -> dict[str, Any]:
     """One search of the run: that of this name, else the one that its config names, else the newest.
 
-    ``RunError`` for a name that no front has. Files that are damaged are told in ``problem``.
+    ``RunError`` for a name that no front has. ``problem`` says which files are damaged.
     """
     manifest, fronts = _manifest(run), _fronts(run)
-    said = _said(manifest)
+    config = _search_config(manifest)
     if name is not None and name not in fronts:
         raise RunError(f"run '{run.name}' has no search '{name}'{nearest(name, fronts)}")
-    usual = str(said.get("name") or "search")
+    usual = str(config.get("name") or "search")
     name = name or (usual if usual in fronts or not fronts else max(fronts, key=lambda one: _modified(fronts[one])))
-    told, problem = _front(fronts.get(name))
-    members = _members(told)
-    kept = _spread(members, min(MEMBERS, VALUES // max([1, *(len(p.values or ()) for p in members)])))
-    context = told.get("context")
-    points, count = _scores.ask(
+    front, problem = _front(fronts.get(name))
+    members = _members(front)
+    kept = _spread(members, min(MEMBERS, VALUES // max([1, *(len(p.values) for p in members)])))
+    context = front.get("context")
+    points, count = _scores.query(
         run / "results" / "scores.jsonl",
         lambda scores: scores.of(context if isinstance(context, str) else None, members),
     )
-    goals, rules = _goals(told, said, [*members, *points])
-    told_of = sum(point.values is not None for point in points)  # an older file tells of none, or of the newest alone
+    goals, rules = _goals(front, config, [*members, *points])
     return {
         "searches": sorted(fronts),
         "name": name,
         "objectives": [{"name": goal.name, "maximize": goal.maximize} for goal in goals],
-        "front": _shown(kept, told, _command(run, name, manifest)),
+        "front": _shown(kept, front, _command(run, name, manifest)),
         "scored": [{"id": point.id, "scores": _rounded(point.scores)} for point in points],
         "count": count,
-        "choices": shares(ordered(points, goals, rules), choices(told.get("choices")))
-        if 2 * told_of > len(points)
-        else [],
-        "probabilities": probabilities.probabilities(run, manifest) if probabilities.present(manifest) else None,
-        "tau": tau(points, goals[0], manifest) if goals else None,
+        "choices": option_frequencies(ordered(points, goals, rules), choices(front.get("choices"))),
+        "probabilities": probabilities(run) if has_mixture(manifest) else None,
         "problem": problem,
     }
 
@@ -89,29 +89,29 @@ def _front(file: Path | None) -> tuple[Mapping[str, Any], str | None]:
     try:
         if file.stat().st_size > LARGEST:
             return {}, f"'{file.name}' has more than {LARGEST} bytes, which is more than is shown"
-        told = read_json(file)
+        front = read_json(file)
     except (RunError, OSError) as error:
         return {}, str(error)
-    return (told, None) if isinstance(told, dict) else ({}, f"'{file.name}' is no front; search again")
+    return (front, None) if isinstance(front, dict) else ({}, f"'{file.name}' is no front; search again")
 
 
-def _rows(told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    members = told.get("members")
+def _rows(front: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    members = front.get("members")
     rows = members if isinstance(members, list) else []
     return [row for row in rows if isinstance(row, Mapping) and isinstance(row.get("id"), str)]
 
 
-def _members(told: Mapping[str, Any]) -> list[Point]:
+def _members(front: Mapping[str, Any]) -> list[Point]:
     found = []
-    for row in _rows(told):
+    for row in _rows(front):
         subnet = row.get("subnet")
         values = subnet.get("values") if isinstance(subnet, Mapping) else None
         found.append(Point(row["id"], numbers(row.get("scores")), values if isinstance(values, Mapping) else {}))
     return found
 
 
-def _shown(members: Sequence[Point], told: Mapping[str, Any], command: Sequence[str] | None) -> list[dict[str, Any]]:
-    layers = {row["id"]: row.get("layers") for row in _rows(told)}
+def _shown(members: Sequence[Point], front: Mapping[str, Any], command: Sequence[str] | None) -> list[dict[str, Any]]:
+    layers = {row["id"]: row.get("layers") for row in _rows(front)}
     shown, left = [], LAYERS
     for member in members:
         own = layers.get(member.id)
@@ -120,7 +120,7 @@ def _shown(members: Sequence[Point], told: Mapping[str, Any], command: Sequence[
             {
                 "id": member.id,
                 "scores": {one: value if math.isfinite(value) else None for one, value in member.scores.items()},
-                "values": dict(member.values or {}),
+                "values": dict(member.values),
                 "layers": own if isinstance(own, list) and left >= 0 else None,
                 "command": None if command is None else shlex.join([*command, "--export.subnet", member.id]),
             }
@@ -132,25 +132,25 @@ def _command(run: Path, name: str, manifest: Mapping[str, Any]) -> list[str] | N
     """What exports a subnet of this search; None for a run that was started from Python, which no command knows."""
     if not isinstance(manifest.get("config"), Mapping):
         return None
-    usual = _said(manifest).get("name") or "search"
+    usual = _search_config(manifest).get("name") or "search"
     return ["weft", "export", str(run), *([] if name == usual else ["--search.name", name])]
 
 
 def _goals(
-    told: Mapping[str, Any], said: Mapping[str, Any], points: Sequence[Point]
+    front: Mapping[str, Any], config: Mapping[str, Any], points: Sequence[Point]
 ) -> tuple[list[Objective], list[Constraint]]:
     """What the front says that was wanted; before there is one, what the config says, else what was scored."""
     from weft.errors import SearchError
-    from weft.search.objective import Objective, parse_constraints
+    from weft.search.objectives import Objective, parse_constraints
 
-    written = told.get("objectives")
+    written = front.get("objectives")
     goals = [
         Objective(one["name"], bool(one.get("maximize")))
         for one in (written if isinstance(written, list) else [])
         if isinstance(one, Mapping) and isinstance(one.get("name"), str)
     ]
     for maximize in (True, False) if not goals else ():
-        names = said.get("maximize" if maximize else "minimize")
+        names = config.get("maximize" if maximize else "minimize")
         listed = [names] if isinstance(names, str) else names if isinstance(names, list) else []
         goals += [Objective(one, maximize) for one in listed if isinstance(one, str)]
     if not goals:
@@ -158,7 +158,7 @@ def _goals(
         known = [metric for metric in metrics if metric not in ("loss", "parameters", "flops", "latency", "memory")]
         goals = [Objective(known[0], True)] if known else [Objective("loss", False)] if "loss" in metrics else []
         goals += [Objective("flops", False)] if goals and "flops" in metrics else []
-    rules = told.get("constraints")
+    rules = front.get("constraints")
     try:
         return goals, list(
             parse_constraints(one for one in (rules if isinstance(rules, list) else []) if isinstance(one, str))
@@ -178,7 +178,7 @@ def _rounded(scores: Mapping[str, float]) -> dict[str, float | None]:
     return {name: rounded(value) for name, value in scores.items()}
 
 
-def _said(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+def _search_config(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     config = manifest.get("config")
     search = config.get("search") if isinstance(config, Mapping) else None
     return search if isinstance(search, Mapping) else {}
@@ -198,4 +198,4 @@ def _modified(file: Path) -> int:
         return 0
 
 
-_scores = Fold(Scores)
+_scores = Reducer(Scores)

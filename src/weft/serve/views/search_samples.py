@@ -1,4 +1,4 @@
-"""The subnets that searches scored: a fair sample of them in bounded memory, and which options are in the best ones."""
+"""The subnets that searches scored, and the mixture of a gradient search over its steps, in bounded memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from weft.runs.events import parse
-from weft.serve.events.thin import number, rounded
+from weft.serve.downsample import number, rounded, whole
+from weft.serve.event_log import Reducer
 
 if TYPE_CHECKING:
-    from weft.search.objective import Constraint, Objective
+    from weft.search.objectives import Constraint, Objective
 
 SCORED = 2000
 """The most subnets that are kept of one context, and shown."""
@@ -35,11 +40,11 @@ Choices = Sequence[tuple[str, Sequence[Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A subnet as it was scored; without values where the file is of an older weft."""
+    """A subnet as it was scored."""
 
     id: str
     scores: Mapping[str, float]
-    values: Mapping[str, Any] | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Sample:
@@ -81,19 +86,22 @@ class Scores:
         """By context, the one that was written to last at the end."""
         self.damaged = 0
 
-    def see(self, line: bytes) -> None:
+    def add_line(self, line: bytes) -> None:
         record = parse(line) or {} if len(line) <= LONGEST else {}
         subnet, context, scores = record.get("subnet"), record.get("context"), record.get("scores")
-        if not isinstance(subnet, str) or not isinstance(context, str) or not isinstance(scores, Mapping):
+        values = record.get("values")
+        if not isinstance(subnet, str) or not isinstance(context, str):
             self.damaged += bool(line.strip())
             return
-        costs, values = record.get("costs"), record.get("values")
-        told = {**numbers(scores), **numbers(costs)}
+        if not isinstance(scores, Mapping) or not isinstance(values, Mapping):
+            self.damaged += 1
+            return
+        result = {**numbers(scores), **numbers(record.get("costs"))}
         sample = self.samples.pop(context, None) or Sample()
         self.samples[context] = sample
         if len(self.samples) > CONTEXTS:
             self.samples.popitem(last=False)
-        sample.add(Point(subnet[:64], told, values if isinstance(values, Mapping) else None))
+        sample.add(Point(subnet[:64], result, values))
 
     def of(self, context: str | None, members: Iterable[Point] = ()) -> tuple[list[Point], int]:
         """The subnets of a context, and how many there were; by default of that in which most members were scored."""
@@ -110,9 +118,9 @@ class Scores:
         return (sample.points(), sample.count) if sample is not None else ([], 0)
 
 
-def numbers(told: object) -> dict[str, float]:
+def numbers(values: object) -> dict[str, float]:
     """The numbers of a mapping by name; those that JSON lacks are written as words."""
-    found = told.items() if isinstance(told, Mapping) else ()
+    found = values.items() if isinstance(values, Mapping) else ()
     return {str(name): value for name, given in found if (value := number(given)) is not None}
 
 
@@ -122,32 +130,32 @@ def ordered(
     """Best first: by how many fronts lie before them, then by the first objective; what breaks a constraint, last."""
     import numpy as np
 
-    from weft.search.objective import losses, violations
-    from weft.search.pareto import ranks
+    from weft.search.objectives import losses, violations
+    from weft.utils.pareto import ranks
 
     scores = [point.scores for point in points]
-    told = [one for one in objectives if any(one.name in point for point in scores)]
+    known = [one for one in objectives if any(one.name in point for point in scores)]
     rules = [rule for rule in constraints if any(rule.name in point for point in scores)]
-    if not told:
+    if not known:
         return list(points)
-    loss, broken = losses(scores, told), violations(scores, told, rules)
-    rank = ranks(loss, broken) if len(told) > 1 else np.zeros(len(points))
+    loss, broken = losses(scores, known), violations(scores, known, rules)
+    rank = ranks(loss, broken) if len(known) > 1 else np.zeros(len(points))
     order = np.lexsort((loss[:, 0], rank, np.nan_to_num(broken, posinf=np.finfo(float).max)))
     return [points[at] for at in order]
 
 
-def shares(best_first: Sequence[Point], choices: Choices = ()) -> list[dict[str, Any]]:
-    """How often each option is in the best tenth, and in all; of the subnets whose values are known.
+def option_frequencies(best_first: Sequence[Point], choices: Choices = ()) -> list[dict[str, Any]]:
+    """How often each option is in the best tenth, and in all.
 
     A choice that is switched off in a subnet counts for none of its options. Without ``choices``, those are told that
     occur.
 
-    >>> shares([Point("a", {}, {"op": "conv"}), Point("b", {}, {"op": "skip"})])
+    >>> option_frequencies([Point("a", {}, {"op": "conv"}), Point("b", {}, {"op": "skip"})])
     [{'name': 'op', 'options': ['conv', 'skip'], 'best': [1.0, 0.0], 'all': [0.5, 0.5]}]
     """
-    known = [point.values for point in best_first if point.values is not None]
+    known = [point.values for point in best_first]
     best = known[: math.ceil(BEST * len(known))]
-    told, left = [], OPTIONS
+    result, left = [], OPTIONS
     for name, options in choices or _seen(known):
         left -= len(options)
         if left < 0 or not known:
@@ -161,8 +169,8 @@ def shares(best_first: Sequence[Point], choices: Choices = ()) -> list[dict[str,
                 if key is not None and key in counts:
                     counts[key] += 1
             row[part] = [rounded(counts[key] / len(subnets)) for key in keys]
-        told.append(row)
-    return told
+        result.append(row)
+    return result
 
 
 def _seen(known: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
@@ -177,3 +185,104 @@ def _key(value: object) -> tuple[str, Any]:
     """What tells options apart: 1, 1.0 and True are one to Python."""
     plain = isinstance(value, (str, int, float))
     return (type(value).__name__, value) if plain else ("", json.dumps(value, sort_keys=True))
+
+
+Array = npt.NDArray[np.float64]
+
+STEPS = 500
+NUMBERS = 30_000
+"""The most numbers of all options together: a mixture of thousands of options is shown at fewer steps."""
+
+DENSE = 16
+"""As many steps of a bucket are looked at: the others would not change a picture of it."""
+
+WINDOW = 12
+"""Each point is a mean over such a part of the run, since many methods tell what each step drew."""
+
+LARGEST = 1 << 16
+"""Numbers of a mixture; more is damage."""
+
+
+def probabilities(run: Path) -> dict[str, Any] | None:
+    """``{"steps", "choices": [{"name", "options", "values"}]}`` of a run; None where no step wrote a mixture."""
+    return _histories.query(run / "events.jsonl", MixtureHistory.to_json)
+
+
+def has_mixture(manifest: Mapping[str, Any]) -> bool:
+    """Whether the run is a gradient search, by its manifest alone."""
+    law = manifest.get("law")
+    return isinstance(law, Mapping) and law.get("bilevel") is not None
+
+
+class MixtureHistory:
+    """The mixture over the steps, in buckets that double in width whenever there are too many of them."""
+
+    def __init__(self) -> None:
+        self.choices: list[tuple[str, list[Any]]] = []
+        self.damaged = 0
+        self.width = 1
+        self._buckets: dict[int, tuple[int, int, Array]] = {}  # by step // width: steps, sum of steps, sum of mixtures
+        self._turn = self._size = 0
+
+    def add_line(self, line: bytes) -> None:
+        if b'"mixture"' in line:
+            self._turn += 1
+            if self._turn % max(1, self.width // DENSE):
+                return
+            event = parse(line) or {}
+            step, vector = whole(event.get("step")), event.get("mixture")
+            if event.get("event") == "step" and step is not None and isinstance(vector, list):
+                self._add(step, vector)
+        elif b'"choices"' in line and b'"started"' in line:
+            event = parse(line) or {}
+            if event.get("event") == "started":
+                self.choices = choices(event.get("choices")) or self.choices
+
+    def _add(self, step: int, vector: list[Any]) -> None:
+        try:
+            found = np.array(vector, dtype=np.float64)
+        except (TypeError, ValueError, OverflowError):
+            return
+        if found.ndim != 1 or not 0 < found.size <= LARGEST or not np.isfinite(found).all():
+            return
+        if found.size != self._size and self._buckets:
+            return  # of another mixture than the first: damage
+        self._size = found.size
+        self._put(self._buckets, step // self.width, (1, step, found))
+        while len(self._buckets) > max(10, min(STEPS, NUMBERS // self._size)):
+            self.width *= 2
+            wider: dict[int, tuple[int, int, Array]] = {}
+            for key, bucket in self._buckets.items():
+                self._put(wider, key // 2, bucket)
+            self._buckets = wider
+
+    @staticmethod
+    def _put(buckets: dict[int, tuple[int, int, Array]], key: int, more: tuple[int, int, Array]) -> None:
+        there = buckets.get(key)
+        buckets[key] = more if there is None else (there[0] + more[0], there[1] + more[1], there[2] + more[2])
+
+    def to_json(self) -> dict[str, Any] | None:
+        """As the page takes it."""
+        if not self._buckets or sum(len(options) for _, options in self.choices) != self._size:
+            return None
+        rows = [self._buckets[key] for key in sorted(self._buckets)]
+        reach = len(rows) // (2 * WINDOW)
+        means = []
+        for at in range(len(rows)):
+            near = rows[max(0, at - reach) : at + reach + 1]
+            means.append(sum(row[2] for row in near) / sum(row[0] for row in near))
+        values, start, result = np.array(means).T.round(4), 0, []
+        for name, options in self.choices:
+            result.append({"name": name, "options": options, "values": values[start : start + len(options)].tolist()})
+            start += len(options)
+        return {"steps": [round(row[1] / row[0]) for row in rows], "choices": result}
+
+
+def choices(rows: object) -> list[tuple[str, list[Any]]]:
+    """Choices with their options, as a start or a front tells of them; real ones, which have no options, left out."""
+    known = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+    pairs = [(row.get("name"), row.get("options")) for row in known]
+    return [(name, options) for name, options in pairs if isinstance(name, str) and isinstance(options, list)]
+
+
+_histories = Reducer(MixtureHistory)

@@ -1,31 +1,167 @@
-"""The document `tune`: a study by the events of its run, or by the storage that it lies in."""
+"""The view `tune` of a run: a study by its events, and where those are gone by its result."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import RunError, TuneError
-from weft.runs import lock
-from weft.runs.files import read_json
+from weft.errors import RunError, SpaceError
+from weft.runs import run as lock
 from weft.runs.run import read_manifest
-from weft.serve.events.fold import Fold
-from weft.serve.events.thin import rounded, whole
-from weft.serve.study.bars import Bar, packed
-from weft.serve.study.importances import importances
-from weft.serve.study.ledger import BARS, Ledger
-from weft.serve.study.parameters import Parameter, observed, of_config, of_space, read_space
-from weft.serve.study.trials import Trial, listed, values_of
+from weft.serve.downsample import rounded, whole
+from weft.serve.event_log import Reducer
+from weft.serve.views.study_events import Bar, StudyEvents, Trial, device_bars, listed, values_of
+from weft.utils.files import read_json
 
 if TYPE_CHECKING:
     from weft.space import Space
-    from weft.tune.storage import Stored
+
+OPTIONS = 100
+"""The most options of a parameter that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Parameter:
+    """A range of numbers, or options without an order."""
+
+    name: str
+    log: bool = False
+    options: tuple[Any, ...] | None = None
+    low: float | None = None
+    high: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        options = None if self.options is None else list(self.options[:OPTIONS])
+        return {"name": self.name, "log": self.log, "options": options, "low": self.low, "high": self.high}
+
+
+def read_space(value: object) -> Space | None:
+    """The space that a study wrote down; None where it wrote none, or one that cannot be."""
+    from weft.space import Space
+
+    try:
+        return None if value is None else Space.from_json(value)
+    except (SpaceError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return None
+
+
+def parameters_of_space(space: Space) -> list[Parameter]:
+    """Those of a space, in its order; integers that are evenly spaced are a range."""
+    from weft.space import Floats, Integers
+    from weft.tune.study.distributions import step_of
+
+    found = []
+    for name, choice in space.choices.items():
+        if isinstance(choice, Floats):
+            found.append(Parameter(name, choice.log, None, choice.low, choice.high))
+        elif isinstance(choice, Integers) and len(choice.values) > 2 and step_of(choice) is not None:
+            found.append(Parameter(name, False, None, choice.values[0], choice.values[-1]))
+        else:
+            found.append(Parameter(name, options=tuple(choice.options)))
+    return found
+
+
+def parameters_of_config(value: object) -> list[Parameter]:
+    """Those of a configuration: lists of options, and tables with low and high."""
+    found = []
+    for name, given in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(given, list):
+            found.append(Parameter(str(name), options=tuple(given)))
+        elif isinstance(given, Mapping) and all(_is_number(given.get(end)) for end in ("low", "high")):
+            found.append(Parameter(str(name), bool(given.get("log")), None, given["low"], given["high"]))
+    return found
+
+
+def observed_parameters(params: Iterable[Mapping[str, Any]]) -> list[Parameter]:
+    """What trials were tried with, where nothing says what they were drawn from.
+
+    >>> [one.name for one in observed_parameters([{"lr": 0.1, "width": 16}, {"lr": 0.2, "kind": "adam"}])]
+    ['lr', 'width', 'kind']
+    """
+    seen: dict[str, dict[str, Any]] = {}
+    for one in params:
+        for name, value in one.items():
+            seen.setdefault(str(name), {})[json.dumps(value, sort_keys=True, default=str)] = value
+    found = []
+    for name, values in seen.items():
+        if all(_is_number(value) for value in values.values()):
+            found.append(Parameter(name, False, None, min(values.values()), max(values.values())))
+        else:
+            found.append(Parameter(name, options=tuple(values[key] for key in sorted(values))))
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+ALWAYS = 1000
+"""Up to so many trials every one that ends counts at once; of more, each tenth part."""
+
+KEPT = 16
+
+Shares = dict[str, list[list[Any]]]
+
+_kept: OrderedDict[str, tuple[int, Shares]] = OrderedDict()
+_guard = threading.Lock()
+
+
+def importances(
+    space: Space | None, trials: Sequence[Trial], objectives: Sequence[tuple[str, bool]], key: str
+) -> Shares:
+    """For each objective the parameters with their shares, largest first; without those that cannot be worked out.
+
+    ``key`` names the study. Needs Optuna; without it, or without a space, there are none.
+    """
+    usable = [] if space is None else [trial for trial in trials if _fits(trial, space, len(objectives))]
+    with _guard:
+        count, found = _kept.get(key, (-1, {}))
+        if space is None or not usable:
+            return {}
+        if count == len(usable) or (len(usable) > ALWAYS and count <= len(usable) < 1.1 * count):
+            return found
+        made = _made(space, usable, objectives)
+        _kept[key] = (len(usable), made)
+        while len(_kept) > KEPT:
+            _kept.popitem(last=False)
+        return made
+
+
+def _made(space: Space, trials: Sequence[Trial], objectives: Sequence[tuple[str, bool]]) -> Shares:
+    from weft.tune.study.records import Direction, TrialRecord
+    from weft.tune.study.study import importances as worked_out
+
+    directions: list[Direction] = ["maximize" if maximize else "minimize" for _, maximize in objectives]
+    records = []
+    for trial in trials:
+        params = {name: space.choices[name].canonical(value) for name, value in trial.params.items()}
+        values = tuple(value for value in trial.values or () if value is not None)
+        records.append(TrialRecord(trial.number, params, "complete", values))
+    found: Shares = {}
+    for at, (name, _) in enumerate(objectives):
+        try:
+            shares = worked_out(space, records, directions, at)
+        except Exception:  # Optuna is not there, or refuses what was read from a file
+            continue
+        if shares:
+            found[name] = [[one, rounded(share)] for one, share in shares.items()]
+    return found
+
+
+def _fits(trial: Trial, space: Space, objectives: int) -> bool:
+    """Whether a trial is complete and was drawn from the space, as a file may not tell."""
+    values = trial.values or []
+    known = all(name in space.choices and space.choices[name].contains(value) for name, value in trial.params.items())
+    return trial.state == "complete" and len(values) == objectives and None not in values and known
+
+
+@dataclass(frozen=True, slots=True)
+class StudyView:
     """A study, wherever it was read."""
 
     name: str
@@ -45,7 +181,7 @@ class Told:
     def document(self, key: str) -> dict[str, Any]:
         """As the page takes it; the key names the study among others."""
         fits = [trial.fit for trial in self.trials if trial.fit is not None]
-        parameters = self.parameters or observed(trial.params for trial in self.trials)
+        parameters = self.parameters or observed_parameters(trial.params for trial in self.trials)
         maximize = bool(self.objectives) and self.objectives[0][1]
         return {
             "study": self.name,
@@ -54,11 +190,10 @@ class Told:
             "trials": listed(self.trials, maximize),
             "count": len(self.trials) if self.count is None else self.count,
             "importances": importances(self.space, self.trials, self.objectives, key) or dict(self.importances or {}),
-            "devices": packed(self.bars, self.devices or {}, self.began or 0.0),
+            "devices": device_bars(self.bars, self.devices or {}, self.began or 0.0),
             "began": self.began,
             "fit": {way: fits.count(way) for way in dict.fromkeys(fits)},
             "damaged": self.damaged,
-            "problem": None,
         }
 
 
@@ -70,55 +205,37 @@ def present(run: Path) -> bool:
 def document(run: Path) -> dict[str, Any]:
     """The study of a run by its events, and where those are gone by its result; its storage is not asked."""
     running = lock.is_held(run / "lock")
-    return _ledgers.ask(run / "events.jsonl", lambda ledger: _of_run(run, ledger, running).document(str(run)))
+    return _events.query(run / "events.jsonl", lambda events: _of_run(run, events, running).document(str(run)))
 
 
-def from_storage(url: str, name: str | None = None) -> dict[str, Any]:
-    """A study in a storage, weft's or any other of Optuna; by default the newest.
-
-    TuneError if the storage does not answer. One that answered before and does not now is shown as it was, with what
-    is wrong in ``problem``.
-    """
-    from weft.tune.storage import read_study
-
-    try:
-        found = _of_storage(read_study(url, name)).document(f"{url} {name}")
-    except TuneError as error:
-        if (url, name) not in _last:
-            raise
-        return {**_last[url, name], "problem": str(error)}
-    _last[url, name] = found
-    return found
-
-
-def _of_run(run: Path, ledger: Ledger, running: bool) -> Told:
+def _of_run(run: Path, events: StudyEvents, running: bool) -> StudyView:
     manifest, result = _read(run, read_manifest), _read(run / "results" / "study.json", read_json)
-    study, config, space = _mapping(manifest.get("study")), _mapping(manifest.get("config")), read_space(ledger.space)
+    study, config, space = _mapping(manifest.get("study")), _mapping(manifest.get("config")), read_space(events.space)
     ways = {**_mapping(result.get("objectives")), **_mapping(study.get("objectives"))}
     order = study.get("names")
     names = [str(name) for name in (order if isinstance(order, list) else []) if name in ways] or list(ways)
-    trials, bars = list(ledger.trials.values()), [*ledger.done, *ledger.running.values()]
+    trials, bars = list(events.trials.values()), [*events.done, *events.running.values()]
     if not trials:
         rows = result.get("trials")
         trials = [_resulted(row, names) for row in (rows if isinstance(rows, list) else []) if isinstance(row, Mapping)]
-    if not running:  # a driver that was killed said nothing of what it left
-        bars = [bar if bar.end is not None else replace(bar, end=ledger.now, state="interrupted") for bar in bars]
+    if not running:  # a driver that was killed wrote nothing about its jobs
+        bars = [bar if bar.end is not None else replace(bar, end=events.now, state="interrupted") for bar in bars]
         trials = [trial if trial.state != "running" else replace(trial, state="waiting") for trial in trials]
     shares = [
         [name, rounded(one)] for name, one in _mapping(result.get("importances")).items() if isinstance(one, float)
     ]
-    return Told(
+    return StudyView(
         name=str(manifest.get("name") or run.name),
         objectives=[(name, ways[name] == "maximize") for name in names],
         trials=trials,
         bars=bars,
         space=space,
-        parameters=of_config(config.get("space")) if space is None else of_space(space),
-        devices=ledger.devices,
-        began=ledger.began,
-        count=max(ledger.count, len(trials)),
+        parameters=parameters_of_config(config.get("space")) if space is None else parameters_of_space(space),
+        devices=events.devices,
+        began=events.began,
+        count=max(events.count, len(trials)),
         importances={names[0]: sorted(shares, key=lambda pair: -(pair[1] or 0.0))} if names and shares else {},
-        damaged=ledger.damaged,
+        damaged=events.damaged,
     )
 
 
@@ -127,69 +244,8 @@ def _resulted(row: Mapping[str, Any], names: Sequence[str]) -> Trial:
     trial = Trial(whole(row.get("number")) or 0, _mapping(row.get("params")), str(row.get("state")))
     values = row.get("values")
     trial.values = values_of([values.get(name) for name in names]) if isinstance(values, Mapping) else None
-    trial.note(_mapping(row.get("notes")))
+    trial.add_notes(_mapping(row.get("notes")))
     return trial
-
-
-def _of_storage(stored: Stored) -> Told:
-    from weft.tune.opening import DEFINITION
-    from weft.tune.rows import STATES
-
-    names = stored.attrs.get("study:metric_names")
-    named = [str(name) for name in names] if isinstance(names, list) else []
-    if len(named) != len(stored.directions):
-        named = ["value"] if len(stored.directions) == 1 else [f"value {at}" for at, _ in enumerate(stored.directions)]
-    space = read_space(_mapping(stored.attrs.get(DEFINITION)).get("space")) or _drawn_from(stored.trials)
-    trials, bars = [], []
-    for row in stored.trials:
-        trial = Trial(row.number, dict(row.params), STATES.get(row.state.name, "failed"))
-        trial.values = values_of(list(row.values or ()))
-        trial.note(row.user_attrs)
-        for step, value in sorted(row.intermediate_values.items()):
-            trial.report(step, [value])
-        trials.append(trial)
-        bars += _bars(row, trial)
-    began = min((bar.start for bar in bars), default=None)
-    return Told(
-        name=stored.name,
-        objectives=[(name, way == "maximize") for name, way in zip(named, stored.directions, strict=True)],
-        trials=trials,
-        bars=bars[-BARS:],
-        space=space,
-        parameters=of_space(space) if space is not None else (),
-        began=began,
-    )
-
-
-def _bars(row: Any, trial: Trial) -> list[Bar]:
-    """When a trial ran: a storage knows when it was proposed and when it ended, and perhaps how long it took."""
-    if row.datetime_start is None or trial.state == "waiting":
-        return []
-    start, end = row.datetime_start.timestamp(), row.datetime_complete.timestamp() if row.datetime_complete else None
-    if end is not None and trial.seconds is not None:
-        start = max(start, end - trial.seconds)
-    devices = trial.devices or ["unknown"]
-    state = trial.state
-    return [Bar(str(trial.number), [trial.number], devices, start, end, trial.estimated, trial.measured, state)]
-
-
-def _drawn_from(rows: Sequence[Any]) -> Space | None:
-    """A space with what the trials of a study that is not weft's were drawn from; None where that is no space."""
-    from weft.errors import SpaceError
-    from weft.space import Space
-
-    space = Space()
-    try:
-        for name, kind in {name: kind for row in rows for name, kind in row.distributions.items()}.items():
-            if hasattr(kind, "choices"):
-                space.categorical(name, kind.choices)
-            elif isinstance(kind.low, int):
-                space.integer(name, kind.low, kind.high, kind.step)
-            else:
-                space.real(name, kind.low, kind.high, kind.log)
-    except SpaceError:
-        return None
-    return space if space.choices else None
 
 
 def _read(path: Path, reader: Any) -> Mapping[str, Any]:
@@ -203,5 +259,4 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-_ledgers = Fold(Ledger)
-_last: dict[tuple[str, str | None], dict[str, Any]] = {}
+_events = Reducer(StudyEvents)

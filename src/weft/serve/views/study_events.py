@@ -1,15 +1,176 @@
-"""A ledger: what the events of a study come to, trial by trial and job by job, whatever their number."""
+"""What the events of a study come to: its trials, and its jobs on devices over time."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.runs.events import ENDS, parse
-from weft.serve.events.thin import whole
-from weft.serve.study.bars import Bar, distinct
-from weft.serve.study.trials import Trial, finite, first_whole, values_of
+from weft.serve.downsample import number, rounded, whole
+
+SHOWN = 1000
+"""The most trials that are shown: those that run, the best, and others from the first to the last."""
+
+BEST = 250
+REPORTS = 64
+"""The most reports that are kept of one trial."""
+
+ALL_REPORTS = 6000
+"""The most that are shown of all together."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """A trial as its events tell of it. Memory is in bytes of a device, that of all trials of a fused job together."""
+
+    number: int
+    params: Mapping[str, Any] = field(default_factory=dict)
+    state: str = "waiting"
+    values: list[float | None] | None = None
+    seconds: float | None = None
+    devices: list[str] = field(default_factory=list)
+    estimated: int | None = None
+    measured: int | None = None
+    fused: int = 1
+    attempts: int = 0
+    reports: dict[int, list[float | None]] = field(default_factory=dict)
+    """By step, one value an objective."""
+    fit: str | None = None
+    why: str | None = None
+
+    def report(self, at: int, values: list[float | None]) -> None:
+        self.reports[at] = values
+        if len(self.reports) > REPORTS:
+            steps = sorted(self.reports)
+            self.reports = {step: self.reports[step] for step in (*steps[:-1:2], steps[-1])}
+
+    def add_notes(self, notes: Mapping[str, Any]) -> None:
+        """What a driver says of the trial at its end."""
+        devices, fit, error = notes.get("devices"), notes.get("fit"), notes.get("error")
+        self.seconds = finite(notes.get("seconds"))
+        if isinstance(devices, list) and not self.devices:
+            self.devices = [str(one) for one in devices]
+        self.estimated = first_whole(notes.get("memory"), self.estimated)
+        self.measured = whole(notes.get("peak"))
+        self.attempts = whole(notes.get("attempts")) or self.attempts
+        self.fused = whole(notes.get("fused")) or self.fused
+        self.fit = str(fit.get("way")) if isinstance(fit, Mapping) else None
+        self.why = error.strip().splitlines()[-1][:300] if isinstance(error, str) and error.strip() else None
+
+    def to_json(self, reports: int) -> dict[str, Any]:
+        """With at most about so many reports, the last among them."""
+        steps = sorted(self.reports)
+        kept = [*steps[: -1 : max(1, math.ceil(len(steps) / reports))], *steps[-1:]]
+        return {
+            "number": self.number,
+            "state": self.state,
+            "params": {str(name): rounded(v) if isinstance(v, float) else v for name, v in self.params.items()},
+            "values": None if self.values is None else [rounded(value) for value in self.values],
+            "seconds": rounded(self.seconds),
+            "devices": self.devices,
+            "estimated": self.estimated,
+            "measured": self.measured,
+            "fused": self.fused,
+            "attempts": self.attempts,
+            "reports": [[step, rounded(self.reports[step][0])] for step in kept if self.reports[step]],
+            "fit": self.fit,
+            "why": self.why,
+        }
+
+
+def listed(trials: Sequence[Trial], maximize: bool) -> list[dict[str, Any]]:
+    """By number; of more than are shown, those that run, the best by the first objective, and others evenly."""
+    trials = sorted(trials, key=lambda trial: trial.number)
+    if len(trials) > SHOWN:
+        values = {t.number: t.values[0] for t in trials if t.state == "complete" and t.values}
+        judged = sorted((-value if maximize else value, at) for at, value in values.items() if value is not None)
+        kept = {at for _, at in judged[:BEST]}
+        kept |= set([trial.number for trial in trials if trial.state in ("waiting", "running")][:BEST])
+        others = [trial.number for trial in trials if trial.number not in kept]
+        left = min(SHOWN - len(kept), len(others))
+        kept |= {others[at * len(others) // left] for at in range(left)}
+        trials = [trial for trial in trials if trial.number in kept]
+    most = max(2, ALL_REPORTS // max(len(trials), 1))
+    return [trial.to_json(most) for trial in trials]
+
+
+def values_of(value: object) -> list[float | None] | None:
+    """The values of a trial, those that are no numbers left empty; None where there are none."""
+    return [finite(one) for one in value[:16]] if isinstance(value, list) and value else None
+
+
+def finite(value: object) -> float | None:
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
+
+
+def first_whole(*values: object) -> int | None:
+    """The first that is a count."""
+    return next((found for value in values if (found := whole(value)) is not None), None)
+
+
+@dataclass(slots=True)
+class Bar:
+    """A job on its devices."""
+
+    job: str
+    trials: list[int]
+    devices: list[str]
+    start: float
+    end: float | None = None
+    estimated: int | None = None
+    measured: int | None = None
+    state: str = "running"
+    left: set[int] = field(default_factory=set)
+    """Trials that have not ended."""
+
+
+def assign_lanes(spans: Sequence[tuple[float, float | None]]) -> list[int]:
+    """A lane for each span of time, by start the first that is free; one without an end keeps its lane for good.
+
+    >>> assign_lanes([(0, 4), (1, 2), (2, None), (5, 6)])
+    [0, 1, 1, 0]
+    """
+    lanes, free = [0] * len(spans), list[float]()
+    for at in sorted(range(len(spans)), key=lambda index: spans[index][0]):
+        start, end = spans[at]
+        lane = next((lane for lane, until in enumerate(free) if until <= start), len(free))
+        free[lane : lane + 1] = [math.inf if end is None else max(start, end)]
+        lanes[at] = lane
+    return lanes
+
+
+def device_bars(bars: Sequence[Bar], devices: Mapping[str, int | None], began: float) -> list[dict[str, Any]]:
+    """Every device with its memory and its bars, in seconds since the study began; a job on several is on each."""
+    found = []
+    for name in dict.fromkeys([*devices, *(device for bar in bars for device in bar.devices)]):
+        own = sorted((bar for bar in bars if name in bar.devices), key=lambda bar: bar.start)
+        rows = []
+        for bar, lane in zip(own, assign_lanes([(bar.start, bar.end) for bar in own]), strict=True):
+            end = None if bar.end is None else round(bar.end - began, 3)
+            times = {"start": round(bar.start - began, 3), "end": end, "lane": lane}
+            memory = {"estimated": bar.estimated, "measured": bar.measured}
+            rows.append({"job": bar.job, "trials": bar.trials, **times, **memory, "state": bar.state})
+        found.append({"name": name, "memory": devices.get(name), "bars": rows})
+    return found
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """The names, with a number where one comes again.
+
+    >>> numbered(["local/cpu", "local/cpu"])
+    ['local/cpu', 'local/cpu (2)']
+    """
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return found
+
 
 TRIALS = 5000
 """The most trials that are kept; of more, the newest."""
@@ -19,7 +180,7 @@ LONGEST = 1 << 15
 """Bytes of the line that proposes a trial; parameters that take more are damage."""
 
 
-class Ledger:
+class StudyEvents:
     """What the lines of a study's events come to."""
 
     def __init__(self) -> None:
@@ -33,10 +194,10 @@ class Ledger:
         self.now = 0.0
         """When the last thing happened."""
         self.space: object = None
-        """As the study told of it when it was started."""
+        """As the study wrote it when it was started."""
         self._places: list[str] = []
 
-    def see(self, line: bytes) -> None:
+    def add_line(self, line: bytes) -> None:
         event = parse(line)
         if event is None:
             self.damaged += bool(line.strip())
@@ -44,7 +205,7 @@ class Ledger:
         kind, time = event.get("event"), finite(event.get("time"))
         if kind == "started":
             self.space = event.get("space", self.space)
-            self._interrupt("interrupted")  # nothing tells when a driver was killed: when it last said something
+            self._interrupt("interrupted")  # a driver that was killed wrote no end: jobs end at its last event
         if time is not None:
             self.began = time if self.began is None else self.began
             self.now = max(self.now, time)
@@ -53,16 +214,16 @@ class Ledger:
             self._trial(at) for one in (numbers if isinstance(numbers, list) else []) if (at := whole(one)) is not None
         ]
         if kind == "devices":
-            self._know(event)
+            self._set_devices(event)
         elif kind in ENDS:
             self._interrupt(str(kind))
         elif kind in ("lost", "exceeded"):
-            self._leave(event, str(kind))
+            self._fail(event, str(kind))
         elif kind == "placed":
             self._place(event, trials)
         elif kind != "proposed" or len(line) <= LONGEST:
             for trial in trials:
-                self._tell(trial, event, str(kind))
+                self._update(trial, event, str(kind))
 
     def _trial(self, at: int) -> Trial:
         if at not in self.trials:
@@ -72,7 +233,7 @@ class Ledger:
                 del self.trials[next(iter(self.trials))]
         return self.trials.get(at) or Trial(at)
 
-    def _tell(self, trial: Trial, event: Mapping[str, Any], kind: str) -> None:
+    def _update(self, trial: Trial, event: Mapping[str, Any], kind: str) -> None:
         if kind == "proposed" and isinstance(event.get("params"), Mapping):
             trial.params, trial.state = event["params"], "waiting"
         elif kind == "reported":
@@ -104,7 +265,7 @@ class Ledger:
         trial.state = state if state in ("complete", "pruned", "failed") else "failed"
         last = trial.reports[max(trial.reports)] if trial.reports else None
         trial.values = values_of(event.get("values")) or (last if state == "pruned" else None)
-        trial.note(event)
+        trial.add_notes(event)
         for bar in [one for one in self.running.values() if trial.number in one.left]:
             bar.left.discard(trial.number)
             bar.measured = max((one for one in (bar.measured, trial.measured) if one is not None), default=None)
@@ -112,7 +273,7 @@ class Ledger:
                 states = {self.trials[at].state for at in bar.trials if at in self.trials}
                 self._close(bar.job, next(iter(states)) if len(states) == 1 else "complete", self.now)
 
-    def _leave(self, event: Mapping[str, Any], state: str) -> None:
+    def _fail(self, event: Mapping[str, Any], state: str) -> None:
         bar = self.running.get(str(event.get("job")))
         if bar is not None:
             bar.measured = first_whole(event.get("needed"), bar.measured)
@@ -131,9 +292,9 @@ class Ledger:
             self.trials[one].state = "waiting"
         self.done.append(bar)
 
-    def _know(self, event: Mapping[str, Any]) -> None:
+    def _set_devices(self, event: Mapping[str, Any]) -> None:
         names, memory = event.get("now"), event.get("memory")
         if isinstance(names, list):
-            self._places = distinct([str(name) for name in names])
+            self._places = numbered([str(name) for name in names])
             sizes = memory if isinstance(memory, list) and len(memory) == len(names) else [None] * len(names)
             self.devices |= {name: whole(size) for name, size in zip(self._places, sizes, strict=True)}

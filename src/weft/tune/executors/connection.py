@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from weft.errors import TuneError
-from weft.tune.job import Ended, Event, Job, Lost, Reported
+from weft.tune.jobs import Ended, Event, Job, Lost, Reported
 
 Message = dict[str, Any]
 _EVENTS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in (Reported, Ended, Lost)}
 
 
-class Line:
+class JsonConnection:
     """One end of a pair of sockets; nothing that comes over it is ever unpickled or evaluated."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -65,10 +65,10 @@ class Line:
             return b""
 
 
-def pair() -> tuple[Line, socket.socket]:
+def pair() -> tuple[JsonConnection, socket.socket]:
     """A line and the bare other end of it, which a new process can be given."""
     mine, other = socket.socketpair()
-    return Line(mine), other
+    return JsonConnection(mine), other
 
 
 def job_message(job: Job) -> Message:

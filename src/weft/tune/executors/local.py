@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import atexit
 import math
+import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from weft.errors import TuneError
-from weft.tune.crew import Running, Worker, cause
 from weft.tune.devices import local_devices, reserve
-from weft.tune.job import Device, Ended, Event, Job, Lost
-from weft.tune.meeting import open_meeting
-from weft.tune.process import end, started
+from weft.tune.executors.connection import JsonConnection, Message, event_of, job_message
+from weft.tune.executors.processes import end, open_meeting, started
+from weft.tune.executors.worker import packed, serve
+from weft.tune.jobs import Device, Ended, Event, Job, Lost
 from weft.tune.recipe import Recipe
 from weft.tune.trial import OUTPUT
-from weft.tune.wire import Message, event_of, job_message
-from weft.tune.worker import packed, serve
 
 STILLBORN = 3
 """So many workers in a row that die before they are ready end the study: it is not the trials' fault."""
@@ -35,8 +36,8 @@ class LocalExecutor:
         self.devices: Sequence[Device] = tuple(local_devices() if devices is None else devices)
         self._payload, self._recipe = packed(terms), isinstance(terms.objective, Recipe)
         self._threads = threads
-        self._workers: list[Worker] = []
-        self._jobs: dict[str, Running] = {}
+        self._workers: list[WorkerHandle] = []
+        self._jobs: dict[str, LocalRunning] = {}
         self._events: list[Event] = []
         self._stillborn = 0
         atexit.register(self.close)  # before multiprocessing waits for its children, who wait for us
@@ -48,7 +49,7 @@ class LocalExecutor:
             crew.append(idle[0] if idle else self._spawn(place))
             for other in idle[1 + self._room(place, job) :]:
                 self._retire(other)
-        running = self._jobs[job.id] = Running(job, crew)
+        running = self._jobs[job.id] = LocalRunning(job, crew)
         told: dict[str, str] = {}
         if len(crew) > 1:
             told, running.store = open_meeting(len(crew))
@@ -75,7 +76,7 @@ class LocalExecutor:
         until = time.monotonic() + timeout
         while not self._events:
             left = min([until, *(running.next_look() for running in self._jobs.values())]) - time.monotonic()
-            watched: dict[Any, Worker] = {worker.line: worker for worker in self._workers}
+            watched: dict[Any, WorkerHandle] = {worker.line: worker for worker in self._workers}
             watched |= {worker.process.sentinel: worker for worker in self._workers}
             if not watched and not self._jobs:
                 time.sleep(max(0.0, min(left, timeout)))
@@ -108,21 +109,21 @@ class LocalExecutor:
             return 0  # it may want all that there is
         return max(0, (device.memory - sum((one.memory or 0) + each for one in (job, *running))) // each)
 
-    def _is_free(self, worker: Worker) -> bool:
+    def _is_free(self, worker: WorkerHandle) -> bool:
         """Its last job is over, even if it has not said so yet: it takes the next one when it has."""
         last = worker.job
         return last is None or (last.job.id not in self._jobs and len(last.crew) == 1)
 
-    def _spawn(self, place: int) -> Worker:
+    def _spawn(self, place: int) -> WorkerHandle:
         name = self.devices[place].name
         threads = self._threads if name == "cpu" else None
         given = (self._payload, name, threads)
         process, line = started(f"weft-worker-{name}", threads, serve, *given, recipe=self._recipe)
-        worker = Worker(process, line, place)
+        worker = WorkerHandle(process, line, place)
         self._workers.append(worker)
         return worker
 
-    def _retire(self, worker: Worker) -> None:
+    def _retire(self, worker: WorkerHandle) -> None:
         """At once: checkpoints are whole at every moment, so nothing is lost by it."""
         if worker in self._workers:
             self._workers.remove(worker)
@@ -130,14 +131,14 @@ class LocalExecutor:
         end(worker.process)
         worker.job = None
 
-    def _hear(self, worker: Worker) -> None:
+    def _hear(self, worker: WorkerHandle) -> None:
         messages, alive = worker.line.arrived() if worker in self._workers else ([], True)
         for message in messages:
             self._told(worker, message)
         if worker in self._workers and (not alive or not worker.process.is_alive()):
             self._died(worker)
 
-    def _told(self, worker: Worker, message: Message) -> None:
+    def _told(self, worker: WorkerHandle, message: Message) -> None:
         running, said = worker.job, message.pop("say")
         if said == "ready":
             worker.ready, self._stillborn = True, 0
@@ -148,10 +149,8 @@ class LocalExecutor:
             )
         elif running is None or message.pop("job", running.job.id) != running.job.id:
             return  # it speaks of the job before
-        elif said == "began" and running.deadline == math.inf:
-            running.began = time.monotonic()
-            if running.job.seconds is not None:
-                running.deadline = running.began + running.job.seconds
+        elif said == "began":
+            running.begin()
         elif said == "idle":
             worker.job = None
             # A fresh process is sure to have left every group of a split job, and all memory.
@@ -164,14 +163,12 @@ class LocalExecutor:
             else:
                 self._emit(running, event)
 
-    def _emit(self, running: Running, event: Event) -> None:
+    def _emit(self, running: LocalRunning, event: Event) -> None:
         self._events.append(event)
-        if isinstance(event, Ended):
-            running.ended.add(event.trial)
-            if running.ended >= set(running.job.trials):
-                self._jobs.pop(running.job.id, None)
+        if running.over(event):
+            self._jobs.pop(running.job.id, None)
 
-    def _died(self, worker: Worker) -> None:
+    def _died(self, worker: WorkerHandle) -> None:
         worker.process.join(5.0)  # the line may break an instant before the process is gone
         why = cause(worker)
         running = worker.job
@@ -189,7 +186,7 @@ class LocalExecutor:
             else:
                 self._lose(running, Lost(running.job.id, why))
 
-    def _lose(self, running: Running, event: Lost) -> None:
+    def _lose(self, running: LocalRunning, event: Lost) -> None:
         self._jobs.pop(running.job.id, None)
         self._events.append(event)
         self._dismiss(running)
@@ -208,14 +205,95 @@ class LocalExecutor:
             elif now >= running.deadline:
                 del self._jobs[running.job.id]
                 self._dismiss(running)
-                limit = f"it ran longer than its limit of {running.job.seconds:g} s"
-                for trial in running.job.trials:
-                    if trial not in running.ended:
-                        self._events.append(
-                            Ended(running.job.id, trial, "timeout", error=limit, seconds=now - running.began)
-                        )
+                self._events += running.timeouts(now)
 
-    def _dismiss(self, running: Running) -> None:
+    def _dismiss(self, running: LocalRunning) -> None:
         for worker in running.crew:
             if worker in self._workers:
                 self._retire(worker)
+
+
+# The crew of a job: the workers that run it, on this machine or on others, and what goes wrong with them.
+
+GRACE = 1.0
+"""Seconds that a failure in one process of a split job waits for the others', of which it may only be a consequence."""
+
+
+@dataclass(eq=False)
+class WorkerHandle:
+    """A process with the driver's end of its line."""
+
+    process: Any
+    line: JsonConnection
+    place: int
+    ready: bool = False
+    job: LocalRunning | None = None
+
+    def send(self, message: Message) -> None:
+        with suppress(OSError):  # that it is gone is seen by its sentinel
+            self.line.send(message)
+
+
+@dataclass(eq=False)
+class RunningJob:
+    """A job with its workers, rank by rank."""
+
+    job: Job
+    crew: list[Any]
+    ended: set[int] = field(default_factory=set)
+    began: float = 0.0
+    deadline: float = math.inf
+
+    def begin(self) -> None:
+        """A worker began; the time of all runs from the first."""
+        if self.deadline == math.inf:
+            self.began = time.monotonic()
+            self.deadline = self.began + (self.job.seconds or math.inf)
+
+    def over(self, event: Event) -> bool:
+        """Whether this is the end of its last trial."""
+        if isinstance(event, Ended):
+            self.ended.add(event.trial)
+        return self.ended >= set(self.job.trials)
+
+    def timeouts(self, now: float) -> list[Event]:
+        """The ends of the trials of a job that is past its deadline."""
+        limit, spent = f"it ran longer than its limit of {self.job.seconds:g} s", now - self.began
+        left = [trial for trial in self.job.trials if trial not in self.ended]
+        return [Ended(self.job.id, trial, "timeout", error=limit, seconds=spent) for trial in left]
+
+
+@dataclass(eq=False)
+class LocalRunning(RunningJob):
+    """On this machine, where it is told apart which of several workers went wrong first."""
+
+    crew: list[WorkerHandle]
+    failures: list[Ended | Lost] = field(default_factory=list)
+    judged_at: float = math.inf
+    store: Any = None
+
+    def fail(self, event: Ended | Lost) -> None:
+        """One process of a split job went wrong, perhaps only since another did."""
+        self.failures.append(event)
+        self.judged_at = min(self.judged_at, time.monotonic() + GRACE)
+
+    def worst(self) -> Ended | Lost:
+        """The cause: too little memory, else a process that is gone, else what was raised first."""
+
+        def rank(event: Ended | Lost) -> int:
+            return 1 if isinstance(event, Lost) else 0 if event.state == "out-of-memory" else 2
+
+        return min(self.failures, key=rank)
+
+    def next_look(self) -> float:
+        """When time may decide something about it."""
+        return min(self.deadline, self.judged_at)
+
+
+def cause(worker: WorkerHandle) -> str:
+    """Why a worker's process is gone."""
+    code, pid = worker.process.exitcode, worker.process.pid
+    if code is not None and code < 0:
+        hint = " (the machine may have run out of memory)" if code == -signal.SIGKILL else ""
+        return f"worker process {pid} was killed by signal {-code}{hint}"
+    return f"worker process {pid} ended with exit code {code}"

@@ -12,6 +12,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import queue
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import TuneError
-from weft.tune.job import Device, Ended, Event, Job, Lost
-from weft.tune.seat import Seat
+from weft.tune.executors.connection import event_message, event_of, job_message, job_of
+from weft.tune.executors.local import RunningJob
+from weft.tune.executors.processes import surroundings
+from weft.tune.executors.worker import packed, prepare, unpacked, worn, written
+from weft.tune.jobs import Device, Ended, Event, Job, Lost, Reported
 from weft.tune.trial import OUTPUT
-from weft.tune.wire import event_of, job_message
-from weft.tune.worker import packed
 
 MEMORY = "weft_memory_mib"
 """The custom resource of a node that says how much memory each of its devices has, in MiB."""
@@ -137,8 +141,7 @@ class RayExecutor:
         for message in messages:
             said = message["say"]
             if said == "began":
-                running.began = time.monotonic()
-                running.deadline = running.began + (running.job.seconds or math.inf)
+                running.begin()
             elif said == "broken":
                 raise TuneError(f"a node cannot import what it is to run: {message['why']}; install it on every node")
             elif said == "idle":
@@ -162,12 +165,10 @@ class RayExecutor:
                 self._lose(running, problem)
                 return
         self._events.append(event)
-        if isinstance(event, Ended):
-            running.ended.add(event.trial)
-            if running.ended >= set(running.job.trials):
-                del self._jobs[running.job.id]
-                if len(running.crew) > 1:
-                    self._kill(running)
+        if running.over(event):
+            del self._jobs[running.job.id]
+            if len(running.crew) > 1:
+                self._kill(running)
 
     def _lose(self, running: _Running, problem: Exception) -> None:
         if self._jobs.pop(running.job.id, None) is not None:
@@ -185,11 +186,7 @@ class RayExecutor:
         for running in list(self._jobs.values()):
             if now >= running.deadline:
                 self.stop(running.job.id)
-                limit = f"it ran longer than its limit of {running.job.seconds:g} s"
-                for trial in running.job.trials:
-                    if trial not in running.ended:
-                        spent = now - running.began
-                        self._events.append(Ended(running.job.id, trial, "timeout", error=limit, seconds=spent))
+                self._events += running.timeouts(now)
         if now - self._looked > LOOK:
             self._discover()
 
@@ -200,7 +197,7 @@ class RayExecutor:
         )
         gpu = found.device.name.startswith("cuda")
         options = {"num_cpus": 0, "num_gpus": 1 / 64 if gpu else 0, "max_concurrency": 4, "max_restarts": 0}
-        seat = self._ray.remote(Seat).options(**options, scheduling_strategy=strategy)
+        seat = self._ray.remote(JobActor).options(**options, scheduling_strategy=strategy)
         return seat.remote(self._payload, "cuda:0" if gpu else "cpu", None if gpu else self._threads)
 
     def _kill(self, running: _Running) -> None:
@@ -265,13 +262,8 @@ class _Place:
 
 
 @dataclass(eq=False)
-class _Running:
-    job: Job
-    crew: list[Any]
+class _Running(RunningJob):
     polls: dict[Any, int] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
-    began: float = 0.0
-    deadline: float = math.inf
 
 
 def _gpu_memory() -> int:
@@ -287,3 +279,68 @@ def _ray() -> Any:
     except ImportError as problem:
         raise TuneError("trials on a cluster need Ray: pip install weft[ray]") from problem
     return ray
+
+
+# A seat: what runs jobs on a node of a cluster, as a plain class that an actor is made of.
+
+
+class JobActor:
+    """Runs one job at a time in a thread of its own; its methods are called from others, and speak JSON text."""
+
+    def __init__(self, payload: bytes, device: str, threads: int | None) -> None:
+        self._payload, self._device, self._threads = payload, device, threads
+        self._said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._terms: Any = None
+        self._store: Any = None
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def meeting(self, world: int) -> dict[str, str]:
+        """Where the processes of a split job meet, which all are on this node."""
+        from weft.tune.executors.processes import open_meeting
+
+        variables, self._store = open_meeting(world)
+        return variables
+
+    def start(self, job: str, rank: int, variables: dict[str, str], output: str) -> None:
+        threading.Thread(
+            target=self._run, args=(job_of(json.loads(job)), rank, variables, output), name="weft-trial", daemon=True
+        ).start()
+
+    def answer(self, prune: bool) -> None:
+        self._answers.put(prune)
+
+    def poll(self, timeout: float = 10.0) -> str:
+        """What was said since the last call, waited for if nothing was."""
+        found = []
+        try:
+            found.append(self._said.get(timeout=timeout))
+            while True:
+                found.append(self._said.get_nowait())
+        except queue.Empty:
+            return json.dumps(found)
+
+    def _run(self, job: Job, rank: int, variables: dict[str, str], output: str) -> None:
+        from weft.tune.training.run_job import attempt
+
+        try:
+            if self._terms is None:
+                self._terms = unpacked(self._payload)
+                prepare(self._device, self._threads)
+        except Exception as problem:
+            self._said.put({"say": "broken", "why": f"{type(problem).__name__}: {problem}"})
+            return
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if variables else {}
+        with surroundings({**variables, **ranks}), written(output):
+            self._said.put({"say": "began"})
+            attempt(job, self._terms, self._device, rank, self._ask, self._tell)
+        self._said.put({"say": "idle", "worn": worn(self._device)})
+
+    def _ask(self, report: Reported) -> bool:
+        self._said.put({"say": "event", "event": event_message(report)})
+        return self._answers.get()
+
+    def _tell(self, ended: Ended) -> None:
+        self._said.put({"say": "event", "event": event_message(ended)})

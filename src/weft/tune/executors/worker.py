@@ -12,12 +12,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from weft.distributed.remote_call import Call, pickled
 from weft.errors import TrainError, TuneError
-from weft.pipeline.call import Call, pickled
-from weft.tune.job import Ended, Job, Reported
-from weft.tune.process import lead, surroundings
-from weft.tune.segments import expand
-from weft.tune.wire import Line, event_message, job_of
+from weft.tune.devices import use_expandable_segments
+from weft.tune.executors.connection import JsonConnection, event_message, job_of
+from weft.tune.executors.processes import lead, surroundings
+from weft.tune.jobs import Ended, Job, Reported
 
 LEFT = 128 * 2**20
 """Bytes of a device that a worker may keep between two jobs: workspaces of libraries stay for good."""
@@ -39,7 +39,7 @@ def unpacked(payload: bytes) -> Any:
 def serve(end: socket.socket, payload: bytes, device: str, threads: int | None) -> None:
     """What the process does, until it is told to quit or the other end of its line is gone."""
     lead()
-    line = Line(end)
+    line = JsonConnection(end)
     try:
         terms = unpacked(payload)
         prepare(device, threads)
@@ -63,7 +63,7 @@ def prepare(device: str, threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     if device.startswith("cuda"):
-        expand()
+        use_expandable_segments()
         torch.cuda.set_device(device)
     gc.freeze()  # what is imported stays: to look through it after every trial takes longer than many a trial
 
@@ -77,8 +77,8 @@ def worn(device: str) -> bool:
     return int(torch.cuda.memory_reserved(device)) > LEFT
 
 
-def _take(job: Job, terms: Any, device: str, rank: int, line: Line) -> None:
-    from weft.tune.attempt import attempt
+def _take(job: Job, terms: Any, device: str, rank: int, line: JsonConnection) -> None:
+    from weft.tune.training.run_job import attempt
 
     def ask(report: Reported) -> bool:
         line.send({"say": "event", "event": event_message(report)})

@@ -8,7 +8,7 @@ from math import ceil
 RECENT = 32
 
 
-class Correction:
+class MemoryCorrection:
     """Remembers what was observed, by shape (trials that are alike to the byte) and by family (alike in kind).
 
     Upward only: what a trial takes depends a little on what its worker did before, so that one that took less is no
@@ -26,7 +26,7 @@ class Correction:
     def corrected(self, estimate: int, *, shape: str | None = None, family: str | None = None) -> int:
         """Bytes to admit a trial with.
 
-        >>> correction = Correction()
+        >>> correction = MemoryCorrection()
         >>> correction.observed(1000, 1200, family="gpt")
         >>> correction.corrected(2000, family="gpt"), correction.corrected(2000, family="mlp")
         (2520, 2000)

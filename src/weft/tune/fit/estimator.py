@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import logging
-import socket
+import multiprocessing
+import os
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
+from typing import Any, NamedTuple
 
 from weft.errors import TuneError, WeftError
 from weft.space import Value
-from weft.tune.attempt import Terms
 from weft.tune.devices import processors
-from weft.tune.job import After
-from weft.tune.needs import Need, kind_of, need
-from weft.tune.process import started
+from weft.tune.executors.processes import INSIDE, begin, context, surroundings
+from weft.tune.executors.worker import packed, unpacked
+from weft.tune.fit.fit import Requirements, architecture_key, requirements
+from weft.tune.jobs import After
 from weft.tune.recipe import Recipe
-from weft.tune.wire import Line
-from weft.tune.worker import packed, unpacked
+from weft.tune.training.run_job import StudySpec
 
 log = logging.getLogger("weft.tune")
 
@@ -34,7 +34,7 @@ MOST = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DeviceClass:
     """What trials are fitted to; with a trial's values, this is all that its need depends on."""
 
     memory: int | None
@@ -44,109 +44,112 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Infeasible:
     """A trial that cannot be run, and why."""
 
     why: str
 
 
+class _Asked(NamedTuple):
+    params: Params
+    after: After | None
+    kind: str
+
+
 @dataclass(eq=False, slots=True)
-class _Seer:
+class _Estimator:
+    """A pool of one process, which remembers the traces that it made."""
+
+    pool: ProcessPoolExecutor
     process: Any
-    line: Line
-    asked: dict[int, Params] = field(default_factory=dict)
-    after: dict[int, After] = field(default_factory=dict)
-    kinds: dict[int, str] = field(default_factory=dict)
-    sent: set[int] = field(default_factory=set)
+    asked: dict[int, _Asked] = field(default_factory=dict)
+    sent: dict[int, Future[Requirements | Infeasible]] = field(default_factory=dict)
     answered: set[str] = field(default_factory=set)
 
-    def ask(self, number: int, params: Params, kind: str, after: After | None) -> None:
-        self.asked[number], self.kinds[number] = dict(params), kind
-        if after is not None:
-            self.after[number] = after
-        self.send()
-
     def send(self) -> None:
-        """The next that were asked, no more than both ends of the line can hold: else each may wait for the other.
-        First those like one that was answered, which take no time."""
+        """The next that were asked; first those like one that was answered, which take no time."""
         rest = [number for number in self.asked if number not in self.sent]
-        rest.sort(key=lambda number: self.kinds[number] not in self.answered)
-        for number in rest[: UNDER_WAY - len(self.sent)]:
-            self.sent.add(number)
-            with suppress(OSError):  # that it is gone is seen when it is heard
-                params, after = dict(self.asked[number]), self.after.get(number)
-                self.line.send({"number": number, "params": params, "after": after})
+        rest.sort(key=lambda number: self.asked[number].kind not in self.answered)
+        with suppress(BrokenProcessPool):  # that it is gone is seen when it is heard
+            for number in rest[: UNDER_WAY - len(self.sent)]:
+                params, after, _ = self.asked[number]
+                self.sent[number] = self.pool.submit(_found, params, after)
 
-    def heard(self, number: int) -> bool:
-        """Whether an answer is to one of its questions."""
-        self.sent.discard(number)
-        if self.asked.pop(number, None) is None:
-            return False
-        self.after.pop(number, None)
-        self.answered.add(self.kinds.pop(number))
-        return True
+    def answers(self) -> list[tuple[int, Requirements | Infeasible]]:
+        """All that are there; what it was asked beside them stays in ``asked``."""
+        ready = {number: future for number, future in self.sent.items() if future.done()}
+        found = []
+        for number, future in ready.items():
+            del self.sent[number]
+            problem = future.exception()
+            if isinstance(problem, BrokenProcessPool):
+                continue
+            self.answered.add(self.asked.pop(number).kind)
+            found.append((number, future.result() if problem is None else Infeasible(repr(problem))))
+        return found
 
     def work(self) -> int:
         """How many traces it has to make."""
-        return len(set(self.kinds.values()) - self.answered)
+        return len({asked.kind for asked in self.asked.values()} - self.answered)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.pool.shutdown()
 
 
-class Foresight:
+class EstimatorPool:
     """Answers come in any order. Where nothing has to be estimated they are there at once, without a process."""
 
-    def __init__(self, terms: Terms, place: Place, processes: int | None = None) -> None:
+    def __init__(self, terms: StudySpec, place: DeviceClass, processes: int | None = None) -> None:
         self._terms, self._place = terms, place
         most = max(1, min(MOST, processors()[1] // 2)) if processes is None else processes
         self._most = most if isinstance(terms.objective, Recipe) and place.memory is not None else 0
-        self._seers: list[_Seer] = []
-        self._by_kind: dict[str, _Seer] = {}
-        self._known: list[tuple[int, Need | Refused]] = []
+        self._estimators: list[_Estimator] = []
+        self._by_kind: dict[str, _Estimator] = {}
+        self._known: list[tuple[int, Requirements | Infeasible]] = []
         self._untold: dict[int, Params] = {}
 
     @property
     def open(self) -> dict[int, Params]:
         """Those whose need is not known yet."""
-        return {n: params for seer in self._seers for n, params in seer.asked.items()} | self._untold
+        return {n: asked.params for one in self._estimators for n, asked in one.asked.items()} | self._untold
 
     def ask(self, number: int, params: Params, after: After | None = None) -> None:
         """``after``: how it was fitted when it took more than a device has, and is to be fitted otherwise."""
-        seer = self._seer(kind := kind_of(params))
-        if seer is None:
-            self._see(number, params, after)
-            return
-        seer.ask(number, params, kind, after)
+        estimator = self._of_kind(kind := architecture_key(params))
+        if estimator is None:
+            self._find(number, params, after)
+        else:
+            estimator.asked[number] = _Asked(dict(params), after, kind)
+            estimator.send()
 
-    def told(self) -> list[tuple[int, Need | Refused]]:
+    def told(self) -> list[tuple[int, Requirements | Infeasible]]:
         """All that is known by now and was not told before."""
-        for seer in list(self._seers):
-            messages, alive = seer.line.arrived()
-            for message in messages:
-                if seer.heard(message["number"]):
-                    self._known.append((message["number"], _read(message)))
+        for one in list(self._estimators):
+            alive = one.process.is_alive()
+            self._known += one.answers()
             if alive:
-                seer.send()
+                one.send()
             else:
-                self._lose(seer)
+                self._lose(one)
         answers, self._known = self._known, []
         self._untold.clear()
         return answers
 
     def close(self) -> None:
-        for seer in self._seers:
-            seer.line.close()
-            seer.process.kill()
-            seer.process.join()
-        self._seers.clear()
+        for one in self._estimators:
+            one.kill()
+        self._estimators.clear()
         self._by_kind.clear()
         self._most = 0
 
-    def _seer(self, kind: str) -> _Seer | None:
+    def _of_kind(self, kind: str) -> _Estimator | None:
         """Who has seen a candidate that computes alike, else whoever has least to do."""
         if kind not in self._by_kind and self._most:
-            if len(self._seers) < self._most and all(seer.asked for seer in self._seers):
+            if len(self._estimators) < self._most and all(one.asked for one in self._estimators):
                 self._start()
-            if self._seers:
-                self._by_kind[kind] = min(self._seers, key=_Seer.work)
+            if self._estimators:
+                self._by_kind[kind] = min(self._estimators, key=_Estimator.work)
         return self._by_kind.get(kind)
 
     def _start(self) -> None:
@@ -155,49 +158,53 @@ class Foresight:
         except TuneError:  # what another process cannot import is estimated here
             self._most = 0
             return
-        process, line = started("weft-foresight", 1, serve, payload, msgspec.to_builtins(self._place))
-        self._seers.append(_Seer(process, line))
+        before = multiprocessing.active_children()
+        with surroundings({INSIDE: "1", "OMP_NUM_THREADS": "1"}):
+            given = (os.getpid(), dict(os.environ), payload, self._place)
+            pool = ProcessPoolExecutor(1, context(True), _begin, given)
+            pool.submit(os.getpid)  # which starts the process
+        (process,) = (child for child in multiprocessing.active_children() if child not in before)
+        self._estimators.append(_Estimator(pool, process))
 
-    def _lose(self, seer: _Seer) -> None:
+    def _lose(self, one: _Estimator) -> None:
         log.warning("a process that estimates memory is gone; what it was asked is estimated by the driver")
-        seer.line.close()
-        seer.process.join()
-        self._seers.remove(seer)
-        self._by_kind = {kind: other for kind, other in self._by_kind.items() if other is not seer}
-        self._most = len(self._seers)
-        for number, params in seer.asked.items():
-            self._see(number, params, seer.after.get(number))
+        one.pool.shutdown()
+        self._estimators.remove(one)
+        self._by_kind = {kind: other for kind, other in self._by_kind.items() if other is not one}
+        self._most = len(self._estimators)
+        for number, (params, after, _) in one.asked.items():
+            self._find(number, params, after)
 
-    def _see(self, number: int, params: Params, after: After | None) -> None:
+    def _find(self, number: int, params: Params, after: After | None) -> None:
         """Here, by the driver itself."""
         self._known.append((number, found(self._terms, params, self._place, after)))
         self._untold[number] = params
 
 
-def found(terms: Terms, params: Params, place: Place, after: After | None = None) -> Need | Refused:
+def found(
+    terms: StudySpec, params: Params, place: DeviceClass, after: After | None = None
+) -> Requirements | Infeasible:
     """What a trial needs; a model that cannot be made is its trial's failure, and no other's."""
     try:
-        return need(terms, params, place.memory, place.devices, place.kind, place.fuse, after)
+        return requirements(terms, params, place.memory, place.devices, place.kind, place.fuse, after)
     except Exception as problem:
         mine = isinstance(problem, WeftError)
-        return Refused(str(problem) if mine else "".join(traceback.format_exception(problem)).strip())
+        return Infeasible(str(problem) if mine else "".join(traceback.format_exception(problem)).strip())
 
 
-def serve(end: socket.socket, payload: bytes, told: Mapping[str, Any]) -> None:
-    """What such a process does, until the other end of its line is gone."""
+_given: tuple[StudySpec, DeviceClass]
+"""Of a process that estimates."""
+
+
+def _begin(driver: int, environment: Mapping[str, str], payload: bytes, place: DeviceClass) -> None:
+    global _given
+    begin(driver, environment)
     import torch
 
     torch.set_num_threads(1)
-    line, place = Line(end), msgspec.convert(told, Place)
-    terms = unpacked(payload)
-    with suppress(OSError):
-        while (message := line.receive()) is not None:
-            after = msgspec.convert(message.get("after"), After | None)
-            answer = found(terms, message["params"], place, after)
-            line.send({"number": message["number"], type(answer).__name__: msgspec.to_builtins(answer)})
+    _given = unpacked(payload), place
 
 
-def _read(message: Mapping[str, Any]) -> Need | Refused:
-    if "Refused" in message:
-        return msgspec.convert(message["Refused"], Refused)
-    return msgspec.convert(message["Need"], Need)
+def _found(params: Params, after: After | None) -> Requirements | Infeasible:
+    terms, place = _given
+    return found(terms, params, place, after)

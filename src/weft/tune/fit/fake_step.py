@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.plan.memory.tracer import STEPS, made_up
-from weft.search.storages import LiveStorages
+from weft.memory.tracer import STEPS, made_up
+from weft.utils.live_memory import LiveStorages
 
 aten = torch.ops.aten
 _ROWS = 64

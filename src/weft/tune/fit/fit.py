@@ -5,24 +5,29 @@ A function of the candidate and of the device's kind and nominal memory: never o
 
 from __future__ import annotations
 
+import json
+import logging
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from weft.engine.rng import HostSeeder, get_rng_state
 from weft.errors import PlanError, TuneError
-from weft.tune.captured import capturable
-from weft.tune.complete import Complete, example, shaped
-from weft.tune.drawing import standing
-from weft.tune.job import After, Fit, Way
-from weft.tune.outside import kept_outside
-from weft.tune.peaks import Peaks, paused, peaks
-from weft.tune.recipe import CONTINUOUS
-from weft.tune.setting import Setting
-from weft.tune.training import batch_norm
-from weft.units import size
+from weft.nn.state import Remainder, encoded
+from weft.space import Value
+from weft.tune.fit.loss_model import LossModule, build_meta, example_batch
+from weft.tune.fit.peaks import StepMemory, paused, step_memory
+from weft.tune.jobs import After, Fit, Way
+from weft.tune.recipe import CONTINUOUS, Recipe, TrialConfig
+from weft.tune.training.cuda_graphs import capturable
+from weft.tune.training.run_job import StudySpec
+from weft.tune.training.trainer import batch_norm
+from weft.utils.units import format_bytes
 
 KNOWN = 512
 """Fits that are remembered: trials of one shape are common, and a trace takes seconds."""
@@ -47,7 +52,7 @@ SECONDS = 20.0
 """Of a search for a plan."""
 
 
-def fit(setting: Setting, devices: int, memory: int, device: str = "h200", after: After | None = None) -> Fit:
+def fit(setting: TrialConfig, devices: int, memory: int, device: str = "h200", after: After | None = None) -> Fit:
     """The first of these that fits one of so many devices with so much memory each: the whole batch; equal
     micro-batches, whose gradients add up to the batch's; the same with activations recomputed; a plan that splits the
     candidate over 2, 4, ... devices; activations in host memory.
@@ -70,7 +75,7 @@ def fit(setting: Setting, devices: int, memory: int, device: str = "h200", after
     return found
 
 
-def likeness(setting: Setting) -> Hashable:
+def likeness(setting: TrialConfig) -> Hashable:
     """All that a trial's memory depends on: of what only scales numbers, whether it is there at all."""
     params = {name: bool(value) if name in CONTINUOUS else value for name, value in setting.params.items()}
     made = setting.optimizer
@@ -88,7 +93,7 @@ def likeness(setting: Setting) -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class _Fitting:
-    setting: Setting
+    setting: TrialConfig
     devices: int
     memory: int
     device: str
@@ -102,7 +107,7 @@ class _Fitting:
                 return found
         raise TuneError(
             f"the candidate fits nowhere, with {self.devices} {'device' if self.devices == 1 else 'devices'} of "
-            f"{size(self.memory)}: {'; '.join(tried)}. Use a smaller model or batch, or larger devices"
+            f"{format_bytes(self.memory)}: {'; '.join(tried)}. Use a smaller model or batch, or larger devices"
         )
 
     def _left(self, tried: list[str]) -> tuple[Way, ...]:
@@ -110,26 +115,26 @@ class _Fitting:
         if self.after is None:
             return _ORDER
         way, degree = self.after
-        tried.append(f"{_WORDS[way].format(degree)}, it took more than {size(self.memory)} when it ran")
+        tried.append(f"{_WORDS[way].format(degree)}, it took more than {format_bytes(self.memory)} when it ran")
         at = _ORDER.index("whole" if way == "accumulate" else way)
         return _ORDER[at if way == "split" else at + 1 :]
 
     def _on_one(self, way: Way, tried: list[str]) -> Fit | None:
         batch = self.setting.batch_size
-        once = peaks(self.setting, way, self.device, accumulate=False)
+        once = step_memory(self.setting, way, self.device, accumulate=False)
         room = int(self.memory * (1 - MARGIN)) - once.context
         what = _WORDS[way]
         needed = once.at(batch)
         if once.fits(batch, room):
             return self._fit(way, once, batch, min(needed, room), tried, what)
-        why = f"{what}, {batch} samples, it takes {size(needed)}"
+        why = f"{what}, {batch} samples, it takes {format_bytes(needed)}"
         if (norm := self._forbidding()) is not None:
             tried.append(f"{why}, and batch norm '{norm}' forbids micro-batches")
             return None
-        several = peaks(self.setting, way, self.device, accumulate=True)
+        several = step_memory(self.setting, way, self.device, accumulate=True)
         largest = min(several.largest(room), batch - 1)
         if largest < 1:
-            tried.append(f"{why}, and {min(2, batch)} samples {size(several.at(min(2, batch)))}")
+            tried.append(f"{why}, and {min(2, batch)} samples {format_bytes(several.at(min(2, batch)))}")
             return None
         tried.append(f"{why}, and at most {largest} samples fit")
         micro = math.ceil(batch / math.ceil(batch / largest))
@@ -139,11 +144,11 @@ class _Fitting:
 
     def _forbidding(self) -> str | None:
         """The name of a batch norm that would see less in a micro-batch, where that was not asked for."""
-        return None if self.setting.accumulate_norms else batch_norm(shaped(self.setting))
+        return None if self.setting.accumulate_norms else batch_norm(build_meta(self.setting))
 
-    def _fit(self, way: Way, found: Peaks, micro: int, needed: int, tried: list[str], what: str) -> Fit:
+    def _fit(self, way: Way, found: StepMemory, micro: int, needed: int, tried: list[str], what: str) -> Fit:
         parts = math.ceil(self.setting.batch_size / micro)
-        takes = f"{size(needed)} of {size(self.memory)}"
+        takes = f"{format_bytes(needed)} of {format_bytes(self.memory)}"
         told = f"{what} takes {takes}" if parts == 1 else f"{what}, {parts} micro-batches of {micro} take {takes}"
         seconds = found.seconds(micro)
         return Fit(
@@ -165,18 +170,18 @@ class _Fitting:
             tried.append(f"it cannot be split: '{name}' of its model changes as it trains, and in a graph would not")
             return None
         # With data, as the processes that will run it capture it: without, casts and some operators are others.
-        batch = example(self.setting, self.setting.batch_size, "cpu")
-        whole = Complete(self.setting, self.setting.bare(), tuple(batch))
+        batch = example_batch(self.setting, self.setting.batch_size, "cpu")
+        whole = LossModule(self.setting, self.setting.bare(), tuple(batch))
         degree, tensors = 2, whole.tensors(batch)
         if self.after is not None and self.after[0] == "split":
             degree = 2 * self.after[1]
-        stand = standing()
+        stand = get_rng_state()
         try:
             scale = self._scale(whole, tensors)
         except PlanError as problem:
             tried.append(f"it cannot be split: {problem}")
             return None
-        if standing() != stand:
+        if get_rng_state() != stand:
             tried.append(
                 "it cannot be split: its model draws from Python's or NumPy's generator, and a graph would not"
             )
@@ -193,7 +198,7 @@ class _Fitting:
                 tried.append(f"over {degree} devices{why}: {problem}")
             else:
                 needed = int(made.cost.memory * scale) + beside
-                told = f"split over {degree} devices it takes {size(needed)} of each"
+                told = f"split over {degree} devices it takes {format_bytes(needed)} of each"
                 parts = made.microbatches
                 micro = self.setting.batch_size // parts
                 why = "; ".join([*tried, told])
@@ -204,7 +209,7 @@ class _Fitting:
     def _scale(self, whole: nn.Module, tensors: Any) -> float:
         """By how much the planner's figures, which know no workspaces, are below the estimate of one device."""
         alone = self._plan(whole, tensors, 1, 2**62, stages=1, microbatches=1, recompute=False)
-        found = peaks(self.setting, "whole", self.device, accumulate=False)
+        found = step_memory(self.setting, "whole", self.device, accumulate=False)
         return max(1.0, (found.at(self.setting.batch_size) + found.context) / float(alone.cost.memory))
 
     def _plan(self, whole: nn.Module, tensors: Any, degree: int, memory: int, **choices: Any) -> Any:
@@ -225,3 +230,167 @@ class _Fitting:
         if reasons := made.reasons():
             raise PlanError(f"the plan cannot be run: {reasons[0]}")
         return made
+
+
+def kept_outside(setting: TrialConfig) -> str | None:
+    """The name of an attribute or extra state that every forward in training changes, such as a counter; None if there
+    is none. A graph has it as it was when the graph was made.
+
+    It is what the second of two forwards of two samples changes: what the first alone does is a cache that it fills. A
+    model that cannot take two samples is not looked at.
+    """
+    model, batch = setting.bare(), example_batch(setting, min(2, setting.batch_size), "cpu")
+    drawing = HostSeeder(setting.seed, torch.device("cpu"))
+    with suppress(Exception), drawing.preserved():
+        model(*setting.enter(batch))
+        remainder, extra = Remainder(model), _extra(model)
+        model(*setting.enter(batch))
+        now = _extra(model)
+        changed = [*remainder.changed(model)[1], *(name for name in now if now[name] != extra.get(name))]
+        return next(iter(changed), None)
+    return None
+
+
+def _extra(model: nn.Module) -> dict[str, tuple[str, list[Any]]]:
+    """Extra states as text, with the numbers of their tensors."""
+    found = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            tensors: dict[str, Tensor] = {}
+            text = json.dumps(encoded(value, tensors, ""))
+            found[name] = text, [tensor.tolist() for tensor in tensors.values()]
+    return found
+
+
+# What a trial needs of a device before it runs, and which trials run as one.
+
+log = logging.getLogger("weft.tune")
+
+BEYOND = 0.05
+"""The part of its estimate that a trial may take beyond it, since others lie beside it."""
+SLACK = 128 * 2**20
+"""Bytes that a trial may take of a GPU beyond its estimate: what workers that live on leave lying between blocks."""
+TINY = 16 * 2**10
+"""The same on a CPU, where the smallest take a little more while they are scored."""
+LANE = 1 / 32
+"""The part of a device above which a trial is not fused: it keeps the device busy by itself."""
+
+
+BESIDE = 2
+"""What a lane of a fused training is taken to need where that is not traced, as on a GPU, by what the trial takes alone
+(1.3 to 1.8 times where it was measured): all gradients of all lanes are there at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """``memory`` None: all of a device, or nothing that is counted. ``shape`` is equal for trials that can be fused,
+    ``kind`` for those that compute alike. ``lane`` is what it takes as one of several that are; None: not traced.
+    ``note`` says why it was not estimated, where it should have been."""
+
+    memory: int | None
+    fit: Fit | None = None
+    shape: str | None = None
+    kind: str = ""
+    steps: int | None = None
+    lane: int | None = None
+    note: str = ""
+
+    @property
+    def degree(self) -> int:
+        return 1 if self.fit is None else self.fit.degree
+
+    @property
+    def seconds(self) -> float | None:
+        """That the whole training should take, if that can be said."""
+        step = None if self.fit is None else self.fit.seconds
+        return None if step is None or self.steps is None else step * self.steps
+
+    def of_lanes(self, lanes: int) -> int:
+        """Bytes of a device that so many trials like it take as one; 0 where nothing is counted."""
+        alone = self.memory or 0
+        return alone if lanes == 1 else lanes * (alone * BESIDE if self.lane is None else self.lane)
+
+
+def requirements(
+    terms: StudySpec,
+    params: Mapping[str, Value],
+    memory: int | None,
+    devices: int,
+    kind: str,
+    fuse: bool,
+    after: After | None = None,
+) -> Requirements:
+    """Of a recipe's candidate: how it fits devices of a kind with so much memory, as a function of these alone; and of
+    ``after``, how it was fitted when it took more than a device has. It is fused with none then.
+
+    Raises TuneError, with the figures, for one that fits nowhere. What cannot be traced, such as a model whose shapes
+    depend on data, gets all of a device as it is. A function needs what its study says.
+    """
+    if not isinstance(terms.objective, Recipe):
+        return Requirements(memory)
+    from weft.tune.recipe import trial_config
+
+    chosen = trial_config(terms.objective, params)
+    if memory is None:
+        return Requirements(None, None, _shape(chosen) if fuse else None, architecture_key(params), chosen.steps)
+
+    chosen.data()  # made once, here, where tensors are real
+    try:
+        found = fit(chosen, devices, memory, kind, after)
+    except PlanError as problem:
+        log.warning("a trial with %s has a device to itself, not estimated: %s", architecture_key(params), problem)
+        return Requirements(None, None, None, architecture_key(params), chosen.steps, note=f"not estimated: {problem}")
+    needed = min(_beyond(found.memory, kind), memory)
+    # Lanes keep all that their forwards make: what recomputes, or lies on the host, is small only while it does.
+    lane = after is None and found.way in ("whole", "accumulate") and found.memory <= memory * LANE
+    shape = _shape(chosen) if fuse and lane else None
+    each = None if shape is None or kind != "cpu" else _lane(chosen, found.micro_batch)
+    return Requirements(
+        needed, found, shape, architecture_key(params), chosen.steps, None if each is None else _beyond(each, kind)
+    )
+
+
+def _beyond(memory: int, kind: str) -> int:
+    """With what a trial may take beyond its estimate."""
+    return int(memory * (1 + BEYOND)) + (TINY if kind == "cpu" else SLACK)
+
+
+def _lane(chosen: TrialConfig, micro: int) -> int | None:
+    from weft.tune.fit.fused_memory import lane_peak
+
+    return lane_peak(chosen, micro)
+
+
+def _shape(chosen: TrialConfig) -> str | None:
+    from weft.tune.fusion.compatibility import shape_key
+
+    return shape_key(chosen)
+
+
+def architecture_key(params: Mapping[str, Value]) -> str:
+    """Equal for candidates that compute alike and take the same memory: all but continuous choices.
+
+    >>> architecture_key({"width": 64, "lr": 0.1})
+    '{"width": 64}'
+    """
+    return json.dumps({name: value for name, value in sorted(params.items()) if name not in CONTINUOUS})
+
+
+def groups(needs: Mapping[int, Requirements], memory: int | None) -> list[tuple[int, ...]]:
+    """Trials of one block that train as one, in order of number; as many at once as a device has room for.
+
+    >>> small, other, large = (Requirements(n, shape=shape) for n, shape in ((4, "a"), (4, "b"), (6, "a")))
+    >>> groups({0: small, 1: other, 2: small, 3: Requirements(4)}, 20)
+    [(0, 2), (1,), (3,)]
+    >>> groups({0: large, 1: large}, 20)
+    [(0,), (1,)]
+    """
+    alike: dict[Any, list[int]] = {}
+    for number, one in sorted(needs.items()):
+        alike.setdefault(one.shape if one.shape is not None else number, []).append(number)
+    found = []
+    for numbers in alike.values():
+        each = max(needs[number].of_lanes(2) for number in numbers)
+        most = len(numbers) if memory is None or each == 0 else max(1, 2 * memory // each)
+        found += [tuple(numbers[at : at + most]) for at in range(0, len(numbers), most)]
+    return sorted(found)

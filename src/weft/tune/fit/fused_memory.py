@@ -10,22 +10,22 @@ from contextlib import suppress
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.pipeline.seeding import Seeder
-from weft.search.storages import LiveStorages
-from weft.tune.captured import Gradients
-from weft.tune.complete import example
-from weft.tune.fit import KNOWN, likeness
-from weft.tune.lanes import Lanes
-from weft.tune.lanestep import LaneStep
-from weft.tune.peaks import paused
-from weft.tune.setting import Setting
+from weft.engine.rng import Seeder
+from weft.tune.fit.fit import KNOWN, likeness
+from weft.tune.fit.loss_model import example_batch
+from weft.tune.fit.peaks import paused
+from weft.tune.fusion.stacked_model import StackedModel
+from weft.tune.fusion.trainer import FusedStep
+from weft.tune.recipe import TrialConfig
+from weft.tune.training.cuda_graphs import Gradients
+from weft.utils.live_memory import LiveStorages
 
 log = logging.getLogger("weft.tune")
 _LANES = 2
 _known: dict[Hashable, int | None] = {}
 
 
-def lane_peak(setting: Setting, micro: int) -> int | None:
+def lane_peak(setting: TrialConfig, micro: int) -> int | None:
     """Bytes of storages that are alive at once, for each lane of a batched step in parts of ``micro`` samples; None,
     with the reason in the log, where it cannot be traced.
 
@@ -43,16 +43,19 @@ def lane_peak(setting: Setting, micro: int) -> int | None:
     return _known[key]
 
 
-def _traced(setting: Setting, micro: int) -> int:
+def _traced(setting: TrialConfig, micro: int) -> int:
     """Of the second step of all lanes, since in the first the dropouts of a forward are looked for; or of judging them,
     if that takes more."""
-    like, device = example(setting, setting.batch_size), torch.device("cpu")  # out here, where the data set is real
+    like, device = (
+        example_batch(setting, setting.batch_size),
+        torch.device("cpu"),
+    )  # out here, where the data set is real
     validation = setting.data().validation
     seeders = [Seeder(setting.seed, device)] * _LANES
     with seeders[0].preserved(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")  # fake tensors warn of what nobody here does
-        lanes = Lanes([setting] * _LANES, device)
-        work = LaneStep(setting, lanes, device, micro)
+        lanes = StackedModel([setting] * _LANES, device)
+        work = FusedStep(setting, lanes, device, micro)
         batch = {name: torch.empty((_LANES, *part.shape), dtype=part.dtype) for name, part in like.items()}
 
         def step() -> None:

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from weft.data import Batch, Loader
-from weft.plan.memory.caches import emptied
-from weft.tune.evaluation import judged
-from weft.tune.setting import Setting
+from weft.nn.fake import clear_polluted_caches
+from weft.tune.recipe import TrialConfig
+from weft.tune.training.evaluation import evaluation_mode
 
 _log = logging.getLogger("weft.tune")
 
 
-class Complete(nn.Module):
+class LossModule(nn.Module):
     """Called with the entries of a batch in the order of ``names``, gives the loss."""
 
-    def __init__(self, setting: Setting, model: nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(self, setting: TrialConfig, model: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
         self.model, self.names, self._setting = model, names, setting
 
@@ -33,30 +33,30 @@ class Complete(nn.Module):
         return tuple(batch[name] for name in self.names)
 
 
-def example(setting: Setting, size: int, device: str = "meta") -> Batch:
+def example_batch(setting: TrialConfig, size: int, device: str = "meta") -> Batch:
     """A batch of so many samples with the shapes and types of the trial's own, and no values of meaning."""
     batch = Loader(setting.data().train, 1, setting.seed).batch(0)
     return {name: torch.zeros((size, *part.shape[1:]), dtype=part.dtype, device=device) for name, part in batch.items()}
 
 
-def shaped(setting: Setting) -> nn.Module:
+def build_meta(setting: TrialConfig) -> nn.Module:
     """The trial's module for its shapes alone: without values where it can be built so."""
     try:
-        with torch.device("meta"), emptied(setting.model):
+        with torch.device("meta"), clear_polluted_caches(setting.model):
             made = setting.bare()
         if not _waits(made):
             return made
     except Exception as problem:  # it computes with its weights as it builds them
         _log.debug("the model is built with values: %s", problem)
-    return valued(setting)
+    return build_with_data(setting)
 
 
-def valued(setting: Setting) -> nn.Module:
+def build_with_data(setting: TrialConfig) -> nn.Module:
     """The trial's module with values; one that waits for a batch to know its shapes has seen one."""
     made = setting.build()
     if _waits(made):
-        with torch.no_grad(), judged(made):
-            made(*setting.enter(example(setting, 2, "cpu")))
+        with torch.no_grad(), evaluation_mode(made):
+            made(*setting.enter(example_batch(setting, 2, "cpu")))
     return made
 
 

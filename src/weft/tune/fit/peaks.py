@@ -14,24 +14,21 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.data import Batch
+from weft.engine.optimizer import fuses
 from weft.errors import PlanError, WeftError
-from weft.pipeline.optimizer import fuses
-from weft.plan.memory.caches import emptied
-from weft.plan.memory.estimate import Estimate, estimate
-from weft.plan.memory.fakes import fake_model
-from weft.plan.memory.kernels import kernels
-from weft.search.storages import LiveStorages
-from weft.tune.captured import SMALL, capturable
-from weft.tune.complete import example, shaped, valued
-from weft.tune.evaluation import judged, scores
-from weft.tune.fakestep import FakeStorages
-from weft.tune.job import Way
-from weft.tune.judging import Judging, judging, left_by_backwards
-from weft.tune.pools import reserved_apart
-from weft.tune.resident import resident
-from weft.tune.saving import recompute
-from weft.tune.segments import expandable
-from weft.tune.setting import Setting
+from weft.hardware.gpus import kernels
+from weft.memory.estimate import Estimate, estimate
+from weft.memory.timeline import AllocationTimeline
+from weft.nn.fake import clear_polluted_caches, fake_model
+from weft.tune.devices import expandable
+from weft.tune.fit.fake_step import FakeStorages
+from weft.tune.fit.loss_model import build_meta, build_with_data, example_batch
+from weft.tune.jobs import Way
+from weft.tune.recipe import TrialConfig, resident
+from weft.tune.training.activation_checkpointing import recompute
+from weft.tune.training.cuda_graphs import SMALL, capturable, reserved_apart
+from weft.tune.training.evaluation import evaluation_mode, scores
+from weft.utils.live_memory import LiveStorages
 
 GENEROUS = "h200"
 """Whose constants are taken for a GPU that has none: the largest workspaces that are known."""
@@ -43,7 +40,7 @@ _log = logging.getLogger("weft.tune")
 Step = Callable[[nn.Module, torch.optim.Optimizer, Any], None]
 
 
-class Peaks(Protocol):
+class StepMemory(Protocol):
     """Bytes and seconds by the samples of a micro-batch; ``context`` is what a process takes beside."""
 
     @property
@@ -54,12 +51,12 @@ class Peaks(Protocol):
     def seconds(self, samples: int) -> float | None: ...
 
 
-def peaks(setting: Setting, way: Way, device: str, *, accumulate: bool) -> Peaks:
+def step_memory(setting: TrialConfig, way: Way, device: str, *, accumulate: bool) -> StepMemory:
     """Of a trial's step on a kind of device (``cpu`` or a GPU's name); with ``accumulate`` of one in several parts,
     where gradients lie beside the activations of the next part. PlanError where the step cannot be traced."""
     if device == "cpu":
         return _Counted(setting, way, 2 if accumulate else 1)
-    model, batch = shaped(setting), example(setting, setting.batch_size)
+    model, batch = build_meta(setting), example_batch(setting, setting.batch_size)
     found = estimate(
         model,
         batch,
@@ -76,7 +73,7 @@ def peaks(setting: Setting, way: Way, device: str, *, accumulate: bool) -> Peaks
     return _Estimated(found, *sizes, graphs, judged, waiting + left_by_backwards(found.tape(setting.batch_size)[0]))
 
 
-def paused(setting: Setting) -> bool:
+def paused(setting: TrialConfig) -> bool:
     """Whether the trial is judged before it ends, while its last batch lies there."""
     return setting.report is not None and setting.report < setting.steps
 
@@ -102,7 +99,7 @@ class _Estimated:
     graphs: bool = False
     """Whether its steps are captured where they are small: a graph reads a copy of its micro-batch, and keeps its
     memory to itself."""
-    judging: Judging | None = None
+    judging: EvaluationMemory | None = None
     waiting: int = 0
     """Bytes that lie there while the trial is judged: its batch, and what backwards leave."""
 
@@ -156,7 +153,7 @@ class _Estimated:
 class _Counted:
     """On a CPU, the storages that are alive at once, as a cap counts them."""
 
-    setting: Setting
+    setting: TrialConfig
     way: Way
     parts: int
     context: int = 0
@@ -188,11 +185,11 @@ class _Counted:
 
     def _traced(self, samples: int) -> int:
         setting, size = self.setting, self.setting.batch_size
-        like, data = example(setting, samples), setting.data()  # out here, where the data set is real
+        like, data = example_batch(setting, samples), setting.data()  # out here, where the data set is real
         seen = samples if data.validation is None else min(samples, len(data.validation))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model = self._fake(mode)
-        with mode, emptied(model, setting.loss):
+        with mode, clear_polluted_caches(model, setting.loss):
             if self.way == "recompute":
                 recompute(model)
             optimizer = _optimizer(setting)([p for p in model.parameters() if p.requires_grad])
@@ -233,7 +230,7 @@ class _Counted:
     def _judging(self, model: nn.Module, optimizer: torch.optim.Optimizer, kept: list[Tensor], batch: Batch) -> int:
         """The most that is there while the trial is judged; what fails then, fails when it runs."""
         setting, live = self.setting, FakeStorages(optimizer, [*kept, *batch.values()])
-        with live, suppress(Exception), torch.no_grad(), judged(model), setting.autocast(torch.device("cpu")):
+        with live, suppress(Exception), torch.no_grad(), evaluation_mode(model), setting.autocast(torch.device("cpu")):
             scores(setting).add(model(*setting.enter(batch)), batch)
         return int(live.peak)
 
@@ -241,10 +238,10 @@ class _Counted:
         """The module in fake tensors; one that reads values while it is built is built with them, once."""
         if self._valued is None:
             try:
-                with mode, emptied(self.setting.model):
+                with mode, clear_polluted_caches(self.setting.model):
                     return self.setting.bare()
             except Exception:
-                self._valued = valued(self.setting)  # whose failure is the trial's
+                self._valued = build_with_data(self.setting)  # whose failure is the trial's
         with mode:
             return fake_model(self._valued)
 
@@ -263,7 +260,7 @@ def _sample(batch: Batch) -> int:
     return sum(part[0].numel() * part.element_size() for part in batch.values())
 
 
-def _step(setting: Setting, way: Way, parts: int) -> Step:
+def _step(setting: TrialConfig, way: Way, parts: int) -> Step:
     """What ``training`` does in a step, on the CPU's fake tensors."""
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
@@ -280,7 +277,7 @@ def _step(setting: Setting, way: Way, parts: int) -> Step:
     return step
 
 
-def _optimizer(setting: Setting) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+def _optimizer(setting: TrialConfig) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     """As a trial's optimizer is made: one kernel for all parameters, where torch has it."""
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -311,3 +308,87 @@ def _elsewhere(model: nn.Module) -> AbstractContextManager[Any]:
         return torch.empty_strided(shape, strides, dtype=dtype)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+# What a trial takes of a GPU while it is judged, before anything runs: an evaluation beside weights and optimizer.
+_last: list[tuple[TrialConfig, str, EvaluationMemory | None]] = []
+"""The newest, since a candidate is looked at in several ways that are judged alike."""
+
+
+class EvaluationMemory:
+    """Bytes by the samples of a micro-batch; no batch is larger than what a trial is judged by."""
+
+    def __init__(self, found: Estimate, most: int) -> None:
+        self._found, self._most = found, most
+
+    def at(self, samples: int) -> int:
+        return self._at(samples).reserved
+
+    def apart(self, samples: int) -> int:
+        """Where steps are captured, with which judging shares a pool of memory."""
+        one = self._at(samples)
+        return reserved_apart(*one.tape(one.batch))
+
+    def fits(self, samples: int, room: int) -> bool:
+        return room > 0 and self._at(samples).fits(room, context=False)
+
+    def largest(self, most: int, room: int) -> int:
+        """The largest number of samples, up to ``most``, that fits."""
+        if not most or self.fits(most, room):
+            return most
+        least = 0
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (middle, most) if self.fits(middle, room) else (least, middle)
+        return least
+
+    def _at(self, samples: int) -> Estimate:
+        return self._found.at(min(samples, self._most))
+
+
+def judging(
+    setting: TrialConfig, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: str
+) -> EvaluationMemory | None:
+    """None where it cannot be traced: what fails then, fails when it runs."""
+    if not _last or _last[0][0] is not setting or _last[0][1] != device:
+        _last[:] = [(setting, device, _traced(setting, optimizer, device))]
+    return _last[0][2]
+
+
+def left_by_backwards(tape: AllocationTimeline) -> int:
+    """Bytes that libraries keep for the thread of backwards: they lie there while a trial is judged, too."""
+    phase, kept = 0, dict[int, int]()
+    for event in tape.order:
+        block = abs(event) - 1
+        if event == 0:
+            phase += 1
+        elif event < 0:
+            kept.pop(block, None)
+        elif tape.phases[phase] == "backward" and tape.parts[block] == "workspaces":
+            kept[block] = tape.sizes[block]
+    return sum(kept.values())
+
+
+def _traced(setting: TrialConfig, optimizer: Any, device: str) -> EvaluationMemory | None:
+    validation = setting.data().validation
+    most = setting.batch_size if validation is None else min(setting.batch_size, len(validation))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        with torch.no_grad(), evaluation_mode(model), setting.autocast(torch.device("cpu")):
+            scores(setting).add(model(*setting.enter(batch)), batch)
+        # An update, for the state that lies there the next time; with no more gradients than training has at once.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    try:
+        found = estimate(
+            build_meta(setting), example_batch(setting, most), optimizer=optimizer, step=step, device=device,
+            expandable=expandable(),
+        )  # fmt: skip
+    except WeftError as problem:
+        _log.info("judging trials like %s is not estimated: %s", dict(setting.params), problem)
+        return None
+    return EvaluationMemory(found, most)

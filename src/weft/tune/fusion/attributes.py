@@ -5,24 +5,22 @@ from __future__ import annotations
 import functools
 import hashlib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.parameter import is_lazy
-from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
-from weft.tune.masks import OWN
-from weft.tune.setting import DROPOUTS, dropouts
+from weft.nn.state import attributes_of, joined, registered, storage, tensors_of
+from weft.tune.fusion.dropout import DROPOUT_PLACEHOLDER
+from weft.tune.recipe import DROPOUTS, dropouts
 
 UNKNOWN = "a tensor without values"
 """Stands for a tensor that has none, such as a fake one."""
 
-_BARE = frozenset(vars(nn.Module()))
 _OMITTED = (*DROPOUTS, nn.Identity)
 """Masks are drawn by each trial's own rate, and a model may leave out a dropout whose rate is 0."""
 _DEPTH = 5
@@ -39,7 +37,7 @@ def attributes(model: nn.Module) -> dict[str, str]:
     for name, part in model.named_modules():
         if type(part) not in _OMITTED:
             found[name] = _named(type(part))
-        for attribute, value in own(part):
+        for attribute, value in attributes_of(part):
             if (id(part), attribute) not in left:
                 found[joined(name, attribute)] = _text(value, names, ())
     return found
@@ -53,7 +51,10 @@ def difference(shared: Mapping[str, str], own: Mapping[str, str], rate: float | 
     rates = () if rate is None else (repr(rate),) if rate else ("0.0", "0")
     for name in (*shared, *own):
         expected = shared.get(name, "")
-        if own.get(name) not in (shared.get(name), *(expected.replace(repr(OWN), told) for told in rates)):
+        if own.get(name) not in (
+            shared.get(name),
+            *(expected.replace(repr(DROPOUT_PLACEHOLDER), told) for told in rates),
+        ):
             return name
     return None
 
@@ -61,45 +62,13 @@ def difference(shared: Mapping[str, str], own: Mapping[str, str], rate: float | 
 def aliased(model: nn.Module) -> str | None:
     """The name of an attribute that holds a weight or a buffer as a plain tensor, which lanes would not find there."""
     storages = {storage(tensor) for _, tensor in registered(model)}
-    return next((name for name, tensor in held(model) if storage(tensor) in storages), None)
-
-
-def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that are neither parameters nor buffers, each with the name of the attribute that holds it."""
     for name, part in model.named_modules():
-        for attribute, value in own(part):
-            if not (isinstance(part, nn.RNNBase) and attribute == "_flat_weights"):  # which torch keeps up to date
-                yield from ((joined(name, attribute), tensor) for tensor in tensors_of(value))
-
-
-def storage(tensor: Tensor) -> object:
-    """Equal for tensors that lie in the same memory; of no meaning for one that has not been made yet."""
-    return id(tensor) if is_lazy(tensor) or tensor.layout != torch.strided else tensor.untyped_storage()._cdata
-
-
-def own(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes of a part that a bare module does not have, and that are not made anew before every forward."""
-    left = {*_BARE, *recomputed(part)}
-    return ((name, value) for name, value in vars(part).items() if name not in left)
-
-
-def recomputed(part: nn.Module) -> list[str]:
-    """The attributes of a part that weight norms of the old kind make anew of its weights before every forward."""
-    return [hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
-
-
-def registered(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The weights and buffers, by name."""
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_of(item)
+        for attribute, value in attributes_of(part):
+            if isinstance(part, nn.RNNBase) and attribute == "_flat_weights":  # which torch keeps up to date
+                continue
+            if any(storage(tensor) in storages for tensor in tensors_of(value)):
+                return joined(name, attribute)
+    return None
 
 
 def _text(value: Any, names: Mapping[int, str], within: tuple[int, ...]) -> str:
@@ -157,7 +126,3 @@ def _numbers(value: Tensor | np.ndarray[Any, Any]) -> str:
 
 def _named(thing: Any) -> str:
     return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
-
-
-def joined(name: str, attribute: str) -> str:
-    return f"{name}.{attribute}" if name else attribute

@@ -14,17 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.engine.rng import get_rng_state, restored
 from weft.errors import TuneError
-from weft.keys import torch_seeded
-from weft.plan.memory.caches import emptied
-from weft.tune.attributes import UNKNOWN, attributes, difference
-from weft.tune.batched import Batched, NotTogether
-from weft.tune.drawing import restored, standing
-from weft.tune.lanes import template, unfit
-from weft.tune.lanewise import refused
-from weft.tune.masks import OWN, recording
-from weft.tune.recipe import CONTINUOUS
-from weft.tune.setting import Setting
+from weft.nn.fake import clear_polluted_caches
+from weft.tune.fusion.attributes import UNKNOWN, attributes, difference
+from weft.tune.fusion.dropout import DROPOUT_PLACEHOLDER, record_calls
+from weft.tune.fusion.optimizers import refused
+from weft.tune.fusion.stacked_model import template, unfit
+from weft.tune.fusion.vmap import Batched, CannotFuse
+from weft.tune.recipe import CONTINUOUS, TrialConfig
+from weft.utils.rng import torch_seeded
 
 log = logging.getLogger("weft.tune")
 _LANES, _SAMPLES = 2, 2
@@ -36,17 +35,17 @@ _first: dict[tuple[Any, ...], dict[str, str]] = {}
 _parted: set[tuple[Any, ...]] = set()
 
 
-def shape_key(setting: Setting) -> str | None:
+def shape_key(setting: TrialConfig) -> str | None:
     """Equal for trials that can train as one; None, with the reason in the log, for one that cannot be fused.
 
     Forwards are traced on fake tensors, which what a model keeps in a global variable may hold on to: not for a process
     that trains.
     """
-    with emptied(setting.model, setting.loss):
+    with clear_polluted_caches(setting.model, setting.loss):
         return _key(setting)
 
 
-def _key(setting: Setting) -> str | None:
+def _key(setting: TrialConfig) -> str | None:
     told = outline(setting)
     which = (told, _identity(setting.model), _identity(setting.loss))  # functions may go by one name, as lambdas do
     if which not in _tried:
@@ -70,7 +69,7 @@ def _key(setting: Setting) -> str | None:
     return told + _digest("\n".join(f"{name}={text}" for name, text in sorted(shared.items())))
 
 
-def why_not(setting: Setting) -> str | None:
+def why_not(setting: TrialConfig) -> str | None:
     """Why trials of this shape cannot be fused, or None: found with two lanes of two samples, on fake tensors."""
     if why := refused(setting.optimizer):
         return why
@@ -84,7 +83,7 @@ def why_not(setting: Setting) -> str | None:
         return _said(problem)
 
 
-def _shared(setting: Setting) -> tuple[dict[str, str], str | None]:
+def _shared(setting: TrialConfig) -> tuple[dict[str, str], str | None]:
     """The attributes of the module that lanes share, and the name of one that is otherwise in the trial's own."""
     found = []
     for build in (partial(template, setting), setting.bare)[: 1 if setting.dropout is None else 2]:
@@ -97,25 +96,25 @@ def _shared(setting: Setting) -> tuple[dict[str, str], str | None]:
     return found[0], difference(found[0], found[-1], setting.dropout)
 
 
-def _rated(setting: Setting) -> str | None:
+def _rated(setting: TrialConfig) -> str | None:
     """Why an attribute that holds the dropout is not only what masks are drawn by; None if all are."""
     with _fake():
-        holding = [name for name, text in attributes(template(setting)).items() if repr(OWN) in text]
+        holding = [name for name, text in attributes(template(setting)).items() if repr(DROPOUT_PLACEHOLDER) in text]
     if not holding:
         return None
     batch = setting.data().train.take(np.arange(_SAMPLES))
     losses = []
-    for rate in (OWN, _OTHER):
-        with torch_seeded(setting.seed, "init"), torch.no_grad(), recording([]):
+    for rate in (DROPOUT_PLACEHOLDER, _OTHER):
+        with torch_seeded(setting.seed, "init"), torch.no_grad(), record_calls([]):
             module = template(setting, rate)
             losses += [setting.loss(module.train(mode)(*setting.enter(batch)), batch) for mode in (True, False)]
     same = all(torch.equal(one, other) for one, other in zip(losses[:2], losses[2:], strict=True))
     return None if same else _BY_DROPOUT.format(holding[0])
 
 
-def _tried_out(setting: Setting) -> str | None:
+def _tried_out(setting: TrialConfig) -> str | None:
     batch = {name: value.cpu() for name, value in setting.data().train.take(np.arange(_SAMPLES)).items()}
-    stand = standing()
+    stand = get_rng_state()
     with _fake() as fake, torch_seeded(setting.seed, "init"), restored(stand):
         if "seed" in setting.params:  # lanes share all of a module but its weights
             setting.model(setting.params)
@@ -130,7 +129,7 @@ def _tried_out(setting: Setting) -> str | None:
         batched = Batched(setting, module, torch.device("cpu"))
         losses = batched.losses(stacked, fixed, lanes, lambda draws: [_ones(draw) for draw in draws])
         gradients = torch.autograd.grad(losses.sum(), list(stacked.values()), allow_unused=True)
-        if standing() != stand:
+        if get_rng_state() != stand:
             return "its model draws from Python's or NumPy's generator, where lanes could not draw each its own"
     unused = [name for name, gradient in zip(stacked, gradients, strict=True) if gradient is None]
     if unused:
@@ -146,7 +145,7 @@ def _fake() -> Any:
 
 def _said(problem: Exception) -> str:
     first = next(iter(str(problem).strip().splitlines()), "")
-    return first if isinstance(problem, NotTogether) else f"{type(problem).__name__}: {first}"
+    return first if isinstance(problem, CannotFuse) else f"{type(problem).__name__}: {first}"
 
 
 def _stacked(tensor: Tensor) -> Tensor:
@@ -157,7 +156,7 @@ def _ones(draw: Any) -> Tensor:
     return torch.ones(_LANES, *draw.shape, dtype=draw.dtype)
 
 
-def outline(setting: Setting) -> str:
+def outline(setting: TrialConfig) -> str:
     """All that must be equal and is said by the setting itself, as text; the model is not looked into."""
     options: Mapping[str, Any] = {n: v for n, v in setting.optimizer.describe().items() if n not in CONTINUOUS}
     told = {

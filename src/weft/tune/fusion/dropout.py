@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.pipeline.seeding import Seeder
-from weft.tune.attention import attend
+from weft.engine.rng import Seeder
 
-OWN = 0.12345678901234567
+DROPOUT_PLACEHOLDER = 0.12345678901234567
 """Stands, in the module that lanes share, for the dropout of the lane."""
 
 _DROPOUTS = {name: getattr(F, name) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")}
@@ -24,7 +23,7 @@ _ATTENTION = F.scaled_dot_product_attention
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class DropoutCall:
     """One dropout of a forward: which, on what, how often it drops."""
 
     name: str
@@ -37,7 +36,9 @@ class Draw:
     def factors(self, rate: float | None, device: torch.device) -> Tensor:
         """What a lane's values are multiplied by: 0, or more than 1."""
         ones = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device).fill_(1.0)
-        drawn: Tensor = _DROPOUTS[self.name](ones, rate if self.rate == OWN and rate is not None else self.rate, True)
+        drawn: Tensor = _DROPOUTS[self.name](
+            ones, rate if self.rate == DROPOUT_PLACEHOLDER and rate is not None else self.rate, True
+        )
         return drawn
 
 
@@ -45,11 +46,11 @@ Drop = Callable[[str, Tensor, float], Tensor]
 
 
 @contextmanager
-def recording(draws: list[Draw]) -> Iterator[None]:
+def record_calls(draws: list[DropoutCall]) -> Iterator[None]:
     """Within the block, dropouts draw nothing and are noted, in order."""
 
     def drop(name: str, x: Tensor, rate: float) -> Tensor:
-        draws.append(Draw(name, tuple(x.shape), x.stride(), x.dtype, rate))
+        draws.append(DropoutCall(name, tuple(x.shape), x.stride(), x.dtype, rate))
         return x
 
     with _replaced(drop):
@@ -57,7 +58,7 @@ def recording(draws: list[Draw]) -> Iterator[None]:
 
 
 @contextmanager
-def masking(masks: Sequence[Tensor]) -> Iterator[None]:
+def apply_masks(masks: Sequence[Tensor]) -> Iterator[None]:
     """Within the block, dropouts multiply by what was drawn before, in order."""
     left = iter(masks)
     with _replaced(lambda name, x, rate: x * next(left)):
@@ -65,7 +66,7 @@ def masking(masks: Sequence[Tensor]) -> Iterator[None]:
 
 
 def drawn(
-    draws: Sequence[Draw],
+    draws: Sequence[DropoutCall],
     seeders: Sequence[Seeder],
     rates: Sequence[float | None],
     step: int,
@@ -131,3 +132,49 @@ def _attention(
     elif attn_mask is not None:
         scores = scores + attn_mask
     return drop("dropout", scores.softmax(-1), dropout_p) @ value
+
+
+# Attention of several lanes in one call: lanes become samples, since attention looks at each sample by itself.
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, grouped: bool
+) -> Tensor:
+    """``scaled_dot_product_attention`` without dropout; under vmap one kernel for all lanes, not one for each."""
+    found: Tensor = _Folded.apply(query, key, value, mask, causal, scale, grouped)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Folded(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        # Outside of vmap only forwards that nobody differentiates come here.
+        return _local_attention(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+        """Called with plain tensors, whose gradients autograd follows as those of any others."""
+        lanes = info.batch_size
+        tensors = [_laned(tensor, where, lanes) for tensor, where in zip(args[:3], in_dims[:3], strict=True)]
+        mask = None if args[3] is None else _laned(args[3], in_dims[3], lanes)
+        batch = tensors[0].shape[1:-3]
+        if mask is not None:  # (lanes, ..., length, length), with ones where it is the same for all
+            wide = mask.view(lanes, *[1] * (tensors[0].dim() - mask.dim()), *mask.shape[1:])
+            mask = wide.expand(lanes, *batch, *wide.shape[-3:]).flatten(0, -4)
+        query, key, value = (tensor.flatten(0, -4) for tensor in tensors)
+        found = _local_attention(query, key, value, mask, *args[4:])
+        return found.view(lanes, *batch, *found.shape[-3:]), 0
+
+
+def _local_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, grouped: bool
+) -> Tensor:
+    return _ATTENTION(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+
+
+def _laned(tensor: Tensor, where: int | None, lanes: int) -> Tensor:
+    return tensor.expand(lanes, *tensor.shape) if where is None else tensor.movedim(where, 0)

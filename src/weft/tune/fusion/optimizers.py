@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.pipeline.optimizer import Optimizer
+from weft.engine.optimizer import Optimizer
 
 KINDS = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
 OWN = ("lr", "weight_decay", "momentum")
@@ -33,7 +33,7 @@ def refused(optimizer: Optimizer) -> str | None:
     return f"{optimizer.cls.__name__} over lanes has no {', '.join(sorted(beyond))}" if beyond else None
 
 
-class Lanewise:
+class StackedOptimizer:
     """Updates a matrix of weights, (lanes, weights), by gradients of the same shape."""
 
     def __init__(self, optimizers: Sequence[Optimizer], weights: Tensor) -> None:

@@ -9,20 +9,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from weft.keys import torch_seeded
-from weft.tune.attributes import aliased, attributes, difference, registered
-from weft.tune.batched import NotTogether
-from weft.tune.checkpoint import Kept
-from weft.tune.lanewise import Lanewise
-from weft.tune.masks import OWN
-from weft.tune.remainder import unkept
-from weft.tune.setting import Setting
+from weft.nn.state import registered, unkept
+from weft.tune.fusion.attributes import aliased, attributes, difference
+from weft.tune.fusion.dropout import DROPOUT_PLACEHOLDER
+from weft.tune.fusion.optimizers import StackedOptimizer
+from weft.tune.fusion.vmap import CannotFuse
+from weft.tune.recipe import TrialConfig
+from weft.tune.training.checkpoint import TrialCheckpoint
+from weft.utils.rng import torch_seeded
 
 ALIGNED = 64
 """Weights begin at multiples of so many elements, as kernels like them."""
 
 
-def template(setting: Setting, rate: float = OWN) -> nn.Module:
+def template(setting: TrialConfig, rate: float = DROPOUT_PLACEHOLDER) -> nn.Module:
     """The module that lanes share, for its forward alone: dropouts stand for the lane's own, weights for any."""
     if setting.dropout is None:
         return setting.bare()
@@ -41,20 +41,20 @@ def unfit(module: nn.Module) -> str | None:
     return None
 
 
-class Lanes:
+class StackedModel:
     """The weights, buffers and optimizer of several trials on a device; lanes are numbered as they stand now.
 
     ``parameters`` are views into the matrix, (lanes, ...), so that one update of it updates all. Raises NotTogether for
     trials whose models differ in more than weights and dropout.
     """
 
-    def __init__(self, settings: Sequence[Setting], device: torch.device) -> None:
+    def __init__(self, settings: Sequence[TrialConfig], device: torch.device) -> None:
         self.device = device
         with torch_seeded(settings[0].seed, "init"):
             self.module = template(settings[0])
         shared = attributes(self.module)
         if (why := unfit(self.module)) is not None:
-            raise NotTogether(why)
+            raise CannotFuse(why)
         self._trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self._starts: dict[str, int] = {}
         width = 0
@@ -67,14 +67,14 @@ class Lanes:
         for lane, setting in enumerate(settings):
             module = setting.build()
             if (other := difference(shared, attributes(module), setting.dropout)) is not None:
-                raise NotTogether(f"'{other}' is not the same in all of their models, and lanes would share it")
+                raise CannotFuse(f"'{other}' is not the same in all of their models, and lanes would share it")
             given = dict(module.named_parameters())
             for name in self._trained:
                 self._view(name, self.matrix)[lane].copy_(given[name].detach())
             constant = {n: p.detach() for n, p in given.items() if n not in self._trained}
             built.append({**constant, **dict(module.named_buffers())})
         self.fixed = {name: torch.stack([one[name] for one in built]).to(device) for name in built[0]}
-        self.optimizer = Lanewise([setting.optimizer for setting in settings], self.matrix)
+        self.optimizer = StackedOptimizer([setting.optimizer for setting in settings], self.matrix)
         self._written: frozenset[str] = frozenset()
         self._versions = {name: self.fixed[name]._version for name in unkept(self.module) if name in self.fixed}
         self._expose()
@@ -104,7 +104,7 @@ class Lanes:
         self.optimizer.keep(chosen)
         self._expose()
 
-    def copied(self) -> Lanes:
+    def copied(self) -> StackedModel:
         """As they are now, on the host, in few copies: what is kept of lanes while they train on."""
         self._note()
         other = copy(self)
@@ -140,7 +140,7 @@ class Lanes:
             for name in self._trained
         }
 
-    def load(self, lane: int, kept: Kept) -> None:
+    def load(self, lane: int, kept: TrialCheckpoint) -> None:
         """Puts back what a checkpoint has of a lane, whether it was alone or not."""
         with torch.no_grad():
             for name, tensor in self.weights(lane).items():

@@ -20,22 +20,21 @@ import torch
 from torch import Tensor
 
 from weft.data import Batch, Loader
+from weft.engine.rng import Seeder
 from weft.errors import TuneError
-from weft.pipeline.seeding import Seeder
 from weft.runs import Checkpoints
-from weft.tune.batched import NotTogether
-from weft.tune.cap import Cap, OutOfMemory
-from weft.tune.captured import Captured, Gradients, capturable
-from weft.tune.checkpoint import Kept, keep, newest
-from weft.tune.fusable import outline, shape_key
-from weft.tune.job import Fit
-from weft.tune.lanes import Lanes
-from weft.tune.lanestep import LaneStep
-from weft.tune.lanewise import refused
-from weft.tune.means import refuse_sums
-from weft.tune.recorder import recorder
-from weft.tune.setting import Setting
-from weft.tune.training import FAKE, Pruned, Result, met_fake, on, parts, refuse_norms, train
+from weft.tune.fusion.compatibility import outline, shape_key
+from weft.tune.fusion.dropout import drawn
+from weft.tune.fusion.optimizers import refused
+from weft.tune.fusion.stacked_model import StackedModel
+from weft.tune.fusion.vmap import Batched, CannotFuse
+from weft.tune.jobs import Fit
+from weft.tune.recipe import TrialConfig
+from weft.tune.training.checkpoint import TrialCheckpoint, load_latest, save
+from weft.tune.training.cuda_graphs import Captured, Gradients, capturable, recorder
+from weft.tune.training.loss_check import require_mean_loss
+from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
+from weft.tune.training.trainer import FAKE, Pruned, Result, met_fake, on, parts, refuse_norms, train
 
 log = logging.getLogger("weft.tune")
 
@@ -50,7 +49,7 @@ End = Callable[[int, Result | Literal["pruned"]], None]
 
 
 def train_fused(
-    settings: Sequence[Setting],
+    settings: Sequence[TrialConfig],
     fit: Fit | None,
     *,
     device: torch.device | str,
@@ -66,7 +65,7 @@ def train_fused(
     that have not ended.
     """
     device = torch.device(device)
-    cap = Cap(device, memory)
+    cap = MemoryLimit(device, memory)
     device = cap.device
     failure, exceeded, fused = "", None, None
     try:
@@ -74,7 +73,7 @@ def train_fused(
             fused = Fused(settings, fit, device, directories, cap, report, ended)
             fused.run()
         return
-    except NotTogether as problem:
+    except CannotFuse as problem:
         failure = str(problem)
     except Exception as problem:
         exceeded = cap.exceeded(problem)
@@ -105,11 +104,11 @@ class Fused:
 
     def __init__(
         self,
-        settings: Sequence[Setting],
+        settings: Sequence[TrialConfig],
         fit: Fit | None,
         device: torch.device,
         directories: Sequence[Path],
-        cap: Cap,
+        cap: MemoryLimit,
         report: Report,
         ended: End,
     ) -> None:
@@ -137,12 +136,14 @@ class Fused:
         if not self.alive:
             return
         if self._micro < self._common.batch_size and not found:
-            refuse_sums(self._common, self._common.build().to(self._device), self._train, self._micro, self._device)
+            require_mean_loss(
+                self._common, self._common.build().to(self._device), self._train, self._micro, self._device
+            )
             self._cap.release()
-        self.lanes = lanes = Lanes([self._settings[lane] for lane in self.alive], self._device)
+        self.lanes = lanes = StackedModel([self._settings[lane] for lane in self.alive], self._device)
         if self._micro < self._common.batch_size and not self._common.accumulate_norms:
             refuse_norms(lanes.module, self._common.batch_size, self._micro)
-        self._work = LaneStep(self._common, lanes, self._device, self._micro)
+        self._work = FusedStep(self._common, lanes, self._device, self._micro)
         self._losses = torch.zeros(len(self.alive), steps, device=self._device)
         for place, kept in enumerate(found):
             lanes.load(place, kept)
@@ -175,7 +176,7 @@ class Fused:
         except (RuntimeError, NotImplementedError) as problem:
             if self._cap.exceeded(problem) is not None:
                 raise
-            raise NotTogether(f"{type(problem).__name__}: {problem}") from problem
+            raise CannotFuse(f"{type(problem).__name__}: {problem}") from problem
 
     def _step(self, step: int) -> None:
         batch, shared = self._batch(step)
@@ -242,9 +243,9 @@ class Fused:
                         score.add(_lane(outputs, place), batch)
         return [tuple(means[name] for name in self._common.objectives) for means in (one.means() for one in scores)]
 
-    def _resume(self) -> tuple[int, list[Kept]]:
+    def _resume(self) -> tuple[int, list[TrialCheckpoint]]:
         """The newest step that all lanes were kept at, with what was kept; lanes that were done end here."""
-        newest_of = {lane: newest(self._folders[lane], self._laws[lane]) for lane in self.alive}
+        newest_of = {lane: load_latest(self._folders[lane], self._laws[lane]) for lane in self.alive}
         for lane, kept in newest_of.items():
             if kept is not None and kept.values is not None:
                 self._report(lane, kept.step, kept.values)
@@ -257,7 +258,7 @@ class Fused:
         first = min(step for step in steps if step is not None)
         for lane in self.alive:  # a crash between the checkpoints of two lanes leaves one of them ahead
             Checkpoints(self._folders[lane]).drop_after(first)
-        found = [newest(self._folders[lane], self._laws[lane]) for lane in self.alive]
+        found = [load_latest(self._folders[lane], self._laws[lane]) for lane in self.alive]
         whole = [kept for kept in found if kept is not None and kept.step == first]
         return (first, whole) if len(whole) == len(found) else (0, [])
 
@@ -269,8 +270,8 @@ class Fused:
 
         def write(place: int, lane: int) -> None:
             states, own = (lanes.states(place), None) if values is None else ({}, values[place])
-            kept = Kept(step, lanes.weights(place), states, losses[place], own, lanes.buffers(place))
-            keep(self._folders[lane], self._laws[lane], kept)
+            kept = TrialCheckpoint(step, lanes.weights(place), states, losses[place], own, lanes.buffers(place))
+            save(self._folders[lane], self._laws[lane], kept)
 
         self._writes = [self._writers.submit(write, place, lane) for place, lane in enumerate(self.alive)]
 
@@ -290,3 +291,46 @@ class Fused:
 
 def _lane(outputs: Any, place: int) -> Any:
     return outputs[place] if isinstance(outputs, Tensor) else tuple(output[place] for output in outputs)
+
+
+# A step of lanes: its micro-batches, each with what dropout draws in it, and their losses and gradients.
+
+_MASK = "mask of dropout "
+"""Begins the names under which masks stand beside the entries of a batch."""
+
+
+class FusedStep:
+    """What lanes of one shape do in a step, whether they train or are estimated; ``micro`` samples at a time."""
+
+    def __init__(self, setting: TrialConfig, lanes: StackedModel, device: torch.device, micro: int) -> None:
+        self.lanes, self.batched = lanes, Batched(setting, lanes.module, device)
+        self._device, self._micro, self._size, self._shared = device, micro, setting.batch_size, False
+
+    def micro_batches(
+        self, batch: Batch, shared: bool, seeders: Sequence[Seeder], rates: Sequence[float | None], step: int
+    ) -> Iterator[Batch]:
+        """The parts of a batch, (lanes, batch, ...), or without lanes where all ``shared`` it; each with its masks,
+        which are drawn out here, by each lane's own seed, as no graph could."""
+        self._shared = shared
+        for part, start in enumerate(range(0, self._size, self._micro)):
+            end = min(start + self._micro, self._size)
+            cut = batch if self._micro >= self._size else _cut(batch, start, end, shared)
+            draws = self.batched.draws(self.lanes.parameters, self.lanes.fixed, cut, shared)
+            masks = drawn(draws, seeders, rates, step, part, self._device)
+            yield {**cut, **{f"{_MASK}{number}": mask for number, mask in enumerate(masks)}}
+
+    def part(self, given: Batch, gradients: Gradients | None) -> tuple[Tensor, Gradients]:
+        """The losses of a micro-batch with its masks, and its gradients, in place, on top of those before it."""
+        batch = {name: value for name, value in given.items() if not name.startswith(_MASK)}
+        masks = [value for name, value in given.items() if name.startswith(_MASK)]
+        samples = next(iter(batch.values())).shape[0 if self._shared else 1]
+        losses = self.batched.losses(self.lanes.parameters, self.lanes.fixed, batch, lambda draws: masks, self._shared)
+        if self._micro < self._size:
+            losses = losses * (samples / self._size)
+        found = self.lanes.joined(torch.autograd.grad(losses.sum(), list(self.lanes.parameters.values())))
+        before = None if gradients is None else gradients[0]
+        return losses.detach(), [found if before is None else before.add_(found)]
+
+
+def _cut(batch: Batch, start: int, end: int, shared: bool) -> Batch:
+    return {name: value[start:end] if shared else value[:, start:end] for name, value in batch.items()}

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from weft.data import Batch
+from weft.engine.rng import host
 from weft.errors import TuneError
-from weft.pipeline.evaluate import Scores
-from weft.tune.attributes import held, recomputed
-from weft.tune.masks import Draw, masking, recording
-from weft.tune.setting import Setting
-from weft.tune.steady import Seen
+from weft.nn.state import ModuleState, recomputed
+from weft.trainer.evaluate import Scores
+from weft.tune.fusion.dropout import DropoutCall, apply_masks, record_calls
+from weft.tune.recipe import TrialConfig
 
 Tensors = Mapping[str, Tensor]
-Drawing = Callable[[Sequence[Draw]], Sequence[Tensor]]
+Drawing = Callable[[Sequence[DropoutCall]], Sequence[Tensor]]
 
 
-class NotTogether(Exception):
+class CannotFuse(Exception):
     """What lanes cannot do together, although each might alone."""
 
 
@@ -30,9 +30,9 @@ class Batched:
     """What lanes of one shape compute together; randomness but for dropout is refused, since lanes could not draw it
     as they do alone."""
 
-    def __init__(self, setting: Setting, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, setting: TrialConfig, module: nn.Module, device: torch.device) -> None:
         self._setting, self._module, self._device = setting, module, device
-        self._draws: dict[Any, list[Draw]] = {}
+        self._draws: dict[Any, list[DropoutCall]] = {}
 
     def losses(self, trained: Tensors, fixed: Tensors, batch: Batch, draw: Drawing, shared: bool = False) -> Tensor:
         """The training loss of each lane. ``batch`` has a first dimension of lanes, unless they share it.
@@ -44,7 +44,7 @@ class Batched:
         masks = list(draw(self.draws(trained, fixed, batch, shared)))
 
         def loss(trained: Tensors, fixed: Tensors, batch: Batch, masks: list[Tensor]) -> Tensor:
-            with masking(masks):
+            with apply_masks(masks):
                 outputs = self._forward(trained, fixed, batch)
                 found = self._setting.loss(outputs, batch)
             if not isinstance(found, Tensor) or found.dim() != 0:
@@ -54,7 +54,7 @@ class Batched:
         found: Tensor = self._map(loss, (0, 0, where, 0))(trained, fixed, batch, masks)
         return found
 
-    def draws(self, trained: Tensors, fixed: Tensors, batch: Batch, shared: bool = False) -> list[Draw]:
+    def draws(self, trained: Tensors, fixed: Tensors, batch: Batch, shared: bool = False) -> list[DropoutCall]:
         """The dropouts of a forward of such a batch, in order: found once, by a forward that changes nothing.
 
         NotTogether names what a forward changes beyond buffers in place, since lanes would share it.
@@ -67,11 +67,11 @@ class Batched:
             first = {f"module.{name}": value[0] for name, value in {**trained, **spare}.items()}
             # Twice at first: a forward may fill a cache, which is no matter, but must leave it alone from then on.
             for _ in range(1 if self._draws else 2):
-                draws, watched = list[Draw](), _Watched(self._module, self._setting.loss)
-                with torch.no_grad(), recording(draws), self._setting.autocast(self._device):
+                draws, watched = list[DropoutCall](), _Watched(self._module, self._setting.loss)
+                with torch.no_grad(), record_calls(draws), self._setting.autocast(self._device):
                     functional_call(watched, first, (self._setting.enter(one), one))
             if watched.changed is not None:
-                raise NotTogether(f"its forward changes '{watched.changed}', which lanes would share")
+                raise CannotFuse(f"its forward changes '{watched.changed}', which lanes would share")
             self._draws[kind] = draws
         return self._draws[kind]
 
@@ -79,7 +79,7 @@ class Batched:
         """Of each lane on the same batch, in evaluation mode."""
         self._module.eval()
         shared = dict.fromkeys(batch)
-        with torch.no_grad(), masking(()), _plain_attention():
+        with torch.no_grad(), apply_masks(()), _plain_attention():
             return self._map(self._forward, (0, 0, shared))(trained, fixed, batch)
 
     def scores(self, count: int) -> list[Scores]:
@@ -112,17 +112,10 @@ class _Watched(nn.Module):
         self.module, self._loss = module, [loss]  # in a list, since weights of a loss are not the model's
 
     def forward(self, inputs: tuple[Tensor, ...], batch: Batch) -> None:
-        before, versions = Seen(self.module, self._loss[0]), self._versions()
+        before = ModuleState(self.module, self._loss[0], host(), writes=True)
         self._loss[0](self.module(*inputs), batch)
-        written = next((name for name, version in self._versions().items() if versions.get(name) != version), None)
         anew = {(name, one) for name, part in self.module.named_modules() for one in recomputed(part)}
-        self.changed = Seen(self.module, self._loss[0]).changed(before, besides=anew) or written
-
-    def _versions(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for name, tensor in held(self.module):
-            found.setdefault(name, []).append(tensor._version)
-        return found
+        self.changed = ModuleState(self.module, self._loss[0], host(), writes=True).first_changed(before, anew)
 
 
 @contextmanager

@@ -9,16 +9,13 @@ Where a trial is placed changes how long it takes, never what comes out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
-from weft.errors import TuneError
-from weft.tune.floor import UNKNOWN, Floor
-from weft.tune.load import Capacity, Held, Load, Running
-from weft.tune.sharing import Sharing
-from weft.tune.waiting import Waiting
+from weft.tune.packing.pool import UNKNOWN, DeviceCapacity, DevicePool, JobSpec, Reservation, Running
+from weft.tune.packing.throughput import ThroughputModel
 
-__all__ = ["Capacity", "Load", "Packer", "Placement"]
+__all__ = ["DeviceCapacity", "JobSpec", "Packer", "Placement"]
 
 Placement = tuple[str, tuple[int, ...]]
 PRESSING = 0.5
@@ -36,46 +33,38 @@ class Packer:
     """
 
     def __init__(
-        self, devices: Sequence[Capacity], *, sharing: Sharing | None = None, patience: int | None = None
+        self, devices: Sequence[DeviceCapacity], *, sharing: ThroughputModel | None = None, patience: int | None = None
     ) -> None:
-        self.sharing = sharing or Sharing()
+        self.sharing = sharing or ThroughputModel()
         self.running: dict[str, Running] = {}
-        self.held: Held | None = None
-        self._waiting = Waiting(max(16, len(devices)) if patience is None else patience)
-        self._floor = Floor(devices, self.sharing)
+        self.held: Reservation | None = None
+        self._waiting = JobQueue(max(16, len(devices)) if patience is None else patience)
+        self._floor = DevicePool(devices, self.sharing)
         self._under_way = (0.0, 0.0)
 
     @property
-    def devices(self) -> tuple[Capacity, ...]:
+    def devices(self) -> tuple[DeviceCapacity, ...]:
         return self._floor.devices
 
-    def change(self, devices: Sequence[Capacity]) -> None:
+    def change(self, devices: Sequence[DeviceCapacity]) -> None:
         """Devices came or went; what runs keeps its places."""
-        self._floor = Floor(devices, self.sharing, self.running.values())
+        self._floor = DevicePool(devices, self.sharing, self.running.values())
         self.held = None
 
-    def possible(self, load: Load) -> bool:
+    def possible(self, load: JobSpec) -> bool:
         """Whether a load would fit on the devices if they were empty."""
         return self._floor.possible(load)
 
-    def wait(self, load: Load) -> None:
-        """One more that waits, for who does not give all of them to ``admit``."""
-        if load.id in self.running:
-            raise TuneError(f"load '{load.id}' runs already: give every attempt an id of its own")
-        self._waiting.add(load)
+    def admit(self, waiting: Iterable[JobSpec], now: float = 0.0) -> list[Placement]:
+        """Of all that wait, the loads that start now, in order, with their devices; they count as running from here on.
 
-    def admit(self, waiting: Iterable[Load] | None = None, now: float = 0.0) -> list[Placement]:
-        """The loads that start now, in order, with their devices; they count as running from here on.
-
-        ``waiting`` are all that wait; None: those that ``wait`` was told of. One that fits nowhere is passed over.
-        ``now`` is in the seconds of the loads, from any origin.
+        One that fits nowhere is passed over. ``now`` is in the seconds of the loads, from any origin.
         """
-        if waiting is not None:
-            self._waiting.set(load for load in waiting if load.id not in self.running)
+        self._waiting.set(load for load in waiting if load.id not in self.running)
         self._waiting.round += 1
         started: list[Placement] = []
         blocked, (before, self.held) = False, (self.held, None)
-        failed: list[Load] = []
+        failed: list[JobSpec] = []
         due, free = self._waiting.due(), self._floor.most_free()
         promised = [before.load.id] if before is not None and before.load.id in self._waiting else []
         for load in self._waiting.order([*due, *promised, *self._pressing(now)]):
@@ -94,7 +83,7 @@ class Packer:
                 break
         return started
 
-    def placed(self, load: Load, places: Sequence[int], now: float = 0.0) -> None:
+    def placed(self, load: JobSpec, places: Sequence[int], now: float = 0.0) -> None:
         """A load runs there, whoever decided it; nothing changes for one that ``admit`` placed."""
         if load.id in self.running:
             return
@@ -130,10 +119,10 @@ class Packer:
     def _count(self, run: Running, sign: int) -> None:
         # What is left of a load is its pace x (its end - now): a sum of these needs no look at every one of them.
         if run.ends is not None:
-            pace = sign * (run.load.share or 1.0) * run.load.degree
+            pace = float(sign * run.load.degree)
             self._under_way = (self._under_way[0] + pace, self._under_way[1] + pace * run.ends)
 
-    def _find(self, load: Load, now: float) -> tuple[int, ...] | None:
+    def _find(self, load: JobSpec, now: float) -> tuple[int, ...] | None:
         """The least busy devices that have room, of those the tightest; for a split load, on the fullest node."""
         fit = self._floor.fit(load)
         if self.held is not None and any(place in self.held.places for place in fit):
@@ -146,7 +135,7 @@ class Packer:
         enough = [places for places in nodes.values() if len(places) >= load.degree]
         return tuple(min(enough, key=len)[: load.degree]) if enough else None
 
-    def _lets(self, place: int, load: Load, now: float) -> bool:
+    def _lets(self, place: int, load: JobSpec, now: float) -> bool:
         """Whether a load may start on a device without delaying the one that it is held for, if it is."""
         held = self.held
         if held is None or place not in held.places:
@@ -158,7 +147,7 @@ class Packer:
             return True
         return self._floor.beside(place, load, held.load, held.at)
 
-    def _hold(self, load: Load, before: Held | None, now: float, due: bool) -> Held | None:
+    def _hold(self, load: JobSpec, before: Reservation | None, now: float, due: bool) -> Reservation | None:
         """Where and when a load could start if nothing else did; the devices stay the same while it heads the queue.
 
         Where nobody knows when loads end, a place is held only for one that is due.
@@ -175,9 +164,9 @@ class Packer:
                 best = at if best is None else min(best, at)
         if best is None or (best[0] >= UNKNOWN and not due):
             return None
-        return Held(load, best[2], best[0] if best[0] < UNKNOWN else None)
+        return Reservation(load, best[2], best[0] if best[0] < UNKNOWN else None)
 
-    def _hopeless(self, load: Load, failed: Sequence[Load]) -> bool:
+    def _hopeless(self, load: JobSpec, failed: Sequence[JobSpec]) -> bool:
         """Whether a load asks for no less than one that found no place; devices only fill while loads are admitted."""
         return any(
             load.degree >= other.degree
@@ -186,3 +175,102 @@ class Packer:
             and (self._floor.alone(load) or not self._floor.alone(other))
             for other in failed
         )
+
+
+# What waits, in the order in which it should start: the largest first, and before it whoever waited too long.
+
+SMALL = 0.2
+
+
+class JobQueue:
+    """Loads by size, as ``_size`` has it; those of one size in the order in which they came.
+
+    A load is overtaken by every one that came later and started sooner; after more than ``patience`` of them it is due.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+        self.round = 0
+        self._loads: dict[str, JobSpec] = {}
+        self._sorted: list[JobSpec] | None = None
+        self._longest: list[JobSpec] | None = None
+        self._work = 0.0
+        self._came: dict[str, int] = {}
+        self._starts: dict[int, int] = {}
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._loads
+
+    def set(self, loads: Iterable[JobSpec]) -> None:
+        """These wait, and no others; those that waited before keep their turn."""
+        given = {load.id: load for load in loads}
+        for id, load in list(self._loads.items()):
+            if id not in given:
+                self.remove(id)
+            elif given[id] is not load and given[id] != load:
+                self._work += given[id].work - load.work
+                self._loads[id], self._sorted, self._longest = given[id], None, None
+        for id, load in given.items():
+            if id not in self._loads:
+                self._loads[id], self._came[id] = load, self.round
+                self._sorted = self._longest = None
+                self._work += load.work
+
+    def remove(self, id: str, started: bool = False) -> None:
+        load = self._loads.pop(id, None)
+        if load is not None:
+            self._work -= load.work
+            came = self._came.pop(id)
+            if started:
+                self._starts[came] = self._starts.get(came, 0) + 1
+
+    def due(self) -> list[str]:
+        """Those that too many later ones overtook, in the order in which they came."""
+        oldest = min(self._came.values(), default=self.round)
+        self._starts = {came: count for came, count in self._starts.items() if came > oldest}
+        if sum(self._starts.values()) <= self.patience:
+            return []
+        return [id for id, came in self._came.items() if self._later(came) > self.patience]
+
+    def work(self) -> float:
+        """Seconds that all of them take on all their devices, as far as that can be said."""
+        return self._work
+
+    def pressing(self, seconds: float, most: int) -> list[str]:
+        """Those that take no less than this, the longest first; so many at most."""
+        if self._longest is None:
+            known = (load for load in self._loads.values() if load.seconds is not None)
+            self._longest = sorted(known, key=lambda load: (load.seconds or 0.0, load.memory or 0))
+        while self._longest and self._longest[-1].id not in self._loads:
+            self._longest.pop()  # it went since the list was sorted
+        found: list[str] = []
+        for load in reversed(self._longest):
+            if (load.seconds or 0.0) < seconds or len(found) == most:
+                break
+            if load.id in self._loads:
+                found.append(load.id)
+        return found
+
+    def order(self, due: Iterable[str]) -> Iterator[JobSpec]:
+        """These first, then the largest."""
+        if self._sorted is None:
+            known = [load.seconds for load in self._loads.values() if load.seconds is not None]
+            usual = sum(known) / len(known) if known else 1.0
+            most = max((load.memory or 0 for load in self._loads.values()), default=0)
+            self._sorted = sorted(self._loads.values(), key=lambda load: -_size(load, usual, most))
+        if len(self._sorted) > 2 * len(self._loads):
+            self._sorted = [load for load in self._sorted if load.id in self._loads]
+        first = {id: self._loads[id] for id in due}
+        yield from first.values()
+        # Those that went since the list was sorted are passed over.
+        yield from (load for load in self._sorted if load.id in self._loads and load.id not in first)
+
+    def _later(self, came: int) -> int:
+        return sum(count for other, count in self._starts.items() if other > came)
+
+
+def _size(load: JobSpec, usual: float, most: int) -> float:
+    """Seconds x devices x memory, and a fifth of the most memory that any asks for: what is small but long should not
+    begin last. Of unknown length, as long as others; of unknown memory, as large as the largest."""
+    memory = max(most, 1) if load.memory is None else load.memory
+    return (memory + SMALL * max(most, 1)) * (usual if load.seconds is None else load.seconds) * load.degree

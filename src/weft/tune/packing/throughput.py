@@ -11,7 +11,7 @@ TWICE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class JobRate:
     """What one load did in some company: its rate, in a unit that is the same for all of its kind, such as steps/s."""
 
     kind: str
@@ -19,32 +19,28 @@ class Share:
     size: float
 
 
-class Sharing:
+class ThroughputModel:
     """Learns, from measured rates, how many loads at once are worth while, and which kinds must be alone.
 
     The speed of a load is its rate by the best rate that its kind was ever seen at, so 1 is as alone. A device
     does the sum of its loads' speeds. One more is worth while if that raised the sum by ``gain``; once it did, it stays
     allowed until it lowers the sum (so that noise does not flip it), and once it did not, it is tried again only
-    after ``again`` further measurements. ``ramp`` is how many may start before anything was measured; None: any number.
+    after ``again`` further measurements.
     """
 
-    def __init__(self, gain: float = 0.05, ramp: int | None = None, again: int = 32) -> None:
-        self.gain, self.ramp, self.again = gain, ramp, again
+    def __init__(self, gain: float = 0.05, again: int = 32) -> None:
+        self.gain, self.again = gain, again
         self._best: dict[str, float] = {}
-        self._seen: dict[int, deque[tuple[Share, ...]]] = defaultdict(lambda: deque(maxlen=RECENT))
+        self._seen: dict[int, deque[tuple[JobRate, ...]]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._top = 1
         self._refused: dict[int, int] = {}
         self._blamed: dict[str, int] = defaultdict(int)
         self.count = 0
 
-    def expected(self, kind: str, rate: float) -> None:
-        """What a kind should reach alone, where that is known beforehand."""
-        self._best[kind] = max(self._best.get(kind, 0.0), rate)
-
-    def observed(self, company: Sequence[Share]) -> None:
+    def observed(self, company: Sequence[JobRate]) -> None:
         """All the loads of one device, measured while they, and no others, ran on it."""
         for share in company:
-            self.expected(share.kind, share.rate)
+            self._best[share.kind] = max(self._best.get(share.kind, 0.0), share.rate)
         self.count += 1
         self._seen[len(company)].append(tuple(company))
         if len(company) > 1 and self._total(company) < 1.0 - self.gain:
@@ -59,13 +55,11 @@ class Sharing:
 
     def worth(self, count: int) -> bool:
         """Whether a device that runs so many should get one more."""
-        if count == 0:
-            return True
-        for more, when in self._refused.items():
-            # What added nothing is tried again after a while, and nothing beyond it before it did add something.
-            if more <= count or (more == count + 1 and self.count - when < self.again):
-                return False
-        return self.ramp is None or count < self.ramp or any(seen >= count for seen in self._seen)
+        # What added nothing is tried again after a while, and nothing beyond it before it did add something.
+        return count == 0 or not any(
+            more <= count or (more == count + 1 and self.count - when < self.again)
+            for more, when in self._refused.items()
+        )
 
     def alone(self, kind: str) -> bool:
         """Whether a kind was found to be better off by itself, twice."""
@@ -89,5 +83,5 @@ class Sharing:
             self._refused.pop(count, None)
             self._top = max(self._top, count)
 
-    def _total(self, company: Sequence[Share]) -> float:
+    def _total(self, company: Sequence[JobRate]) -> float:
         return sum(share.rate / self._best[share.kind] if self._best[share.kind] else 0.0 for share in company)

@@ -8,9 +8,11 @@ from typing import Any
 
 from weft.errors import TuneError
 from weft.space import Space
-from weft.tune.distributions import check_space
-from weft.tune.method import Given, Method, method
-from weft.tune.record import Direction
+from weft.tune.study.distributions import check_space
+from weft.tune.study.optuna import Given, OptunaSpec, parse_spec
+from weft.tune.study.records import Direction
+from weft.tune.study.storage import Storage
+from weft.utils.files import to_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +21,8 @@ class Definition:
     directions: tuple[Direction, ...]
     seed: int
     window: int
-    sampler: Method
-    pruner: Method
+    sampler: OptunaSpec
+    pruner: OptunaSpec
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -39,21 +41,10 @@ def define(
 ) -> Definition:
     """A definition whose every part is checked."""
     check_space(space)
-    if isinstance(directions, str) or not directions or any(one not in ("minimize", "maximize") for one in directions):
-        raise TuneError(f"an objective is to 'minimize' or to 'maximize', one word for each; got {directions!r}")
-    whole("seed", seed)
-    whole("window", window, at_least=0)
-    chosen = method("sampler", sampler)
+    chosen = parse_spec("sampler", sampler)
     if chosen.name == "cmaes" and len(directions) > 1:
         raise TuneError(f"the sampler 'cmaes' takes one objective, not {len(directions)}; use nsga2, tpe or gp")
-    return Definition(space, tuple(directions), seed, window, chosen, method("pruner", pruner))
-
-
-def whole(name: str, value: object, at_least: int | None = None) -> None:
-    """Raises TuneError for what is no integer, or too small a one."""
-    if isinstance(value, bool) or not isinstance(value, int) or (at_least is not None and value < at_least):
-        limit = "" if at_least is None else f" of at least {at_least}"
-        raise TuneError(f"{name} is an integer{limit}, not {value!r}")
+    return Definition(space, tuple(directions), seed, window, chosen, parse_spec("pruner", pruner))
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
@@ -80,3 +71,32 @@ def _shown(value: Any) -> str:
         rest = {key: item for key, item in value.items() if key not in ("kind", "name") and item is not None}
         return " ".join([str(name), *(f"{key}={item}" for key, item in rest.items())])
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# The opening of a study: created anew, or found to be the one that is to go on.
+
+DEFINITION = "weft:definition"
+"""The attribute of a study in which it keeps its definition."""
+
+
+def prepare(rows: Storage, name: str, definition: Definition, objectives: Sequence[str], resume: bool) -> None:
+    """Create the study, or see to it that the one that exists may be gone on with."""
+    known = rows.attrs().get(DEFINITION) if rows.exists else None
+    if known is None:
+        if not rows.exists:
+            if resume:
+                raise TuneError(f"{rows.shown} has no study '{name}' to resume; start it without --resume")
+            rows.create(definition.directions, objectives)
+        elif rows.trials() or rows.directions() != definition.directions:  # else its maker was killed in between
+            raise TuneError(f"{rows.shown} has a study '{name}' that weft did not make; use another name")
+        rows.set_attr(DEFINITION, definition.to_json())
+        return
+    if not resume:
+        states = [row.state.name for row in rows.trials()]
+        ended = sum(state in ("COMPLETE", "PRUNED", "FAIL") for state in states)
+        raise TuneError(
+            f"a study '{name}' exists in {rows.shown}, with {ended} of {len(states)} trials ended; "
+            "go on with it by --resume (resume=True), or use another name"
+        )
+    if (found := difference(known, to_json(definition.to_json()))) is not None:
+        raise TuneError(f"the study '{name}' cannot be resumed: {found}; give it back its definition, or another name")

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from weft import keys
 from weft.errors import TuneError
 from weft.space import Choice, Floats, Integers, Space, Value
-from weft.tune.method import optuna_module
+from weft.tune.study.optuna import optuna_module
+from weft.utils import rng as keys
 
 ATTEMPTS = 1000
 """Draws of the rest of a partial pick before it is taken to be impossible."""

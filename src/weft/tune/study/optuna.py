@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,17 +38,8 @@ KNOWN: dict[Kind, dict[str, tuple[str, tuple[str, ...]]]] = {
 }
 """Our names, the classes of Optuna that they stand for, and those of its options that can be written down."""
 
-_LEAST = {
-    **dict.fromkeys(("n_startup_trials", "min_early_stopping_rate", "bootstrap_count", "n_warmup_steps"), 0),
-    **dict.fromkeys(("n_ei_candidates", "min_resource", "max_resource", "interval_steps", "n_min_trials"), 1),
-    **dict.fromkeys(("popsize", "population_size", "points", "reduction_factor"), 2),
-}
-"""Options that are whole numbers, from these on: Optuna looks at most only when it needs them."""
-_PARTS = ("mutation_prob", "crossover_prob", "swapping_prob")
-"""Options that are numbers from 0 to 1; all others are true or false."""
-_WORDS = {("asha", "min_resource"): "auto", ("hyperband", "max_resource"): "auto"}
-_UNSET = ("popsize", "mutation_prob", "multivariate")
-"""Options that may be None."""
+_LEAST = {"n_ei_candidates": 1, "popsize": 2, "points": 2}
+"""Options that Optuna looks at only once it needs them: whole numbers from these on."""
 
 _FIXED: dict[str, dict[str, Value]] = {
     "cmaes": {"warn_independent_sampling": False},
@@ -56,7 +48,7 @@ _FIXED: dict[str, dict[str, Value]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class OptunaSpec:
     kind: Kind
     name: str
     options: Mapping[str, Value]
@@ -65,10 +57,10 @@ class Method:
         return {"name": self.name, **dict(sorted(self.options.items()))}
 
 
-def method(kind: Kind, given: Given) -> Method:
+def parse_spec(kind: Kind, given: Given) -> OptunaSpec:
     """From a name, or from a mapping of ``name`` and options; None is no pruner.
 
-    >>> method("sampler", {"name": "tpe", "n_startup_trials": 5}).to_json()
+    >>> parse_spec("sampler", {"name": "tpe", "n_startup_trials": 5}).to_json()
     {'name': 'tpe', 'n_startup_trials': 5}
     """
     if given is None and kind == "pruner":
@@ -84,29 +76,31 @@ def method(kind: Kind, given: Given) -> Method:
         if option not in known:
             hint = nearest(option, known) or "; it has none"
             raise TuneError(f"the {kind} '{name}' has no option '{option}'{hint}")
-        if problem := _wrong(name, option, written[option]):
+        if problem := _wrong(KNOWN[kind][name][0], option, written[option]):
             raise TuneError(f"the option '{option}' of the {kind} '{name}' is {problem}, not {written[option]!r}")
-    made = Method(kind, name, written)
+    made = OptunaSpec(kind, name, written)
     if name != "grid":
         build(made, seed=0)
     return made
 
 
-def _wrong(name: str, option: str, value: object) -> str | None:
-    """What an option should have been, if it is something else."""
-    word = _WORDS.get((name, option))
-    if (value is None and option in _UNSET) or (word is not None and value == word):
+def _wrong(cls: str, option: str, value: object) -> str | None:
+    """What an option should have been, if it is of another kind than Optuna's own default, or too small."""
+    if option in _LEAST and not (type(value) is int and value >= _LEAST[option]):
+        return f"a whole number from {_LEAST[option]} on"
+    usual = None if option == "points" else _options(cls)[option].default
+    usual = False if option == "multivariate" else usual
+    if usual is None or value == usual or type(value) is (int if usual == "auto" else type(usual)):
         return None
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if option in _LEAST:
-        right = isinstance(value, int) and number and value >= _LEAST[option]
-        return None if right else f"a whole number from {_LEAST[option]} on{f' or {word!r}' if word else ''}"
-    if option in _PARTS:
-        return None if number and 0 <= value <= 1 else "a number from 0 to 1"  # type: ignore[operator]
-    return None if isinstance(value, bool) else "true or false"
+    return {bool: "true or false", int: "a whole number"}.get(type(usual), "a whole number or 'auto'")
 
 
-def build(made: Method, seed: int | None = None) -> Any:
+def _options(cls: str) -> Mapping[str, inspect.Parameter]:
+    optuna = optuna_module()
+    return inspect.signature(getattr(optuna.samplers, cls, None) or getattr(optuna.pruners, cls)).parameters
+
+
+def build(made: OptunaSpec, seed: int | None = None) -> Any:
     """A fresh sampler or pruner of Optuna; values that it refuses are a TuneError."""
     optuna = optuna_module()
     options = {**made.options, **_FIXED.get(made.name, {})}
@@ -114,7 +108,7 @@ def build(made: Method, seed: int | None = None) -> Any:
         options["seed"] = (seed or 0) % 2**32
     module = optuna.samplers if made.kind == "sampler" else optuna.pruners
     try:
-        with quiet():
+        with silence_optuna():
             return getattr(module, KNOWN[made.kind][made.name][0])(**options)
     except ImportError as error:
         raise TuneError(f"the {made.kind} '{made.name}' needs '{error.name}': pip install weft[tune]") from error
@@ -133,7 +127,7 @@ def optuna_module() -> Any:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_optuna() -> Iterator[None]:
     """Within the block Optuna neither logs nor warns; what matters of it we say ourselves."""
     import warnings
 

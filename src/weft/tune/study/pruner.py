@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.tune.method import Method, build, quiet
-from weft.tune.record import Direction, Record, visible
-from weft.tune.view import for_pruning
+from weft.tune.study.optuna import OptunaSpec, build, silence_optuna
+from weft.tune.study.records import Direction, TrialRecord, visible
+from weft.tune.study.sampler import for_pruning
 
 
-class Judge:
+class TrialPruner:
     """Of one trial. It is pruned where the pruner would prune it on every objective, each taken by itself.
 
     All that the trial may see has ended before it was proposed, so a judge looks once, and one that is built anew and
@@ -20,12 +20,12 @@ class Judge:
 
     def __init__(
         self,
-        records: Sequence[Record],
+        records: Sequence[TrialRecord],
         number: int,
         *,
         window: int,
         directions: Sequence[Direction],
-        pruner: Method,
+        pruner: OptunaSpec,
     ) -> None:
         self.decisions: dict[int, bool] = {}
         """By step; a step is told once."""
@@ -33,7 +33,7 @@ class Judge:
         self._studies: list[Any] = []
         if pruner.name != "none":
             past = visible(records, number, window)
-            with quiet():
+            with silence_optuna():
                 for objective, direction in enumerate(directions):
                     study = for_pruning(past, objective, direction, build(pruner))
                     self._studies.append(study)
@@ -41,7 +41,7 @@ class Judge:
 
     def report(self, step: int, values: Sequence[float]) -> bool:
         """Whether the trial is to end at this step, which is later than all before."""
-        with quiet():
+        with silence_optuna():
             for trial, value in zip(self._trials, values, strict=bool(self._trials)):
                 trial.report(value, step)
             # Not by all() of a generator: each pruner takes down what it saw.
@@ -57,11 +57,11 @@ class Judge:
     @property
     def rungs(self) -> tuple[Mapping[str, Any], ...]:
         """What the pruner keeps with the trial, for each objective."""
-        with quiet():
+        with silence_optuna():
             return tuple(dict(study.get_trials(deepcopy=False)[-1].system_attrs) for study in self._studies)
 
 
-def judged(judge: Judge, reports: Mapping[int, Sequence[float]]) -> Judge:
+def judged(judge: TrialPruner, reports: Mapping[int, Sequence[float]]) -> TrialPruner:
     """The judge, having been told all these reports in order."""
     for step in sorted(reports):
         judge.report(step, reports[step])

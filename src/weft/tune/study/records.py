@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal
 
-from weft.space import Space
-from weft.tune.distributions import distributions
-from weft.tune.method import optuna_module
-from weft.tune.record import Record, State
+from weft.errors import TuneError
+from weft.space import Space, Value
+from weft.tune.study.distributions import distributions
+from weft.tune.study.optuna import optuna_module
 
 REPORT, RUNGS, UNSTORED = "weft:report:", "weft:rungs", "weft:unstored"
 STATES: dict[str, State] = {
@@ -20,7 +22,7 @@ STATES: dict[str, State] = {
 }
 
 
-def new_row(space: Space, record: Record) -> Any:
+def new_row(space: Space, record: TrialRecord) -> Any:
     """A trial of Optuna for one that is proposed or enqueued."""
     trial = optuna_module().trial
     return trial.create_trial(
@@ -31,7 +33,7 @@ def new_row(space: Space, record: Record) -> Any:
     )
 
 
-def record_of(space: Space, row: Any, objectives: int) -> Record:
+def record_of(space: Space, row: Any, objectives: int) -> TrialRecord:
     """The record that a trial of Optuna stands for, with the space's own values."""
     system = dict(row.system_attrs)
     params = {name: space.choices[name].canonical(row.params[name]) for name in space.choices if name in row.params}
@@ -40,7 +42,7 @@ def record_of(space: Space, row: Any, objectives: int) -> Record:
     else:
         told = {name: value for name, value in system.items() if name.startswith(REPORT)}
         reports = {int(name.removeprefix(REPORT)): read_report(value) for name, value in told.items()}
-    return Record(
+    return TrialRecord(
         number=row.number,
         params=params,
         state=STATES[row.state.name],
@@ -76,12 +78,12 @@ def stored(attrs: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, UNSTORED: pickles} if pickles else kept
 
 
-def incomplete(record: Record) -> bool:
+def incomplete(record: TrialRecord) -> bool:
     """Whether the record was read back without what its sampler kept in memory alone."""
     return any(name not in record.attrs for name in record.attrs.get(UNSTORED, ()))
 
 
-def restored_from(records: Sequence[Record]) -> Iterator[Record]:
+def restored_from(records: Sequence[TrialRecord]) -> Iterator[TrialRecord]:
     """Of the records that a proposal sees, those from which CMA-ES might go on: back to the last complete one."""
     for record in reversed(records):
         if record.attrs.get(UNSTORED) or any(":optimizer:" in name for name in record.attrs):
@@ -89,3 +91,52 @@ def restored_from(records: Sequence[Record]) -> Iterator[Record]:
                 yield record
             if record.state == "complete":
                 return
+
+
+# A record: one trial of a study as it stands, and what a later trial may see of it.
+
+State = Literal["waiting", "running", "complete", "pruned", "failed"]
+Direction = Literal["minimize", "maximize"]
+
+_NONE: Mapping[Any, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRecord:
+    """``waiting`` is enqueued by hand, ``running`` is proposed and not ended; the other states are final."""
+
+    number: int
+    params: Mapping[str, Value]
+    state: State
+    values: tuple[float, ...] | None = None
+    """One per objective; of a pruned trial those of its last report, where they are numbers."""
+    reports: Mapping[int, tuple[float, ...]] = field(default_factory=lambda: _NONE)
+    """By step."""
+    notes: Mapping[str, Any] = field(default_factory=lambda: _NONE)
+    attrs: Mapping[str, Any] = field(default_factory=lambda: _NONE, repr=False, compare=False)
+    """What the sampler keeps with the trial, such as its generation."""
+    rungs: tuple[Mapping[str, Any], ...] = field(default=(), repr=False, compare=False)
+    """What the pruner keeps with it, for each objective."""
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("complete", "pruned", "failed")
+
+
+def visible(records: Sequence[TrialRecord], number: int, window: int) -> list[TrialRecord]:
+    """What trial ``number`` may know: the trials before ``number - window`` as they ended, the others as running.
+
+    Which of the last ``window`` trials have ended by now depends on how fast they ran. Their values are hidden whatever
+    their state, so that a proposal depends on the seed and on results alone; their parameters depend on nothing else.
+    Of a failed trial only that it failed is seen: how far it came may have been a matter of time.
+    """
+    final = max(number - window, 0)
+    if any(not record.ended for record in records[:final]):
+        raise TuneError(f"trial {number} is proposed, and pruned, once every trial before {final} has ended")
+    seen = []
+    for record in records[:number]:
+        if record.number >= final or record.state == "failed":
+            state: State = "running" if record.number >= final else "failed"
+            record = replace(record, state=state, values=None, reports=_NONE, notes=_NONE, rungs=())
+        seen.append(record)
+    return seen

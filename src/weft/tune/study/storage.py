@@ -1,29 +1,26 @@
-"""The storage of a study: Optuna's tables in SQLite or PostgreSQL, waited for while they are locked or gone.
+"""The storage of a study: Optuna's tables in SQLite, PostgreSQL, or whatever else its ``RDBStorage`` takes.
 
 This module alone uses the interface of Optuna's storages; what it writes, Optuna and its dashboard read as their own.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weft.errors import TuneError, nearest
-from weft.tune.claim import Claim
-from weft.tune.database import Database, Unavailable, reason_of
-from weft.tune.method import optuna_module, quiet
+from weft.errors import TuneError, WeftError
+from weft.runs.run import hold
+from weft.tune.study.optuna import optuna_module, silence_optuna
+from weft.utils import rng
 
-PATIENCE = 120.0
-"""Seconds that a database which does not answer is waited for."""
+BUSY = 120.0
+"""Seconds that SQLite waits for a file that another process has locked."""
 
 T = TypeVar("T")
-_log = logging.getLogger("weft")
 
 
 def default_url(directory: Path | str) -> str:
@@ -31,75 +28,27 @@ def default_url(directory: Path | str) -> str:
     return f"sqlite:///{Path(directory) / 'study.db'}"
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A study as a storage has it now."""
-
-    name: str
-    directions: tuple[str, ...]
-    attrs: Mapping[str, Any]
-    trials: Sequence[Any]
-    """Optuna's frozen trials in order of number."""
-    names: tuple[str, ...]
-    """Of all studies that are there, the oldest first."""
-
-
-def read_study(url: str, name: str | None = None) -> Stored:
-    """Looks at a study, by default the newest, without claiming it: whoever runs it is not disturbed.
-
-    TuneError if the storage does not answer, or has no such study.
-    """
-    optuna_module()
-    where, rows = Database(url), None
-    try:
-        with quiet():
-            rows = where.connect(reading=True)
-            found = {one.study_name: one for one in sorted(rows.get_all_studies(), key=lambda one: int(one._study_id))}
-            if not found or (name is not None and name not in found):
-                asked = "study" if name is None else f"study '{name}'"
-                raise TuneError(f"{where.shown} has no {asked}{nearest(name or '', found) if found else ''}")
-            study = found[name or list(found)[-1]]
-            directions = tuple(one.name.lower() for one in study.directions)
-            trials = sorted(rows.get_all_trials(study._study_id), key=lambda one: int(one.number))
-            return Stored(study.study_name, directions, dict(study.system_attrs), trials, tuple(found))
-    except TuneError:
-        raise
-    except ImportError as error:
-        raise TuneError(f"{where.shown} needs psycopg: pip install weft[postgres]") from error
-    except Exception as error:
-        reason = reason_of(error)
-        if reason is None or "no such table" in reason:
-            told = " ".join(str(error.__cause__ or error).partition("[SQL")[0].split())[:200]
-            raise TuneError(f"{where.shown} holds no studies that can be read: {told}") from error
-        raise where.unreachable(reason, 0) from error
-    finally:
-        if rows is not None:
-            rows.remove_session()
-            rows.engine.dispose()
+def shown_url(url: str) -> str:
+    """A storage URL without its password."""
+    return str(_url(url).render_as_string(hide_password=True))
 
 
 class Storage:
-    """One study's rows. Every operation may be repeated, and is, until it succeeds or ``patience`` seconds are over."""
+    """One study's rows, which this process alone writes."""
 
-    def __init__(self, url: str, study: str, patience: float = PATIENCE) -> None:
-        self._name, self._patience = study, patience
-        self._where = Database(url)
+    def __init__(self, url: str, study: str) -> None:
+        self._name, self.shown = study, shown_url(url)
         self._optuna = optuna_module()
-        self._rows: Any = self._call(self._where.connect, opening=True)
-        self._claim: Claim | None = None
         self._study: int | None = None
         self._ids: dict[int, int] = {}
+        self._stack = ExitStack()
         try:
-            self._claim = self._where.claim(self._rows.engine, study)
+            self._rows = self._call(lambda: self._connected(url))
+            self._call(lambda: self._stack.enter_context(one_driver(self._rows.engine, study)))
             self._study = self._call(self._find)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def shown(self) -> str:
-        """Where it is, without a password."""
-        return self._where.shown
 
     @property
     def exists(self) -> bool:
@@ -107,26 +56,17 @@ class Storage:
         return self._study is not None
 
     def close(self) -> None:
-        if self._claim is not None:
-            self._claim.release()
-        self._rows.remove_session()
-        self._rows.engine.dispose()
+        self._stack.close()
 
     def discard(self) -> None:
         """Remove the study with all its trials. It is tried once, and no matter if it fails."""
-        with suppress(Exception), quiet():
+        with suppress(Exception), silence_optuna():
             self._rows.delete_study(self._study)
 
     def create(self, directions: Sequence[str], names: Sequence[str] = ()) -> None:
         kinds = self._optuna.study.StudyDirection
-
-        def create() -> int:
-            found = self._find()  # an earlier attempt may have come through
-            if found is not None:
-                return found
-            return int(self._rows.create_new_study([kinds[one.upper()] for one in directions], self._name))
-
-        self._study = self._call(create)
+        given = [kinds[one.upper()] for one in directions]
+        self._study = self._call(lambda: int(self._rows.create_new_study(given, self._name)))
         if names:
             study = self._call(lambda: self._optuna.load_study(study_name=self._name, storage=self._rows))
             self._call(lambda: study.set_metric_names(list(names)))
@@ -147,15 +87,14 @@ class Storage:
     def add(self, number: int, trial: Any) -> None:
         """A new trial, which must come to have this number."""
 
-        def add() -> tuple[int, dict[str, Any]]:
-            try:
-                found = self._id(number)
-            except KeyError:
-                found = self._rows.create_new_trial(self._study, trial)
-            written = self._rows.get_trial(found)
-            return written.number, written.params
+        def add() -> bool:
+            with suppress(KeyError):
+                self._id(number)
+                return False
+            found = self._ids[number] = self._rows.create_new_trial(self._study, trial)
+            return bool(self._rows.get_trial(found).number == number)
 
-        if self._call(add) != (number, trial.params):
+        if not self._call(add):
             raise TuneError(f"trial {number} of the study '{self._name}' was written by someone else; use another name")
 
     def start(self, number: int) -> None:
@@ -181,12 +120,7 @@ class Storage:
         self._set(number, lambda id: self._rows.set_trial_state_values(id, final, told))
 
     def _set(self, number: int, write: Callable[[int], object]) -> None:
-        def attempt() -> None:
-            # Nobody else writes this study: where it is finished, an earlier attempt came through without an answer.
-            with suppress(self._optuna.exceptions.UpdateFinishedTrialError):
-                write(self._id(number))
-
-        self._call(attempt)
+        self._call(lambda: write(self._id(number)))
 
     def _id(self, number: int) -> int:
         if number not in self._ids:
@@ -200,36 +134,98 @@ class Storage:
         except KeyError:
             return None
 
-    def _call(self, operation: Callable[[], T], opening: bool = False) -> T:
-        begun, pause, failed = time.monotonic(), 0.02, False
-        while True:
-            try:
-                if failed and not opening and self._claim is not None and not self._claim.renew():
-                    raise Unavailable("another driver has taken the study over")
-                with quiet():
-                    return operation()
-            except Exception as error:
-                reason = reason_of(error)
-                if reason is None:
-                    raise self._unknown(error) from error
-                waited = time.monotonic() - begun
-                # A database that was never there is a mistake to be told at once, a locked one is not.
-                if waited + pause > self._patience or "readonly" in reason or (opening and "locked" not in reason):
-                    raise self._where.unreachable(reason, 0 if opening else waited) from error
-                if not failed:
-                    _log.warning("%s does not answer (%s); waiting for up to %g s", self.shown, reason, self._patience)
-                failed = True
-            time.sleep(pause)
-            pause = min(pause * 2, 1.0)
+    def _connected(self, url: str) -> Any:
+        where = _url(url)
+        if where.drivername == "postgresql":
+            where = where.set(drivername="postgresql+psycopg")  # which weft[postgres] installs
+        options: dict[str, Any] = {"pool_pre_ping": True}
+        if where.get_backend_name() == "sqlite":
+            options["connect_args"] = {"timeout": BUSY}
+        told = where.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")  # Optuna formats it
+        rows = self._optuna.storages.RDBStorage(told, engine_kwargs=options)
+        self._stack.callback(rows.engine.dispose)
+        self._stack.callback(rows.remove_session)
+        return rows
 
-    def _unknown(self, error: Exception) -> Exception:
-        if isinstance(error, TuneError):
-            return error
-        if isinstance(error, KeyError):
-            return TuneError(
-                f"{self.shown} has lost rows of the study '{self._name}': {' '.join(map(str, error.args))}"
-            )
-        if isinstance(error, ImportError):
-            return TuneError(f"{self.shown} needs psycopg: pip install weft[postgres]")
-        told = " ".join(str(error.__cause__ or error).split())[:200]
-        return TuneError(f"{self.shown} refuses the study '{self._name}': {told}")
+    def _call(self, operation: Callable[[], T]) -> T:
+        try:
+            with silence_optuna():
+                return operation()
+        except WeftError:
+            raise
+        except KeyError as error:
+            raise TuneError(f"{self.shown} has lost rows of the study '{self._name}': {error}") from error
+        except ImportError as error:
+            hint = ": pip install weft[postgres]" if self.shown.startswith("postgresql") else ""
+            raise TuneError(f"{self.shown} needs a driver that is not installed ({_line(error)}){hint}") from error
+        except Exception as error:
+            if (reason := _unreachable(error)) is None:
+                raise TuneError(f"{self.shown} refuses the study '{self._name}': {_line(error)}") from error
+            raise TuneError(
+                f"{self.shown} cannot be reached ({reason}); check the address, and who may write there; "
+                "a study that has begun goes on with --resume (resume=True)"
+            ) from error
+
+
+@contextmanager
+def one_driver(engine: Any, study: str) -> Iterator[None]:
+    """Within the block no other process drives this study; TuneError or RunError if one does.
+
+    The lock is a file beside a SQLite database and an advisory lock in PostgreSQL. Both are gone with their process. In
+    other databases there is none: there whoever comes second is refused when it adds a trial that is there already.
+    """
+    kind, place = engine.url.get_backend_name(), engine.url.database
+    if kind == "sqlite" and place and place != ":memory:":
+        name = hashlib.sha256(study.encode()).hexdigest()[:8]
+        with hold(Path(f"{place}.{name}.lock")):
+            yield
+    elif kind == "postgresql":
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            _lock(connection, study)
+            try:
+                yield
+            finally:
+                connection.invalidate()  # closed rather than pooled: the lock ends with the connection
+    else:
+        yield
+
+
+def _lock(connection: Any, study: str) -> None:
+    from sqlalchemy import text
+    from sqlalchemy.exc import OperationalError
+
+    connection.execute(text("SET lock_timeout = '1s'"))  # a server notices a moment later that a driver was killed
+    try:
+        connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": rng.key("study", study)})
+    except OperationalError:
+        raise TuneError(
+            f"the study '{study}' is being run by another process; wait for it, stop it, or use another name"
+        ) from None
+
+
+def _url(written: str) -> Any:
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        return make_url(written)
+    except (ArgumentError, ValueError):  # which may show a password
+        raise TuneError("the storage is no URL; write sqlite:///study.db or postgresql://user@host/name") from None
+
+
+def _unreachable(error: BaseException | None) -> str | None:
+    """Why a database does not answer; None if the error is of another kind."""
+    from sqlalchemy import exc
+
+    while error is not None:
+        if isinstance(error, exc.OperationalError | exc.InterfaceError):
+            return _line(error.orig)
+        if isinstance(error, exc.TimeoutError):
+            return _line(error)
+        error = error.__cause__
+    return None
+
+
+def _line(error: BaseException | None) -> str:
+    """What an error says, without its SQL, in one short line."""
+    return " ".join(str(getattr(error, "__cause__", None) or error).partition("[SQL")[0].split())[:200]

@@ -10,22 +10,28 @@ from typing import Any, Literal
 
 import numpy as np
 
-from weft import keys
 from weft.errors import TuneError
-from weft.runs.files import plain
-from weft.search.pareto import non_dominated
 from weft.space import Space, Value
-from weft.tune.definition import Definition, define, whole
-from weft.tune.distributions import completed
-from weft.tune.importance import importances
-from weft.tune.method import Given
-from weft.tune.opening import prepare
-from weft.tune.outcome import checked
-from weft.tune.proposal import Proposal, Suggested, left_in_grid, propose
-from weft.tune.pruning import Judge, judged
-from weft.tune.record import Direction, Record, State
-from weft.tune.rows import REPORT, RUNGS, incomplete, new_row, record_of, restored_from, written_report
-from weft.tune.storage import PATIENCE, Storage
+from weft.tune.study.definition import Definition, define, prepare
+from weft.tune.study.distributions import completed
+from weft.tune.study.optuna import Given, optuna_module, silence_optuna
+from weft.tune.study.pruner import TrialPruner, judged
+from weft.tune.study.records import (
+    REPORT,
+    RUNGS,
+    Direction,
+    TrialRecord,
+    incomplete,
+    new_row,
+    record_of,
+    restored_from,
+    written_report,
+)
+from weft.tune.study.sampler import Proposal, Suggested, for_proposal, left_in_grid, propose
+from weft.tune.study.storage import Storage
+from weft.utils import rng as keys
+from weft.utils.files import to_json
+from weft.utils.pareto import non_dominated
 
 _log = logging.getLogger("weft")
 
@@ -44,7 +50,7 @@ class Study:
         self._storage = storage
         objectives = len(definition.directions)
         self._records = [record_of(definition.space, row, objectives) for row in storage.trials()]
-        self._judges: dict[int, Judge] = {}
+        self._judges: dict[int, TrialPruner] = {}
         self._left: tuple[int, int] | None = None  # points of a grid that are left after so many trials
 
     @classmethod
@@ -62,7 +68,6 @@ class Study:
         pruner: Given = None,
         objectives: Sequence[str] = (),
         resume: bool = False,
-        patience: float = PATIENCE,
     ) -> Study:
         """A new study, or with ``resume`` the one of this name, which must be defined alike (``trials`` may differ).
 
@@ -70,13 +75,8 @@ class Study:
         Optuna's dashboard shows. TuneError if the storage cannot be reached, another driver runs the study, or it
         exists and is not to be resumed.
         """
-        if not isinstance(name, str) or not 0 < len(name) <= 200:
-            raise TuneError(f"a study needs a name of 1 to 200 characters, not {name!r}")
-        whole("trials", trials, at_least=1)
         definition = define(space, directions, seed, window, sampler, pruner)
-        if objectives and len(objectives) != len(definition.directions):
-            raise TuneError(f"{len(objectives)} objectives are named, but {len(definition.directions)} have directions")
-        rows = Storage(storage, name, patience)
+        rows = Storage(storage, name)
         try:
             prepare(rows, name, definition, objectives, resume)
             return cls(name, definition, trials, rows)
@@ -106,7 +106,7 @@ class Study:
             self._records[number] = replace(self._records[number], state="running")
         else:
             suggested = self._propose(number)
-            record = Record(number, suggested.params, "running", attrs=suggested.attrs)
+            record = TrialRecord(number, suggested.params, "running", attrs=suggested.attrs)
             self._storage.add(number, new_row(self.definition.space, record))
             self._records.append(record)
         return Proposal(number, dict(self._records[number].params))
@@ -118,7 +118,7 @@ class Study:
         """
         number = len(self._records)
         rng = keys.generator(self.definition.seed, "enqueue", number)
-        record = Record(number, completed(self.definition.space, params, rng), "waiting")
+        record = TrialRecord(number, completed(self.definition.space, params, rng), "waiting")
         self._storage.add(number, new_row(self.definition.space, record))
         self._records.append(record)
         return number
@@ -140,12 +140,7 @@ class Study:
         crash. A value may be NaN, which is worse than any other.
         """
         record = self._running(number)
-        whole("a step", step, at_least=0)
-        told = tuple(float(value) for value in ([values] if isinstance(values, int | float) else values))
-        if len(told) != len(self.definition.directions):
-            raise TuneError(
-                f"trial {number} reports {len(told)} values for {len(self.definition.directions)} objectives"
-            )
+        told = _numbers(values)
         if step not in record.reports:
             if len(told) > 1:
                 self._storage.keep(number, {f"{REPORT}{step}": written_report(told)})
@@ -159,7 +154,7 @@ class Study:
 
     def note(self, number: int, notes: Mapping[str, Any]) -> None:
         """Keep something worth knowing of a running trial, such as how it fits."""
-        record, told = self._running(number), plain(dict(notes))
+        record, told = self._running(number), to_json(dict(notes))
         self._storage.note(number, told)
         self._records[number] = replace(record, notes={**record.notes, **told})
 
@@ -169,39 +164,29 @@ class Study:
         state: Literal["complete", "pruned", "failed"],
         values: float | Sequence[float] | None = None,
         notes: Mapping[str, Any] | None = None,
-    ) -> State:
-        """A running trial's end. One that is complete without a finite number per objective is failed, and noted so.
-
-        The state that it was given is returned.
-        """
-        if state not in ("complete", "pruned", "failed"):
-            raise TuneError(f"a trial ends as complete, pruned or failed, not as {state!r}")
+    ) -> None:
+        """A running trial's end; one that is complete has a finite number per objective."""
         record = self._running(number)
-        noted, final = dict(notes or {}), state
         told: tuple[float, ...] | None = None
-        if state == "complete":
-            problem, told = checked(values, len(self.definition.directions))
-            if problem is not None:
-                final, told = "failed", None
-                noted.setdefault("error", problem)
+        if state == "complete" and values is not None:
+            told = _numbers(values)
         elif state == "pruned" and record.reports:
             last = record.reports[max(record.reports)]
             told = last if not any(map(math.isnan, last)) else None
-        if noted:
-            self.note(number, noted)
+        if notes:
+            self.note(number, notes)
         rungs = self._judge(number).rungs if record.reports else ()
         if any(rungs):
             self._storage.keep(number, {RUNGS: list(rungs)})
-        self._storage.finish(number, {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}[final], told)
-        self._records[number] = replace(self._records[number], state=final, values=told, rungs=rungs)
+        self._storage.finish(number, {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}[state], told)
+        self._records[number] = replace(self._records[number], state=state, values=told, rungs=rungs)
         self._judges.pop(number, None)
-        return final
 
-    def trials(self) -> list[Record]:
+    def trials(self) -> list[TrialRecord]:
         """All of them, in order of number, with those that wait."""
         return list(self._records)
 
-    def best(self) -> list[Record]:
+    def best(self) -> list[TrialRecord]:
         """The best complete trial, of equals the earliest; with several objectives those that no other beats in all."""
         complete = [(record, record.values) for record in self._records if record.state == "complete" and record.values]
         if not complete:
@@ -248,7 +233,7 @@ class Study:
             return min(self.goal, known + self._left[1])
         return max(self.goal, known)
 
-    def _running(self, number: int) -> Record:
+    def _running(self, number: int) -> TrialRecord:
         if not 0 <= number < len(self._records):
             raise TuneError(f"the study '{self.name}' has no trial {number}; it has {len(self._records)}")
         record = self._records[number]
@@ -256,10 +241,12 @@ class Study:
             raise TuneError(f"trial {number} of the study '{self.name}' is not running: it is {record.state}")
         return record
 
-    def _judge(self, number: int) -> Judge:
+    def _judge(self, number: int) -> TrialPruner:
         if number not in self._judges:
             rules = self.definition
-            judge = Judge(self._records, number, window=rules.window, directions=rules.directions, pruner=rules.pruner)
+            judge = TrialPruner(
+                self._records, number, window=rules.window, directions=rules.directions, pruner=rules.pruner
+            )
             self._judges[number] = judged(judge, self._records[number].reports)
         return self._judges[number]
 
@@ -293,3 +280,35 @@ class Study:
             sampler=rules.sampler,
             seed=rules.seed,
         )
+
+
+def _numbers(values: float | Sequence[float]) -> tuple[float, ...]:
+    return (float(values),) if isinstance(values, int | float) else tuple(map(float, values))
+
+
+# Importances: how much of the difference between good and poor trials each choice explains.
+
+
+def importances(
+    space: Space, records: Sequence[TrialRecord], directions: Sequence[Direction], objective: int = 0
+) -> dict[str, float]:
+    """By PED-ANOVA over the complete trials, largest first, adding up to 1; of the choices that all these trials have.
+
+    Empty while fewer than two trials differ in the objective. Optuna's default, fANOVA, would need scikit-learn.
+    """
+    if not 0 <= objective < len(directions):
+        raise TuneError(f"there is no objective {objective}: the study has {len(directions)}, counted from 0")
+    complete = [record for record in records if record.state == "complete" and record.values is not None]
+    if len({record.values[objective] for record in complete if record.values is not None}) < 2:
+        return {}
+    importance = optuna_module().importance
+    with silence_optuna():
+        study = for_proposal(space, complete, directions)
+        # The evaluator takes lower for better where it is given a target.
+        sign = 1.0 if directions[objective] == "minimize" else -1.0
+        found = importance.get_param_importances(
+            study,
+            evaluator=importance.PedAnovaImportanceEvaluator(),
+            target=lambda trial: sign * trial.values[objective],
+        )
+    return {str(name): float(share) for name, share in sorted(found.items(), key=lambda item: (-item[1], item[0]))}

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.pipeline.statistics import running_norms
-from weft.plan.memory.recompute import parts
-from weft.tune.drawing import restored, stand_at, standing
+from weft.engine.batch_stats import running_norms
+from weft.engine.rng import get_rng_state, restored, set_rng_state
+from weft.memory.activation_checkpointing import parts
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def offloading(
 def _again(part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not (part.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    stand = standing()
+    stand = get_rng_state()
     contexts = lambda: (nullcontext(), _unmoved(part, stand))  # noqa: E731
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -82,8 +82,8 @@ def _unmoved(part: nn.Module, stand: Hashable) -> Iterator[None]:
         for name, buffer in norm._buffers.items():
             norm._buffers[name] = None if buffer is None else buffer.clone()
     try:
-        with restored(standing()):
-            stand_at(stand)
+        with restored(get_rng_state()):
+            set_rng_state(stand)
             yield
     finally:
         for norm, buffers in zip(norms, before, strict=True):

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from weft.errors import CheckpointError
+from weft.nn.state import decoded, encoded
 from weft.runs import Checkpoints
-from weft.runs.files import plain
-from weft.tune.remainder import decoded, encoded
+from weft.utils.files import to_json
 
 _WEIGHT, _BUFFER, _STATE, _LOSSES = "weights.", "buffers.", "optimizer.", "losses"
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class TrialCheckpoint:
     """A trial after ``step`` steps. ``values`` are there once it is done, and the optimizer's state until then."""
 
     step: int
@@ -37,7 +37,7 @@ class Kept:
     """Those of the model's parts that training changed."""
 
 
-def keep(directory: Path, law: Mapping[str, Any], kept: Kept) -> None:
+def save(directory: Path, law: Mapping[str, Any], kept: TrialCheckpoint) -> None:
     """Writes a checkpoint, whole or not at all. ``law`` is what must be equal where it is to be taken up again.
 
     CheckpointError names an extra state that is not of plain values and tensors.
@@ -61,10 +61,12 @@ def keep(directory: Path, law: Mapping[str, Any], kept: Kept) -> None:
     tensors, pairs = _real(tensors)
     told = (("extra", extra), ("attributes", attributes), ("complex", pairs))
     beyond = {name: given for name, given in told if given}
-    Checkpoints(directory, keep=2).save(kept.step, tensors, {"law": law, "values": values, **beyond})
+    checkpoints = Checkpoints(directory, keep=2)
+    checkpoints.drop_after(kept.step - 1)  # of an earlier attempt: damaged, or of another law, and so not taken up
+    checkpoints.save(kept.step, tensors, {"law": law, "values": values, **beyond})
 
 
-def newest(directory: Path, law: Mapping[str, Any], device: torch.device = _CPU) -> Kept | None:
+def load_latest(directory: Path, law: Mapping[str, Any], device: torch.device = _CPU) -> TrialCheckpoint | None:
     """The newest whole checkpoint of this trial; None where there is none, or only ones of another law.
 
     Tensors are on the host, but for those in attributes that lay on the ``device``.
@@ -76,7 +78,7 @@ def newest(directory: Path, law: Mapping[str, Any], device: torch.device = _CPU)
         found = checkpoints.load()
     except CheckpointError:
         return None  # all are damaged: the trial begins anew
-    if found.meta.get("law") != plain(law):
+    if found.meta.get("law") != to_json(law):
         return None
     tensors = {
         name: torch.view_as_complex(tensor) if name in found.meta.get("complex", {}) else tensor
@@ -99,7 +101,7 @@ def newest(directory: Path, law: Mapping[str, Any], device: torch.device = _CPU)
     losses = tensors.get(_LOSSES, torch.empty(0))
     values = found.meta.get("values")
     done = None if values is None else tuple(float.fromhex(value) for value in values)
-    return Kept(found.step, weights, states, losses, done, buffers, attributes)
+    return TrialCheckpoint(found.step, weights, states, losses, done, buffers, attributes)
 
 
 def _real(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -3,7 +3,6 @@ within float tolerance."""
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -13,29 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weft.data import Batch, Loader
+from weft.distributed.store import ControlStore
+from weft.engine.rng import HostSeeder, deterministic
 from weft.errors import TuneError
-from weft.pipeline.determinism import deterministic
+from weft.nn.state import restore, unkept
 from weft.plan.execute import Staged
 from weft.plan.planner import plan as make_plan
-from weft.tune.cap import Cap, OutOfMemory
-from weft.tune.checkpoint import Kept, keep, newest
-from weft.tune.complete import Complete
-from weft.tune.drawing import Drawing
-from weft.tune.evaluation import evaluate
-from weft.tune.exchange import exchanged
-from weft.tune.job import Fit
-from weft.tune.means import refuse_sums
-from weft.tune.remainder import restore, unkept
-from weft.tune.setting import Setting
-from weft.tune.training import Pruned, Report, Result, refuse_norms
-from weft.tune.whole import Whole
+from weft.tune.fit.loss_model import LossModule
+from weft.tune.jobs import Fit
+from weft.tune.recipe import TrialConfig
+from weft.tune.training.checkpoint import TrialCheckpoint, load_latest, save
+from weft.tune.training.evaluation import evaluate
+from weft.tune.training.loss_check import require_mean_loss
+from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
+from weft.tune.training.trainer import Pruned, Report, Result, Whole, refuse_norms
 
 
 def train_split(
-    setting: Setting,
+    setting: TrialConfig,
     fit: Fit,
     *,
     device: torch.device | str,
@@ -51,11 +49,12 @@ def train_split(
     device = torch.device(device)
     if fit.plan is None or fit.degree < 2:
         raise TuneError("a trial is split as its plan says, and this one has none")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    cap = Cap(device, memory)
+    store, rank, world = next(rendezvous("env://"))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+    cap = MemoryLimit(device, memory)
     try:
         with torch.cuda.device(device) if device.type == "cuda" else ExitStack(), deterministic(device), cap:
-            return _Split(setting, fit, device, directory, cap).run(report)
+            return _Split(setting, fit, device, directory, cap, ControlStore(store, rank, world)).run(report)
     except Exception as problem:
         exceeded = cap.exceeded(problem)
         if exceeded is None:
@@ -69,11 +68,20 @@ def train_split(
 class _Split:
     """A process's part of a trial."""
 
-    def __init__(self, setting: Setting, fit: Fit, device: torch.device, directory: Path, cap: Cap) -> None:
+    def __init__(
+        self,
+        setting: TrialConfig,
+        fit: Fit,
+        device: torch.device,
+        directory: Path,
+        cap: MemoryLimit,
+        accord: ControlStore,
+    ) -> None:
+        self._accord = accord
         self.setting, self.device, self._directory, self._cap = setting, device, directory / "checkpoints", cap
         self._began = time.perf_counter()
         self._law = {**setting.describe(), "micro_batch": fit.micro_batch, "device": device.type, "degree": fit.degree}
-        self._kept = newest(self._directory, self._law)
+        self._kept = load_latest(self._directory, self._law)
         data = setting.data()
         if data.validation is None:
             raise TuneError(f"a trial is judged on validation data, and '{data.name}' has none: split some off it")
@@ -85,9 +93,9 @@ class _Split:
         if self._kept is not None:
             restore(model, self._kept.weights, self._kept.buffers, {})  # of attributes, a graph has those at its making
         elif fit.accumulate > 1:
-            refuse_sums(setting, model, data.train, fit.micro_batch, torch.device("cpu"))
+            require_mean_loss(setting, model, data.train, fit.micro_batch, torch.device("cpu"))
         batch = self._loader.batch(0)
-        self._whole = Complete(setting, model, tuple(batch))
+        self._whole = LossModule(setting, model, tuple(batch))
         assert fit.plan is not None
         planned = make_plan(
             self._whole,
@@ -112,7 +120,7 @@ class _Split:
         self.losses = torch.zeros(setting.steps)
 
     def run(self, report: Report) -> Result:
-        setting, kept, seeder = self.setting, self._kept, Drawing(self.setting.seed, self.device)
+        setting, kept, seeder = self.setting, self._kept, HostSeeder(self.setting.seed, self.device)
         if kept is not None:
             self.losses[: kept.step].copy_(kept.losses)
             self.updater.load({n: self._spread(n, s) for n, s in kept.states.items() if n in self._parts})
@@ -160,7 +168,7 @@ class _Split:
         beyond = self.staged.everywhere(names, lambda name: self.staged.whole(self.staged.get_buffer(name)))
         return {**extra, **shared}, beyond
 
-    def _step(self, step: int, batch: Batch, seeder: Drawing) -> None:
+    def _step(self, step: int, batch: Batch, seeder: HostSeeder) -> None:
         loss = self.staged.step(self._whole.tensors(batch), lambda number: seeder.set(step, number, "model"))
         self.losses[step] = loss.detach().float().cpu()
         for name, shard in self._shards.items():
@@ -198,17 +206,19 @@ class _Split:
         weights, buffers = (
             {name.removeprefix("model."): value for name, value in found.items()} for found in self._state()
         )
-        states = {} if values is not None else self._states()
+        states = {} if values is not None else self._states(step)
         if dist.get_rank() == 0:
-            keep(self._directory, self._law, Kept(step, weights, states, self.losses[:step], values, buffers))
+            save(
+                self._directory, self._law, TrialCheckpoint(step, weights, states, self.losses[:step], values, buffers)
+            )
         dist.barrier()
 
-    def _states(self) -> dict[str, dict[str, Tensor]]:
+    def _states(self, step: int) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of every parameter, whole, gathered from the stages that hold them. A parameter that
         never had a gradient has none, and a stage that trains nothing knows of none."""
         own = {name: self.updater.state(part) for name, part in self._parts.items()}
         told = {n: {k: _count(t) for k, t in state.items()} for n, state in own.items()}
-        known = {n: state for one in exchanged(json.dumps(told), self.device) for n, state in json.loads(one).items()}
+        known = {n: state for one in self._accord.gather(f"states/{step}", told) for n, state in one.items()}
         found = {
             name: {key: torch.tensor(count[0], dtype=getattr(torch, count[1])) for key, count in state.items() if count}
             for name, state in known.items()

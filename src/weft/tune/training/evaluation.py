@@ -9,15 +9,17 @@ import torch
 from torch import nn
 
 from weft.data import Loader, Source
-from weft.pipeline.evaluate import Scores
-from weft.tune.setting import Setting
+from weft.trainer.evaluate import Scores
+from weft.tune.recipe import TrialConfig
 
 
-def evaluate(setting: Setting, model: nn.Module, source: Source, size: int, device: torch.device) -> tuple[float, ...]:
+def evaluate(
+    setting: TrialConfig, model: nn.Module, source: Source, size: int, device: torch.device
+) -> tuple[float, ...]:
     """The objectives in order, from batches of at most so many samples; the model lies on the device already."""
     found = scores(setting)
     loader = Loader(source, size, 0, shuffle=False, device=device)
-    with torch.no_grad(), judged(model), closing(loader.all()) as batches:
+    with torch.no_grad(), evaluation_mode(model), closing(loader.all()) as batches:
         for batch in batches:
             with setting.autocast(device):
                 found.add(model(*setting.enter(batch)), batch)
@@ -25,14 +27,14 @@ def evaluate(setting: Setting, model: nn.Module, source: Source, size: int, devi
     return tuple(means[name] for name in setting.objectives)
 
 
-def scores(setting: Setting) -> Scores:
+def scores(setting: TrialConfig) -> Scores:
     """Of the objectives alone."""
     metrics = {name: metric for name, metric in setting.metrics.items() if name in setting.objectives}
     return Scores(setting.loss if "loss" in setting.objectives else None, metrics)
 
 
 @contextmanager
-def judged(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Within the block, the model is in evaluation mode; afterwards every part is in the mode that it was in."""
     modes = [(part, part.training) for part in model.modules()]
     model.eval()

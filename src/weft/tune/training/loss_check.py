@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.data import Batch, Loader, Source
+from weft.engine.rng import HostSeeder
 from weft.errors import TuneError
-from weft.tune.drawing import Drawing
-from weft.tune.evaluation import judged
-from weft.tune.setting import Setting
+from weft.tune.recipe import TrialConfig
+from weft.tune.training.evaluation import evaluation_mode
 
 SAMPLES = 16
 """Whose loss is looked at; fewer where micro-batches are smaller, since no more fit than are trained at once."""
@@ -26,7 +26,7 @@ Losses = tuple[float, float, float]
 log = logging.getLogger("weft.tune")
 
 
-def refuse_sums(setting: Setting, model: nn.Module, source: Source, micro: int, device: torch.device) -> None:
+def require_mean_loss(setting: TrialConfig, model: nn.Module, source: Source, micro: int, device: torch.device) -> None:
     """TuneError if the loss of a few samples is not the mean of the losses of its halves: in micro-batches another
     problem would be solved.
 
@@ -35,10 +35,10 @@ def refuse_sums(setting: Setting, model: nn.Module, source: Source, micro: int, 
     """
     samples = max(2, min(micro // 2 * 2, SAMPLES))
     batch = Loader(source, samples, setting.seed, device=device).batch(0)
-    drawing = Drawing(setting.seed, device)
+    drawing = HostSeeder(setting.seed, device)
     try:
         tried, loss = deepcopy(model), deepcopy(setting.loss)
-        with drawing.preserved(), torch.no_grad(), judged(tried):
+        with drawing.preserved(), torch.no_grad(), evaluation_mode(tried):
             found = _losses(setting, tried, loss, batch, drawing)
             if _apart(found):  # or is it rounding? in twice the digits it would not be
                 found = _exactly(setting, tried, loss, batch, drawing) or found
@@ -54,7 +54,9 @@ def refuse_sums(setting: Setting, model: nn.Module, source: Source, micro: int, 
         )
 
 
-def _losses(setting: Setting, model: nn.Module, loss: Callable[..., Any], batch: Batch, drawing: Drawing) -> Losses:
+def _losses(
+    setting: TrialConfig, model: nn.Module, loss: Callable[..., Any], batch: Batch, drawing: HostSeeder
+) -> Losses:
     """Of all samples, and of both halves; nothing where the loss draws, or is not finite."""
 
     def of(start: int, stop: int, draw: int = 0) -> float:
@@ -70,7 +72,7 @@ def _losses(setting: Setting, model: nn.Module, loss: Callable[..., Any], batch:
 
 
 def _exactly(
-    setting: Setting, model: nn.Module, loss: Callable[..., Any], batch: Batch, drawing: Drawing
+    setting: TrialConfig, model: nn.Module, loss: Callable[..., Any], batch: Batch, drawing: HostSeeder
 ) -> Losses | None:
     """The same in double precision; None where something does not compute in that."""
     try:

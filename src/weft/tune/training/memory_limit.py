@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.search.storages import LiveStorages
-from weft.units import size
+from weft.utils.live_memory import LiveStorages
+from weft.utils.units import format_bytes
 
 
 class OutOfMemory(Exception):
@@ -21,14 +21,14 @@ class OutOfMemory(Exception):
     what it would have wanted later is not known."""
 
     def __init__(self, needed: int, limit: int) -> None:
-        super().__init__(f"out of memory: at least {size(needed)} wanted of {size(limit)}")
+        super().__init__(f"out of memory: at least {format_bytes(needed)} wanted of {format_bytes(limit)}")
         self.needed, self.limit = needed, limit
 
     def __reduce__(self) -> tuple[type[OutOfMemory], tuple[int, int]]:
         return OutOfMemory, (self.needed, self.limit)
 
 
-class Cap:
+class MemoryLimit:
     """Within the block, the process may take at most ``memory`` bytes of the device; None sets no limit.
 
     On a GPU PyTorch's allocator keeps to it, and ``peak`` is what it reserved at most. On the CPU the storages of
@@ -44,7 +44,7 @@ class Cap:
         """Bytes that earlier trials of this process left and that cannot be given back, such as workspaces."""
         self._counter: CappedStorages | None = None
 
-    def __enter__(self) -> Cap:
+    def __enter__(self) -> MemoryLimit:
         if self._cuda:
             if torch.cuda.memory_allocated(self.device):
                 gc.collect()  # what a trial that failed left in circles would be counted as lasting, and end later

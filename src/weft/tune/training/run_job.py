@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.errors import WeftError
-from weft.keys import key
-from weft.tune.cap import Cap, OutOfMemory
-from weft.tune.job import Ended, Fit, Job, Reported
+from weft.tune.jobs import Ended, Fit, Job, Reported
 from weft.tune.recipe import Recipe
-from weft.tune.training import Pruned
+from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
+from weft.tune.training.trainer import Pruned
 from weft.tune.trial import OUTPUT, Trial, finite, numbers
+from weft.utils.rng import key
 
 Objective = Recipe | Callable[[Trial], Any]
 Tell = Callable[[Ended], None]
@@ -26,7 +26,7 @@ State = Literal["complete", "pruned", "failed", "out-of-memory", "timeout"]
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class StudySpec:
     """What all trials of a study share; it reaches each worker once, when that starts."""
 
     objective: Objective
@@ -39,7 +39,7 @@ def folder(job: Job, trial: int) -> Path:
     return Path(job.directory) / "trials" / str(trial)
 
 
-def attempt(job: Job, terms: Terms, device: str, rank: int, ask: Ask, tell: Tell) -> None:
+def attempt(job: Job, terms: StudySpec, device: str, rank: int, ask: Ask, tell: Tell) -> None:
     """Run a job to its end; never raises because of what it does. ``ask`` waits for the answer to a report.
 
     The end of its last trial is told once the device's memory is free again. Ranks above 0 of a split job tell only of
@@ -76,7 +76,7 @@ def attempt(job: Job, terms: Terms, device: str, rank: int, ask: Ask, tell: Tell
             tell(event if event.peak else replace(event, peak=peak))
 
 
-def _run(job: Job, terms: Terms, device: str, ask: Ask, end: Tell) -> None:
+def _run(job: Job, terms: StudySpec, device: str, ask: Ask, end: Tell) -> None:
     """Trains; a trial that neither is told of nor raises has ended with the job."""
     began = time.perf_counter()
 
@@ -101,12 +101,12 @@ def _run(job: Job, terms: Terms, device: str, ask: Ask, end: Tell) -> None:
             )
             complete(number, _called(terms.objective, trial))
         return
-    from weft.tune.setting import setting
+    from weft.tune.recipe import trial_config
 
-    settings = [setting(terms.objective, params) for params in job.params]
+    settings = [trial_config(terms.objective, params) for params in job.params]
     with_memory: Mapping[str, Any] = {"device": device, "memory": job.memory}
     if len(settings) > 1:
-        from weft.tune.fusion import train_fused
+        from weft.tune.fusion.trainer import train_fused
 
         def leave(lane: int, result: Any) -> None:
             if result == "pruned":
@@ -116,15 +116,15 @@ def _run(job: Job, terms: Terms, device: str, ask: Ask, end: Tell) -> None:
 
         train_fused(
             settings,
-            job.fits[0],
+            job.fit,
             directories=places,
             report=lambda lane, step, values: reporter(job.trials[lane])(step, values),
             ended=leave,
             **with_memory,
         )
         return
-    train = _split if _degree(job.fits[0]) > 1 else _alone
-    result = train(settings[0], job.fits[0], directory=places[0], report=reporter(job.trials[0]), **with_memory)
+    train = _split if _degree(job.fit) > 1 else _alone
+    result = train(settings[0], job.fit, directory=places[0], report=reporter(job.trials[0]), **with_memory)
     complete(job.trials[0], result.values, result.peak)
 
 
@@ -132,7 +132,7 @@ def _called(objective: Callable[[Trial], Any], trial: Trial) -> Any:
     """On a GPU the allocator refuses more than the trial may take; elsewhere nothing holds a function to it."""
     import torch
 
-    cap = Cap(torch.device(trial.device), trial.memory)
+    cap = MemoryLimit(torch.device(trial.device), trial.memory)
     _seed(trial.seed)
     try:
         with cap:
@@ -149,13 +149,13 @@ def _used(place: Path) -> bool:
 
 
 def _alone(*args: Any, **kwargs: Any) -> Any:
-    from weft.tune.training import train
+    from weft.tune.training.trainer import train
 
     return train(*args, **kwargs)
 
 
 def _split(*args: Any, **kwargs: Any) -> Any:
-    from weft.tune.split import train_split
+    from weft.tune.training.distributed import train_split
 
     return train_split(*args, **kwargs)
 
@@ -177,9 +177,9 @@ def _seed(seed: int) -> None:
     """What draws from a global generator depends on the trial alone, not on what this process ran before."""
     import torch
 
-    from weft.tune import drawing
+    from weft.engine import rng
 
-    drawing.seed(seed)
+    rng.seed(seed)
     torch.manual_seed(seed)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
@@ -13,24 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the common base of batch norms
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from weft.data import Batch, Data, Loader, Source
+from weft.engine.optimizer import LayerOptimizer
+from weft.engine.rng import HostSeeder, deterministic
 from weft.errors import TuneError
-from weft.pipeline.determinism import deterministic
-from weft.tune.cap import Cap, OutOfMemory
-from weft.tune.captured import Captured, Gradients, capturable
-from weft.tune.checkpoint import Kept, keep, newest
-from weft.tune.drawing import Drawing
-from weft.tune.evaluation import evaluate
-from weft.tune.job import Fit
-from weft.tune.means import refuse_sums
-from weft.tune.recorder import recorder, streamed
-from weft.tune.remainder import Remainder, restore
-from weft.tune.resident import resident
-from weft.tune.saving import offloading, recomputing
-from weft.tune.setting import Setting
-from weft.tune.whole import Whole
+from weft.nn.state import Remainder, restore
+from weft.tune.jobs import Fit
+from weft.tune.recipe import TrialConfig, resident
+from weft.tune.training.activation_checkpointing import offloading, recomputing
+from weft.tune.training.checkpoint import TrialCheckpoint, load_latest, save
+from weft.tune.training.cuda_graphs import Captured, Gradients, capturable, recorder, streamed
+from weft.tune.training.evaluation import evaluate
+from weft.tune.training.loss_check import require_mean_loss
+from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
 
 __all__ = ["OutOfMemory", "Pruned", "Result", "train"]
 
@@ -60,7 +57,7 @@ class Pruned(Exception):
 
 
 def train(
-    setting: Setting,
+    setting: TrialConfig,
     fit: Fit | None,
     *,
     device: torch.device | str,
@@ -77,11 +74,11 @@ def train(
     device = torch.device(device)
     if fit is not None and fit.degree > 1:
         raise TuneError(f"a trial that is split over {fit.degree} devices cannot be trained on one")
-    cap = Cap(device, memory)
+    cap = MemoryLimit(device, memory)
     device = cap.device
     try:
         with on(device, setting), cap:
-            return Training(setting, fit, device, directory, cap).run(report)
+            return TrialTrainer(setting, fit, device, directory, cap).run(report)
     except Exception as problem:
         exceeded = cap.exceeded(problem)
         if exceeded is None and not isinstance(problem, TuneError) and met_fake(problem):
@@ -115,10 +112,12 @@ def met_fake(found: object) -> bool:
     return isinstance(found, FakeTensor)
 
 
-class Training:
+class TrialTrainer:
     """A trial's model, optimizer and losses on a device, from its first or its next step to its last."""
 
-    def __init__(self, setting: Setting, fit: Fit | None, device: torch.device, directory: Path, cap: Cap) -> None:
+    def __init__(
+        self, setting: TrialConfig, fit: Fit | None, device: torch.device, directory: Path, cap: MemoryLimit
+    ) -> None:
         self.setting, self.device, self._directory, self._cap = setting, device, directory / "checkpoints", cap
         self._began = time.perf_counter()
         self.micro = setting.batch_size if fit is None else min(fit.micro_batch, setting.batch_size)
@@ -136,15 +135,15 @@ class Training:
         self._law = {**setting.describe(), "micro_batch": self.micro, "device": device.type}
 
     def run(self, report: Report) -> Result:
-        setting, seeder = self.setting, Drawing(self.setting.seed, self.device)
-        kept = newest(self._directory, self._law, self.device)
+        setting, seeder = self.setting, HostSeeder(self.setting.seed, self.device)
+        kept = load_latest(self._directory, self._law, self.device)
         if kept is not None:
             self._restore(kept)
         if kept is not None and kept.values is not None:
             report(setting.steps, kept.values)
             return self._result(kept.values)
         if kept is None and self.micro < setting.batch_size:
-            refuse_sums(setting, self.model, self._train, self.micro, self.device)
+            require_mean_loss(setting, self.model, self._train, self.micro, self.device)
             self._cap.release()
         first = 0 if kept is None else kept.step
         states = (state for p in self.updater.parameters.values() for state in self.updater.state(p).values())
@@ -174,7 +173,7 @@ class Training:
         with self._captured.beside():
             return evaluate(self.setting, self.model, self._validation, self.micro, self.device)
 
-    def _step(self, step: int, batch: Batch, seeder: Drawing) -> None:
+    def _step(self, step: int, batch: Batch, seeder: HostSeeder) -> None:
         size, gradients = self.setting.batch_size, None
         for number, start in enumerate(range(0, size, self.micro)):
             part = batch if self.micro >= size else {k: v[start : start + self.micro] for k, v in batch.items()}
@@ -228,10 +227,10 @@ class Training:
         """A trial that is done needs no optimizer any more."""
         states = {name: self.updater.state(p) for name, p in self.updater.parameters.items()} if values is None else {}
         beyond = self._remainder.changed(self.model)
-        kept = Kept(step, self.model.state_dict(), states, self.losses[:step], values, *beyond)
-        keep(self._directory, self._law, kept)
+        kept = TrialCheckpoint(step, self.model.state_dict(), states, self.losses[:step], values, *beyond)
+        save(self._directory, self._law, kept)
 
-    def _restore(self, kept: Kept) -> None:
+    def _restore(self, kept: TrialCheckpoint) -> None:
         """As the trial was, also where it made weights as late as in its first step."""
         restore(self.model, kept.weights, kept.buffers, kept.attributes)
         self.losses[: kept.step].copy_(kept.losses)
@@ -243,7 +242,7 @@ class Training:
 
 
 @contextmanager
-def on(device: torch.device, setting: Setting) -> Iterator[None]:
+def on(device: torch.device, setting: TrialConfig) -> Iterator[None]:
     """Where trials train: on the device, by deterministic kernels, and on the stream that can be captured."""
     with ExitStack() as stack:
         if device.type == "cuda":
@@ -275,3 +274,30 @@ def refuse_norms(model: nn.Module, batch_size: int, micro: int) -> None:
 def batch_norm(model: nn.Module) -> str | None:
     """The name of a batch norm in the model, if there is one."""
     return next((name for name, part in model.named_modules() if isinstance(part, BatchNorm)), None)
+
+
+# The optimizer of a trial, which trains all its weights at once.
+
+
+class Whole(LayerOptimizer):
+    """Updates every parameter that holds a gradient, in one call while all of them always do."""
+
+    _uneven = False
+    """Whether a parameter may have less state than others, which fused kernels do not take together."""
+
+    def step(self, factor: float) -> None:
+        """One update at ``factor`` times the base learning rate; no parameter has a gradient afterwards."""
+        given = [(p, p.grad) for p in self.parameters.values() if p.grad is not None]
+        self._uneven = self._uneven or len(given) < len(self.parameters)
+        if self._uneven:
+            self.apply([p for p, _ in given], [gradient for _, gradient in given], factor)
+            return
+        for optimizer, rates in zip(self._optimizers, self._base, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def load(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        super().load(states)
+        self._uneven = any(not states.get(name) for name in self.parameters)

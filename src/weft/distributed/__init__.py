@@ -1,0 +1,1 @@
+"""The processes of a run: launch, store, heartbeats, transport, and the loop of a rank."""

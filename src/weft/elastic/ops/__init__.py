@@ -1,0 +1,1 @@
+"""Kernels of elastic layers, on the CPU and by Triton."""

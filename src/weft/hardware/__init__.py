@@ -1,0 +1,1 @@
+"""Machines and their links as values, presets, and what collectives cost on them."""

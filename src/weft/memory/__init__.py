@@ -1,0 +1,18 @@
+"""Memory before anything runs: what a training step takes on a device, from shapes alone."""
+
+from weft.hardware.gpus import KERNELS, Kernels
+from weft.memory.activation_checkpointing import parts, recompute
+from weft.memory.allocator import AllocatorConfig, CachingAllocator, OutOfMemory
+from weft.memory.estimate import Estimate, estimate
+
+__all__ = [
+    "KERNELS",
+    "AllocatorConfig",
+    "CachingAllocator",
+    "Estimate",
+    "Kernels",
+    "OutOfMemory",
+    "estimate",
+    "parts",
+    "recompute",
+]

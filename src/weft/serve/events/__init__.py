@@ -1,1 +1,0 @@
-"""Events of any size in little memory: files of lines that grow, and what they come to."""

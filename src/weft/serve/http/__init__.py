@@ -1,1 +1,0 @@
-"""Over HTTP: the server, who may ask, and the stream of changes."""

@@ -1,1 +1,0 @@
-"""The document `pipeline`: what stages did and waited for, beside what was foreseen, and their memory."""

@@ -1,1 +1,0 @@
-"""The document `search`: fronts, all that was scored, choices, and the course of a mixture."""

@@ -1,1 +1,0 @@
-"""The document `tune`: trials, importances, and devices over time."""

@@ -1,0 +1,1 @@
+"""The documents that the page shows, one module a view."""

@@ -1,0 +1,260 @@
+"""The graph of a saved plan as nodes and edges: an operator a node, a layer a column, layers that repeat shown once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from weft.serve.views.plan_layers import Group, Nodes, Operator, Value, groups, nodes_of, shown_edges
+
+WHOLE = "whole on each device"
+
+COMMON = ("elementwise", "random", "copy", "along", "normalize", "constant")
+"""Kinds that say less than the name of what is called."""
+
+SMALL, SHORT, TALL = 4, 16, 40
+"""A layer of fewer than ``SMALL`` nodes shares a column with its neighbours, up to ``SHORT`` nodes; one of more than
+``TALL`` has several columns."""
+
+LITTLE = 0.005
+"""Layers that take a smaller part of a step are added up."""
+
+
+def graph(operators: Sequence[Operator], mesh: Sequence[int], devices: int, stages: int) -> dict[str, Any] | None:
+    """Columns of nodes, edges and what the colours mean, as the page draws them; None where there is no node."""
+    nodes = nodes_of(operators)
+    if not nodes.places:
+        return None
+    found = groups(operators, nodes)
+    labels = [split_label(operator, mesh) for operator in operators]
+    order = _order(operators, nodes, labels)
+    folded, number = nodes.folded(), {label: at for at, label in enumerate(order)}
+    shown = {
+        place: {
+            "id": place,
+            **_names(operators[place], group),
+            "split": number[labels[place]],
+            **details(operators, place, copies, folded, mesh, stages),
+        }
+        for group in found
+        for place, copies in zip(group.places, zip(*group.copies, strict=True), strict=True)
+    }
+    edges, moved = shown_edges(nodes, found)
+    return {
+        "columns": [
+            {
+                "title": title,
+                "times": own[0].times,
+                "stage": stage_label(own[0].stage, devices, stages) if stages > 1 else None,
+                "nodes": [shown[place] for place in places],
+            }
+            for title, own, places in columns(found)
+        ],
+        "edges": [[source, reader, (source, reader) in moved] for source, reader in edges],
+        "splits": _legend(operators, nodes, labels, order, mesh),
+    }
+
+
+def columns(found: Sequence[Group]) -> Iterator[tuple[str, list[Group], list[int]]]:
+    """Columns with their titles: small neighbours share one, and a tall layer has several."""
+    for device_bars in _packed(found):
+        places = [place for group in device_bars for place in group.places]
+        first, last = device_bars[0].title, device_bars[-1].title
+        pieces = math.ceil(len(places) / TALL)
+        for number in range(pieces):
+            part = places[len(places) * number // pieces : len(places) * (number + 1) // pieces]
+            yield first if first == last else f"{first} … {last}", device_bars, part
+
+
+def _packed(found: Sequence[Group]) -> Iterator[list[Group]]:
+    """Groups that share a column."""
+    now: list[Group] = []
+    for group in found:
+        is_small = not group.is_layer or len(group.places) < SMALL
+        if now and not (
+            is_small
+            and group.times == now[-1].times == 1
+            and group.stage == now[-1].stage
+            and (not now[-1].is_layer or len(now[-1].places) < SMALL)
+            and sum(len(own.places) for own in now) + len(group.places) <= SHORT
+        ):
+            yield now
+            now = []
+        now.append(group)
+    if now:
+        yield now
+
+
+def details(
+    operators: Sequence[Operator],
+    place: int,
+    copies: Sequence[int],
+    folded: Mapping[int, Sequence[int]],
+    mesh: Sequence[int],
+    stages: int,
+) -> dict[str, Any]:
+    """All that is known of the operator at a place, which stands for those of all ``copies``: words, and its mean costs
+    with all that is folded into it."""
+    own = operators[place]
+    parameters = {at: operators[at] for at in folded[place] if operators[at].kind == "parameter"}
+    names = {at: one.target.removeprefix(f"{own.module}.") for at, one in parameters.items()}
+    tensors: list[tuple[str, Value]] = [(f"reads {names.get(read.source, '')}".rstrip(), read) for read in own.reads]
+    tensors += [("gives", value) for value in own.gives]
+    tensors += [(f"keeps {names[at]}", value) for at, one in parameters.items() for value in one.gives]
+    costs = None
+    if own.compute is not None:
+        members = [operators[at] for copy in copies for at in (copy, *folded[copy])]
+        sums = {
+            "compute": math.fsum(one.compute or 0.0 for one in members),
+            "communication": math.fsum(one.communication for one in members),
+            "parameters": math.fsum(one.weights + one.states for one in members),
+            "activations": math.fsum(one.activations for one in members),
+        }
+        costs = {name: value / len(copies) for name, value in sums.items()}
+    return {
+        "operator": own.name,
+        "copies": len(copies),
+        "module": own.module,
+        "target": f"{own.target} ({own.kind})" + ("" if own.known else ", for which weft has no rule"),
+        "space": ", ".join(f"{name} {size}" for name, size in own.dims),
+        "words": split_words(own, mesh),
+        "stage": own.stage + 1 if stages > 1 else None,
+        "tensors": [[what, _shape(own.shape), _here(own)] for what, own in tensors],
+        "costs": costs,
+    }
+
+
+def split_parts(operator: Operator, mesh: Sequence[int]) -> dict[str, int]:
+    """Into how many parts each dimension is split; the one that holds the samples comes first."""
+    parts: dict[str, int] = {}
+    for size, name in zip(mesh, operator.split, strict=True):
+        if name != "-":
+            parts[name] = parts.get(name, 1) * size
+    order = [name for name, _ in operator.dims]
+    return {name: parts[name] for name in sorted(parts, key=lambda name: (name != operator.batch, order.index(name)))}
+
+
+def split_label(operator: Operator, mesh: Sequence[int]) -> str:
+    """Such as ``batch/4 n/2``. The dimension that holds the samples has many names (m, b0, a0): all are the batch here,
+    so that data parallelism is one thing throughout."""
+    parts = split_parts(operator, mesh)
+    return " ".join(f"{'batch' if n == operator.batch else n}/{count}" for n, count in parts.items()) or WHOLE
+
+
+def split_words(operator: Operator, mesh: Sequence[int]) -> str:
+    """Such as ``the batch (m) in 4 parts, n in 2 parts``."""
+    parts = split_parts(operator, mesh).items()
+    return ", ".join(f"{f'the batch ({n})' if n == operator.batch else n} in {c} parts" for n, c in parts) or WHOLE
+
+
+def stage_label(stage: int, devices: int, stages: int) -> str:
+    """The devices of a stage, such as ``stage 2: devices 4 to 7``."""
+    share = max(devices // stages, 1)
+    first = stage * share
+    names = f"device {first}" if share == 1 else f"devices {first} to {first + share - 1}"
+    return f"stage {stage + 1}: {names}" if stages > 1 else names
+
+
+def stage_memory(
+    operators: Sequence[Operator], devices: int, stages: int, microbatches: int
+) -> dict[str, dict[str, float]]:
+    """Bytes of the devices of each stage by what they are for; empty where the costs were not known."""
+    if not operators or any(operator.compute is None for operator in operators):
+        return {}
+    found = {}
+    for stage in range(stages):
+        own = [operator for operator in operators if operator.stage == stage]
+        found[stage_label(stage, devices, stages)] = {
+            "weights": math.fsum(operator.weights for operator in own),
+            "gradients and states": math.fsum(operator.states for operator in own),
+            "activations": min(microbatches, stages - stage) * math.fsum(operator.activations for operator in own),
+        }
+    return found
+
+
+def layer_costs(
+    operators: Sequence[Operator], stages: int, compute: float, communication: float
+) -> list[dict[str, Any]]:
+    """Seconds of each layer with all that is folded into it, in the order they run in, and of what belongs to none:
+    together those of all stages, of which each takes ``compute`` and ``communication``. Little ones are added up."""
+    if not operators or any(operator.compute is None for operator in operators):
+        return []
+    nodes = nodes_of(operators)
+    found = groups(operators, nodes)
+    home = {place: number for number, group in enumerate(found) for copy in group.copies for place in copy}
+    sums = [[0.0, 0.0] for _ in found]
+    rest = 0.0  # parameters that nothing reads are updated all the same
+    for operator, owner in zip(operators, nodes.owner, strict=True):
+        if owner is None:
+            rest += operator.compute or 0.0
+            continue
+        sums[home[owner]][0] += operator.compute or 0.0
+        sums[home[owner]][1] += operator.communication
+    rows: list[tuple[str, float, float]] = []
+    for group, own in zip(found, sums, strict=True):
+        stage = f", stage {group.stage + 1}" if stages > 1 else ""
+        times = f" x {group.times}" if group.times > 1 else ""
+        rows.append((f"{group.title}{stage}{times}", own[0], own[1]))
+    # Where kernels are short, devices wait for the host that starts them.
+    waiting = compute * stages - math.fsum(own[0] for own in sums) - rest
+    if waiting > 1e-9 * compute:
+        rows.append(("waiting for the host", waiting, 0.0))
+    sent = communication * stages - math.fsum(own[1] for own in sums)
+    if stages > 1 and sent > 0:
+        rows.append(("sent between stages", 0.0, sent))
+    if rest > 0:
+        rows.append(("parameters that nothing reads", rest, 0.0))
+    total = math.fsum(row[1] + row[2] for row in rows)
+    large = [row for row in rows if row[1] + row[2] >= LITTLE * total]
+    if little := [row for row in rows if row[1] + row[2] < LITTLE * total]:
+        large.append((f"{len(little)} more", math.fsum(row[1] for row in little), math.fsum(row[2] for row in little)))
+    return [{"name": name, "compute": own, "communication": moving} for name, own, moving in large]
+
+
+def _names(operator: Operator, group: Group) -> dict[str, str]:
+    """The two lines of a node."""
+    name = operator.module.removeprefix(group.modules[0]).removeprefix(".") if group.is_layer else operator.module
+    parts = operator.target.split(".")
+    return {
+        "name": name or operator.name,
+        "kind": parts[min(1, len(parts) - 1)] if operator.kind in COMMON else operator.kind,
+    }
+
+
+def _order(operators: Sequence[Operator], nodes: Nodes, labels: Sequence[str]) -> list[str]:
+    """The labels: the batch alone first, whole last, and between them those that most is computed with first."""
+    flops: dict[str, float] = {}
+    for place in nodes.places:
+        flops[labels[place]] = flops.get(labels[place], 0.0) + operators[place].flops
+    return sorted(
+        flops, key=lambda label: (label == WHOLE, not label.startswith("batch/") or " " in label, -flops[label], label)
+    )
+
+
+def _legend(
+    operators: Sequence[Operator], nodes: Nodes, labels: Sequence[str], order: Sequence[str], mesh: Sequence[int]
+) -> list[dict[str, Any]]:
+    counts = Counter(labels[place] for place in nodes.places)
+    words: dict[str, Counter[str]] = {}
+    for place in nodes.places:
+        parts = split_parts(operators[place], mesh)
+        words.setdefault(labels[place], Counter())[" ".join(f"{n}/{count}" for n, count in parts.items())] += 1
+    return [
+        {
+            "label": label,
+            "count": counts[label],
+            "dims": [way for way, _ in words[label].most_common(6) if way and way != label],
+        }
+        for label in order
+    ]
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return re.sub(r"[^\dx]", "", "x".join(map(str, shape))) or "scalar"
+
+
+def _here(value: Value) -> str:
+    return (_shape(value.local) if value.local != value.shape else "") + (", partial sums" if value.partial else "")

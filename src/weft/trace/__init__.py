@@ -1,0 +1,1 @@
+"""What the stages of a run did and when: written, read back, analysed."""

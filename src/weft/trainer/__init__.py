@@ -1,0 +1,1 @@
+"""Training runs: configuration, one device, several stages, checkpoints, evaluation."""

@@ -1,0 +1,1 @@
+"""Trials of one shape as one batched training."""

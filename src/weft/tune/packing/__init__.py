@@ -1,0 +1,1 @@
+"""Which trials run where: values and pure functions, no clock, no process."""

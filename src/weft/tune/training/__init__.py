@@ -1,0 +1,1 @@
+"""One attempt at one trial: training, checkpoints, memory limit."""

@@ -1,0 +1,1 @@
+"""What everything else may use: randomness by name, files, units."""
