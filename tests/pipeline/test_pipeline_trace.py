@@ -37,7 +37,6 @@ from weft.trace.perfetto import perfetto
 from weft.trace.reader import read_traces
 from weft.trace.recorder import Tracer
 from weft.trainer.batches import MicroBatches
-from weft.trainer.config import Validation
 
 EPOCH = 2.0**31
 """Later than any start line of today; whole and half seconds after it are exact in floats."""

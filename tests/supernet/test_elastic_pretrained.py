@@ -21,7 +21,6 @@ from transformers import (
 )
 
 import weft
-from weft import elastic
 from weft.elastic import Mixture, Module
 from weft.errors import SupernetError
 from weft.utils.rng import generator, torch_seeded
