@@ -93,7 +93,7 @@ class Runtime:
         """What the progress line shows of this rank."""
         passed = time.perf_counter() - self._began
         told: dict[str, Any] = {"busy": self.busy / passed if passed else 0.0, "in_flight": float(self._in_flight)}
-        return told if self._memory is None else {**told, "residency": self._memory.figures()}
+        return told if self._memory is None else {**told, "residency": self._memory.stats()}
 
     def _starts(self, op: Op) -> None:
         self.watch.doing(str(op))

@@ -111,7 +111,7 @@ class SequentialReference:
     def _at_hand(self, n: int) -> None:
         assert self.memory is not None
         if n != self._reached + 1:
-            self.memory.begin(n, self.law.steps * self.law.microbatches)
+            self.memory.begin_run(n, self.law.steps * self.law.microbatches)
         self._reached = n
         self.memory.start(n)
 
@@ -123,7 +123,9 @@ class SequentialReference:
         if ahead:
             outputs, loss, found = look_ahead(self, i, subnet, batch)
             return self._settle(i, j, subnet, batch, outputs, loss, lambda: found, list(self.weights.values()))
-        tape = Tape(n, self.chain.enter(batch), self.graphs, beside=None if self.memory is None else self.memory.beside)
+        tape = Tape(
+            n, self.chain.enter(batch), self.graphs, beside=None if self.memory is None else self.memory.prefetch_during
+        )
         with self.precision():
             for layer in self.chain.route(subnet):
                 self.seeder.set(i, j, layer.name)
@@ -199,7 +201,7 @@ class SequentialReference:
         if self.memory is None:
             apply(group)
         else:
-            self.memory.update(group, apply)
+            self.memory.apply_updates(group, apply)
 
     def resume(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """After the layers were restored: the optimizer's state comes back, and unfinished slots wait again."""
@@ -207,7 +209,7 @@ class SequentialReference:
         self._waiting = {name: w for name, w in self.weights.items() if w.pending is not None}
         self._keeping = {name: w for name, w in self.weights.items() if w.kept}
         if self.memory is not None:
-            self.memory.adopt()
+            self.memory.bind_restored()
         self._reached = -2
 
     def train_mode(self) -> None:
@@ -226,7 +228,7 @@ class SequentialReference:
         """The error for a loss that is not a number: runs the forward again and names the first layer that makes
         one."""
         names = [layer.name for layer in self.chain.route(subnet)]
-        with nullcontext() if self.memory is None else self.memory.lending(names):
+        with nullcontext() if self.memory is None else self.memory.pinned_on_device(names):
             return self._non_finite(i, j, subnet, batch)
 
     def _non_finite(self, i: int, j: int, subnet: Subnet, batch: Batch) -> NonFiniteError:

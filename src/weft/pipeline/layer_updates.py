@@ -142,7 +142,7 @@ class LayerUpdates:
         self.updater.load(states)
         self._keeping = {name: w for name, w in self.weights.items() if w.kept}
         if self.memory is not None:
-            self.memory.adopt()
+            self.memory.bind_restored()
         self._unfinished = {name: w for name, w in self.weights.items() if w.pending is not None}
 
     def _is_full(self, scheduler: Scheduler, name: str, weights: VersionedLayer) -> bool:
@@ -167,7 +167,7 @@ class LayerUpdates:
         if self.memory is None:
             apply(members)
         else:
-            self.memory.update(members, apply)
+            self.memory.apply_updates(members, apply)
 
     def _awaited(self, weights: VersionedLayer) -> bool:
         """Whether an update that is due must wait: for its norm, for the gradient of a tied parameter's other copy, or

@@ -145,7 +145,7 @@ class Stage(LayerUpdates):
         i, j = divmod(n, self.law.microbatches)
         if self.is_first:
             carry = self.chain.enter(batch)
-        beside = None if self.memory is None else self.memory.beside
+        beside = None if self.memory is None else self.memory.prefetch_during
         tape = Tape(n, carry, self._graphs, not self.is_first, self._split, beside)
         records: dict[str, BatchStatsRecord] = {}
         report = None

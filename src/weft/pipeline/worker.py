@@ -70,9 +70,9 @@ class Worker:
         stage.one_copy = stage.one_copy and rule.window >= stage.stages - stage.index and stage.memory is None
         waits = stage.one_copy or stage.norms is not None or stage.ties is not None
         gates = stage.gates if waits else None
-        fits = None if stage.memory is None else stage.memory.may
+        fits = None if stage.memory is None else stage.memory.can_start
         if stage.memory is not None:
-            stage.memory.begin(first, until)
+            stage.memory.begin_run(first, until)
         self.scheduler = Scheduler(stage.index, stage.stages, stage.uses, until, rule, first, gates, fits)
         stage.forwarded = first
         if stage.norms is not None:

@@ -16,7 +16,7 @@ from weft.engine.layer_state import LossDigest, fingerprint, layer_digest, optim
 from weft.engine.rng import deterministic
 from weft.errors import CheckpointError, TrainError
 from weft.offload import OffloadManager
-from weft.offload.setup import offload, prepare
+from weft.offload.setup import attach, move_buffers
 from weft.pipeline.layer_updates import Snapshot
 from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.stage import Stage
@@ -58,7 +58,7 @@ class PipelineTrainer:
         whole = settings.microbatches == 1 and settings.cuda_graphs and settings.device.type == "cuda"
         whole = whole and settings.residency is None  # it gives weights many addresses
         if settings.residency is not None:
-            prepare(chain, settings.device)
+            move_buffers(chain, settings.device)
         graphs = CudaGraphCache(alone=False) if whole else None
         law = make_law(settings)
         self.stage = Stage(chain, law, settings.stream, settings.device, cut, accord.rank, graphs, split)
@@ -81,7 +81,7 @@ class PipelineTrainer:
         s = self.settings
         if s.residency is not None:
             picks = validation_subnets(self.chain, self._extremes, s).values() if s.validate else ()
-            self.offload = offload(self.stage, s.residency, picks)
+            self.offload = attach(self.stage, s.residency, picks)
 
     def open(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
         """Events and checkpoints go into this run; on rank 0 it must be locked."""
@@ -220,7 +220,7 @@ class PipelineTrainer:
         for part in self.accord.gather("drifts", drift(self.stage.weights)):
             self.drift |= part
         if self.offload is not None:
-            self.residency = self.accord.gather("residency", self.offload.figures())
+            self.residency = self.accord.gather("residency", self.offload.stats())
         if self.stage.is_first:
             self.accord.tell("fingerprint", fingerprint(layers, ledger.losses))
         return str(self.accord.hear("fingerprint"))
@@ -241,7 +241,7 @@ class PipelineTrainer:
             scores = Scores(s.loss, s.metrics)
             own = stage.modules(subnet) if options.recalibrate else ()
             names = [layer.name for layer in stage.route(subnet)]
-            lent = nullcontext() if self.offload is None else self.offload.lending(names)
+            lent = nullcontext() if self.offload is None else self.offload.pinned_on_device(names)
             with lent, Calibration(own) as norms:
                 first = (train.batch(number) if stage.reads_batch() else {} for number in range(options.recalibrate))
                 for _ in relay.forward(subnet, first):

@@ -213,8 +213,8 @@ def _train(
 
 
 def _moved(tracer: Tracer, memory: OffloadManager, state: str, block: MemoryBlock) -> None:
-    if block is block.home.main:
-        tracer.memory(block.home.name, state, time.time(), memory.device.shares())
+    if block is block.layer.main:
+        tracer.memory(block.layer.name, state, time.time(), memory.device.usage())
 
 
 @contextmanager

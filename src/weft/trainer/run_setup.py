@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weft.errors import RunError
-from weft.offload.setup import make_readable, prepare
+from weft.offload.setup import attach_for_scoring, move_buffers
 from weft.runs import Run
 from weft.supernet import Chain
 from weft.trainer.config import Settings
@@ -55,8 +55,8 @@ def on_device(chain: Chain, settings: Settings) -> Chain:
     """The chain on the run's device; under residency its layers stay on the host until a subnet is scored."""
     if settings.residency is None:
         return chain.to(settings.device)
-    prepare(chain, settings.device)
-    make_readable(chain, settings.device, settings.residency)
+    move_buffers(chain, settings.device)
+    attach_for_scoring(chain, settings.device, settings.residency)
     return chain
 
 

@@ -20,7 +20,7 @@ from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainStep
 from weft.errors import CheckpointError, NonFiniteError, TrainError, WeftError
 from weft.offload import OffloadManager
-from weft.offload.setup import offload, prepare
+from weft.offload.setup import attach, move_buffers
 from weft.runs import Run
 from weft.runs.events import Callback
 from weft.space import Subnet
@@ -56,7 +56,7 @@ class Trainer:
         # A captured layer reads its weights at one address, and residency gives them many.
         graphs = CudaGraphCache() if s.device.type == "cuda" and s.cuda_graphs and s.residency is None else None
         if s.residency is not None:
-            prepare(chain, s.device)
+            move_buffers(chain, s.device)
         self.sequential = SequentialReference(chain, law, s.stream, s.device, graphs)
         self.losses = LossDigest()
         self.start = 0
@@ -75,7 +75,7 @@ class Trainer:
         """Layers live on the host, if the settings say so."""
         if self.settings.residency is not None:
             picks = self._picks().values() if self.settings.validate else ()
-            self.offload = offload(self.sequential, self.settings.residency, picks)
+            self.offload = attach(self.sequential, self.settings.residency, picks)
 
     def run_to_end(self, checkpoint_every: int) -> str:
         """Trains what is left and returns the fingerprint; on any way out the run is left so that it can be resumed."""
@@ -103,7 +103,7 @@ class Trainer:
                 digest = self.fingerprint()
                 self._show_memory()
                 if self.offload is not None:
-                    self.offload.settle()
+                    self.offload.flush()
         except KeyboardInterrupt:
             self._emit("stopped", at=step)
             raise
@@ -115,7 +115,7 @@ class Trainer:
             raise
         finally:
             self.sequential.eval_mode()
-        more = {} if self.offload is None else {"residency": self.offload.figures()}
+        more = {} if self.offload is None else {"residency": self.offload.stats()}
         self._emit("finished", steps=s.steps, fingerprint=digest, drift=drift(self.sequential.weights), **more)
         return digest
 
@@ -167,7 +167,7 @@ class Trainer:
         if self.offload is not None:
             self._shown = time.perf_counter()
             at = {} if step is None else {"step": step}
-            self._emit("residency", stages=[self.offload.figures()], **at)
+            self._emit("residency", stages=[self.offload.stats()], **at)
 
     def _log(self, arrived: Iterator[tuple[Any, list[float], dict[str, Any]]]) -> None:
         for result, losses, metrics in arrived:
