@@ -106,7 +106,7 @@ class Residency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     budget: str | int | None = None
-    ahead: int = 32
+    prefetch: int = 32
 
 
 class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -219,7 +219,7 @@ def _optimizer(options: Mapping[str, Any], folder: Path) -> Optimizer:
 
 def _residency(config: Config) -> OffloadConfig | None:
     said = config.residency
-    return None if said.budget is None else OffloadConfig(said.budget, said.ahead)
+    return None if said.budget is None else OffloadConfig(said.budget, said.prefetch)
 
 
 def _schedule(spec: str, folder: Path) -> Any:
