@@ -69,7 +69,11 @@ class DataSource(Source, frozen=True, forbid_unknown_fields=True):
 
 
 if TYPE_CHECKING:
-    Train = ExecutionTable = ValidationTable = OffloadTable = RunTable = Any
+    Train = TrainConfig
+    ExecutionTable = Execution
+    ValidationTable = Validation
+    OffloadTable = OffloadConfig
+    RunTable = RunConfig
 else:
     Train = table_of(TrainConfig, without=("optimizer", "consistency", "architecture_search"))
     ExecutionTable = table_of(Execution, without=("offload",))
@@ -127,7 +131,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     a kind the options change single values of SGD at 0.05 with momentum 0.9 and weight decay 5e-4"""
     consistency: str | dict[str, str] = {}
     execution: ExecutionTable = ExecutionTable()
-    offload: OffloadTable = OffloadTable()
+    offload: OffloadTable = OffloadTable()  # type: ignore[call-arg]
     run: RunTable = RunTable()
     search: Search = Search()
     export: Export = Export()
@@ -222,6 +226,11 @@ def to_dict(config: Config) -> dict[str, Any]:
     """Plain values, for a run's manifest; ``make_config`` reads them back."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     return plain
+
+
+def values_of(table: Any) -> dict[str, Any]:
+    """The entries of a table by name."""
+    return msgspec.structs.asdict(table)
 
 
 def locate(spec: str, folder: Path) -> Any:

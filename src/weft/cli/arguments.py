@@ -22,8 +22,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 def read_target(target: str, context: typer.Context, more: Sequence[str] = ()) -> tuple[Config, Path]:
     """The configuration in a file, or that a run was started from; and the folder that its code is found from."""
-    from msgspec.structs import replace
-
     from weft.config import make_config, modern, read_config
 
     if target.startswith("--"):
@@ -43,7 +41,7 @@ def read_target(target: str, context: typer.Context, more: Sequence[str] = ()) -
         return make_config(saved, [*settings, *more]), folder
     config = read_config(path, [*settings, *more])
     if config.run.name is None:
-        config = replace(config, run=replace(config.run, name=path.stem))
+        config = read_config(path, [*settings, *more, f"--run.name={path.stem}"])
     return config, path.parent
 
 

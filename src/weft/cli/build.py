@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from weft import zoo
-from weft.config import Config, DataSource, Source, locate, to_dict
+from weft.config import Config, DataSource, Source, locate, to_dict, values_of
 from weft.data import Data, as_data, open_data
 from weft.engine.bilevel import Bilevel
 from weft.engine.losses import accuracy, cross_entropy, mean_squared_error
 from weft.engine.optimizer import Optimizer, is_named
 from weft.errors import ConfigError, RunError, WeftError, nearest
 from weft.offload.config import OffloadConfig
+from weft.search.gradient import GradientSearchConfig
 from weft.supernet import Chain, Factory
 from weft.trainer.api import TrainedRun, load_run
 from weft.trainer.config import Execution, Parts, RunConfig, TrainConfig, Validation, at_least
@@ -77,7 +77,7 @@ def data_of(config: Config, folder: Path) -> Data:
 
 def train_parts(config: Config, folder: Path) -> Parts:
     """What a configuration says of the training, its execution and its run, as ``weft.train`` takes it."""
-    train, execution, offload = asdict(config.train), asdict(config.execution), asdict(config.offload)
+    train, execution, offload = values_of(config.train), values_of(config.execution), values_of(config.offload)
     stream, init, distill = folder / train["stream"], train["init_from"], train["distill"]
     train |= {
         "stream": str(stream) if stream.is_file() else train["stream"],
@@ -93,34 +93,32 @@ def train_parts(config: Config, folder: Path) -> Parts:
 
 
 def _run(config: Config, folder: Path) -> RunConfig:
-    run = asdict(config.run)
+    run = values_of(config.run)
     metrics = (run["metrics"],) if isinstance(run["metrics"], str) else run["metrics"]
     validation = run["validation"]
     run["metrics"] = {spec.rpartition(":")[2]: _function("run.metrics", spec, folder) for spec in metrics}
-    run["validation"] = Validation(**asdict(validation)) if isinstance(validation, Struct) else validation
+    run["validation"] = (
+        validation if validation is None or isinstance(validation, int) else Validation(**values_of(validation))
+    )
     return RunConfig(**run, source={**to_dict(config), "folder": str(folder.resolve())})
 
 
-def gradient_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """The keyword arguments of ``weft.search`` with a gradient method, without those of ``extra_arguments``.
-
-    The stream is the method's own: it says which subnets are trained.
-    """
+def gradient_search(config: Config) -> GradientSearchConfig:
+    """What a configuration says of a search by a gradient method."""
     s = config.search
     if (s.warmup is not None and s.warmup < 0) or (s.rate is not None and not s.rate > 0):
         raise ConfigError(f"search.warmup is 0 or more and search.rate above 0, not {s.warmup} and {s.rate}")
-    usual = Bilevel().optimizer
-    return {
-        **{name: value for name, value in train_arguments(config, folder).items() if name != "stream"},
-        "method": s.method,
-        "targets": s.targets,
-        "architecture": None if s.rate is None else Optimizer(usual.kind, **{**usual.options, "lr": s.rate}),
-        "warmup_weights": s.warmup,
-        "pick": s.pick,
-        "budget": s.budget,
-        "recalibrate": s.recalibrate,
-        "name": s.name,
-    }
+    default = Bilevel().optimizer
+    return GradientSearchConfig(
+        method=str(s.method),
+        targets=s.targets,
+        architecture=None if s.rate is None else Optimizer(default.kind, **{**default.options, "lr": s.rate}),
+        weight_warmup_steps=s.warmup,
+        pick=s.pick,
+        budget=s.budget,
+        recalibrate=s.recalibrate,
+        search_name=s.name,
+    )
 
 
 def set_threads(config: Config) -> None:

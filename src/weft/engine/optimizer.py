@@ -109,6 +109,12 @@ class Optimizer:
         """What the learning rate is multiplied by in a step of a run of ``steps``."""
         return make_schedule(self.schedule, self.warmup_steps)(step, steps)
 
+    def with_schedule(self, schedule: Schedule) -> Optimizer:
+        """The same under another schedule, which knows of any warm-up itself."""
+        return Optimizer(
+            self.kind, schedule=schedule, clip=self.clip, groups=self.groups, others=self.others, **self.options
+        )
+
     def describe(self) -> dict[str, Any]:
         """For a run's manifest."""
         described: dict[str, Any] = {"kind": self.cls.__name__, **self.options}

@@ -19,7 +19,7 @@ from disturbed import samples
 
 import weft
 from weft.errors import ConfigError, TrainError
-from weft.offload.host_memory import taken
+from weft.offload.host_memory import allocate_host
 from weft.trace.perfetto import perfetto
 from weft.trace.reader import STATES, read_traces
 
@@ -53,8 +53,8 @@ def test_a_run_says_what_moved_and_scores_and_ends_as_one_without(tmp_path: Path
         row["scores"] for row in events(alone, "validation")
     ]
     told = events(found, "finished")[0]["residency"]
-    assert told["brought"] > 0
-    assert told["sent"] > 0
+    assert told["loaded_bytes"] > 0
+    assert told["evicted_bytes"] > 0
     assert told["peak"] <= told["budget"] == 56 * 1024
     assert told["uses"] == 12 * 6
     assert events(found, "residency")[-1]["stages"][0]["hit_rate"] > 0.9
@@ -74,7 +74,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(caplog: pytest.LogCapture
     if torch.cuda.is_available():
         pytest.skip("here it can be pinned")
     with caplog.at_level(logging.WARNING, logger="weft.pipeline"):
-        memory = taken(1 << 16, pin=True)
+        memory = allocate_host(1 << 16, pin=True)
     assert memory.numel() == 1 << 16
     assert memory.data_ptr() % 512 == 0
     assert "cannot be pinned" in caplog.text
@@ -83,7 +83,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(caplog: pytest.LogCapture
 
 def test_more_than_the_host_has_is_refused_with_a_way_out() -> None:
     with pytest.raises(TrainError, match="in host memory only: use more stages"):
-        taken(2**50, pin=False)
+        allocate_host(2**50, pin=False)
 
 
 def test_a_mistake_in_the_budget_leaves_no_run(tmp_path: Path) -> None:
@@ -94,10 +94,10 @@ def test_a_mistake_in_the_budget_leaves_no_run(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys, torch
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 from pathlib import Path
 from weft.offload.copy_engine import SyncCopy
-import test_pipeline_residency_runs as runs
+import test_offload_runs as runs
 
 torch.set_num_threads(1)
 count = 0
@@ -111,7 +111,7 @@ def torn(self, target, source, after):
         os.kill(os.getpid(), signal.SIGKILL)
     target.copy_(source)
 
-SyncCopy.send = torn
+SyncCopy.to_host = torn
 runs.train(Path({folder!r}), run="killed", checkpoint_every=2, validate=4, residency=runs.BUDGET)
 """
 
@@ -119,7 +119,9 @@ runs.train(Path({folder!r}), run="killed", checkpoint_every=2, validate=4, resid
 def test_a_run_killed_in_the_middle_of_a_write_back_goes_on_with_another_budget(
     tmp_path: Path, alone: weft.TrainedRun
 ) -> None:
-    script = KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    script = KILLED.format(
+        folders=[str(Path(__file__).parent), str(Path(stages.__file__).parent)], folder=str(tmp_path)
+    )
     ended = subprocess.run([sys.executable, "-c", script], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert any((tmp_path / "killed" / "checkpoints").iterdir())
@@ -180,9 +182,9 @@ def test_a_config_gives_the_budget_and_no_part_of_it_is_part_of_the_law() -> Non
     from weft.trainer.config import make_settings
     from weft.zoo import digits_conv
 
-    config = make_config({"supernet": "digits-conv"}, ["--residency.budget=8GiB", "--residency.ahead=4"])
+    config = make_config({"supernet": "digits-conv"}, ["--residency.budget=8GiB", "--residency.prefetch=4"])
     found = train_arguments(config, Path())["residency"]
-    assert found == weft.OffloadConfig("8GiB", ahead=4)
+    assert found == weft.OffloadConfig("8GiB", prefetch=4)
     chain = initialise(digits_conv)
     laws = [make_settings(chain, steps=1, residency=said).law(chain, digits()) for said in (None, found)]
     assert laws[0] == laws[1]
