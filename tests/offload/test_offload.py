@@ -141,24 +141,24 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def least_of(task: Task) -> int:
-    sequential = SequentialReference(task.chain(), task.law, task.stream, CPU)
+    sequential = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
     attach(sequential, OffloadConfig("1TiB", prefetch=0))
-    assert sequential.memory is not None
-    return sequential.memory.least
+    assert sequential.offload is not None
+    return sequential.offload.least
 
 
 def resided(task: Task, said: OffloadConfig, seed: int | None = None) -> tuple[Outcome, OffloadManager]:
-    sequential = SequentialReference(task.chain(), task.law, task.stream, CPU)
+    sequential = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
     attach(sequential, said, copy_engine=None if seed is None else Late(seed))
-    memory = sequential.memory
+    memory = sequential.offload
     assert memory is not None
     sequential.train_mode()
     losses = []
-    for step in range(task.law.steps):
+    for step in range(task.config.steps):
         losses += [loss.item() for loss in sequential.step(step, task.batch(step)).losses]
     sequential.eval_mode()
     return Outcome(
-        {name: layer_digest(w, sequential.updater) for name, w in sequential.weights.items()}, losses
+        {name: layer_digest(w, sequential.optimizer) for name, w in sequential.weights.items()}, losses
     ), memory
 
 
@@ -170,10 +170,10 @@ def stages_reside(said: dict[int, OffloadConfig], mover: Callable[[], Any]) -> A
     def make(*arguments: Any, **options: Any) -> Stage:
         stage = Stage(*arguments, **options)
         attach(stage, said[stage.index], copy_engine=(own := mover()))
-        assert stage.memory is not None
+        assert stage.offload is not None
         if isinstance(own, Early):
-            own.memory = stage.memory.device.memory
-        made.append(stage.memory)
+            own.memory = stage.offload.device.memory
+        made.append(stage.offload)
         return stage
 
     with pytest.MonkeyPatch.context() as patch:
@@ -207,16 +207,16 @@ def test_the_least_budget_gives_the_same_bits_however_late_copies_come(consisten
 @pytest.mark.parametrize("factor", [1.0, 1.5])
 def test_nothing_is_copied_before_the_device_has_done_what_it_was_given_to_do(consistency: str, factor: float) -> None:
     task = make_task("text", m=2, steps=7, consistency=consistency, optimizer=ADAM)
-    sequential, mover = SequentialReference(task.chain(), task.law, task.stream, CPU), Early()
+    sequential, mover = SequentialReference(task.chain(), task.config, task.config.stream, CPU), Early()
     attach(sequential, OffloadConfig(int(least_of(task) * factor)), copy_engine=mover)
-    assert sequential.memory is not None
-    mover.memory = sequential.memory.device.memory
+    assert sequential.offload is not None
+    mover.memory = sequential.offload.device.memory
     sequential.train_mode()
     losses = []
-    for step in range(task.law.steps):
+    for step in range(task.config.steps):
         losses += [loss.item() for loss in sequential.step(step, task.batch(step)).losses]
     sequential.eval_mode()
-    layers = {name: layer_digest(w, sequential.updater) for name, w in sequential.weights.items()}
+    layers = {name: layer_digest(w, sequential.optimizer) for name, w in sequential.weights.items()}
     same(Outcome(layers, losses), sequentially(task))
 
 
@@ -250,17 +250,19 @@ def test_with_room_for_all_layers_nothing_is_copied_twice() -> None:
     task = make_task("text", steps=12, optimizer=ADAM)
     _, memory = resided(task, OffloadConfig("1MiB"))
     told = memory.stats()
-    used = {name for n in range(12) for name in (layer.name for layer in task.chain().route(task.stream[n][0]))}
-    assert told["loaded_bytes"] == sum(memory.layers[name].layout.weight_bytes for name in used if name in memory.layers)
+    used = {name for n in range(12) for name in (layer.name for layer in task.chain().route(task.config.stream[n][0]))}
+    assert told["loaded_bytes"] == sum(
+        memory.layers[name].layout.weight_bytes for name in used if name in memory.layers
+    )
     assert told["sent"] == 0
 
 
 @pytest.mark.parametrize(("mover", "ready"), [(SyncCopy(), [1, 2]), (Early(), [2, 2])])
 def test_where_layers_are_still_on_their_way_the_next_ones_are_not_put_off(mover: Any, ready: list[int]) -> None:
     task = make_task("text", steps=12, optimizer=ADAM)
-    sequential = SequentialReference(task.chain(), task.law, task.stream, CPU)
+    sequential = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
     attach(sequential, OffloadConfig("1MiB", prefetch=2), copy_engine=mover)
-    memory = sequential.memory
+    memory = sequential.offload
     assert memory is not None
     if isinstance(mover, Early):
         mover.memory = memory.device.memory
@@ -288,7 +290,7 @@ def test_what_did_not_change_is_not_written_back() -> None:
 def test_a_layer_that_was_not_used_has_no_optimizer_state_to_move() -> None:
     task = make_task("text", steps=1, optimizer=ADAM)
     _, memory = resided(task, OffloadConfig("1MiB"))
-    used = {layer.name for layer in task.chain().route(task.stream[0][0])}
+    used = {layer.name for layer in task.chain().route(task.config.stream[0][0])}
     for name, home in memory.layers.items():
         assert len(home.copied_host) == (home.layout.copied_bytes if name in used else home.layout.weight_bytes)
 
@@ -313,10 +315,10 @@ class Case:
     def least(self, cut: tuple[int, ...]) -> dict[int, int]:
         found = {}
         for index in range(len(cut) + 1):
-            stage = Stage(self.task.chain(), self.task.law, self.task.stream, CPU, cut, index)
+            stage = Stage(self.task.chain(), self.task.config, self.task.config.stream, CPU, cut, index)
             attach(stage, OffloadConfig("1TiB", prefetch=0))
-            assert stage.memory is not None
-            found[index] = max(stage.memory.least, 1)
+            assert stage.offload is not None
+            found[index] = max(stage.offload.least, 1)
         return found
 
 
@@ -383,14 +385,14 @@ def test_a_run_goes_on_with_another_budget_on_other_stages(case: Case, other: in
 def goes_on(case: Case, other: int, at: int, factor: float) -> None:
     whole, snapshots = run_case(case, every=2)
     same(whole, sequentially(case.task))
-    own = [snapshot for snapshot in snapshots if snapshot.at == at * case.task.law.microbatches]
+    own = [snapshot for snapshot in snapshots if snapshot.at == at * case.task.config.microbatches]
     tensors = {name: tensor for snapshot in own for name, tensor in snapshot.tensors.items()}
     layers = {name: told for snapshot in own for name, told in snapshot.layers.items()}
     norms = {key: value for snapshot in own for key, value in snapshot.norms.items()}
     cut = (2,) if other else ()
     rest, _ = run_case(replace(case, factor=factor), saved=(tensors, layers, norms), first_step=at, cut=cut)
     assert rest.layers == whole.layers
-    assert rest.losses == whole.losses[at * case.task.law.microbatches :]
+    assert rest.losses == whole.losses[at * case.task.config.microbatches :]
 
 
 @pytest.mark.long

@@ -34,18 +34,18 @@ def trained(task: Task, said: OffloadConfig | None) -> tuple[Outcome, Any]:
         chain = chain.to(CUDA)
     else:
         move_buffers(chain, CUDA)
-    sequential = SequentialReference(chain, task.law, task.stream, CUDA)
+    sequential = SequentialReference(chain, task.config, task.config.stream, CUDA)
     if said is not None:
         attach(sequential, said)
     losses = []
     with deterministic(CUDA):
         sequential.train_mode()
-        for step in range(task.law.steps):
+        for step in range(task.config.steps):
             batch = {name: tensor.to(CUDA) for name, tensor in task.batch(step).items()}
             losses += [loss.item() for loss in sequential.step(step, batch).losses]
         sequential.eval_mode()
-    layers = {name: layer_digest(w, sequential.updater) for name, w in sequential.weights.items()}
-    return Outcome(layers, losses), sequential.memory
+    layers = {name: layer_digest(w, sequential.optimizer) for name, w in sequential.weights.items()}
+    return Outcome(layers, losses), sequential.offload
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

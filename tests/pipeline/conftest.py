@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.engine.consistency import Consistency, parse_consistency
-from weft.engine.optimizer import Optimizer, make_schedule
+from stages import clipped
+from weft.engine.consistency import parse_consistency
+from weft.engine.optimizer import Optimizer
 from weft.engine.reference import SequentialReference
 from weft.engine.train_step import TrainStep
 from weft.space import Space, Stream, Subnet
@@ -63,15 +64,21 @@ def make() -> Callable[..., SequentialReference]:
         m: int = 1,
         optimizer: Optimizer | None = None,
         schedule: Any = "constant",
+        clip: Any = None,
         loss: Any = squares,
         **options: Any,
     ) -> SequentialReference:
-        said = consistency if isinstance(consistency, Mapping) else dict.fromkeys(chain.layers, consistency)
-        promises: dict[str, Consistency] = {name: parse_consistency(said.get(name, "exact")) for name in chain.layers}
-        told = optimizer or Optimizer("sgd", lr=0.05, momentum=0.9)
-        law = TrainStep(len(steps), m, loss, told, make_schedule(schedule), 0, promises, **options)
-        stream = Listed(chain.space, [step if isinstance(step, tuple) else (step,) for step in steps])
-        sequential = SequentialReference(chain, law, stream, torch.device("cpu"))
+        rules = consistency if isinstance(consistency, Mapping) else dict.fromkeys(chain.layers, consistency)
+        config = TrainStep(
+            steps=len(steps),
+            microbatches=m,
+            stream=Listed(chain.space, [step if isinstance(step, tuple) else (step,) for step in steps]),
+            consistency={name: parse_consistency(rules.get(name, "exact")) for name in chain.layers},
+            loss=loss,
+            optimizer=clipped(optimizer or Optimizer("sgd", lr=0.05, momentum=0.9), clip, schedule),
+            **options,
+        )
+        sequential = SequentialReference(chain, config, torch.device("cpu"))
         sequential.train_mode()
         return sequential
 

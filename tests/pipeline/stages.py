@@ -11,19 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.engine.consistency import Consistency, parse_consistency
 from weft.engine.layer_state import layer_digest, optimizer_states, restore
-from weft.engine.optimizer import Optimizer, make_schedule
+from weft.engine.losses import accuracy
+from weft.engine.optimizer import Optimizer
 from weft.engine.reference import SequentialReference
 from weft.engine.train_step import TrainStep
 from weft.pipeline.message import Message, pack, unpack
 from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.stage import Stage
 from weft.pipeline.worker import Worker
-from weft.space import Space, Stream, make_stream
+from weft.space import Space, make_stream
 from weft.supernet import Chain, Choice, Optional, Shared, initialise
 from weft.supernet.partition import Cut
 from weft.trainer.batches import MicroBatches
+from weft.trainer.config import consistencies
 
 CPU = torch.device("cpu")
 Batch = dict[str, Tensor]
@@ -229,11 +230,10 @@ class Task:
     """A run, apart from where it runs."""
 
     kind: str
-    law: TrainStep
-    stream: Stream
+    config: TrainStep
 
     def chain(self) -> Chain:
-        return initialise((KINDS | ALIKE)[self.kind][0], self.law.seed)
+        return initialise((KINDS | ALIKE)[self.kind][0], self.config.seed)
 
     def batch(self, step: int) -> Batch:
         return (KINDS | ALIKE)[self.kind][1](step)
@@ -248,17 +248,32 @@ def make_task(
     optimizer: Optimizer | None = None,
     stream: str = "iid",
     seed: int = 0,
+    clip: float | str | None = None,
     **options: Any,
 ) -> Task:
-    from weft.engine.losses import accuracy, cross_entropy
-
     chain = initialise((KINDS | ALIKE)[kind][0], seed)
-    said = consistency if isinstance(consistency, Mapping) else dict.fromkeys(chain.layers, consistency)
-    promises: dict[str, Consistency] = {name: parse_consistency(said.get(name, "exact")) for name in chain.layers}
-    told = optimizer or Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=1e-3)
-    options = {"metrics": {"accuracy": accuracy}, **options}
-    law = TrainStep(steps, m, cross_entropy, told, make_schedule("cosine"), seed, promises, **options)
-    return Task(kind, law, make_stream(chain.space, stream if chain.space.choices else chain.space.subnet(), seed))
+    config = TrainStep(
+        steps=steps,
+        microbatches=m,
+        stream=make_stream(chain.space, stream if chain.space.choices else chain.space.subnet(), seed),
+        consistency=consistencies(chain, consistency),
+        optimizer=clipped(optimizer or Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=1e-3), clip),
+        seed=seed,
+        **{"metrics": {"accuracy": accuracy}, **options},
+    )
+    return Task(kind, config)
+
+
+def clipped(optimizer: Optimizer, clip: Any, schedule: Any = None) -> Optimizer:
+    """The optimizer with other clipping and, if given, another schedule."""
+    return Optimizer(
+        optimizer.kind,
+        schedule=schedule or optimizer.schedule,
+        clip=clip,
+        groups=optimizer.groups,
+        others=optimizer.others,
+        **optimizer.options,
+    )
 
 
 class Numbered:
@@ -286,14 +301,14 @@ class Outcome:
 
 
 def sequentially(task: Task) -> Outcome:
-    sequential = SequentialReference(task.chain(), task.law, task.stream, CPU)
+    sequential = SequentialReference(task.chain(), task.config, CPU)
     sequential.train_mode()
     losses = []
-    for step in range(task.law.steps):
+    for step in range(task.config.steps):
         result = sequential.step(step, task.batch(step))
         losses += [loss.item() for loss in result.losses]
     sequential.eval_mode()
-    return Outcome({name: layer_digest(w, sequential.updater) for name, w in sequential.weights.items()}, losses)
+    return Outcome({name: layer_digest(w, sequential.optimizer) for name, w in sequential.weights.items()}, losses)
 
 
 def through_bytes(message: Message) -> Message:
@@ -304,7 +319,7 @@ def through_bytes(message: Message) -> Message:
 def in_stages(
     task: Task,
     cut: Cut,
-    window: int | Sequence[int],
+    max_in_flight: int | Sequence[int],
     seed: int = 0,
     *,
     until: int | None = None,
@@ -320,8 +335,8 @@ def in_stages(
     many operations of all. Links keep their order, as wires do.
     """
     rng = random.Random(seed)
-    m, stages = task.law.microbatches, len(cut) + 1
-    total = (task.law.steps if until is None else until) * m
+    m, stages = task.config.microbatches, len(cut) + 1
+    total = (task.config.steps if until is None else until) * m
     links: dict[tuple[int, int], list[Message]] = {}
 
     def sender(source: int) -> Callable[[int, Message], None]:
@@ -329,20 +344,20 @@ def in_stages(
 
     workers = []
     for index in range(stages):
-        stage = Stage(task.chain(), task.law, task.stream, CPU, cut, index, split=split)
+        stage = Stage(task.chain(), task.config, CPU, cut, index, split_backward=split)
         if saved is not None:
             for name, weights in stage.weights.items():
                 restore(weights, saved[0], saved[1][name])
-            own = {k: v for k, v in optimizer_states(saved[0]).items() if k in stage.updater.parameters}
+            own = {k: v for k, v in optimizer_states(saved[0]).items() if k in stage.optimizer.parameters}
             stage.resume(own)
-            if stage.norms is not None:
-                stage.norms.restore(saved[2], first_step * m, CPU)
+            if stage.clipper is not None:
+                stage.clipper.restore(saved[2], first_step * m, CPU)
             if stage.ties is not None:
                 stage.ties.restore(saved[0], first_step * m, CPU)
         stage.train_mode()
-        width = window if isinstance(window, int) else window[index]
-        parts = MicroBatches(Numbered(task), first_step, task.law.steps, m)
-        workers.append(Worker(stage, SchedulePolicy(width), first_step * m, total, parts, sender(index), every))
+        limit = max_in_flight if isinstance(max_in_flight, int) else max_in_flight[index]
+        parts = MicroBatches(Numbered(task), first_step, task.config.steps, m, task.config.parts)
+        workers.append(Worker(stage, SchedulePolicy(limit), first_step * m, total, parts, sender(index), every))
     snapshots: list[Any] = []
     reports: dict[int, float] = {}
     most_kept = ops = 0
@@ -373,8 +388,8 @@ def in_stages(
     for n, report in workers[0].reports:
         reports[n] = float(report[0])
     losses = [reports[n] for n in sorted(reports)]
-    layers = {name: layer_digest(w, wk.stage.updater) for wk in workers for name, w in wk.stage.weights.items()}
+    layers = {name: layer_digest(w, wk.stage.optimizer) for wk in workers for name, w in wk.stage.weights.items()}
     drifts = {name: dict(w.drifts) for wk in workers for name, w in wk.stage.weights.items()}
-    peaks = [worker.figures.peak for worker in workers]
+    peaks = [worker.stats.peak for worker in workers]
     (total,) = {worker.scheduler.total for worker in workers}
     return Outcome(layers, losses, max(peaks), drifts, most_kept, peaks, total // m), snapshots

@@ -87,7 +87,8 @@ def test_more_stages_than_virtual_ones_are_warned_of_with_the_predicted_stall(
     assert "3 stages are more than the 2 virtual ones of bounded(2, 2)" in caplog.text
     assert "bounded(2, 3) would leave" in caplog.text
     assert (
-        run.fingerprint == trained(tmp_path, "one", steps=4, consistency="bounded(2, 2)", validation=None)[0].fingerprint
+        run.fingerprint
+        == trained(tmp_path, "one", steps=4, consistency="bounded(2, 2)", validation=None)[0].fingerprint
     )
 
 

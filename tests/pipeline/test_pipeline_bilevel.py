@@ -30,7 +30,12 @@ def loss(seen: tuple[Tensor, ...], batch: dict[str, Tensor]) -> Tensor:
 def train(folder: Path, method: str = "darts", steps: int = 12, **changes: Any) -> weft.TrainedRun:
     relax, side = METHODS[method]
     net = mixed_factory(layered, relax, side)
-    options: dict[str, Any] = {"batch_size": 32, "architecture_search": Bilevel(), "folder": folder, "stream": net().space.first()}
+    options: dict[str, Any] = {
+        "batch_size": 32,
+        "architecture_search": Bilevel(),
+        "folder": folder,
+        "stream": net().space.first(),
+    }
     return weft.train(net, open_data("digits"), steps=steps, loss=loss, **{**options, **changes})
 
 
@@ -54,7 +59,9 @@ def test_the_levels_take_turns_after_the_warm_up() -> None:
 def test_weights_learn_from_training_data_and_the_architecture_from_validation_data() -> None:
     data = Data("x", Tensors(x=torch.arange(10.0)), Tensors(x=-1 - torch.arange(10.0)))
     chain = make_mixed_chain(layered, Darts())
-    settings = make_settings(chain, steps=8, loss=loss, batch_size=2, bilevel=Bilevel(), stream=chain.space.first())
+    settings = make_settings(
+        chain, steps=8, loss=loss, batch_size=2, architecture_search=Bilevel(), stream=chain.space.first()
+    )
     loader = make_loader(data, settings)
     assert isinstance(loader, BilevelLoader)
     for i in range(8):
@@ -121,7 +128,9 @@ def test_validation_data_is_needed_and_said_to_be(tmp_path: Path) -> None:
     net = mixed_factory(layered, Darts())
     data = Data("x", open_data("digits").train)
     with pytest.raises(TrainError, match="validation data"):
-        weft.train(net, data, steps=2, loss=loss, architecture_search=Bilevel(), stream=net().space.first(), folder=tmp_path)
+        weft.train(
+            net, data, steps=2, loss=loss, architecture_search=Bilevel(), stream=net().space.first(), folder=tmp_path
+        )
 
 
 def test_two_levels_are_for_supernets_with_architecture_parameters(tmp_path: Path) -> None:
@@ -162,7 +171,9 @@ def test_the_second_order_is_the_gradient_through_one_step_of_the_weights(tmp_pa
 
     chain = weft.initialise(net, 0)
     names = [name for name, _ in chain.named_parameters() if not name.startswith("arch-")]
-    start = weft.train(net, data, steps=1, architecture_search=Bilevel(arch), **options).chain.state_dict()  # after step 0
+    start = weft.train(
+        net, data, steps=1, architecture_search=Bilevel(arch), **options
+    ).chain.state_dict()  # after step 0
     w = {name: start[name].clone().requires_grad_() for name in names}
     alpha = torch.zeros(2, requires_grad=True)
 

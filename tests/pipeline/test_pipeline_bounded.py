@@ -93,7 +93,7 @@ def test_the_drift_of_eight_stages_is_that_of_the_formula_by_hand() -> None:
     kind=st.sampled_from(["bounded", "stashed"]),
     cut=st.sets(st.integers(1, BLOCKS - 1), max_size=BLOCKS - 1).map(lambda cut: tuple(sorted(cut))),
     depth=st.integers(1, BLOCKS),
-    window=st.integers(1, 8),
+    max_in_flight=st.integers(1, 8),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_other_cut_gives_the_same_bits_with_versions_kept(
@@ -154,7 +154,7 @@ def test_one_copy_can_be_drained_in_the_middle_of_an_update(depth: int, every: i
     """Forwards that are to read an old version come after the drain: then it is kept for them."""
     task = make_task("plain", steps=12, m=2, consistency=f"bounded({every}, {depth})")
     found, _ = in_stages(task, virtual_cut(depth, BLOCKS), windows(depth, True, None), seed, until=until)
-    alone = SequentialReference(task.chain(), task.law, task.stream, CPU)
+    alone = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
     alone.train_mode()
     losses = [float(loss) for step in range(until) for loss in alone.step(step, task.batch(step)).losses]
     alone.eval_mode()

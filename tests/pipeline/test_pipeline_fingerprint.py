@@ -94,7 +94,7 @@ def test_a_layers_digest_covers_weights_buffers_and_optimizer_state(make: Callab
     sequential = make(chain, [space.first()] * 2, optimizer=Optimizer("adamw", lr=0.01))
     sequential.step(0, {"x": torch.randn(4, 3), "y": torch.randn(4, 3)})
     weights = sequential.weights["b.p"]
-    names = set(layer_tensors(weights, sequential.updater))
+    names = set(layer_tensors(weights, sequential.optimizer))
     assert names >= {
         "b.p.0.weight",
         "b.p.0.bias",
@@ -104,9 +104,9 @@ def test_a_layers_digest_covers_weights_buffers_and_optimizer_state(make: Callab
         "b.p.0.weight#step",
     }
     sequential.eval_mode()
-    seen = {layer_digest(weights, sequential.updater)}
-    for tensor in layer_tensors(weights, sequential.updater).values():
+    seen = {layer_digest(weights, sequential.optimizer)}
+    for tensor in layer_tensors(weights, sequential.optimizer).values():
         with torch.no_grad():
             tensor.add_(1)
-        seen.add(layer_digest(weights, sequential.updater))
+        seen.add(layer_digest(weights, sequential.optimizer))
     assert len(seen) == 1 + len(names)

@@ -69,7 +69,7 @@ def batch(seed: int, rows: int = 4, bad: slice | None = None, value: float = 60.
 
 
 def whole(sequential: SequentialReference, name: str) -> dict[str, Tensor]:
-    tensors, _ = capture(sequential.weights[name], sequential.updater, 0)
+    tensors, _ = capture(sequential.weights[name], sequential.optimizer, 0)
     return {key: tensor.detach().clone() for key, tensor in tensors.items()}
 
 
@@ -120,7 +120,7 @@ def test_the_layer_is_found_under_the_version_that_the_micro_batch_saw(
 def test_a_skipped_step_contributes_to_no_layer(make: Callable[..., SequentialReference], consistency: str) -> None:
     chain = build()
     trap = chain.space.subnet(b="trap")
-    sequential = make(chain, [trap] * 6, nonfinite="skip", consistency=consistency)
+    sequential = make(chain, [trap] * 6, on_nonfinite="skip", consistency=consistency)
     for i in (0, 1):
         assert sequential.step(i, batch(i)).skipped == 0
     before = {name: whole(sequential, name) for name in chain.layers}
@@ -157,7 +157,13 @@ def test_a_skipped_micro_batch_leaves_the_others_of_its_step(
 
         steps = [trap] * 3
         sequential = make(
-            chain, steps, m=4, nonfinite="skip", consistency=consistency, loss=loss, optimizer=Optimizer("sgd", lr=0.01)
+            chain,
+            steps,
+            m=4,
+            on_nonfinite="skip",
+            consistency=consistency,
+            loss=loss,
+            optimizer=Optimizer("sgd", lr=0.01),
         )
         for i in range(3):
             mark = torch.zeros(16)
@@ -183,7 +189,7 @@ def test_a_skipped_micro_batch_takes_back_the_buffers_that_a_layer_changes_itsel
 
     chain = build(Average)
     trap = chain.space.subnet(b="trap")
-    sequential = make(chain, [trap] * 3, nonfinite="skip")
+    sequential = make(chain, [trap] * 3, on_nonfinite="skip")
     sequential.step(0, batch(0))
     before = whole(sequential, "b.trap")
     sequential.step(1, batch(1, bad=slice(0, 1), value=float("nan")))
@@ -197,7 +203,7 @@ def test_a_gradient_that_is_no_number_skips_the_update_of_its_layer_alone(
 ) -> None:
     chain = build(RootOfNothing)
     trap = chain.space.subnet(b="trap")
-    sequential = make(chain, [trap] * 3, nonfinite="skip", optimizer=Optimizer("adamw", lr=0.01, weight_decay=0.1))
+    sequential = make(chain, [trap] * 3, on_nonfinite="skip", optimizer=Optimizer("adamw", lr=0.01, weight_decay=0.1))
     sequential.step(0, batch(0))
     before = {name: whole(sequential, name) for name in chain.layers}
     big = batch(1)

@@ -45,7 +45,7 @@ def test_what_clip_means() -> None:
 def test_under_exact_it_is_what_torch_does() -> None:
     task = task_of("exact", steps=4, limit=0.05, optimizer=Optimizer("sgd", lr=0.5))
     chain = task.chain()
-    ours = SequentialReference(task.chain(), task.law, task.stream, CPU)
+    ours = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
     ours.train_mode()
     chain.train()
     optimizer = torch.optim.SGD(chain.parameters(), lr=0.5)
@@ -56,11 +56,11 @@ def test_under_exact_it_is_what_torch_does() -> None:
     for step in range(4):
         batch = task.batch(step)
         optimizer.zero_grad()
-        task.law.loss(chain(batch, subnet), batch).backward()
+        task.config.loss(chain(batch, subnet), batch).backward()
         norm = torch.nn.utils.clip_grad_norm_(chain.parameters(), 0.05)
         assert norm > 0.05, "nothing was clipped"
         for group in optimizer.param_groups:
-            group["lr"] = 0.5 * task.law.schedule(step, 4)
+            group["lr"] = 0.5 * task.config.schedule(step, 4)
         optimizer.step()
         ours.step(step, batch)
     for own, true in zip(ours.chain.parameters(), chain.parameters(), strict=True):
@@ -73,8 +73,8 @@ def test_update_u_is_scaled_by_the_norm_of_update_u_minus_the_delay() -> None:
     optimizer = Optimizer("sgd", lr=1.0)
     free = make_task("plain", steps=8, consistency=f"bounded({every}, {depth})", optimizer=optimizer)
     task = task_of(f"bounded({every}, {depth})", steps=8, limit=limit, optimizer=optimizer)
-    assert delay_of(task.law.consistency.values()) == 2
-    run = SequentialReference(task.chain(), task.law, task.stream, CPU)
+    assert delay_of(task.config.consistency.values()) == 2
+    run = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
     run.train_mode()
     seen: list[dict[str, float]] = []
     changes: list[dict[str, float]] = []
@@ -92,7 +92,7 @@ def test_update_u_is_scaled_by_the_norm_of_update_u_minus_the_delay() -> None:
         before = {name: [p.detach().clone() for p in w.parameters] for name, w in run.weights.items()}
         run.step(step, task.batch(step))
         if step % every == every - 1:
-            rate = task.law.schedule(step, 8)
+            rate = task.config.schedule(step, 8)
             changes.append(
                 {
                     name: float(
@@ -120,7 +120,7 @@ def test_update_u_is_scaled_by_the_norm_of_update_u_minus_the_delay() -> None:
     promise=st.sampled_from(["exact", "bounded(2, 3)", "bounded(4, 6)", "bounded(2, 6)", "stashed(2, 3)"]),
     m=st.sampled_from([1, 2]),
     cut=st.sets(st.integers(1, BLOCKS - 1), max_size=BLOCKS - 1).map(lambda cut: tuple(sorted(cut))),
-    window=st.integers(1, 8),
+    max_in_flight=st.integers(1, 8),
     steps=st.integers(1, 9),
     split=st.booleans(),
     seed=st.integers(0, 2**32 - 1),

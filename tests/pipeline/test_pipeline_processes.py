@@ -165,7 +165,7 @@ def test_a_run_goes_on_on_any_other_number_of_stages(tmp_path: Path, kind: str) 
     [
         ({"stages": 0}, "stages=0: a whole number, 1 or more"),
         ({"stages": 9}, "9 stages cannot share 6 blocks: use 1 to 6 stages"),
-        ({"stages": 2, "window": 0}, "window=0: a whole number, 1 or more"),
+        ({"stages": 2, "window": 0}, "max_in_flight=0: a whole number, 1 or more"),
         ({"stages": 2, "restarts": -1}, "restarts=-1: a whole number, 0 or more"),
         ({"stages": 2, "cut": (1, 2)}, "the cut (1, 2) makes 3 stages, but 2 are asked for"),
         ({"stages": 2, "cut": (6,)}, "the cut (6,) of 6 blocks must rise from 1 to at most 5"),
@@ -184,7 +184,14 @@ def test_a_mistake_is_told_in_one_line_and_leaves_no_run(tmp_path: Path, mistake
 
 
 def test_more_than_one_stage_needs_an_importable_supernet_and_says_so(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"steps": 1, "stages": 2, "batch_size": 4, "folder": tmp_path, "run": "x", "stream": "fair"}
+    options: dict[str, Any] = {
+        "steps": 1,
+        "stages": 2,
+        "batch_size": 4,
+        "folder": tmp_path,
+        "run": "x",
+        "stream": "fair",
+    }
     with pytest.raises(WeftError, match=r"'net', .*<lambda>, cannot be sent to them.*they need importable factories"):
         weft.train(lambda: disturbed.faulty(0, ""), disturbed.numbers, **options)
     with pytest.raises(WeftError, match=r"'net', a Chain, cannot be sent to them.*they need importable factories"):

@@ -50,7 +50,7 @@ def batch(seed: int, rows: int = 4) -> dict[str, Tensor]:
 
 def whole(sequential: SequentialReference, name: str) -> dict[str, Tensor]:
     """Everything that a layer is, copied: weights, buffers, optimizer state, versions, gradients that wait."""
-    tensors, numbers = capture(sequential.weights[name], sequential.updater, 0)
+    tensors, numbers = capture(sequential.weights[name], sequential.optimizer, 0)
     found = {key: tensor.detach().clone() for key, tensor in tensors.items()}
     return found | {f"number {key}": torch.tensor(value) for key, value in numbers.items()}
 
@@ -93,7 +93,9 @@ def test_optimizer_step_counts_are_per_layer(make: Callable[..., SequentialRefer
     sequential = make(chain, [p, q, p, p, p], optimizer=Optimizer("adamw", lr=0.1))
     for i in range(5):
         sequential.step(i, batch(i))
-    counts = {name: float(sequential.updater.state(w.parameters[0])["step"]) for name, w in sequential.weights.items()}
+    counts = {
+        name: float(sequential.optimizer.state(w.parameters[0])["step"]) for name, w in sequential.weights.items()
+    }
     assert counts == {"stem": 5, "b0.p": 4, "b0.q": 1, "head": 5}
 
 
@@ -270,7 +272,7 @@ def test_a_norm_that_the_user_froze_normalises_with_its_own_buffers(make: Callab
         norm.running_mean.copy_(torch.tensor([1.0, 2.0, 3.0]))
     chain, subnet = only(norm)
     before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
-    sequential = make(chain, [subnet] * 4, nonfinite="skip", optimizer=Optimizer("sgd", lr=0.0))
+    sequential = make(chain, [subnet] * 4, on_nonfinite="skip", optimizer=Optimizer("sgd", lr=0.0))
     bad = batch(1)
     bad["y"][0, 0] = torch.nan
     for i, data in enumerate([batch(0), bad, batch(2)]):

@@ -208,7 +208,7 @@ class Pipeline:
                 users, applied = self.case.users[layer], self.applied[layer]
                 while len(applied) < len(users) and ("B", users[len(applied)]) in self.finished[stage]:
                     applied.append(users[len(applied)])
-        self.schedulers[stage].finished(op)
+        self.schedulers[stage].complete_op(op)
         if kind == "F" and stage == self.case.stages - 1:
             self.arrived[stage].add(("B", n))
         to = stage + (1 if kind == "F" else -1)
@@ -386,7 +386,7 @@ def test_operations_print_as_stage_kind_and_microbatch() -> None:
 
 
 def test_rules_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConsistencyError, match="window=0: at least one"):
+    with pytest.raises(ConsistencyError, match="max_in_flight=0: at least one"):
         SchedulePolicy(0)
     with pytest.raises(ConsistencyError, match="did you mean 'backward'"):
         SchedulePolicy(1, "backwards")
@@ -422,7 +422,7 @@ def test_layers_that_all_share_become_1f1b_with_flush() -> None:
 
 @pytest.mark.parametrize("window", [4, 5, 64])
 def test_forwards_first_and_a_window_of_a_step_are_gpipe(window: int) -> None:
-    case = shared(3, 12, 4, [SchedulePolicy(window, "forward")] * 3)
+    case = shared(3, 12, 4, [SchedulePolicy(window, "gpipe")] * 3)
     assert lockstep(Pipeline(case)) == drawn(GPIPE, 3, 4)
 
 
@@ -443,15 +443,15 @@ def needs(*users: str) -> Callable[[int], list[LayerDependency]]:
 def test_a_microbatch_that_waits_for_a_layer_is_passed_by_one_that_shares_nothing_with_it() -> None:
     stage = Scheduler(0, 2, needs("ab", "bc", "d"), 3, SchedulePolicy(3))
     assert stage.next() == Op(0, "F", 0)
-    stage.finished(Op(0, "F", 0))
+    stage.complete_op(Op(0, "F", 0))
     assert stage.next() == Op(0, "F", 2)  # 1 waits for the b of 0
-    stage.finished(Op(0, "F", 2))
+    stage.complete_op(Op(0, "F", 2))
     assert stage.next() is None
     stage.arrived("B", 0)
     assert stage.next() == Op(0, "B", 0)
     assert stage.next() is None
     assert stage.version("b") == 0
-    stage.finished(Op(0, "B", 0))
+    stage.complete_op(Op(0, "B", 0))
     assert stage.version("b") == 1
     assert stage.version("a") is None
     assert stage.next() == Op(0, "F", 1)
@@ -466,9 +466,9 @@ def test_the_last_place_is_kept_for_the_oldest() -> None:
     stage.arrived("F", 0)
     assert stage.next() == Op(1, "F", 0)
     assert stage.next() is None  # both places are taken
-    stage.finished(Op(1, "F", 0))
+    stage.complete_op(Op(1, "F", 0))
     assert stage.next() == Op(1, "B", 0)
-    stage.finished(Op(1, "B", 0))
+    stage.complete_op(Op(1, "B", 0))
     assert stage.next() == Op(1, "F", 2)  # 1 is the oldest now, and in flight
 
 
@@ -476,7 +476,7 @@ def test_an_older_backward_goes_before_a_younger_one_that_was_there_first() -> N
     stage = Scheduler(0, 2, needs("a", "b", "c"), 3, SchedulePolicy(3))
     for n in range(3):
         assert stage.next() == Op(0, "F", n)
-        stage.finished(Op(0, "F", n))
+        stage.complete_op(Op(0, "F", n))
     stage.arrived("B", 2)
     stage.arrived("B", 1)
     assert [stage.next(), stage.next(), stage.next()] == [Op(0, "B", 1), Op(0, "B", 2), None]
@@ -491,10 +491,10 @@ def test_a_layer_that_a_microbatch_uses_twice_on_a_stage_is_one_layer() -> None:
     stage = Scheduler(0, 2, tied, 4, SchedulePolicy(4))
     assert [stage.next(), stage.next(), stage.next()] == [Op(0, "F", 0), Op(0, "F", 1), None]
     for n in (1, 0):
-        stage.finished(Op(0, "F", n))
+        stage.complete_op(Op(0, "F", n))
         stage.arrived("B", n)
         assert stage.next() == Op(0, "B", n)
-        stage.finished(Op(0, "B", n))
+        stage.complete_op(Op(0, "B", n))
     assert stage.version("a") == 2
     assert [stage.next(), stage.next()] == [Op(0, "F", 2), Op(0, "F", 3)]
 
@@ -518,7 +518,7 @@ def test_without_the_kept_place_a_window_deadlocks(kind: type[Scheduler]) -> Non
         assert middle.next() == Op(1, "F", 0)
         return
     assert started == Op(1, "F", 1)
-    middle.finished(started)
+    middle.complete_op(started)
     last.arrived("F", 1)
     assert middle.next() is None
     assert last.next() is None  # nothing runs, nothing is on its way, and nothing may start
@@ -770,7 +770,7 @@ class Watched(Scheduler):
 def wide(window: int, total: int, kind: type[Scheduler] = Scheduler) -> Pipeline:
     """Micro-batches that share nothing, forwards first, so that the window is full for most of the time."""
     picks = tuple((n,) * 2 for n in range(total))
-    return Pipeline(Case(((Exact(),) * total,) * 2, picks, 1, (1,), (SchedulePolicy(window, "forward"),) * 2), kind)
+    return Pipeline(Case(((Exact(),) * total,) * 2, picks, 1, (1,), (SchedulePolicy(window, "gpipe"),) * 2), kind)
 
 
 def test_a_decision_costs_the_same_in_a_wide_window(monkeypatch: pytest.MonkeyPatch) -> None:

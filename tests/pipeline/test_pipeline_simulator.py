@@ -75,7 +75,7 @@ def test_two_stages_one_flush_drawn_by_hand() -> None:
 @pytest.mark.parametrize("m", [1, 4, 8])
 def test_layers_that_all_steps_share_exactly_cost_the_bubble_of_a_flush(stages: int, m: int) -> None:
     """Every step is a pipeline of its own: m + S - 1 turns of forward and backward for the work of m."""
-    result = simulate(shared(8, m, steps=5), best_cut([1.0] * 8, stages), SchedulePolicy(stages + m, "forward"))
+    result = simulate(shared(8, m, steps=5), best_cut([1.0] * 8, stages), SchedulePolicy(stages + m, "gpipe"))
     assert result.bubble == pytest.approx((stages - 1) / (m + stages - 1))
 
 
@@ -86,7 +86,7 @@ def drawn(result: Simulated) -> dict[str, tuple[float, float]]:
 def test_what_arrives_at_the_moment_of_a_choice_can_be_chosen() -> None:
     # stage 0: F0 F1 .  .  .  B0 B0 B1 B1    F1 arrives on stage 1 when F0 ends there: GPipe does it first
     # stage 1: .  F0 F1 B0 B0 B1 B1
-    result = simulate(shared(2, m=2, steps=1), (1,), SchedulePolicy(4, "forward"))
+    result = simulate(shared(2, m=2, steps=1), (1,), SchedulePolicy(4, "gpipe"))
     assert drawn(result) == {
         "0F0": (0, 1),
         "0F1": (1, 2),
@@ -103,7 +103,7 @@ def test_what_arrives_at_the_moment_of_a_choice_can_be_chosen() -> None:
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.sampled_from([1.0, 0.1, 0.3, 1 / 3, 1e-3]))
 def test_forwards_first_is_gpipe_whatever_the_costs_round_to(stages: int, m: int, steps: int, cost: float) -> None:
     work = replace(shared(stages, m, steps), costs=dict.fromkeys(range(stages), (cost, 2 * cost)))
-    result = simulate(work, tuple(range(1, stages)), SchedulePolicy(stages + m, "forward"), latency=0.7 * cost)
+    result = simulate(work, tuple(range(1, stages)), SchedulePolicy(stages + m, "gpipe"), latency=0.7 * cost)
     for stage in range(stages):
         order = [span.op for span in result.spans if span.op.stage == stage]
         for step in range(steps):
@@ -131,14 +131,14 @@ def test_messages_queue_on_their_link_and_the_two_directions_do_not_meet() -> No
 def test_gradients_queue_on_their_link_too() -> None:
     # stage 1: F0 F1 B0 B0 B1 B1, from 2 on: gradients are there at 6 and 8, the link takes 5 for each
     work = replace(shared(2, m=2, steps=1), sizes=[0.0, 5.0])
-    slow = simulate(work, (1,), SchedulePolicy(4, "forward"), bandwidth=1.0)
+    slow = simulate(work, (1,), SchedulePolicy(4, "gpipe"), bandwidth=1.0)
     assert drawn(slow)["1F0"] == (6, 7)
     assert drawn(slow)["1B0"] == (7, 9)  # the second forward comes at 11
     assert drawn(slow)["1B1"] == (12, 14)
     assert drawn(slow)["0B0"] == (14, 16)
     assert drawn(slow)["0B1"] == (19, 21)
     work = replace(work, costs={0: (1, 2), 1: (5, 1)})  # stage 1: F0 6..11, F1 11..16, B0 16..17, B1 17..18
-    held = simulate(work, (1,), SchedulePolicy(4, "forward"), bandwidth=1.0)
+    held = simulate(work, (1,), SchedulePolicy(4, "gpipe"), bandwidth=1.0)
     assert drawn(held)["1B1"] == (17, 18)
     assert drawn(held)["0B0"] == (22, 24)
     assert drawn(held)["0B1"] == (27, 29)  # sent at 18, but the link is taken until 22
@@ -270,7 +270,7 @@ def some(stages: int, m: int, steps: int, told: str, stream: str | None) -> Work
     steps=st.integers(1, 6),
     told=st.sampled_from(["exact", "delayed(2)", "lagged(2)", "bounded(6, 2)"]),
     stream=st.sampled_from([None, "iid", "fair"]),
-    window=st.integers(1, 8),
+    max_in_flight=st.integers(1, 8),
     prefer=st.sampled_from(["backward", "forward", "alternate"]),
     seed=st.integers(0, 3),
     machine=MACHINES,

@@ -48,7 +48,7 @@ def task_of(consistency: str, *, steps: int = 10, m: int = 1, **options: Any) ->
 
 
 def started(task: Task, dropout: bool = True) -> SequentialReference:
-    run = SequentialReference(task.chain(), task.law, task.stream, CPU)
+    run = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
     run.train_mode()
     for module in run.chain.modules():
         if isinstance(module, nn.Dropout) and not dropout:
@@ -83,7 +83,7 @@ def test_under_exact_it_is_a_plain_model_with_one_parameter(optimizer: str) -> N
         theirs.zero_grad()
         cross_entropy(model(batch["tokens"]), batch).backward()
         for group in theirs.param_groups:
-            group["lr"] = told["lr"] * task.law.schedule(step, 6)
+            group["lr"] = told["lr"] * task.config.schedule(step, 6)
         theirs.step()
         run.step(step, batch)
         assert_one(run.chain, step)
@@ -96,7 +96,7 @@ def test_under_exact_it_is_a_plain_model_with_one_parameter(optimizer: str) -> N
 def literal(task: Task, every: int, depth: int) -> dict[str, Tensor]:
     """``stashed`` from the formulas: every version of every parameter is kept, and nothing is shared but the text of
     the law. SGD without momentum or decay."""
-    chain, delay, m = task.chain().train(), -(-depth // every), task.law.microbatches
+    chain, delay, m = task.chain().train(), -(-depth // every), task.config.microbatches
     for module in chain.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -105,7 +105,7 @@ def literal(task: Task, every: int, depth: int) -> dict[str, Tensor]:
     window = {name: depth - block[name.partition(".")[0]] * depth // BLOCKS for name in names}
     versions = {name: [chain.get_parameter(name).detach().clone()] for name in names}
     means: list[dict[str, Tensor]] = []
-    total = task.law.steps * m
+    total = task.config.steps * m
     partner = dict(TIED) | {second: first for first, second in TIED}
     sums: dict[str, Tensor] = {}
     for n in range(total):
@@ -120,7 +120,7 @@ def literal(task: Task, every: int, depth: int) -> dict[str, Tensor]:
         u, steps = n // every, -(-(n + 1 - n // every * every) // m)
         means.append({name: gradient / steps for name, gradient in sums.items()})
         sums = {}
-        rate = 0.5 * task.law.schedule(n // m, task.law.steps)
+        rate = 0.5 * task.config.schedule(n // m, task.config.steps)
         for name in names:
             newest = versions[name][-1].detach()
             if name not in partner:
@@ -163,7 +163,7 @@ def test_what_an_update_does_is_the_sum_of_a_delay_before_and_nothing_at_first()
         before = {name: p.detach().clone() for name, p in run.chain.named_parameters()}
         for step in (2 * u, 2 * u + 1):
             run.step(step, task.batch(step))
-        rate = task.law.schedule(2 * u + 1, 12)
+        rate = task.config.schedule(2 * u + 1, 12)
         assert_one(run.chain, u)
         for first, second in TIED:
             own = run.chain.get_parameter(second).detach()
@@ -190,14 +190,14 @@ def test_decay_momentum_and_counts_begin_with_the_first_sum() -> None:
 def test_operations_wait_for_the_sums_that_they_must_see_and_no_longer() -> None:
     for promise, wanted in (("exact", [0, 1, 2, 3, 4]), ("bounded(2, 6)", [0, 0, 0, 0, 1])):
         task = task_of(promise, steps=8, m=2)
-        stage = Stage(task.chain(), task.law, task.stream, CPU, (1, 3), 0)
-        assert [dict(stage.gates("B", 2 * u)).get(TIES, 0) for u in range(5)] == wanted
+        stage = Stage(task.chain(), task.config, task.config.stream, CPU, (1, 3), 0)
+        assert [dict(stage.counters("B", 2 * u)).get(TIES, 0) for u in range(5)] == wanted
         assert stage.ties is not None
         assert stage.ties.layers == {"embed"}
-        between = Stage(task.chain(), task.law, task.stream, CPU, (1, 2, 4), 1)
+        between = Stage(task.chain(), task.config, task.config.stream, CPU, (1, 2, 4), 1)
         assert between.ties is not None  # it has no copy, and passes on what goes from end to end
         assert not between.ties.layers
-        assert between.gates("B", 8) == []
+        assert between.counters("B", 8) == []
 
 
 # --- at any cut
@@ -210,7 +210,7 @@ def test_operations_wait_for_the_sums_that_they_must_see_and_no_longer() -> None
     clip=st.sampled_from([None, 0.05, GlobalNorm(0.5)]),
     m=st.sampled_from([1, 2]),
     cut=CUTS,
-    window=st.integers(1, 8),
+    max_in_flight=st.integers(1, 8),
     steps=st.integers(1, 9),
     split=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
@@ -249,7 +249,7 @@ def test_the_copies_are_equal_after_every_step(promise: str, clip: Any, precisio
 
 def test_gradients_go_from_stage_to_stage_until_they_are_at_the_other_copy() -> None:
     task = task_of("exact")
-    made = [Stage(task.chain(), task.law, task.stream, CPU, (1, 2, 4, 5), k) for k in range(5)]
+    made = [Stage(task.chain(), task.config, task.config.stream, CPU, (1, 2, 4, 5), k) for k in range(5)]
     ties = [stage.ties for stage in made if stage.ties is not None]
     assert len(ties) == 5
     weights = made[0].weights["embed"]
@@ -261,7 +261,10 @@ def test_gradients_go_from_stage_to_stage_until_they_are_at_the_other_copy() -> 
         ((to, number, gradient),) = ties[stage].received(number, gradient)
     assert ties[4].received(number, gradient) == []
     inner = Chain(*stages.plain().blocks, inputs=("tokens",), tie=[TIED[1]])
-    told = [Stage(initialise(inner), task.law, task.stream, CPU, (1, 3, 4, 5), k).ties is not None for k in range(5)]
+    told = [
+        Stage(initialise(inner), task.config, task.config.stream, CPU, (1, 3, 4, 5), k).ties is not None
+        for k in range(5)
+    ]
     assert told == [False, True, True, True, False]  # layer1 and layer3 are on the stages 1 and 3
 
 
@@ -335,9 +338,9 @@ def test_what_is_not_a_number_never_tells_the_copies_apart(
     monkeypatch: pytest.MonkeyPatch, promise: str, clip: Any, what: str
 ) -> None:
     monkeypatch.setitem(stages.ALIKE, "tied", (spiky if what == "gradients" else stages.tied, stages.words))
-    task = task_of(promise, steps=10, m=2, clip=clip, nonfinite="skip")
+    task = task_of(promise, steps=10, m=2, clip=clip, on_nonfinite="skip")
     if what == "losses":
-        task = replace(task, law=replace(task.law, loss=flaky))
+        task = replace(task, law=replace(task.config, loss=flaky))
     run = started(task)
     before = run.chain.get_parameter("embed.weight").detach().clone()
     skipped = 0

@@ -677,7 +677,7 @@ def test_an_update_that_came_late_is_drawn_before_the_operation_that_it_came_wit
     runtime = Runtime(link, link, tracer, lambda: False)  # type: ignore[arg-type]
     workers = []
     for index, send in enumerate((runtime.send, link.send)):
-        one = Stage(task.chain(), task.law, task.stream, nets.CPU, (3,), index)
+        one = Stage(task.chain(), task.config, task.config.stream, nets.CPU, (3,), index)
         one.train_mode()
         parts = MicroBatches(nets.Numbered(task), 0, 4, 2)  # type: ignore[arg-type]
         workers.append(Worker(one, SchedulePolicy(2 - index), 0, 8, parts, send))

@@ -208,7 +208,13 @@ def test_callbacks_see_every_event_that_is_written(tmp_path: Path) -> None:
 
 def test_a_steps_event_holds_its_loss_metrics_rate_and_subnets(tmp_path: Path) -> None:
     trained = weft.train(
-        build, data(), folder=tmp_path, microbatches=2, optimizer=weft.Optimizer(warmup_steps=2), metrics={"accuracy": accuracy}, **OPTIONS
+        build,
+        data(),
+        folder=tmp_path,
+        microbatches=2,
+        optimizer=weft.Optimizer(warmup_steps=2),
+        metrics={"accuracy": accuracy},
+        **OPTIONS,
     )
     steps = [e for e in trained.run.events.read() if e["event"] == "step"]
     assert [e["step"] for e in steps] == list(range(6))
@@ -248,7 +254,9 @@ def _train_batches(trained: weft.TrainedRun, count: int) -> list[dict[str, Tenso
 
 
 def test_without_recalibration_validation_uses_the_running_statistics(tmp_path: Path) -> None:
-    trained = weft.train(build, data(), folder=tmp_path, validation=weft.Validation(6, random=0, bn_batches=0), **OPTIONS)
+    trained = weft.train(
+        build, data(), folder=tmp_path, validation=weft.Validation(6, random=0, bn_batches=0), **OPTIONS
+    )
     events = [e for e in trained.run.events.read() if e["event"] == "validation"]
     truth = evaluate(trained.chain, trained.chain.largest(), [samples(20, 1).take(np.arange(20))], cross_entropy)
     assert events[0]["scores"] == truth
@@ -545,7 +553,9 @@ def test_a_mistake_is_told_before_anything_is_trained(
         pytest.skip("there is a CUDA device here")
     seen: list[str] = []
     with pytest.raises(error, match=match):
-        weft.train(build, data(), folder=tmp_path, callbacks=[lambda e: seen.append(e["event"])], **{**OPTIONS, **change})
+        weft.train(
+            build, data(), folder=tmp_path, callbacks=[lambda e: seen.append(e["event"])], **{**OPTIONS, **change}
+        )
     assert not seen
 
 
@@ -559,7 +569,11 @@ def test_a_stream_that_is_too_short_is_told_before_anything_is_trained(tmp_path:
     stream = Short(chain.space, [(chain.space.first(),)] * 3)
     with pytest.raises(TrainError, match="3 steps, fewer than the run's 6"):
         weft.train(
-            chain, data(), folder=tmp_path, callbacks=[lambda e: seen.append(e["event"])], **{**OPTIONS, "stream": stream}
+            chain,
+            data(),
+            folder=tmp_path,
+            callbacks=[lambda e: seen.append(e["event"])],
+            **{**OPTIONS, "stream": stream},
         )
     assert not seen
 

@@ -140,8 +140,8 @@ def resumed_elsewhere(
     whole = sequentially(task)
     running, snapshots = in_stages(task, cut, window, seed, every=every)
     assert_same(whole, running)
-    m = task.law.microbatches
-    points = list(range(every, task.law.steps, every))
+    m = task.config.microbatches
+    points = list(range(every, task.config.steps, every))
     assert {snapshot.at for snapshot in snapshots} >= {step * m for step in points}
     if not points:
         return
@@ -189,8 +189,8 @@ def nan_in_step(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.
 def test_a_loss_that_is_not_a_number_leaves_no_trace_where_it_is_skipped() -> None:
     from dataclasses import replace
 
-    task = make_task("convolutional", steps=10, nonfinite="skip")
-    task = replace(task, law=replace(task.law, loss=nan_in_step))
+    task = make_task("convolutional", steps=10, on_nonfinite="skip")
+    task = replace(task, law=replace(task.config, loss=nan_in_step))
     whole = sequentially(task)
     assert any(loss != loss for loss in whole.losses)
     assert any(loss == loss for loss in whole.losses)
@@ -203,7 +203,7 @@ def test_a_loss_that_is_not_a_number_stops_and_names_the_function() -> None:
     from dataclasses import replace
 
     task = make_task("convolutional", steps=10)
-    task = replace(task, law=replace(task.law, loss=nan_in_step))
+    task = replace(task, law=replace(task.config, loss=nan_in_step))
     with pytest.raises(NonFiniteError, match=r"micro-batch 0, subnet .*: it first appears in the loss function"):
         in_stages(task, (2, 4), 5, 1)
 
@@ -213,7 +213,7 @@ def test_a_version_stays_for_a_checkpoint_although_every_micro_batch_that_read_i
     # version 0 again in the steps 2, 3 and 4.
     task = make_task("text", steps=6, consistency={"embed": "delayed(4)"})
     sent: list[Message] = []
-    stage = Stage(task.chain(), task.law, task.stream, torch.device("cpu"), (1,), 0)
+    stage = Stage(task.chain(), task.config, task.config.stream, torch.device("cpu"), (1,), 0)
     stage.train_mode()
     batches = MicroBatches(Numbered(task), 0, 6, 1)  # type: ignore[arg-type]
     worker = Worker(stage, SchedulePolicy(9), 0, 6, batches, lambda to, message: sent.append(message), every=2)

@@ -109,8 +109,8 @@ class Optimizer:
         """What the learning rate is multiplied by in a step of a run of ``steps``."""
         return make_schedule(self.schedule, self.warmup_steps)(step, steps)
 
-    def with_schedule(self, schedule: Schedule) -> Optimizer:
-        """The same under another schedule, which knows of any warm-up itself."""
+    def with_schedule(self, schedule: str | Schedule) -> Optimizer:
+        """The same under another schedule, without a warm-up."""
         return Optimizer(
             self.kind, schedule=schedule, clip=self.clip, groups=self.groups, others=self.others, **self.options
         )
