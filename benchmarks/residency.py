@@ -46,8 +46,8 @@ from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainStep
 from weft.offload.config import OffloadConfig
 from weft.offload.copy_engine import CopyEngine, CudaCopy, SyncCopy
-from weft.offload.host_memory import taken
-from weft.offload.setup import offload, release
+from weft.offload.host_memory import allocate_host
+from weft.offload.setup import attach, detach
 from weft.space import Stream, Subnet, make_stream
 
 GIB = 2**30
@@ -63,14 +63,14 @@ PERIOD, FIRST = 256, 150  # steps after which the stream begins anew, and the fi
 class Blocking(CudaCopy):
     """Copies that everything waits for."""
 
-    def bring(self, target: Tensor, source: Tensor, after: Sequence[Any]) -> None:
+    def to_device(self, target: Tensor, source: Tensor, after: Sequence[Any]) -> None:
         torch.cuda.synchronize()
         target.copy_(source)
         torch.cuda.synchronize()
 
-    send = bring
+    to_host = to_device
 
-    def mark(self) -> None:
+    def record(self) -> None:
         return None
 
 
@@ -133,14 +133,14 @@ class Bench:
                 began = Moment(self.device)
             sequential.step(step, batch)
             if empty and memory is not None:
-                memory.device.empty()
+                memory.device.evict_all()
         took = began.until(Moment(self.device))
         self.count(memory, 1)
         return took / count
 
     def count(self, memory: Any, sign: int) -> None:
         if memory is not None:
-            told = memory.figures()
+            told = memory.stats()
             self.told.update({key: sign * told[key] for key in ("uses", "misses", "brought", "sent")})
 
     def warm(self, sequential: SequentialReference) -> None:
@@ -154,7 +154,7 @@ class Bench:
         tokens, count = self.arguments.tokens, 2 if self.arguments.quick else 16
         found: dict[tuple[str, int], dict[str, Any]] = {}
         weft = SequentialReference(self.chain, self.law(), self.stream, self.device)
-        offload(weft, OffloadConfig(self.budget), given=self.given)
+        attach(weft, OffloadConfig(self.budget), host_buffer=self.given)
         whole = SequentialReference(self.whole, self.law(), self.stream, self.device)
         memory = weft.memory
         assert memory is not None
@@ -173,14 +173,14 @@ class Bench:
             for way, sequential in ways.items():
                 row = self.row(way, n, median(times[way]), sequential.memory, many * count)
                 found[way, n] = {**row, "rounds_ms": times[way]}
-        memory.device.mover = Blocking(self.device) if self.device.type == "cuda" else SyncCopy()
-        memory._said = replace(memory._said, ahead=0)
-        memory.settle()
+        memory.device.copy_engine = Blocking(self.device) if self.device.type == "cuda" else SyncCopy()
+        memory._config = replace(memory._config, prefetch=0)
+        memory.flush()
         for n in tokens:
             self.told.clear()
             took = self.round(weft, n, next(rounds), count, True)
             found["on-demand", n] = self.row("on-demand", n, took, memory, count)
-        release(self.chain)
+        detach(self.chain)
         return [self.compared(row, found) for row in found.values()]
 
     def row(self, way: str, tokens: int, step_ms: float, memory: Any, count: int) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Bench:
             "step_ms": step_ms,
         }
         if memory is not None:
-            told = memory.figures()
+            told = memory.stats()
             assert told["peak"] <= self.budget
             row |= {
                 "brought_mib": self.told["brought"] / count / 2**20,
@@ -238,7 +238,7 @@ class Moment:
 def bandwidth(device: torch.device, given: Tensor | None, size: int = 64 * 2**20) -> float:
     """Bytes a second, each way, with copies both ways at once, from and to all over the host's memory: parts of it may
     be farther from the bus than others."""
-    mover: CopyEngine = CudaCopy(device) if device.type == "cuda" else SyncCopy()
+    copy_engine: CopyEngine = CudaCopy(device) if device.type == "cuda" else SyncCopy()
     host = given if given is not None else torch.empty(2 * size, dtype=torch.uint8)
     one, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     places = [place * (len(host) - 2 * size) // 15 // 512 * 512 for place in range(16)]
@@ -247,8 +247,8 @@ def bandwidth(device: torch.device, given: Tensor | None, size: int = 64 * 2**20
         synchronize()
         began = time.perf_counter()
         for place in places:
-            mover.bring(one, host[place : place + size], ())
-            mover.send(host[place + size : place + 2 * size], other, ())
+            copy_engine.to_device(one, host[place : place + size], ())
+            copy_engine.to_host(host[place + size : place + 2 * size], other, ())
         synchronize()
         best = max(best, 16 * size / (time.perf_counter() - began))
     return best
@@ -281,7 +281,7 @@ def measured(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[
     cuda = torch.cuda.is_available() and not arguments.quick
     device = torch.device("cuda" if cuda else "cpu")
     began = time.perf_counter()
-    given = taken(max(host_bytes(space) for space in arguments.spaces), pin=True) if cuda else None
+    given = allocate_host(max(host_bytes(space) for space in arguments.spaces), pin=True) if cuda else None
     more: dict[str, Any] = {"pinning_s": time.perf_counter() - began}
     bus = bandwidth(device, given)
     more["bus_gb_s"] = bus / 1e9

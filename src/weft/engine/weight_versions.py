@@ -28,23 +28,25 @@ class MovableMemory(Protocol):
     """The memory of one layer that comes to the device and goes; see ``weft.offload``."""
 
     def wait(self, begin: int | None) -> None: ...
-    def readable(self) -> None: ...
-    def keep(self, begin: int) -> list[Tensor]: ...
+    def synchronize(self) -> None: ...
+    def stash(self, begin: int) -> list[Tensor]: ...
     def drop(self, begin: int) -> None: ...
 
 
 class Offload(Protocol):
     """What brings the layers of an engine to the device, micro-batch by micro-batch; see ``weft.offload``."""
 
-    def begin(self, first: int, total: int) -> None: ...
-    def may(self, n: int) -> bool: ...
+    def begin_run(self, first: int, total: int) -> None: ...
+    def can_start(self, n: int) -> bool: ...
     def start(self, n: int) -> None: ...
     def finish(self, n: int) -> None: ...
-    def beside(self, work: Callable[[], T]) -> T: ...
-    def update(self, group: Sequence[VersionedLayer], apply: Callable[[Sequence[VersionedLayer]], None]) -> None: ...
-    def lending(self, names: Iterable[str]) -> AbstractContextManager[None]: ...
-    def adopt(self) -> None: ...
-    def figures(self) -> dict[str, Any]: ...
+    def prefetch_during(self, work: Callable[[], T]) -> T: ...
+    def apply_updates(
+        self, group: Sequence[VersionedLayer], apply: Callable[[Sequence[VersionedLayer]], None]
+    ) -> None: ...
+    def pinned_on_device(self, names: Iterable[str]) -> AbstractContextManager[None]: ...
+    def bind_restored(self) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
 
 
 class VersionedLayer:
@@ -98,7 +100,7 @@ class VersionedLayer:
         self._several = clock.span > 1
         self.recompute_guard = RecomputeGuard(layer.name, module, clock)
         self._inplace: InPlace | None = None
-        self.home: MovableMemory | None = None
+        self.memory: MovableMemory | None = None
         """Where the layer's memory is, if that changes in the course of the run."""
         if isinstance(clock.consistency, Bounded) and clock.window > 1:
             self._inplace = InPlace(module, self.parameters, compute)
@@ -132,8 +134,8 @@ class VersionedLayer:
     def at(self, version: int) -> list[Tensor]:
         """The tensors of a version, which must still be there."""
         begin = self.begin(version)
-        if self.home is not None:
-            self.home.wait(begin)
+        if self.memory is not None:
+            self.memory.wait(begin)
         if self._inplace is None:
             return self._newest() if begin is None else self.kept[begin]
         if begin is None:
@@ -151,8 +153,8 @@ class VersionedLayer:
 
     def current(self) -> list[Tensor]:
         """The tensors of the newest version."""
-        if self.home is not None:
-            self.home.wait(None)
+        if self.memory is not None:
+            self.memory.wait(None)
         return self._newest()
 
     def run(self, leaves: list[Tensor], carry: Activations, side: Mapping[str, Any]) -> Activations:
@@ -255,8 +257,8 @@ class VersionedLayer:
         # it.
         begun = oldest < self.clock.total and self.clock.forward_reads(oldest) <= slot
         if not self._single and begun and self.newest <= self.clock.forward_reads(self.clock.total - 1):
-            if self.home is not None:
-                self.kept[self.newest] = self.home.keep(self.newest)
+            if self.memory is not None:
+                self.kept[self.newest] = self.memory.stash(self.newest)
             elif self._inplace is not None:
                 self.kept[self.newest] = [parameter.data.clone() for parameter in self.parameters]
             else:
@@ -282,8 +284,8 @@ class VersionedLayer:
 
     def readable(self) -> None:
         """The host comes to read the layer: its memory holds what the device has made of it."""
-        if self.home is not None:
-            self.home.readable()
+        if self.memory is not None:
+            self.memory.synchronize()
 
     def moved(self) -> None:
         """The parameters have other memory, with the same values."""
@@ -310,8 +312,8 @@ class VersionedLayer:
             return
         for begin in set(self.kept) - set(self.needed(oldest)):
             del self.kept[begin]
-            if self.home is not None:
-                self.home.drop(begin)
+            if self.memory is not None:
+                self.memory.drop(begin)
         if self._inplace is not None and not self.kept:
             self._inplace.settled()
 

@@ -1,4 +1,4 @@
-"""Supernets larger than a device: layers live on the host, and are on the device while micro-batches need them."""
+"""Supernets larger than a device: layers live on the host and are on the device while micro-batches need them."""
 
 from weft.offload.config import OffloadConfig
 from weft.offload.manager import OffloadManager

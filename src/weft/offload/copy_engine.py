@@ -1,7 +1,7 @@
-"""Copies between host and device: each way on a stream of its own, ordered by tickets, and nobody waits but who reads.
+"""Copies between host and device: each direction on its own stream, ordered by events; only a reader ever waits.
 
-A ticket is what a copy, or the work on the device so far, will have done. The device waits for one with ``wait``, the
-host with ``settle``. Copies begin once the tickets that they come ``after`` are done.
+An event stands for a copy, or for the work that the device was given so far. The device waits for one with ``wait``,
+the host with ``synchronize``. A copy begins once the events that it comes ``after`` are done.
 """
 
 from __future__ import annotations
@@ -18,166 +18,167 @@ import torch
 from torch import Tensor
 
 CopyEvent = Any
-"""Known to the mover that made it alone; None is done."""
+"""Known to the engine that made it alone; None is done."""
 
 
 class CopyEngine(Protocol):
-    """Moves bytes; memory on the CPU may stand in for a device."""
+    """Copies bytes; memory on the CPU may stand in for a device."""
 
-    def bring(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
-        """From host to device."""
+    def to_device(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent: ...
 
-    def send(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
-        """From device to host."""
+    def to_host(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent: ...
 
-    def mark(self) -> CopyEvent:
+    def record(self) -> CopyEvent:
         """All that the device has been given to do so far."""
 
-    def wait(self, ticket: CopyEvent) -> None:
-        """What the device is given from here on comes after it."""
+    def wait(self, event: CopyEvent) -> None:
+        """What the device is given from here on comes after the event."""
 
-    def settle(self, ticket: CopyEvent) -> None:
-        """The host waits for it."""
+    def synchronize(self, event: CopyEvent) -> None:
+        """The host waits for the event."""
 
-    def done(self, ticket: CopyEvent) -> bool:
-        """Whether nothing need wait for it any more."""
+    def done(self, event: CopyEvent) -> bool:
+        """Whether nothing needs to wait for the event any more."""
 
-    def late(self) -> int:
-        """How many copies to the device, of those that it waited for since the last call, were not done in time."""
+    def count_late(self) -> int:
+        """How many copies to the device that were waited for since the last call were not done in time."""
 
 
 class SyncCopy:
     """Copies at once: for a CPU that stands in for a device."""
 
-    def bring(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
+    def to_device(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
         target.copy_(source)
         return True
 
-    def send(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
+    def to_host(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
         target.copy_(source)
 
-    def mark(self) -> CopyEvent:
+    def record(self) -> CopyEvent:
         return None
 
-    def wait(self, ticket: CopyEvent) -> None:
+    def wait(self, event: CopyEvent) -> None:
         return
 
-    def settle(self, ticket: CopyEvent) -> None:
+    def synchronize(self, event: CopyEvent) -> None:
         return
 
-    def done(self, ticket: CopyEvent) -> bool:
+    def done(self, event: CopyEvent) -> bool:
         return True
 
-    def late(self) -> int:
+    def count_late(self) -> int:
         return 0
 
 
 class CudaCopy:
-    """Two streams beside that of the computation; tickets are events."""
+    """Two streams beside that of the computation; the events are CUDA's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._inward: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._outward: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # As a number: a torch.device is looked into at every use, which takes longer than all the rest.
+        self._to_device: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._to_host: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # A number: torch parses a torch.device at every use, which takes longer than all the rest.
         self._device = torch.cuda.current_device() if device.index is None else device.index
         self._waits: list[tuple[Any, Any]] = []
 
-    def bring(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
-        return self._copy(self._inward, target, source, after, timed=True)
+    def to_device(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
+        return self._copy(self._to_device, target, source, after, timed=True)
 
-    def send(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
-        return self._copy(self._outward, target, source, after, timed=False)
+    def to_host(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
+        return self._copy(self._to_host, target, source, after, timed=False)
 
-    def mark(self) -> CopyEvent:
-        return self._event(torch.cuda.current_stream(self._device), timed=False)
+    def record(self) -> CopyEvent:
+        return self._record(torch.cuda.current_stream(self._device), timed=False)
 
-    def wait(self, ticket: CopyEvent) -> None:
-        if self.done(ticket):
+    def wait(self, event: CopyEvent) -> None:
+        if self.done(event):
             return
         stream = torch.cuda.current_stream(self._device)
-        if ticket.timed and len(self._waits) < 4096:
-            self._waits.append((ticket, self._event(stream, timed=True)))
-        stream.wait_event(ticket)
+        if event.timed and len(self._waits) < 4096:
+            self._waits.append((event, self._record(stream, timed=True)))
+        stream.wait_event(event)
 
-    def settle(self, ticket: CopyEvent) -> None:
-        if ticket is not None:
-            ticket.synchronize()
+    def synchronize(self, event: CopyEvent) -> None:
+        if event is not None:
+            event.synchronize()
 
-    def done(self, ticket: CopyEvent) -> bool:
-        return ticket is None or bool(ticket.query())
+    def done(self, event: CopyEvent) -> bool:
+        return event is None or bool(event.query())
 
-    def late(self) -> int:
-        found, left = 0, []
+    def count_late(self) -> int:
+        late, open_waits = 0, []
         for copied, needed in self._waits:
             if copied.query() and needed.query():
-                found += copied.elapsed_time(needed) < -0.01  # milliseconds: less is no wait, but the clock
+                late += copied.elapsed_time(needed) < -0.01  # milliseconds; less is the resolution of the clock
             else:
-                left.append((copied, needed))
-        self._waits = left
-        return found
+                open_waits.append((copied, needed))
+        self._waits = open_waits
+        return late
 
-    def _event(self, stream: Any, timed: bool) -> Any:
+    def _record(self, stream: Any, timed: bool) -> Any:
         event: Any = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
-        event.timed = timed  # which torch does not tell
+        event.timed = timed  # torch has no getter for it
         event.record(stream)
         return event
 
     def _copy(self, stream: Any, target: Tensor, source: Tensor, after: Sequence[CopyEvent], timed: bool) -> CopyEvent:
-        for ticket in after:
-            if not self.done(ticket):
-                stream.wait_event(ticket)
+        for event in after:
+            if not self.done(event):
+                stream.wait_event(event)
         before = torch.cuda.current_stream(self._device)
         torch.cuda.set_stream(stream)
         try:
             target.copy_(source, non_blocking=True)
         finally:
             torch.cuda.set_stream(before)
-        return self._event(stream, timed)
+        return self._record(stream, timed)
 
 
-# A thread that prepares what comes next while the program's own waits outside of Python, as in a backward.
+# A helper thread that prefetches while the main thread waits outside of Python, as in a backward.
 
 T = TypeVar("T")
 Work = Callable[[], None]
 
-SWITCH = 1e-4
-"""Seconds that either may keep the other from Python meanwhile: a backward comes back to it for a moment whenever a
-tensor that Python once knew goes, and would lose up to 5 ms each time."""
+SWITCH_INTERVAL = 1e-4
+"""Seconds for which one thread may keep the other from Python meanwhile. A backward returns to Python for a moment
+whenever a tensor that Python once knew is freed, and would lose up to 5 ms each time at Python's default."""
 
 
-class Beside:
-    """Runs one thing in the thread, another one here, and returns when both are done: they never see each other's
-    halves, so that nothing of either has to be locked."""
+class BackgroundWorker:
+    """Runs one function in the thread and another one here, and returns when both are done.
+
+    No lock is needed: neither ever sees the other's work half done.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._asked: SimpleQueue[tuple[Work, Any] | None] = SimpleQueue()
-        self._told: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Work, Any] | None] = SimpleQueue()
+        self._results: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread: Thread | None = None
 
-    def __call__(self, there: Work, here: Callable[[], T]) -> T:
-        """What ``here`` gives. An error of ``there`` is raised where there is none of ``here``."""
+    def __call__(self, background: Work, foreground: Callable[[], T]) -> T:
+        """The result of ``foreground``. An error of ``background`` is raised where ``foreground`` raised none."""
         if self._thread is None:
-            # It knows the queues alone: whoever forgets this object ends it.
-            self._thread = Thread(target=_serve, args=(self._asked, self._told), name="weft-residency", daemon=True)
+            # The thread holds the queues alone, so that dropping this object ends it.
+            arguments = (self._jobs, self._results)
+            self._thread = Thread(target=_serve, args=arguments, name="weft-offload", daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._asked.put, None)
+            weakref.finalize(self, self._jobs.put, None)
         cuda = self._device.type == "cuda"
         before = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH)
-        self._asked.put((there, torch.cuda.current_stream(self._device) if cuda else None))
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        self._jobs.put((background, torch.cuda.current_stream(self._device) if cuda else None))
         try:
-            found = here()
+            result = foreground()
         finally:
-            problem = self._told.get()
+            problem = self._results.get()
             sys.setswitchinterval(before)
         if problem is not None:
             raise problem
-        return found
+        return result
 
 
-def _serve(asked: SimpleQueue[tuple[Work, Any] | None], told: SimpleQueue[BaseException | None]) -> None:
-    while (job := asked.get()) is not None:
+def _serve(jobs: SimpleQueue[tuple[Work, Any] | None], results: SimpleQueue[BaseException | None]) -> None:
+    while (job := jobs.get()) is not None:
         work, stream = job
         problem: BaseException | None = None
         try:
@@ -186,5 +187,5 @@ def _serve(asked: SimpleQueue[tuple[Work, Any] | None], told: SimpleQueue[BaseEx
         except BaseException as caught:
             problem = caught
         del job, work, stream
-        told.put(problem)
+        results.put(problem)
         problem = None

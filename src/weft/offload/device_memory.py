@@ -1,7 +1,7 @@
-"""The memory of a device that layers may take: one allocation, in which the policy says what lies where.
+"""The device memory that layers may take: one allocation, in which the eviction policy says what lies where.
 
-Everything that leaves or comes is a copy of the mover. Memory that was given up is not overwritten before the copy, or
-the computation, that read it last is done: tickets say so, and nothing waits for them but the next copy to that place.
+All that comes and goes is copied by the copy engine. Freed memory is not overwritten before the copy, or the
+computation, that read it last is done: events stand for these, and only the next copy to that place waits for them.
 """
 
 from __future__ import annotations
@@ -13,226 +13,230 @@ import torch
 from torch import Tensor
 
 from weft.errors import TrainError
-from weft.offload.allocator import AddressAllocator, FreeSpan
+from weft.offload.allocator import AddressAllocator, AddressSpan
 from weft.offload.copy_engine import CopyEngine, CopyEvent
-from weft.offload.host_memory import Host
+from weft.offload.host_memory import HostMemory
 from weft.offload.layer_memory import MemoryBlock
-from weft.offload.layout import ALIGNED
-from weft.offload.policy import Policy
+from weft.offload.layout import ALIGNMENT
+from weft.offload.policy import EvictionPolicy
 from weft.utils.units import format_bytes
 
-MANY = 64
-"""Places that were given up; where there are more, those are forgotten that nothing has to wait for any more."""
+MAX_FREED = 64
+"""Freed spans that are remembered; where there are more, those with all events done are forgotten."""
 
-Heard = Callable[[str, MemoryBlock], None]
+OnChange = Callable[[str, MemoryBlock], None]
+"""Called with "arriving", "resident" or "leaving", the words of traces."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that were moved so far, and the most that lay on the device at once."""
+    """Bytes that were copied so far, and the most that lay on the device at once."""
 
-    brought: int = 0
-    sent: int = 0
-    peak: int = 0
+    loaded_bytes: int = 0
+    evicted_bytes: int = 0
+    peak_bytes: int = 0
 
 
-class Device:
-    """A memory of ``room`` bytes for what micro-batches use, and ``reserve`` bytes for a layer that is updated late."""
+class DeviceMemory:
+    """``capacity`` bytes for what micro-batches use, and ``reserve`` bytes for a layer whose update comes late."""
 
     def __init__(
         self,
         device: torch.device,
-        room: int,
+        capacity: int,
         reserve: int,
-        host: Host,
-        mover: CopyEngine,
+        host: HostMemory,
+        copy_engine: CopyEngine,
         next_use: Callable[[MemoryBlock], float],
     ) -> None:
-        self.memory = allocated(room + reserve, device)
-        self.typed = Typed(self.memory)
-        self._first = int(self.memory.storage_offset())
-        self.host, self.mover = host, mover
+        self.memory = allocate_device(capacity + reserve, device)
+        self.typed_views = TypedViews(self.memory)
+        self._storage_offset = int(self.memory.storage_offset())
+        self.host, self.copy_engine = host, copy_engine
         self.traffic = Traffic()
-        self.on_change: Heard | None = None
-        self._policy = Policy(room, lambda block: block.pinned, next_use)
-        self.room = room
+        self.on_change: OnChange | None = None
+        self.capacity = capacity
+        self._policy = EvictionPolicy(capacity, lambda block: block.pinned, next_use)
+        self._allocator = self._policy.allocator
         self._reserve: AddressAllocator[MemoryBlock] = AddressAllocator(reserve)
-        self._freed: list[tuple[FreeSpan, list[CopyEvent]]] = []
+        self._freed: list[tuple[AddressSpan, list[CopyEvent]]] = []
 
     @property
     def blocks(self) -> list[MemoryBlock]:
-        """All that is there."""
-        return [*self._policy.ground.spans, *self._reserve.spans]
+        """All blocks on the device."""
+        return [*self._allocator.spans, *self._reserve.spans]
 
     @property
-    def taken(self) -> int:
-        """Bytes that something lies on."""
-        return self._policy.ground.taken + self._reserve.taken
+    def used(self) -> int:
+        """Allocated bytes."""
+        return self._allocator.used + self._reserve.used
 
-    def shares(self) -> tuple[int, int, int, int]:
-        """Bytes that lie there and have been waited for, that arrive, that leave, and that must stay."""
+    def usage(self) -> tuple[int, int, int, int]:
+        """Bytes that are resident (there and waited for), arriving, leaving, and pinned."""
         blocks = self.blocks
-        arriving = sum(block.size for block in blocks if not self.mover.done(block.arrival))
-        leaving = sum(span.size for span, open in self._freed if not all(map(self.mover.done, open)))
-        return self.taken - arriving, arriving, leaving, sum(block.size for block in blocks if block.pinned)
+        arriving = sum(block.size for block in blocks if not self.copy_engine.done(block.loaded))
+        leaving = sum(span.size for span, events in self._freed if not all(map(self.copy_engine.done, events)))
+        return self.used - arriving, arriving, leaving, sum(block.size for block in blocks if block.pinned)
 
     def holds(self, block: MemoryBlock) -> bool:
-        return block in self._policy.ground.spans or block in self._reserve.spans
+        return block in self._allocator.spans or block in self._reserve.spans
 
-    def of(self, block: MemoryBlock) -> Tensor:
-        """The memory of a block that is there."""
+    def bytes_of(self, block: MemoryBlock) -> Tensor:
+        """The memory of a block on the device."""
         span = self._span(block)
-        return self._at(span, span.size)
+        return self._bytes_at(span, span.size)
 
-    def begin(self, block: MemoryBlock) -> int:
-        """Where a block that is there begins, in bytes of the storage."""
-        return self._first + self._span(block).start
+    def byte_offset(self, block: MemoryBlock) -> int:
+        """Where a block on the device begins, in bytes of the storage."""
+        return self._storage_offset + self._span(block).start
 
-    def later(self, blocks: Iterable[MemoryBlock]) -> None:
-        """The next use of these may be farther away than before."""
-        self._policy.later(blocks)
+    def reprioritize(self, blocks: Iterable[MemoryBlock]) -> None:
+        """To be called when the next use of these may be farther away than before."""
+        self._policy.reprioritize(blocks)
 
-    def want(self, blocks: Sequence[MemoryBlock]) -> bool:
-        """All of these are there afterwards, or on their way; False, with nothing changed, where that cannot be."""
-        change = self._policy.want({block: block.size for block in blocks})
-        if change is None:
+    def load(self, blocks: Sequence[MemoryBlock]) -> bool:
+        """Brings all of these to the device; False, with nothing changed, where they cannot be there together."""
+        relocation = self._policy.place({block: block.size for block in blocks})
+        if relocation is None:
             return False
-        for key, span in change.gone:
-            self._send(key, span)
-        for key, span in change.come:
-            self._bring(key, span)
-        self.traffic.peak = max(self.traffic.peak, self.taken)
+        for block, span in relocation.evictions:
+            self._evict(block, span)
+        for block, span in relocation.loads:
+            self._load(block, span)
+        self.traffic.peak_bytes = max(self.traffic.peak_bytes, self.used)
         return True
 
-    def squeeze(self, block: MemoryBlock) -> bool:
-        """It comes into the reserve, until ``release`` sends it away; False where that is taken or too small."""
-        span = self._reserve.put(block, block.size)
+    def place_in_reserve(self, block: MemoryBlock) -> bool:
+        """Loads a block into the reserve, until ``release``; False where that is taken or too small."""
+        span = self._reserve.allocate(block, block.size)
         if span is None:
             return False
-        self._bring(block, FreeSpan(self.room + span.start, span.size))
-        self.traffic.peak = max(self.traffic.peak, self.taken)
+        self._load(block, AddressSpan(self.capacity + span.start, span.size))
+        self.traffic.peak_bytes = max(self.traffic.peak_bytes, self.used)
         return True
 
     def release(self, block: MemoryBlock) -> None:
-        """It leaves the reserve, if it is there."""
+        """Evicts the block from the reserve, if it is there."""
         if block in self._reserve.spans:
             span = self._reserve.free(block)
-            self._send(block, FreeSpan(self.room + span.start, span.size))
+            self._evict(block, AddressSpan(self.capacity + span.start, span.size))
 
-    def empty(self) -> None:
-        """All that may leave does, and the host has all of it."""
-        for key in [key for key in self._policy.ground.spans if not key.pinned]:
-            self._send(key, self._policy.ground.free(key))
-        for _, tickets in self._freed:
-            for ticket in tickets:
-                self.mover.settle(ticket)
+    def evict_all(self) -> None:
+        """Evicts all that is not pinned, and waits until the host has it."""
+        for block in [block for block in self._allocator.spans if not block.pinned]:
+            self._evict(block, self._allocator.free(block))
+        for _, events in self._freed:
+            for event in events:
+                self.copy_engine.synchronize(event)
         self._freed.clear()
 
-    def forget(self, block: MemoryBlock) -> None:
-        """Nobody wants the block any more, or its place."""
+    def free(self, block: MemoryBlock) -> None:
+        """The block is needed no more, on the device or on the host."""
         if self.holds(block):
-            span = self._policy.ground.free(block)
-            self._freed.append((span, block.after if block.version is None else [self.mover.mark(), block.arrival]))
+            span = self._allocator.free(block)
+            events = block.writable if block.version is None else [self.copy_engine.record(), block.loaded]
+            self._freed.append((span, events))
         if block.host is not None and block.version is not None:
-            self.mover.settle(block.departure)
-            self.mover.settle(block.arrival)
-            self.host.give(block.host)
+            self.copy_engine.synchronize(block.evicted)
+            self.copy_engine.synchronize(block.loaded)
+            self.host.give_back(block.host)
 
-    def rename(self, spare: MemoryBlock, block: MemoryBlock) -> None:
-        """A block takes a place that was kept free."""
-        self._usable(spare)
-        self._policy.place(block, self._policy.ground.free(spare))
+    def take_spare(self, spare: MemoryBlock, block: MemoryBlock) -> None:
+        """A block takes the place of spare room."""
+        self._wait_writable(spare)
+        self._policy.place_at(block, self._allocator.free(spare))
 
-    def fork(self, main: MemoryBlock, spare: MemoryBlock, version: MemoryBlock) -> None:
-        """A layer's block goes on, with its values, in a place that was kept free; its weights stay where they were, as
-        an older version."""
-        ground = self._policy.ground
-        self._usable(spare)
-        old, new = ground.free(main), ground.free(spare)
-        self._policy.place(version, FreeSpan(old.start, version.size))
-        self._policy.place(main, new)
-        length = len(main.filled)
-        self._at(new, length).copy_(self._at(old, length))
+    def copy_on_write(self, main: MemoryBlock, spare: MemoryBlock, version: MemoryBlock) -> None:
+        """Copies a layer's block into spare room, where updates go on; the old weights stay as an older version."""
+        self._wait_writable(spare)
+        old, new = self._allocator.free(main), self._allocator.free(spare)
+        self._policy.place_at(version, AddressSpan(old.start, version.size))
+        self._policy.place_at(main, new)
+        length = len(main.copied_host)
+        self._bytes_at(new, length).copy_(self._bytes_at(old, length))
         if version.size < old.size:
-            self._freed.append((FreeSpan(old.start + version.size, old.size - version.size), [self.mover.mark()]))
-        main.changed = True
+            rest = AddressSpan(old.start + version.size, old.size - version.size)
+            self._freed.append((rest, [self.copy_engine.record()]))
+        main.dirty = True
 
-    def put_aside(self, block: MemoryBlock, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """A version goes to the host: these parameters of a layer that is here, or restored ones that are not."""
+    def evict_version(self, block: MemoryBlock, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Sends a version to the host: parameters of a layer that is on the device, or restored ones that are not."""
         block.host = self.host.take(block.size)
-        main = block.home.main
-        if not self.holds(main) or tensors[0].data_ptr() != block.home.weights.parameters[0].data_ptr():
-            return block.home.aside(tensors, block.host)
-        block.departure = self.mover.send(block.host, self.of(main)[: block.size], [self.mover.mark()])
-        self.mover.wait(block.departure)  # the update comes after
-        self.traffic.sent += block.size
-        return block.home.laid(block.host)
+        main = block.layer.main
+        if not self.holds(main) or tensors[0].data_ptr() != block.layer.weights.parameters[0].data_ptr():
+            return block.layer.copy_to(block.host, tensors)
+        source = self.bytes_of(main)[: block.size]
+        block.evicted = self.copy_engine.to_host(block.host, source, [self.copy_engine.record()])
+        self.copy_engine.wait(block.evicted)  # the update comes after
+        self.traffic.evicted_bytes += block.size
+        return block.layer.trained_views(block.host)
 
-    def _usable(self, spare: MemoryBlock) -> None:
-        for ticket in spare.after:
-            self.mover.wait(ticket)
+    def _wait_writable(self, spare: MemoryBlock) -> None:
+        for event in spare.writable:
+            self.copy_engine.wait(event)
 
-    def _span(self, block: MemoryBlock) -> FreeSpan:
-        span = self._policy.ground.spans.get(block)
+    def _span(self, block: MemoryBlock) -> AddressSpan:
+        span = self._allocator.spans.get(block)
         if span is None:
             span = self._reserve.spans[block]
-            return FreeSpan(self.room + span.start, span.size)
+            return AddressSpan(self.capacity + span.start, span.size)
         return span
 
-    def _at(self, span: FreeSpan, length: int) -> Tensor:
+    def _bytes_at(self, span: AddressSpan, length: int) -> Tensor:
         return self.memory[span.start : span.start + length]
 
-    def _send(self, block: MemoryBlock, span: FreeSpan) -> None:
-        tickets = [block.used, block.arrival]
+    def _evict(self, block: MemoryBlock, span: AddressSpan) -> None:
+        events = [block.last_use, block.loaded]
         if block.host is None:  # an older version, made on the device
             block.host = self.host.take(block.size)
-            block.changed = True
-        if block.changed:
-            there = block.filled
-            block.departure = self.mover.send(there, self._at(span, len(there)), tickets)
-            self.traffic.sent += len(there)
-            tickets = [block.departure]
-        block.changed, block.arrival, block.used = False, None, None
-        if any(ticket is not None for ticket in tickets):
-            self._freed.append((span, tickets))
-        block.home.leave(block)
+            block.dirty = True
+        if block.dirty:
+            target = block.copied_host
+            block.evicted = self.copy_engine.to_host(target, self._bytes_at(span, len(target)), events)
+            self.traffic.evicted_bytes += len(target)
+            events = [block.evicted]
+        block.dirty, block.loaded, block.last_use = False, None, None
+        if any(event is not None for event in events):
+            self._freed.append((span, events))
+        block.layer.bind_to_host(block)
         if self.on_change is not None:
             self.on_change("leaving", block)
 
-    def _bring(self, block: MemoryBlock, span: FreeSpan) -> None:
+    def _load(self, block: MemoryBlock, span: AddressSpan) -> None:
         after = self._claim(span)
-        if block.host is None:  # room that is kept free: whoever takes it waits
-            block.after = after
+        if block.host is None:  # spare room: whoever takes it waits
+            block.writable = after
             return
-        there = block.filled
-        after.append(block.departure)
-        block.arrival = self.mover.bring(self._at(span, len(there)), there, after)
-        self.traffic.brought += len(there)
-        block.home.come(block)
+        source = block.copied_host
+        after.append(block.evicted)
+        block.loaded = self.copy_engine.to_device(self._bytes_at(span, len(source)), source, after)
+        self.traffic.loaded_bytes += len(source)
+        block.layer.bind_to_device(block)
         if self.on_change is not None:
             self.on_change("arriving", block)
 
-    def _claim(self, span: FreeSpan) -> list[CopyEvent]:
-        """What must be over before anything is written there."""
+    def _claim(self, span: AddressSpan) -> list[CopyEvent]:
+        """The events that must be done before anything is written to the span."""
+        if len(self._freed) > MAX_FREED:
+            self._freed = [(old, events) for old, events in self._freed if not all(map(self.copy_engine.done, events))]
+        start, end = span.start, span.end
+        # By index: the properties of a named tuple cost here.
+        overlapping = [pair for pair in self._freed if pair[0][0] < end and start < pair[0][0] + pair[0][1]]
+        if not overlapping:
+            return []
+        self._freed = [pair for pair in self._freed if not (pair[0][0] < end and start < pair[0][0] + pair[0][1])]
         found: list[CopyEvent] = []
-        if len(self._freed) > MANY:
-            self._freed = [(old, open) for old, open in self._freed if not all(map(self.mover.done, open))]
-        begin, end = span.start, span.end
-        met = [pair for pair in self._freed if pair[0][0] < end and begin < pair[0][0] + pair[0][1]]
-        if not met:
-            return found
-        self._freed = [pair for pair in self._freed if not (pair[0][0] < end and begin < pair[0][0] + pair[0][1])]
-        for old, tickets in met:
-            found += [ticket for ticket in tickets if ticket is not None]
-            if old.start < begin:
-                self._freed.append((FreeSpan(old.start, begin - old.start), tickets))
+        for old, events in overlapping:
+            found += [event for event in events if event is not None]
+            if old.start < start:
+                self._freed.append((AddressSpan(old.start, start - old.start), events))
             if end < old.end:
-                self._freed.append((FreeSpan(end, old.end - end), tickets))
+                self._freed.append((AddressSpan(end, old.end - end), events))
         return found
 
 
-class Typed(dict[torch.dtype, Tensor]):
-    """A memory of bytes seen as one of any type; offsets count from where its storage begins."""
+class TypedViews(dict[torch.dtype, Tensor]):
+    """Memory of bytes seen as any type; offsets count from where its storage begins."""
 
     def __init__(self, memory: Tensor) -> None:
         super().__init__()
@@ -243,14 +247,13 @@ class Typed(dict[torch.dtype, Tensor]):
         return self[dtype]
 
 
-def allocated(need: int, device: torch.device) -> Tensor:
-    """The one allocation, at an address as torch's own have."""
+def allocate_device(size: int, device: torch.device) -> Tensor:
+    """The one allocation, aligned as torch's own are."""
     try:
-        raw = torch.empty(need + (ALIGNED if device.type == "cpu" else 0), dtype=torch.uint8, device=device)
+        raw = torch.empty(size + (ALIGNMENT if device.type == "cpu" else 0), dtype=torch.uint8, device=device)
     except RuntimeError as problem:
         raise TrainError(
-            f"the device has no {format_bytes(need)} for layers ({str(problem).splitlines()[0]}): "
-            f"lower residency.budget"
+            f"the device has no {format_bytes(size)} for layers ({str(problem).splitlines()[0]}): lower offload.budget"
         ) from None
-    begin = -raw.data_ptr() % ALIGNED
-    return raw[begin : begin + need]
+    start = -raw.data_ptr() % ALIGNMENT
+    return raw[start : start + size]

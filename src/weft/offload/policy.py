@@ -1,5 +1,7 @@
-"""Which layers go when others are needed: those whose next use is farthest away, as Belady showed. All of it is known,
-since a stream is a pure function; nothing here touches memory."""
+"""Belady's eviction: the layers whose next use is farthest away go first.
+
+All uses are known ahead, since a stream is a pure function of the step. Nothing here touches memory.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic
 
-from weft.offload.allocator import AddressAllocator, FreeSpan, Key
+from weft.offload.allocator import AddressAllocator, AddressSpan, Key
 
 HORIZON = 1024
-"""Micro-batches that are looked ahead to find the next use of a layer; beyond that all are equally far."""
+"""Micro-batches that are searched for the next use of a layer; beyond that all are equally far."""
 
 SMALL = 2**-14
-"""What takes less than this part of the device lies apart, at its end, and goes last: to send it away gains no room."""
+"""What takes less than this part of the device is placed at its end and evicted last: evicting it gains no room."""
 
 
-class Uses:
+class NextUses:
     """When layers are used next, in a run of micro-batches ``first`` to ``total - 1``."""
 
     def __init__(self, route: Callable[[int], Sequence[str]], first: int, total: int, horizon: int = HORIZON) -> None:
@@ -31,8 +33,8 @@ class Uses:
         self._uses: dict[str, deque[int]] = {}
         self._next: dict[str, float] = {}
 
-    def move(self, n: int) -> list[str]:
-        """From here on, uses before micro-batch n do not count; n never becomes less. The layers of those."""
+    def advance_to(self, n: int) -> list[str]:
+        """Forgets uses before micro-batch n, which never becomes less, and returns the layers of those uses."""
         reach = min(n + self._horizon, self._total)
         for known in range(self._known, reach):
             self._routes.append(self._route(known))
@@ -55,148 +57,146 @@ class Uses:
         return passed
 
     def next(self, name: str) -> float:
-        """The first micro-batch that uses the layer; infinite where none is in sight."""
+        """The first micro-batch that uses the layer; infinite where none is known."""
         return self._next.get(name, math.inf)
 
 
 @dataclass(slots=True)
-class Change(Generic[Key]):
-    """What has to be done so that all that is wanted is there: first some go, then others come, in this order."""
+class Relocation(Generic[Key]):
+    """The copies that a placement needs: first the evictions, then the loads, in this order."""
 
-    gone: list[tuple[Key, FreeSpan]] = field(default_factory=list)
-    come: list[tuple[Key, FreeSpan]] = field(default_factory=list)
+    evictions: list[tuple[Key, AddressSpan]] = field(default_factory=list)
+    loads: list[tuple[Key, AddressSpan]] = field(default_factory=list)
 
 
-class Policy(Generic[Key]):
-    """What lies on a device of ``size`` bytes. ``pinned`` must stay; ``next_use`` says how soon a thing is needed."""
+class EvictionPolicy(Generic[Key]):
+    """What lies on a device of ``size`` bytes. ``pinned`` keys stay; ``next_use`` says how soon a key is needed."""
 
     def __init__(self, size: int, pinned: Callable[[Key], bool], next_use: Callable[[Key], float]) -> None:
-        self.ground: AddressAllocator[Key] = AddressAllocator(size)
+        self.allocator: AddressAllocator[Key] = AddressAllocator(size)
         self._pinned, self._next_use = pinned, next_use
-        self._order = EvictionQueue(self._worth, self.ground.spans)
+        self._queue = EvictionQueue(self._priority, self.allocator.spans)
 
-    def later(self, keys: Iterable[Key]) -> None:
-        """Their next use may be farther away than before; ``next_use`` says by how much."""
+    def reprioritize(self, keys: Iterable[Key]) -> None:
+        """To be called when the next use of these may be farther away than before."""
         for key in keys:
-            if key in self.ground.spans:
-                self._order.add(key)
+            if key in self.allocator.spans:
+                self._queue.add(key)
 
-    def place(self, key: Key, span: FreeSpan) -> None:
-        """It lies just there, which must be within a hole."""
-        self.ground.put_at(key, span)
-        self._order.add(key)
+    def place_at(self, key: Key, span: AddressSpan) -> None:
+        """Places the key exactly there, within a hole."""
+        self.allocator.allocate_at(key, span)
+        self._queue.add(key)
 
-    def want(self, sizes: Mapping[Key, int]) -> Change[Key] | None:
-        """All of these, at once, are on the device afterwards; None, with nothing changed, where that cannot be.
+    def place(self, sizes: Mapping[Key, int]) -> Relocation[Key] | None:
+        """Places all of these at once; None, with nothing changed, where that cannot be.
 
-        It always can be where they fit together and nothing else is pinned.
+        It always succeeds where they fit together and nothing else is pinned.
         """
-        ground = self.ground
-        coming = [key for key in sizes if key not in ground.spans]
-        if not coming:
-            return Change[Key]()
-        change = self._try(sizes, coming)
-        if change is not None:
-            return change
-        if sum(sizes.values()) > ground.size or any(map(self._pinned, ground.spans)):
+        allocator = self.allocator
+        missing = [key for key in sizes if key not in allocator.spans]
+        if not missing:
+            return Relocation[Key]()
+        relocation = self._try(sizes, missing)
+        if relocation is not None:
+            return relocation
+        if sum(sizes.values()) > allocator.size or any(map(self._pinned, allocator.spans)):
             return None
-        # Holes between those of them that are there may all be too small. Nothing has to stay where it is: begin anew.
-        change = Change[Key]([(key, ground.free(key)) for key in list(ground.spans)])
+        # The holes between those that are there may all be too small. Nothing is pinned: place everything anew.
+        relocation = Relocation[Key]([(key, allocator.free(key)) for key in list(allocator.spans)])
         for key, size in sizes.items():
-            span = self._put(key, size)
+            span = self._allocate(key, size)
             assert span is not None
-            change.come.append((key, span))
-        return change
+            relocation.loads.append((key, span))
+        return relocation
 
-    def _try(self, sizes: Mapping[Key, int], coming: Sequence[Key]) -> Change[Key] | None:
-        ground, change = self.ground, Change[Key]()
+    def _try(self, sizes: Mapping[Key, int], missing: Sequence[Key]) -> Relocation[Key] | None:
+        allocator, relocation = self.allocator, Relocation[Key]()
 
         def movable(key: Key) -> bool:
             return key not in sizes and not self._pinned(key)
 
-        for key in sorted(coming, key=lambda key: -sizes[key]):
-            span = self._put(key, sizes[key])
+        for key in sorted(missing, key=lambda key: -sizes[key]):
+            span = self._allocate(key, sizes[key])
             if span is None:
-                with closing(self._order.pick()) as order:
-                    gone = ground.make_room(sizes[key], order, movable)
-                    if gone is not None:
-                        change.gone += [(other, ground.free(other)) for other in gone]
-                if gone is None:
-                    self._undo(change)
+                with closing(self._queue.pick()) as order:
+                    freed = allocator.make_room(sizes[key], order, movable)
+                    if freed is not None:
+                        relocation.evictions += [(other, allocator.free(other)) for other in freed]
+                if freed is None:
+                    self._undo(relocation)
                     return None
-                span = self._put(key, sizes[key])
+                span = self._allocate(key, sizes[key])
                 assert span is not None
-            change.come.append((key, span))
-        rank = {key: index for index, key in enumerate(coming)}
-        change.come.sort(key=lambda pair: rank[pair[0]])
-        return change
+            relocation.loads.append((key, span))
+        rank = {key: index for index, key in enumerate(missing)}
+        relocation.loads.sort(key=lambda pair: rank[pair[0]])
+        return relocation
 
-    def _put(self, key: Key, size: int) -> FreeSpan | None:
-        span = self.ground.put(key, size, high=size < self.ground.size * SMALL)
+    def _allocate(self, key: Key, size: int) -> AddressSpan | None:
+        span = self.allocator.allocate(key, size, high=size < self.allocator.size * SMALL)
         if span is not None:
-            self._order.add(key)
+            self._queue.add(key)
         return span
 
-    def _worth(self, key: Key) -> tuple[bool, float]:
+    def _priority(self, key: Key) -> tuple[bool, float]:
         """Less for what should go first."""
-        return self.ground.spans[key].size < self.ground.size * SMALL, -self._next_use(key)
+        return self.allocator.spans[key].size < self.allocator.size * SMALL, -self._next_use(key)
 
-    def _undo(self, change: Change[Key]) -> None:
-        for key, _ in change.come:
-            self.ground.free(key)
-        for key, span in change.gone:
-            self.place(key, span)
+    def _undo(self, relocation: Relocation[Key]) -> None:
+        for key, _ in relocation.loads:
+            self.allocator.free(key)
+        for key, span in relocation.evictions:
+            self.place_at(key, span)
 
 
-# Things in the order in which they should go: a heap, in which what has become wrong is found when it comes up.
+Priority = tuple[bool, float]
 
-Worth = tuple[bool, float]
-
-SPARE = 1024
-"""So many entries may be wrong, or four for every thing that is there, before they are all made anew."""
+STALE_ENTRIES = 1024
+"""So many heap entries may be stale, or four for every live key, before the heap is rebuilt."""
 
 
 class EvictionQueue(Generic[Key]):
-    """``worth`` is less for what should go first, and ``there`` holds all that can go.
+    """Keys in the order of their eviction: a heap whose stale entries are recognised when they come up.
 
-    Whoever adds a thing, or knows that it should go sooner than before, says so with ``add``. That one should go later
-    is seen by itself.
+    ``priority`` is less for what should go first, and ``present`` holds all that can go. Call ``add`` for a new key,
+    and for one that should go sooner than before. That a key should go later is noticed without a call.
     """
 
-    def __init__(self, worth: Callable[[Key], Worth], there: Container[Key]) -> None:
-        self._worth, self._there = worth, there
-        self._heap: list[tuple[Worth, int, Key]] = []
+    def __init__(self, priority: Callable[[Key], Priority], present: Container[Key]) -> None:
+        self._priority, self._present = priority, present
+        self._heap: list[tuple[Priority, int, Key]] = []
         self._number = count()
-        self._most = SPARE
+        self._limit = STALE_ENTRIES
 
     def add(self, key: Key) -> None:
-        heappush(self._heap, (self._worth(key), next(self._number), key))
-        if len(self._heap) > self._most:
-            self._renew()
+        heappush(self._heap, (self._priority(key), next(self._number), key))
+        if len(self._heap) > self._limit:
+            self.rebuild()
 
     def pick(self) -> Generator[Key]:
-        """From the first to go to the last, as long as somebody asks. What is still there when the iterator is closed
-        stays in the order."""
-        heap, picked = self._heap, dict[Key, tuple[Worth, int, Key]]()
+        """Keys from the first to go to the last. What is still present when the iterator is closed stays queued."""
+        heap, picked = self._heap, dict[Key, tuple[Priority, int, Key]]()
         try:
             while heap:
                 entry = heappop(heap)
                 key = entry[2]
-                if key not in self._there or key in picked:
+                if key not in self._present or key in picked:
                     continue
-                worth = self._worth(key)
-                if worth != entry[0]:
-                    heappush(heap, (worth, next(self._number), key))
+                priority = self._priority(key)
+                if priority != entry[0]:
+                    heappush(heap, (priority, next(self._number), key))
                     continue
                 picked[key] = entry
                 yield key
         finally:
             for key, entry in picked.items():
-                if key in self._there:
+                if key in self._present:
                     heappush(heap, entry)
 
-    def _renew(self) -> None:
-        keys = dict.fromkeys(key for _, _, key in self._heap if key in self._there)
-        self._heap[:] = [(self._worth(key), next(self._number), key) for key in keys]
+    def rebuild(self) -> None:
+        """Drops all stale entries."""
+        keys = dict.fromkeys(key for _, _, key in self._heap if key in self._present)
+        self._heap[:] = [(self._priority(key), next(self._number), key) for key in keys]
         heapify(self._heap)
-        self._most = SPARE + 4 * len(self._heap)
+        self._limit = STALE_ENTRIES + 4 * len(self._heap)

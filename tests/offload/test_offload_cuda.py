@@ -18,8 +18,8 @@ from weft.engine.reference import SequentialReference
 from weft.engine.rng import deterministic
 from weft.offload import OffloadConfig
 from weft.offload.copy_engine import CudaCopy
-from weft.offload.host_memory import taken
-from weft.offload.setup import offload, prepare
+from weft.offload.host_memory import allocate_host
+from weft.offload.setup import attach, move_buffers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -33,10 +33,10 @@ def trained(task: Task, said: OffloadConfig | None) -> tuple[Outcome, Any]:
     if said is None:
         chain = chain.to(CUDA)
     else:
-        prepare(chain, CUDA)
+        move_buffers(chain, CUDA)
     sequential = SequentialReference(chain, task.law, task.stream, CUDA)
     if said is not None:
-        offload(sequential, said)
+        attach(sequential, said)
     losses = []
     with deterministic(CUDA):
         sequential.train_mode()
@@ -66,7 +66,7 @@ def test_any_budget_gives_the_same_bits_on_a_gpu(consistency: str, precision: st
 
 def test_only_layers_that_come_late_count_as_late_however_long_the_device_waits_for_others() -> None:
     mover, there = CudaCopy(CUDA), torch.zeros(1 << 20, device=CUDA)
-    here = taken(there.nbytes, pin=True).view(torch.float32)
+    here = allocate_host(there.nbytes, pin=True).view(torch.float32)
     with deterministic(CUDA):
         torch.cuda._sleep(200_000_000)  # a device that others keep busy
         mover.wait(mover.send(here, there, [mover.mark()]))
@@ -80,15 +80,15 @@ def test_only_layers_that_come_late_count_as_late_however_long_the_device_waits_
 
 def test_memory_of_the_host_is_pinned_and_let_go_of() -> None:
     for _ in range(3):
-        memory = taken(1 << 20, pin=True)
+        memory = allocate_host(1 << 20, pin=True)
         assert memory.is_pinned()
         del memory
 
 
 def test_a_run_on_a_gpu_ends_and_is_searched_as_one_without(tmp_path: Path) -> None:
-    told: dict[str, Any] = {"steps": 12, "batch_size": 4, "optimizer": ADAM, "device": "cuda", "validate": 4}
-    wanted = weft.train(stages.text, samples("text"), **told, runs=tmp_path, run="all")
-    found = weft.train(stages.text, samples("text"), **told, runs=tmp_path, run="small", residency="56KiB")
+    told: dict[str, Any] = {"steps": 12, "batch_size": 4, "optimizer": ADAM, "device": "cuda", "validation": 4}
+    wanted = weft.train(stages.text, samples("text"), **told, folder=tmp_path, run="all")
+    found = weft.train(stages.text, samples("text"), **told, folder=tmp_path, run="small", offload="56KiB")
     assert found.fingerprint == wanted.fingerprint
     best = [(pick.subnet.id, pick.scores) for pick in weft.search(wanted, minimize=["loss", "flops"], budget=6)]
     assert [(p.subnet.id, p.scores) for p in weft.search(found, minimize=["loss", "flops"], budget=6)] == best

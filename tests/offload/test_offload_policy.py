@@ -10,44 +10,44 @@ from itertools import combinations, islice, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.offload.allocator import AddressAllocator, FreeSpan
-from weft.offload.policy import EvictionQueue, Policy, Uses
+from weft.offload.allocator import AddressAllocator, AddressSpan
+from weft.offload.policy import EvictionPolicy, EvictionQueue, NextUses
 
 
 def test_the_smallest_hole_that_is_large_enough_is_taken_and_holes_are_merged() -> None:
     ground = AddressAllocator(100)
-    assert [ground.put(key, size) for key, size in (("a", 30), ("b", 10), ("c", 40))] == [
-        FreeSpan(0, 30),
-        FreeSpan(30, 10),
-        FreeSpan(40, 40),
+    assert [ground.allocate(key, size) for key, size in (("a", 30), ("b", 10), ("c", 40))] == [
+        AddressSpan(0, 30),
+        AddressSpan(30, 10),
+        AddressSpan(40, 40),
     ]
     ground.free("b")
-    assert ground.put("d", 10) == FreeSpan(30, 10)  # not the hole of 20 at the end
+    assert ground.allocate("d", 10) == AddressSpan(30, 10)  # not the hole of 20 at the end
     ground.free("a")
     ground.free("d")
-    assert ground.put("e", 40) == FreeSpan(0, 40)
-    assert ground.put("f", 21) is None
-    assert ground.taken == 80
+    assert ground.allocate("e", 40) == AddressSpan(0, 40)
+    assert ground.allocate("f", 21) is None
+    assert ground.used == 80
 
 
 def test_the_layer_whose_next_use_is_farthest_goes() -> None:
     routes = [["a"], ["b"], ["c"], ["b"], ["a"], ["c"]]
-    uses = Uses(lambda n: routes[n], 0, len(routes))
-    policy = Policy(2, lambda key: False, lambda key: uses.next(str(key)))
+    uses = NextUses(lambda n: routes[n], 0, len(routes))
+    policy = EvictionPolicy(2, lambda key: False, lambda key: uses.next(str(key)))
     gone = []
     for at, route in enumerate(routes):
-        policy.later(uses.move(at))
-        change = policy.want(dict.fromkeys(route, 1))
+        policy.reprioritize(uses.advance_to(at))
+        change = policy.place(dict.fromkeys(route, 1))
         assert change is not None
-        gone.append([key for key, _ in change.gone])
+        gone.append([key for key, _ in change.evictions])
     assert gone == [[], [], ["a"], [], ["b"], []]  # before c, a is used later than b; before a, b never again
 
 
 def test_a_layer_that_is_not_used_again_counts_as_farthest() -> None:
-    uses = Uses(lambda n: ["a"] if n < 3 else ["b"], 0, 6)
+    uses = NextUses(lambda n: ["a"] if n < 3 else ["b"], 0, 6)
     found = []
     for n in range(5):
-        uses.move(n)
+        uses.advance_to(n)
         found.append([uses.next(name) for name in "abc"])
     assert found == [
         [0, 3, math.inf],
@@ -66,10 +66,10 @@ def test_a_layer_that_is_not_used_again_counts_as_farthest() -> None:
 def test_the_next_use_is_the_first_one_within_the_horizon(
     routes: list[list[str]], horizon: int, moves: list[int]
 ) -> None:
-    uses, n = Uses(lambda n: routes[n], 0, len(routes), horizon), 0
+    uses, n = NextUses(lambda n: routes[n], 0, len(routes), horizon), 0
     for by in [0, *moves]:
         n = min(n + by, len(routes))
-        uses.move(n)
+        uses.advance_to(n)
         for name in "abcd":
             first = next((k for k in range(n, min(n + horizon, len(routes))) if name in routes[k]), math.inf)
             assert uses.next(name) == first
@@ -77,12 +77,12 @@ def test_the_next_use_is_the_first_one_within_the_horizon(
 
 def test_what_is_small_lies_at_the_end_and_goes_last() -> None:
     uses = {"large": 9.0, "tiny": 99.0, "other": 10.0}
-    policy = Policy(2 * 2**20, lambda key: False, uses.__getitem__)
-    policy.want({"large": 2**20, "tiny": 16})
-    assert policy.ground.spans == {"large": FreeSpan(0, 2**20), "tiny": FreeSpan(2 * 2**20 - 16, 16)}
-    change = policy.want({"other": 2**20})
+    policy = EvictionPolicy(2 * 2**20, lambda key: False, uses.__getitem__)
+    policy.place({"large": 2**20, "tiny": 16})
+    assert policy.allocator.spans == {"large": AddressSpan(0, 2**20), "tiny": AddressSpan(2 * 2**20 - 16, 16)}
+    change = policy.place({"other": 2**20})
     assert change is not None
-    assert change.gone == [("large", FreeSpan(0, 2**20))]  # although the other is used later
+    assert change.evictions == [("large", AddressSpan(0, 2**20))]  # although the other is used later
 
 
 @settings(max_examples=150, deadline=None)
@@ -102,7 +102,7 @@ def test_things_go_in_the_order_of_their_worth_whatever_became_of_them(data: st.
         else:
             del worth[key]
         if data.draw(st.booleans()):
-            order._renew()
+            order.rebuild()
         with closing(order.pick()) as picked:
             found = list(islice(picked, data.draw(st.integers(0, 10))))
         assert [worth[key] for key in found] == sorted(worth.values())[: len(found)]
@@ -114,7 +114,7 @@ class Bytes:
     def __init__(self, size: int) -> None:
         self.owner: list[int | None] = [None] * size
 
-    def set(self, span: FreeSpan, key: int) -> None:
+    def set(self, span: AddressSpan, key: int) -> None:
         assert all(owner is None for owner in self.owner[span.start : span.end])
         assert span.start >= 0
         assert span.end <= len(self.owner)
@@ -142,7 +142,7 @@ def test_a_ground_is_a_map_of_bytes(data: st.DataObject) -> None:
         if what == "put":
             wanted = data.draw(st.integers(1, size))
             hole = oracle.largest_hole()
-            span = ground.put(key, wanted)
+            span = ground.allocate(key, wanted)
             assert (span is None) == (wanted > hole)
             if span is not None:
                 oracle.set(span, key)
@@ -150,7 +150,7 @@ def test_a_ground_is_a_map_of_bytes(data: st.DataObject) -> None:
         old = data.draw(st.sampled_from(there))
         ground.free(old)
         oracle.clear(old)
-        assert ground.taken == sum(owner is not None for owner in oracle.owner)
+        assert ground.used == sum(owner is not None for owner in oracle.owner)
 
 
 @settings(max_examples=150, deadline=None)
@@ -160,13 +160,13 @@ def test_what_is_wanted_comes_and_what_is_pinned_stays_where_it_is(data: st.Data
     sizes = {key: data.draw(st.integers(1, max(size // 2, 1))) for key in range(8)}
     soon = {key: data.draw(st.integers(0, 20)) for key in sizes}
     pinned: set[int] = set()
-    policy = Policy(size, lambda key: key in pinned, lambda key: soon[key])  # type: ignore[index]
+    policy = EvictionPolicy(size, lambda key: key in pinned, lambda key: soon[key])  # type: ignore[index]
     for _ in range(data.draw(st.integers(1, 12))):
         wanted = data.draw(st.lists(st.sampled_from(range(8)), min_size=1, max_size=4, unique=True))
-        before = dict(policy.ground.spans)
+        before = dict(policy.allocator.spans)
         kept = {key: before[key] for key in pinned & set(before)}
-        change = policy.want({key: sizes[key] for key in wanted})
-        after = policy.ground.spans
+        change = policy.place({key: sizes[key] for key in wanted})
+        after = policy.allocator.spans
         if change is None:
             assert after == before
             need = sum(sizes[key] for key in wanted)
@@ -174,9 +174,9 @@ def test_what_is_wanted_comes_and_what_is_pinned_stays_where_it_is(data: st.Data
         else:
             assert set(wanted) <= set(after)
             assert all(after[key] == span for key, span in kept.items())
-            assert {key for key, _ in change.gone} <= set(before) - set(kept)
+            assert {key for key, _ in change.evictions} <= set(before) - set(kept)
             moved = {key: span for key, span in after.items() if before.get(key) != span}
-            assert moved.items() <= dict(change.come).items() <= after.items()
+            assert moved.items() <= dict(change.loads).items() <= after.items()
         spans = sorted(after.values())
         assert all(a.end <= b.start for a, b in pairwise(spans))
         assert all(span.start >= 0 and span.end <= size for span in spans)
@@ -205,12 +205,12 @@ def fewest(routes: Sequence[frozenset[int]], room: int) -> int:
     room=st.integers(3, 5),
 )
 def test_no_other_way_to_evict_needs_fewer_copies(routes: list[frozenset[int]], room: int) -> None:
-    uses = Uses(lambda n: [str(layer) for layer in routes[n]], 0, len(routes))
-    policy = Policy(room, lambda key: False, lambda key: uses.next(str(key)))
+    uses = NextUses(lambda n: [str(layer) for layer in routes[n]], 0, len(routes))
+    policy = EvictionPolicy(room, lambda key: False, lambda key: uses.next(str(key)))
     copies = 0
     for at, route in enumerate(routes):
-        policy.later(uses.move(at))
-        change = policy.want({str(layer): 1 for layer in sorted(route)})
+        policy.reprioritize(uses.advance_to(at))
+        change = policy.place({str(layer): 1 for layer in sorted(route)})
         assert change is not None
-        copies += len(change.come)
+        copies += len(change.loads)
     assert copies == fewest(routes, room)

@@ -24,7 +24,7 @@ from weft.engine.reference import SequentialReference
 from weft.errors import ConfigError, TrainError
 from weft.offload import OffloadConfig, OffloadManager
 from weft.offload.copy_engine import SyncCopy
-from weft.offload.setup import offload
+from weft.offload.setup import attach
 from weft.pipeline.stage import Stage
 
 
@@ -52,10 +52,10 @@ class Late:
         self.rng = random.Random(seed)
         self.jobs: list[Job] = []
 
-    def bring(self, target: Tensor, source: Tensor, after: Sequence[Job | None]) -> Job:
+    def to_device(self, target: Tensor, source: Tensor, after: Sequence[Job | None]) -> Job:
         return self._add(target, source, after, poison=True)
 
-    def send(self, target: Tensor, source: Tensor, after: Sequence[Job | None]) -> Job:
+    def to_host(self, target: Tensor, source: Tensor, after: Sequence[Job | None]) -> Job:
         return self._add(target, source, after, poison=True)
 
     def _add(self, target: Tensor, source: Tensor, after: Sequence[Job | None], poison: bool) -> Job:
@@ -72,7 +72,7 @@ class Late:
                 job.run()
         self.jobs = [job for job in self.jobs if not job.done]
 
-    def mark(self) -> None:
+    def record(self) -> None:
         return None
 
     def wait(self, ticket: Job | None) -> None:
@@ -80,12 +80,12 @@ class Late:
             ticket.run()
         self._some()
 
-    settle = wait
+    synchronize = wait
 
     def done(self, ticket: Job | None) -> bool:
         return ticket is None or ticket.done
 
-    def late(self) -> int:
+    def count_late(self) -> int:
         return 0
 
 
@@ -97,28 +97,28 @@ class Early:
         """Of the device, once there is one."""
         self.count = 0
 
-    def bring(self, target: Tensor, source: Tensor, after: Sequence[Moment | None]) -> Moment:
+    def to_device(self, target: Tensor, source: Tensor, after: Sequence[Moment | None]) -> Moment:
         assert torch.equal(self._then(after, target), target), "written to after it was given up"
         target.copy_(source)
-        return self.mark()
+        return self.record()
 
-    def send(self, target: Tensor, source: Tensor, after: Sequence[Moment | None]) -> Moment:
+    def to_host(self, target: Tensor, source: Tensor, after: Sequence[Moment | None]) -> Moment:
         target.copy_(self._then(after, source))
-        return self.mark()
+        return self.record()
 
-    def mark(self) -> Moment:
+    def record(self) -> Moment:
         self.count += 1
         return Moment(self.count, self.memory.clone())
 
     def wait(self, ticket: Moment | None) -> None:
         return
 
-    settle = wait
+    synchronize = wait
 
     def done(self, ticket: Moment | None) -> bool:
         return ticket is None
 
-    def late(self) -> int:
+    def count_late(self) -> int:
         return 0
 
     def _then(self, after: Sequence[Moment | None], part: Tensor) -> Tensor:
@@ -142,14 +142,14 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 def least_of(task: Task) -> int:
     sequential = SequentialReference(task.chain(), task.law, task.stream, CPU)
-    offload(sequential, OffloadConfig("1TiB", ahead=0))
+    attach(sequential, OffloadConfig("1TiB", prefetch=0))
     assert sequential.memory is not None
     return sequential.memory.least
 
 
 def resided(task: Task, said: OffloadConfig, seed: int | None = None) -> tuple[Outcome, OffloadManager]:
     sequential = SequentialReference(task.chain(), task.law, task.stream, CPU)
-    offload(sequential, said, mover=None if seed is None else Late(seed))
+    attach(sequential, said, copy_engine=None if seed is None else Late(seed))
     memory = sequential.memory
     assert memory is not None
     sequential.train_mode()
@@ -169,7 +169,7 @@ def stages_reside(said: dict[int, OffloadConfig], mover: Callable[[], Any]) -> A
 
     def make(*arguments: Any, **options: Any) -> Stage:
         stage = Stage(*arguments, **options)
-        offload(stage, said[stage.index], mover=(own := mover()))
+        attach(stage, said[stage.index], copy_engine=(own := mover()))
         assert stage.memory is not None
         if isinstance(own, Early):
             own.memory = stage.memory.device.memory
@@ -198,9 +198,9 @@ def test_the_least_budget_gives_the_same_bits_however_late_copies_come(consisten
     budget = least_of(task)
     found, memory = resided(task, OffloadConfig(budget), seed=1)
     same(found, sequentially(task))
-    assert memory.figures()["peak"] <= budget
+    assert memory.stats()["peak"] <= budget
     if consistency == "exact":  # else nothing would have been tried
-        assert memory.figures()["sent"] > 0
+        assert memory.stats()["evicted_bytes"] > 0
 
 
 @pytest.mark.parametrize("consistency", PROMISES)
@@ -208,7 +208,7 @@ def test_the_least_budget_gives_the_same_bits_however_late_copies_come(consisten
 def test_nothing_is_copied_before_the_device_has_done_what_it_was_given_to_do(consistency: str, factor: float) -> None:
     task = make_task("text", m=2, steps=7, consistency=consistency, optimizer=ADAM)
     sequential, mover = SequentialReference(task.chain(), task.law, task.stream, CPU), Early()
-    offload(sequential, OffloadConfig(int(least_of(task) * factor)), mover=mover)
+    attach(sequential, OffloadConfig(int(least_of(task) * factor)), copy_engine=mover)
     assert sequential.memory is not None
     mover.memory = sequential.memory.device.memory
     sequential.train_mode()
@@ -225,7 +225,7 @@ def test_whatever_an_optimizer_keeps_goes_with_its_layer(kind: str) -> None:
     task = make_task("text", optimizer=Optimizer(kind, lr=1e-3))
     found, memory = resided(task, OffloadConfig(least_of(task)), seed=2)
     same(found, sequentially(task))
-    assert memory.figures()["sent"] > 0
+    assert memory.stats()["evicted_bytes"] > 0
 
 
 def test_a_byte_less_than_the_least_is_refused_with_the_least() -> None:
@@ -249,9 +249,9 @@ def test_a_budget_in_wrong_units_is_a_mistake_of_the_config(wrong: str) -> None:
 def test_with_room_for_all_layers_nothing_is_copied_twice() -> None:
     task = make_task("text", steps=12, optimizer=ADAM)
     _, memory = resided(task, OffloadConfig("1MiB"))
-    told = memory.figures()
+    told = memory.stats()
     used = {name for n in range(12) for name in (layer.name for layer in task.chain().route(task.stream[n][0]))}
-    assert told["brought"] == sum(memory.homes[name].layout.weight_bytes for name in used if name in memory.homes)
+    assert told["loaded_bytes"] == sum(memory.layers[name].layout.weight_bytes for name in used if name in memory.layers)
     assert told["sent"] == 0
 
 
@@ -259,12 +259,12 @@ def test_with_room_for_all_layers_nothing_is_copied_twice() -> None:
 def test_where_layers_are_still_on_their_way_the_next_ones_are_not_put_off(mover: Any, ready: list[int]) -> None:
     task = make_task("text", steps=12, optimizer=ADAM)
     sequential = SequentialReference(task.chain(), task.law, task.stream, CPU)
-    offload(sequential, OffloadConfig("1MiB", ahead=2), mover=mover)
+    attach(sequential, OffloadConfig("1MiB", prefetch=2), copy_engine=mover)
     memory = sequential.memory
     assert memory is not None
     if isinstance(mover, Early):
         mover.memory = memory.device.memory
-    memory.begin(0, 12)
+    memory.begin_run(0, 12)
     found = []
     for n in range(2):
         memory.start(n)
@@ -273,24 +273,24 @@ def test_where_layers_are_still_on_their_way_the_next_ones_are_not_put_off(mover
 
 
 def test_what_did_not_change_is_not_written_back() -> None:
-    from weft.offload.setup import make_readable
+    from weft.offload.setup import attach_for_scoring
     from weft.supernet import initialise
 
     chain = initialise(stages.text, 0)
-    memory = make_readable(chain, CPU, OffloadConfig("12KiB"))
-    for name in [*memory.homes, *memory.homes]:
-        with memory.lending([name]):
+    memory = attach_for_scoring(chain, CPU, OffloadConfig("12KiB"))
+    for name in [*memory.layers, *memory.layers]:
+        with memory.pinned_on_device([name]):
             pass
-    assert memory.device.traffic.sent == 0
-    assert memory.device.traffic.brought > memory.device.traffic.peak
+    assert memory.device.traffic.evicted_bytes == 0
+    assert memory.device.traffic.loaded_bytes > memory.device.traffic.peak_bytes
 
 
 def test_a_layer_that_was_not_used_has_no_optimizer_state_to_move() -> None:
     task = make_task("text", steps=1, optimizer=ADAM)
     _, memory = resided(task, OffloadConfig("1MiB"))
     used = {layer.name for layer in task.chain().route(task.stream[0][0])}
-    for name, home in memory.homes.items():
-        assert len(home.filled) == (home.layout.moved_bytes if name in used else home.layout.weight_bytes)
+    for name, home in memory.layers.items():
+        assert len(home.copied_host) == (home.layout.copied_bytes if name in used else home.layout.weight_bytes)
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ class Case:
         found = {}
         for index in range(len(cut) + 1):
             stage = Stage(self.task.chain(), self.task.law, self.task.stream, CPU, cut, index)
-            offload(stage, OffloadConfig("1TiB", ahead=0))
+            attach(stage, OffloadConfig("1TiB", prefetch=0))
             assert stage.memory is not None
             found[index] = max(stage.memory.least, 1)
         return found
@@ -362,8 +362,8 @@ def run_case(case: Case, **options: Any) -> tuple[Outcome, list[Any]]:
     with stages_reside(said, Early if case.early else partial(Late, case.seed)) as made:
         found = in_stages(case.task, cut, case.window, case.seed, **case.how, **options)
     for index, memory in enumerate(made):
-        assert memory.figures()["peak"] <= budgets[index]
-        assert not any(home.users or home.spares or home.lent for home in memory.homes.values())
+        assert memory.stats()["peak"] <= budgets[index]
+        assert not any(home.users or home.spares or home.pins for home in memory.layers.values())
     return found
 
 

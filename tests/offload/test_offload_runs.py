@@ -19,7 +19,7 @@ from disturbed import samples
 
 import weft
 from weft.errors import ConfigError, TrainError
-from weft.offload.host_memory import taken
+from weft.offload.host_memory import allocate_host
 from weft.trace.perfetto import perfetto
 from weft.trace.reader import STATES, read_traces
 
@@ -28,7 +28,7 @@ BUDGET = "56KiB"
 
 
 def train(folder: Path, **options: Any) -> weft.TrainedRun:
-    told = {"steps": 12, "batch_size": 4, "optimizer": ADAM, "runs": folder, **options}
+    told = {"steps": 12, "batch_size": 4, "optimizer": ADAM, "folder": folder, **options}
     return weft.train(stages.text, partial(samples, "text"), **told)
 
 
@@ -36,7 +36,7 @@ def train(folder: Path, **options: Any) -> weft.TrainedRun:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> weft.TrainedRun:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    found = train(tmp_path_factory.mktemp("alone"), run="alone", validate=4)
+    found = train(tmp_path_factory.mktemp("alone"), run="alone", validation=4)
     torch.set_num_threads(before)
     return found
 
@@ -47,25 +47,25 @@ def events(run: weft.TrainedRun, kind: str) -> list[dict[str, Any]]:
 
 
 def test_a_run_says_what_moved_and_scores_and_ends_as_one_without(tmp_path: Path, alone: weft.TrainedRun) -> None:
-    found = train(tmp_path, run="small", validate=4, residency=BUDGET)
+    found = train(tmp_path, run="small", validation=4, offload=BUDGET)
     assert found.fingerprint == alone.fingerprint
     assert [row["scores"] for row in events(found, "validation")] == [
         row["scores"] for row in events(alone, "validation")
     ]
     told = events(found, "finished")[0]["residency"]
-    assert told["brought"] > 0
-    assert told["sent"] > 0
+    assert told["loaded_bytes"] > 0
+    assert told["evicted_bytes"] > 0
     assert told["peak"] <= told["budget"] == 56 * 1024
     assert told["uses"] == 12 * 6
     assert events(found, "residency")[-1]["stages"][0]["hit_rate"] > 0.9
 
 
 def test_a_search_scores_subnets_of_a_supernet_that_does_not_fit(tmp_path: Path, alone: weft.TrainedRun) -> None:
-    found = train(tmp_path, run="small", validate=4, residency=BUDGET)
+    found = train(tmp_path, run="small", validation=4, offload=BUDGET)
     wanted = [(pick.subnet.id, pick.scores) for pick in weft.search(alone, minimize=["loss", "flops"], budget=6)]
     assert [(p.subnet.id, p.scores) for p in weft.search(found, minimize=["loss", "flops"], budget=6)] == wanted
     loaded = weft.load_run(
-        found.path, stages.text, samples("text"), steps=12, batch_size=4, optimizer=ADAM, residency=BUDGET
+        found.path, stages.text, samples("text"), steps=12, batch_size=4, optimizer=ADAM, offload=BUDGET
     )
     assert [(p.subnet.id, p.scores) for p in weft.search(loaded, minimize=["loss", "flops"], budget=6)] == wanted
 
@@ -74,7 +74,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(caplog: pytest.LogCapture
     if torch.cuda.is_available():
         pytest.skip("here it can be pinned")
     with caplog.at_level(logging.WARNING, logger="weft.pipeline"):
-        memory = taken(1 << 16, pin=True)
+        memory = allocate_host(1 << 16, pin=True)
     assert memory.numel() == 1 << 16
     assert memory.data_ptr() % 512 == 0
     assert "cannot be pinned" in caplog.text
@@ -83,21 +83,21 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(caplog: pytest.LogCapture
 
 def test_more_than_the_host_has_is_refused_with_a_way_out() -> None:
     with pytest.raises(TrainError, match="in host memory only: use more stages"):
-        taken(2**50, pin=False)
+        allocate_host(2**50, pin=False)
 
 
 def test_a_mistake_in_the_budget_leaves_no_run(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="The least that would do"):
-        train(tmp_path, run="never", residency="4KiB")
+        train(tmp_path, run="never", offload="4KiB")
     assert not (tmp_path / "never").exists()
 
 
 KILLED = """
 import os, signal, sys, torch
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 from pathlib import Path
 from weft.offload.copy_engine import SyncCopy
-import test_pipeline_residency_runs as runs
+import test_offload_runs as runs
 
 torch.set_num_threads(1)
 count = 0
@@ -111,7 +111,7 @@ def torn(self, target, source, after):
         os.kill(os.getpid(), signal.SIGKILL)
     target.copy_(source)
 
-SyncCopy.send = torn
+SyncCopy.to_host = torn
 runs.train(Path({folder!r}), run="killed", checkpoint_every=2, validate=4, residency=runs.BUDGET)
 """
 
@@ -119,11 +119,13 @@ runs.train(Path({folder!r}), run="killed", checkpoint_every=2, validate=4, resid
 def test_a_run_killed_in_the_middle_of_a_write_back_goes_on_with_another_budget(
     tmp_path: Path, alone: weft.TrainedRun
 ) -> None:
-    script = KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    script = KILLED.format(
+        folders=[str(Path(__file__).parent), str(Path(stages.__file__).parent)], folder=str(tmp_path)
+    )
     ended = subprocess.run([sys.executable, "-c", script], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert any((tmp_path / "killed" / "checkpoints").iterdir())
-    again = train(tmp_path, run="killed", checkpoint_every=2, validate=4, residency="80KiB", resume=True)
+    again = train(tmp_path, run="killed", checkpoint_every=2, validation=4, offload="80KiB", resume=True)
     assert 0 < events(again, "started")[-1]["at"] < 12
     assert again.fingerprint == alone.fingerprint
 
@@ -134,12 +136,12 @@ def test_two_processes_with_a_budget_each_give_the_bits_of_one_and_say_how_layer
     found = train(
         tmp_path,
         run="two",
-        validate=4,
+        validation=4,
         stages=2,
         cut=(3,),
-        residency=weft.OffloadConfig("48KiB"),
+        offload=weft.OffloadConfig("48KiB"),
         trace=True,
-        restarts=0,
+        max_restarts=0,
     )
     assert found.fingerprint == alone.fingerprint
     told = events(found, "finished")[0]["residency"]
@@ -180,9 +182,9 @@ def test_a_config_gives_the_budget_and_no_part_of_it_is_part_of_the_law() -> Non
     from weft.trainer.config import make_settings
     from weft.zoo import digits_conv
 
-    config = make_config({"supernet": "digits-conv"}, ["--residency.budget=8GiB", "--residency.ahead=4"])
+    config = make_config({"supernet": "digits-conv"}, ["--residency.budget=8GiB", "--residency.prefetch=4"])
     found = train_arguments(config, Path())["residency"]
-    assert found == weft.OffloadConfig("8GiB", ahead=4)
+    assert found == weft.OffloadConfig("8GiB", prefetch=4)
     chain = initialise(digits_conv)
     laws = [make_settings(chain, steps=1, residency=said).law(chain, digits()) for said in (None, found)]
     assert laws[0] == laws[1]
