@@ -26,9 +26,14 @@ Names = str | tuple[str, ...]
 """One name or several: ``maximize = "accuracy"`` and ``maximize = ["accuracy"]`` mean the same."""
 
 
-def table_of(source: type, *, without: Sequence[str] = (), kinds: Mapping[str, Any] = {}, **defaults: Any) -> Any:
+def table_of(
+    called: str, source: type, /, *, without: Sequence[str] = (), kinds: Mapping[str, Any] = {}, **defaults: Any
+) -> Any:
     """The table of a configuration file with the fields of a dataclass; where a field takes code or another object, the
-    file has text that names it. ``kinds`` and ``defaults`` are those of fields that the file writes otherwise."""
+    file has text that names it. ``kinds`` and ``defaults`` are those of fields that the file writes otherwise.
+
+    ``called`` is the name that the table has in this module, by which processes find it when one is sent to them.
+    """
     hints = get_type_hints(source)
     entries = []
     for entry in dataclasses.fields(source):
@@ -39,7 +44,7 @@ def table_of(source: type, *, without: Sequence[str] = (), kinds: Mapping[str, A
         kind = kinds.get(entry.name) or _plain(hints[entry.name], default is None)
         required = default is dataclasses.MISSING
         entries.append((entry.name, kind) if required else (entry.name, kind, default))
-    table = msgspec.defstruct(source.__name__, entries, frozen=True, forbid_unknown_fields=True, module=__name__)
+    table = msgspec.defstruct(called, entries, frozen=True, forbid_unknown_fields=True, module=__name__)
     table.__doc__ = source.__doc__
     return table
 
@@ -75,11 +80,12 @@ if TYPE_CHECKING:
     OffloadTable = OffloadConfig
     RunTable = RunConfig
 else:
-    Train = table_of(TrainConfig, without=("optimizer", "consistency", "architecture_search"))
-    ExecutionTable = table_of(Execution, without=("offload",))
-    ValidationTable = table_of(Validation)
-    OffloadTable = table_of(OffloadConfig, kinds={"budget": str | int | None}, budget=None)
+    Train = table_of("Train", TrainConfig, without=("optimizer", "consistency", "architecture_search"))
+    ExecutionTable = table_of("ExecutionTable", Execution, without=("offload",))
+    ValidationTable = table_of("ValidationTable", Validation)
+    OffloadTable = table_of("OffloadTable", OffloadConfig, kinds={"budget": str | int | None}, budget=None)
     RunTable = table_of(
+        "RunTable",
         RunConfig,
         without=("source",),
         kinds={"metrics": Names, "validation": ValidationTable | int | None},

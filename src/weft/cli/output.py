@@ -61,7 +61,7 @@ def mixture(console: Console, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def simulated(console: Console, rows: list[dict[str, Any]], first: str) -> None:
-    """Numbers of stages, or changes, beside what the simulator foresees of each."""
+    """Numbers of stages, or changes, beside what the simulator expects of each."""
     table = Table(first, "time a step", "speed-up", "bubble", "steady bubble", "most in flight", "cut before block")
     for row in rows:
         if "note" in row:
@@ -80,9 +80,10 @@ def traced_stages(console: Console, found: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     if simulated := found["simulated"]:
-        error = "" if simulated["error"] is None else f", its time off by {100 * simulated['error']:+.1f} %"
+        error = "" if simulated["error"] is None else f" ({100 * simulated['error']:+.1f} %)"
+        real = f" for operations that took {simulated['real_time']:.4g} s{error}"
         steady = f"bubble {simulated['bubble']:.3f}, steady bubble {simulated['steady_bubble']:.3f}"
-        console.print(f"simulated: {simulated['time']:.4g} s{error}; {steady}", soft_wrap=True)
+        console.print(f"simulated: {simulated['time']:.4g} s{real}; {steady}", soft_wrap=True)
     table = Table("stage", "busy", "ops", "ops/s", "most in flight", "mean wait", "worst wait")
     for row in found["stages"]:
         waits = [f"{1000 * row[name]:.4g} ms" for name in ("mean_wait", "worst_wait")]
@@ -91,12 +92,12 @@ def traced_stages(console: Console, found: dict[str, Any]) -> None:
     console.print(table)
     if not found["waits"]:
         return
-    table = Table("op", "waited", "after", "for", "held back meanwhile", title="worst waits", title_justify="left")
+    table = Table("op", "waited", "after", "for", "blocked meanwhile", title="worst waits", title_justify="left")
     for wait in found["waits"]:
         words = {"op": wait["source"], "message": f"the message of {wait['source']}"}
         cause = words.get(wait["cause"], f"its {wait['cause']}")
         table.add_row(
-            wait["op"], f"{1000 * wait['seconds']:.4g} ms", f"{wait['start']:.4g} s", cause, wait["held"] or ""
+            wait["op"], f"{1000 * wait['seconds']:.4g} ms", f"{wait['start']:.4g} s", cause, wait["blocked"] or ""
         )
     console.print(table)
 

@@ -248,8 +248,8 @@ class RunSummary:
             self._validation(event)
         elif kind == "ended":
             self._trial(event, time)
-        elif kind == "pipeline" and isinstance(event.get("utilisation"), list):
-            self.stages = len(event["utilisation"])
+        elif kind == "pipeline" and isinstance(shares := event.get("busy", event.get("utilisation")), list):
+            self.stages = len(shares)
         elif kind in ENDS:
             self._end(event, str(kind), time)
 

@@ -29,17 +29,18 @@ def summary(run: Path, name: str, views: Sequence[str]) -> dict[str, Any]:
     else:
         found = query_run(run, lambda reduced: _figures(reduced, study))
     state = state_of(run, found.pop("ended"))
-    law, train = _mapping(manifest.get("law")), _mapping(_mapping(manifest.get("config")).get("train"))
+    config = _mapping(manifest.get("config"))
+    train, execution = _mapping(config.get("train")), _mapping(config.get("execution"))
     return {
         "name": name,
-        "kind": "tune" if manifest.get("kind") == "study" else "gradient" if "bilevel" in law else "train",
+        "kind": "tune" if manifest.get("kind") == "study" else "gradient" if is_gradient_search(manifest) else "train",
         "state": state,
         "created": manifest.get("created") if isinstance(manifest.get("created"), str) else None,
         "device": manifest.get("device") if isinstance(manifest.get("device"), str) else None,
         **found,
         "left_s": found["left_s"] if state == "running" else None,
         "steps": found["steps"] if found["steps"] is not None else whole(train.get("steps")),
-        "stages": found["stages"] or whole(train.get("stages")) or 1,
+        "stages": found["stages"] or whole(execution.get("stages", train.get("stages"))) or 1,
         "same": [],
         "views": [*views, "config"],
     }
@@ -66,11 +67,22 @@ def with_duplicates(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def details(run: Path) -> dict[str, Any]:
-    """The configuration under flat names, from the law of the run where it has none; and the rest of the manifest."""
+    """The configuration under flat names, as the run was described where it has none; and the rest of the manifest."""
     manifest = read_manifest(run)
-    config = _mapping(manifest.pop("config", None)) or _mapping(manifest.get("law"))
+    config = _mapping(manifest.pop("config", None)) or described(manifest)
     flat = flattened(config)
     return {"config": dict(list(flat.items())[:KEYS]), "manifest": manifest}
+
+
+def described(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What decides the bits of a run. In manifests of format 1 it is called ``law``."""
+    return _mapping(manifest.get("train_config", manifest.get("law")))
+
+
+def is_gradient_search(manifest: Mapping[str, Any]) -> bool:
+    """Whether the run trains weights and architecture together, by its manifest alone."""
+    known = described(manifest)
+    return known.get("architecture_search", known.get("bilevel")) is not None
 
 
 def flattened(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -18,8 +18,8 @@ from weft.trace.reader import STATES, StageTrace, Trace
 
 Event = dict[str, Any]
 
-_CATEGORIES = {"F": "forward", "B": "backward", "W": "weights", "E": "evaluation"}
-_MESSAGES = {"F": "activations", "B": "gradients", "E": "activations to score"}
+_CATEGORIES = {"F": "forward", "B": "backward"}
+_MESSAGES = {"F": "activations", "B": "gradients"}
 _RANKS = {"M": 0, "C": 1, "e": 2, "b": 3, "X": 4, "s": 5, "f": 6}
 """The order of events of one time: an arrow belongs to the last event of its thread before it."""
 
@@ -57,13 +57,13 @@ def _ops(
     columns = (ops.kind, ops.microbatch, ops.start - begin, ops.end - begin, ops.in_flight, ops.forward, ops.backward)
     for code, n, start, end, in_flight, forward, backward in zip(*(own.tolist() for own in columns), strict=True):
         kind, at = chr(code), _microseconds(start)
-        args = {"batch": n} if kind == "E" else {"micro-batch": n, "step": n // microbatches}
+        args = {"micro-batch": n, "step": n // microbatches}
         if is_real:
             args["in_flight"] = in_flight
         if forward >= 0:
             args["version_forward"] = forward
         if backward >= 0:
-            args |= {"version_backward": backward, "drift": backward - forward}
+            args |= {"version_backward": backward, "version_lag": backward - forward}
         names = {"name": f"{number}{kind}{n}", "cat": _CATEGORIES[kind]}
         yield {"ph": "X", **names, **_where(process), "ts": at, "dur": _microseconds(end) - at, "args": args}
 
@@ -84,7 +84,7 @@ def _counters(trace: Trace, number: int) -> Iterator[Event]:
     for at, in_flight in zip(starts, ops.in_flight.tolist(), strict=True):
         yield _counter(number, at, "in flight", "micro-batches", in_flight)
     for place in np.flatnonzero(ops.backward >= 0).tolist():
-        yield _counter(number, starts[place], "drift", "updates", int(ops.backward[place] - ops.forward[place]))
+        yield _counter(number, starts[place], "version lag", "updates", int(ops.backward[place] - ops.forward[place]))
     for since, share in idle_shares(trace, number):
         yield _counter(number, _microseconds(since - trace.begin), "idle", "share", round(share, 6))
 

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from weft.errors import RunError
 
 Numbers = NDArray[Any]
-Kind = Literal["F", "B", "W", "E"]
-Sent = Literal["F", "B", "E"]
+Kind = Literal["F", "B"]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Small = Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)]
 Time = Annotated[float, Meta(ge=0, le=1e12)]
@@ -42,9 +41,7 @@ class Head(Struct, frozen=True):
     cut: list[Small]
     microbatches: Annotated[int, Meta(ge=1, le=2**31)] = 1
     """Micro-batches of a step."""
-    ranks: list[Count] = []
-    """The rank of every stage, where some share one."""
-    simulated: list[tuple[Count, Kind, Count, Time, Time]] | None = None
+    simulated: list[tuple[Count, str, Count, Time, Time]] | None = None
     time: float = 0.0
 
 
@@ -59,13 +56,13 @@ class _Op(Struct, array_like=True, tag="op", forbid_unknown_fields=True):
 
 
 class _Received(Struct, array_like=True, tag="received", forbid_unknown_fields=True):
-    kind: Sent
+    kind: Kind
     microbatch: Count
     time: Time
 
 
 class _Sent(Struct, array_like=True, tag="sent", forbid_unknown_fields=True):
-    kind: Sent
+    kind: Kind
     microbatch: Count
     time: Time
     bytes: Count
@@ -91,18 +88,14 @@ class _Memory(Struct, array_like=True, tag="memory", forbid_unknown_fields=True)
 _Row = _Op | _Received | _Sent | _Update | _Memory | dict[str, Any]
 _decoder = msgspec.json.Decoder(_Row)
 
-_COLUMNS: dict[type[Struct], dict[str, str]] = {
-    _Op: {"kind": "B", "microbatch": "q", "start": "d", "end": "d", "in_flight": "i", "forward": "i", "backward": "i"},
-    _Received: {"kind": "B", "microbatch": "q", "time": "d"},
-    _Sent: {"kind": "B", "microbatch": "q", "bytes": "q"},
-    _Update: {"layers": "i", "version": "i", "start": "d", "end": "d"},
-    _Memory: {
-        "layer": "i",
-        "state": "B",
-        "time": "d",
-        **dict.fromkeys(("resident", "arriving", "leaving", "pinned"), "q"),
-    },
+_ROWS: tuple[type[Struct], ...] = (_Op, _Received, _Sent, _Update, _Memory)
+_CODES = {
+    **dict.fromkeys(("kind", "state"), "B"),
+    **dict.fromkeys(("in_flight", "forward", "backward", "layers", "version", "layer"), "i"),
+    **dict.fromkeys(("microbatch", "bytes", "resident", "arriving", "leaving", "pinned"), "q"),
+    **dict.fromkeys(("start", "end", "time"), "d"),
 }
+"""How ``array`` holds the fields of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +141,7 @@ class Trace:
     head: Head
     stages: tuple[StageTrace, ...]
     simulated: tuple[StageTrace, ...] = ()
-    """The same operations as the simulator foresaw them, from time 0 on."""
+    """The same operations as the simulator expected them, from time 0 on."""
     begin: float = field(init=False)
     end: float = field(init=False)
 
@@ -158,17 +151,6 @@ class Trace:
         begin = min((float(start.min()) for start, _ in parts if len(start)), default=0.0)
         object.__setattr__(self, "begin", begin)
         object.__setattr__(self, "end", max((float(end.max()) for _, end in parts if len(end)), default=begin))
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The rank of every stage."""
-        given = tuple(self.head.ranks)
-        return given if len(given) == len(self.stages) else tuple(range(len(self.stages)))
-
-    @property
-    def by_rank(self) -> dict[int, list[int]]:
-        """The stages of every rank."""
-        return {rank: [n for n, at in enumerate(self.ranks) if at == rank] for rank in sorted(set(self.ranks))}
 
 
 def read_traces(run_path: Path | str) -> Trace:
@@ -266,12 +248,12 @@ class _Start:
 
     def __init__(self, head: Head) -> None:
         self.head = head
-        self._columns = {kind: {name: array(code) for name, code in own.items()} for kind, own in _COLUMNS.items()}
+        self._columns = {row: {name: array(_CODES[name]) for name in row.__struct_fields__} for row in _ROWS}
         self._layers: dict[str, int] = {}
         self._made: StageTrace | None = None
 
     def add(self, rows: Iterable[Any]) -> None:
-        by_type: dict[type[Struct], list[Any]] = {kind: [] for kind in _COLUMNS}
+        by_type: dict[type[Struct], list[Any]] = {kind: [] for kind in _ROWS}
         for row in rows:
             by_type[type(row)].append(row)
         for kind, columns in self._columns.items():
@@ -320,8 +302,8 @@ def _simulated(head: Head) -> tuple[StageTrace, ...]:
     starts = [_Start(head) for _ in range(head.stages)]
     rows: list[list[_Op]] = [[] for _ in starts]
     for stage, kind, microbatch, start, end in head.simulated:
-        if stage < len(rows):
-            rows[stage].append(_Op(kind, microbatch, start, end, 0))
+        if stage < len(rows) and kind in ("F", "B"):
+            rows[stage].append(_Op(kind, microbatch, start, end, 0))  # type: ignore[arg-type]
     for made, own in zip(starts, rows, strict=True):
         made.add(own)
     return tuple(made.stage() for made in starts)

@@ -39,6 +39,14 @@ weft.gantt = (time, more) => {
         : Math.max(0, ...buckets.filter((bucket) => bucket[3] > 0).map((bucket) => bucket[2])),
     );
   };
+  // A simulation holds the first steps of a run; the real time of the same operations stands beside it.
+  const compared = () => {
+    const { seconds, real_seconds: real } = base.simulated;
+    if (!format.known(seconds) || !format.known(real) || !(real > 0)) return `simulated, ${lasting("simulated")}`;
+    const error = seconds / real - 1;
+    const part = real < 0.99 * (time.whole[1] - time.whole[0]) ? "the first operations" : "the same operations";
+    return `simulated, ${format.seconds(seconds)}; ${part} took ${format.seconds(real)} (${error < 0 ? "−" : "+"}${format.percent(Math.abs(error))})`;
+  };
   const series = (palette) =>
     ["real", "simulated"].flatMap((which, axis) => {
       const own = parts(which);
@@ -93,7 +101,7 @@ weft.gantt = (time, more) => {
       graphic: {
         elements: [
           heading(`real, ${lasting("real")}`, 4),
-          two ? heading(`simulated, ${lasting("simulated")}`, 22 + high + 18) : null,
+          two ? heading(compared(), 22 + high + 18) : null,
         ].filter(Boolean),
       },
       grid: two ? [bounds(0), bounds(1)] : [bounds(0)],

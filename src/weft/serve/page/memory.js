@@ -2,7 +2,7 @@
 "use strict";
 weft.memory = (time) => {
   const { el, format } = weft;
-  let [stages, stage, residency] = [[], null, null];
+  let [stages, stage, offload] = [[], null, null];
   const now = () => stages.find((own) => own.stage === stage) ?? stages[0] ?? { time: [], layers: [] };
 
   const picker = el("select", {
@@ -42,21 +42,21 @@ weft.memory = (time) => {
       lanes.element,
     ),
     update(found, counts) {
-      [stages, residency] = [found, counts];
+      [stages, offload] = [found, counts];
       const busiest = stages.reduce((most, own) => (!most || own.time.length > most.time.length ? own : most), null);
       if (!stages.some((own) => own.stage === stage)) stage = busiest?.stage ?? null;
       picker.replaceChildren(
         ...stages.map((own) => el("option", { value: own.stage, selected: own.stage === stage }, `stage ${own.stage}`)),
       );
-      const uses = residency ? residency.hits + residency.misses : 0;
+      const uses = offload ? offload.hits + offload.misses : 0;
       told.replaceChildren(
-        residency
+        offload
           ? weft.facts([
-              ["layers found on the device", uses ? format.percent(residency.hits / uses, 1) : null],
-              ["hits", format.number(residency.hits)],
-              ["misses", format.number(residency.misses)],
-              ["brought", format.bytes(residency.brought)],
-              ["sent back", format.bytes(residency.sent)],
+              ["layers found on the device", uses ? format.percent(offload.hits / uses, 1) : null],
+              ["hits", format.number(offload.hits)],
+              ["misses", format.number(offload.misses)],
+              ["loaded", format.bytes(offload.loaded_bytes)],
+              ["evicted", format.bytes(offload.evicted_bytes)],
             ])
           : "",
       );

@@ -40,7 +40,7 @@ weft.views.pipeline = {
     const drawn = () => {
       gantt.update(whole, fine);
       legend(gantt.by);
-      memory?.update((fine ?? whole).memory, whole.residency);
+      memory?.update((fine ?? whole).memory, whole.offload);
     };
     const legend = (by) => {
       const kinds = new Set(gantt.drawn.map((span) => span[1]));
@@ -85,15 +85,15 @@ weft.views.pipeline = {
           made.dataset.part = "stages";
           pair.prepend(made);
         }
-        if (found.utilisation?.time?.length) {
+        if (found.busy?.time?.length) {
           if (over) over.draw();
-          else pair.append((over = weft.shares.overTime(() => whole.utilisation)).element);
+          else pair.append((over = weft.shares.overTime(() => whole.busy)).element);
         }
         place.hidden = !found.memory?.length;
         if (found.memory?.length) {
           if (!time) time = weft.window(found.total);
           if (!memory) place.append((memory = weft.memory(time)).element);
-          memory.update((fine ?? found).memory, found.residency);
+          memory.update((fine ?? found).memory, found.offload);
         }
         if (!timed && !found.remedy && !pair.children.length)
           remedy.replaceWith(weft.empty("Nothing to show of the pipeline yet"));

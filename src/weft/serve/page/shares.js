@@ -99,7 +99,7 @@ weft.shares = {
         },
       ],
     });
-    return weft.chart("Utilisation over time", {
+    return weft.chart("Busy share over time", {
       height: () => (few() ? 290 : Math.min(Math.max(get().stages.length * 8, 220), 560) + 92),
       option: (palette) => (few() ? lines(palette) : heat(palette)),
       summary: () => `${get().stages.length} stages at ${get().time.length} times.`,
@@ -115,7 +115,7 @@ weft.shares = {
             })),
           ],
           get().time.map((_, i) => i),
-          { label: "utilisation", most: 300 },
+          { label: "busy share", most: 300 },
         ),
     });
   },

@@ -1,37 +1,37 @@
-"""The view `pipeline` of a run: what its stages did and waited for, beside what was foreseen, and their memory."""
+"""The view `pipeline` of a run: what its stages did and waited for, beside what was simulated, and their memory."""
 
 from __future__ import annotations
 
 import math
+import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from weft.errors import RunError, WeftError
-from weft.runs import events as peek
+from weft.runs import events as run_events
 from weft.runs import read_json
 from weft.serve.event_log import LogTail, Lru
-from weft.serve.views.pipeline_events import PipelineEvents, pipeline_events, thinned
-from weft.serve.views.residency import residency
-from weft.serve.views.schedule import in_window, real_rows, simulated_rows
-from weft.trace.analysis import Waits, busy, busy_share, busy_shares, wait_shares, waits_of
-from weft.trace.reader import StageFile, StageTrace, Trace, joined, trace_files
+from weft.serve.views.offload import device_memory
+from weft.serve.views.schedule import in_window, load_trace, real_rows, simulated_rows
+from weft.trace.analysis import Waits, busy, busy_share, busy_shares, simulation_error, wait_shares, waits_of
+from weft.trace.reader import StageTrace, Trace
 from weft.utils.units import parse_bytes
 
 SPANS = 5000
 """The most operations and updates, real and simulated, that are shown one by one; of more, busy shares are."""
 
 FIGURES = 12000
-"""The most figures of utilisation over time, of all stages together."""
+"""The most busy shares over time, of all stages together."""
 
 REMEDY = (
-    "this run wrote no trace: start it with `--train.trace true` (or weft.train(..., trace=True)) to see what every "
-    "stage did and what it waited for"
+    "this run wrote no trace: start it with `--execution.trace true` (or weft.train(..., trace=True)) to see what "
+    "every stage did and what it waited for"
 )
 WAITING = "this run writes a trace, but no operation is in it yet: wait until its first steps are done"
 
@@ -43,7 +43,7 @@ def present(run: Path) -> bool:
     if any(path.is_file() and path.stat().st_size for path in (run / "traces").glob("stage*.jsonl")):
         return True
     events = run / "events.jsonl"
-    return any(event.get("event") == "pipeline" for event in peek.head(events) + peek.tail(events))
+    return any(event.get("event") == "pipeline" for event in run_events.head(events) + run_events.tail(events))
 
 
 def document(run: Path, **query: Any) -> dict[str, Any]:
@@ -57,15 +57,17 @@ def document(run: Path, **query: Any) -> dict[str, Any]:
         return _untraced(events, REMEDY if trace is None else WAITING)
     window, config, waits = _window(query, trace.end - trace.begin), _config(run), _waits(trace)
     real = [in_window(stage, trace.begin, window) for stage in trace.stages]
-    foreseen = [in_window(stage, 0.0, window) for stage in trace.simulated]
-    many = sum(own.rows for own in (*real, *foreseen)) > SPANS
+    expected = [in_window(stage, 0.0, window) for stage in trace.simulated]
+    many = sum(own.rows for own in (*real, *expected)) > SPANS
     simulated: dict[str, Any] | None = None
     if trace.simulated:
-        simulated = {"spans": [], "buckets": None}
-        if many:
-            simulated["buckets"] = _buckets(trace.simulated, 0.0, window)
-        else:
-            simulated["spans"] = simulated_rows(trace, foreseen, events)
+        error = simulation_error(trace) or {}
+        simulated = {
+            "spans": [] if many else simulated_rows(trace, expected, events.subnets),
+            "buckets": _buckets(trace.simulated, 0.0, window) if many else None,
+            "seconds": round(error["time"], 6),
+            "real_seconds": round(error["real_time"], 6),
+        }
     return {
         "traced": True,
         "remedy": None,
@@ -73,37 +75,34 @@ def document(run: Path, **query: Any) -> dict[str, Any]:
         "total": [0.0, round(trace.end - trace.begin, 6)],
         "window": [round(at, 6) for at in window],
         "real": {
-            "spans": [] if many else real_rows(trace, real, events, waits),
+            "spans": [] if many else real_rows(trace, real, events.subnets, waits),
             "buckets": _buckets(trace.stages, trace.begin, window) if many else None,
         },
         "simulated": simulated,
-        "utilisation": _utilisation(events, trace.begin),
-        "memory": residency(trace, window, _budgets(events, config, trace)),
-        "residency": events.residency_totals(),
+        "busy": _busy_over_time(events, trace.begin),
+        "memory": device_memory(trace, window, _budgets(events, config, trace)),
+        "offload": events.offload_totals(),
     }
 
 
 def _untraced(events: PipelineEvents, remedy: str) -> dict[str, Any]:
-    points = events.utilisation
-    columns = [
-        [share for share in column if not math.isnan(share)] for column in zip(*(own for _, own in points), strict=True)
-    ]
-    means = [sum(column) / len(column) if column else math.nan for column in columns]
-    stages: list[dict[str, Any]] = [
-        {"stage": number, "rank": number, "blocks": None, "busy": _share(mean), "bubble": _share(1 - mean), "waits": {}}
-        for number, mean in enumerate(means)
-    ]
+    columns = zip(*(shares for _, shares in events.busy), strict=True)
+    known = [[share for share in column if not math.isnan(share)] for column in columns]
+    means = [sum(column) / len(column) if column else math.nan for column in known]
     return {
         "traced": False,
         "remedy": remedy,
-        "stages": stages,
+        "stages": [
+            {"stage": number, "blocks": None, "busy": _share(mean), "bubble": _share(1 - mean), "waits": {}}
+            for number, mean in enumerate(means)
+        ],
         "total": [0.0, 0.0],
         "window": [0.0, 0.0],
         "real": {"spans": [], "buckets": None},
         "simulated": None,
-        "utilisation": _utilisation(events, events.began or 0.0),
+        "busy": _busy_over_time(events, events.began or 0.0),
         "memory": [],
-        "residency": events.residency_totals(),
+        "offload": events.offload_totals(),
     }
 
 
@@ -114,17 +113,13 @@ def _window(query: Mapping[str, Any], total: float) -> Window:
     except (TypeError, ValueError):
         asked = [math.nan, None]
     low, high = (0.0 if asked[0] is None else asked[0]), (total if asked[1] is None else asked[1])
-    if not (math.isfinite(low) and math.isfinite(high) and (low < high or not any(map(_given, asked)))):
+    if not (math.isfinite(low) and math.isfinite(high) and (low < high or asked == [None, None])):
         raise RunError(
             f"the window from {query.get('from')} to {query.get('to')} is none: give seconds since the first "
             "operation, `from` below `to`"
         )
     low, high = max(0.0, min(low, total)), max(0.0, min(high, total))
     return (low, high) if low < high else (0.0, total)
-
-
-def _given(value: float | None) -> bool:
-    return value is not None
 
 
 def _buckets(stages: tuple[StageTrace, ...], begin: float, window: Window) -> list[list[float]]:
@@ -143,120 +138,226 @@ def _buckets(stages: tuple[StageTrace, ...], begin: float, window: Window) -> li
     return found
 
 
-def _stages(trace: Trace, waits: dict[int, Waits], config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    train = config.get("train")
-    given = train.get("window") if isinstance(train, Mapping) else None
-    usual = 2 * len(trace.stages) * trace.head.microbatches
-    windows = [given if isinstance(given, int) and given > 0 else usual] * len(trace.stages)
-    ranks, cut = trace.ranks, trace.head.cut
+def _stages(trace: Trace, waits: list[Waits], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    given = _table(config, "execution").get("max_in_flight", _table(config, "train").get("window"))
+    window = given if isinstance(given, int) and given > 0 else 2 * len(trace.stages) * trace.head.microbatches
+    cut = trace.head.cut
     bounds = [0, *cut, None] if len(cut) == len(trace.stages) - 1 else None
-    idle, shares = {}, {}
-    for rank, own in waits.items():
-        mine = busy(*(trace.stages[stage] for stage in trace.by_rank[rank]))
-        idle[rank] = 1.0 - busy_share(mine, trace.begin, trace.end)
-        shares[rank] = wait_shares(own, trace, windows)
-    return [
-        {
-            "stage": number,
-            "rank": ranks[number],
-            "blocks": [bounds[number], bounds[number + 1]] if bounds else None,
-            "busy": _share(busy_share(busy(stage), trace.begin, trace.end)),
-            "bubble": _share(idle[ranks[number]]),
-            "waits": {name: _share(value) for name, value in shares[ranks[number]].items()},
-        }
-        for number, stage in enumerate(trace.stages)
-    ]
+    found = []
+    for number, stage in enumerate(trace.stages):
+        worked = busy_share(busy(stage), trace.begin, trace.end)
+        shares = wait_shares(trace, number, waits[number], window)
+        found.append(
+            {
+                "stage": number,
+                "blocks": [bounds[number], bounds[number + 1]] if bounds else None,
+                "busy": _share(worked),
+                "bubble": _share(1.0 - worked),
+                "waits": {name: _share(value) for name, value in shares.items()},
+            }
+        )
+    return found
 
 
-def _utilisation(events: PipelineEvents, begin: float) -> dict[str, Any]:
-    points = events.utilisation
+def _busy_over_time(events: PipelineEvents, begin: float) -> dict[str, Any]:
+    points = events.busy
     if points:
         points = thinned(points, max(FIGURES // len(points[0][1]), 2))
     stages = [[_share(value) for value in own] for own in zip(*(values for _, values in points), strict=True)]
     return {"time": [round(time - begin, 3) for time, _ in points], "stages": stages}
 
 
-def _budgets(events: PipelineEvents, config: Mapping[str, Any], trace: Trace) -> dict[int, int]:
-    """Bytes that the layers of each rank may take on its device."""
-    ranks = sorted(set(trace.ranks))
-    budgets = [row.get("budget") for row in events.residency]
-    if len(budgets) == len(ranks):
-        return {rank: int(value) for rank, value in zip(ranks, budgets, strict=True) if isinstance(value, int | float)}
-    offload = config.get("residency")
-    given = offload.get("budget") if isinstance(offload, Mapping) else None
+def _budgets(events: PipelineEvents, config: Mapping[str, Any], trace: Trace) -> list[int | None]:
+    """Bytes that the layers of each stage may take on its device."""
+    budgets = [row.get("budget") for row in events.offload]
+    if len(budgets) == len(trace.stages):
+        return [int(value) if _is_number(value) else None for value in budgets]
+    given = (_table(config, "offload") or _table(config, "residency")).get("budget")
     try:
-        return dict.fromkeys(ranks, int(parse_bytes(given, RunError))) if isinstance(given, str | int | float) else {}
+        budget = int(parse_bytes(given, RunError)) if isinstance(given, str | int | float) else None
     except WeftError:
-        return {}
+        budget = None
+    return [budget] * len(trace.stages)
 
 
 def _config(run: Path) -> Mapping[str, Any]:
     """What the manifest says of the run's settings; nothing where it is damaged."""
     try:
-        manifest = read_json(run / "manifest.json")
+        return _table(read_json(run / "manifest.json"), "config")
     except RunError:
         return {}
-    config = manifest.get("config") if isinstance(manifest, Mapping) else None
-    return config if isinstance(config, Mapping) else {}
 
 
-_known: WeakKeyDictionary[Trace, dict[int, Waits]] = WeakKeyDictionary()
-
-
-def _waits(trace: Trace) -> dict[int, Waits]:
-    found = _known.get(trace)
-    if found is None:
-        found = _known[trace] = waits_of(trace)
-    return found
+def _table(values: object, name: str) -> Mapping[str, Any]:
+    found = values.get(name) if isinstance(values, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def _share(value: float) -> float | None:
     return None if math.isnan(value) else round(min(max(value, 0.0), 1.0), 4)
 
 
-KEPT = 4
-"""Runs whose traces are kept in memory."""
+_kept_waits: WeakKeyDictionary[Trace, list[Waits]] = WeakKeyDictionary()
 
 
-class _TraceFolder:
-    """The traces of a run, kept between two looks at them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.lock = threading.Lock()
-        self._tails: dict[int, LogTail] = {}
-        self._files: dict[int, StageFile] = {}
-        self._trace: Trace | None = None
-
-    def load_trace(self) -> Trace | None:
-        with self.lock:
-            there = trace_files(self.folder)
-            gone = self._files.keys() - there.keys()
-            for number in gone:
-                del self._tails[number], self._files[number]
-            read = [self._read(number, path) for number, path in there.items()]
-            if gone or any(read):
-                self._trace = joined(self._files)
-            return self._trace
-
-    def _read(self, number: int, path: Path) -> bool:
-        """Read what was added to a file; whether there was anything."""
-        tail = self._tails.setdefault(number, LogTail(path))
-        if number in self._files and not tail.changed():
-            return False
-        if tail.replaced() or number not in self._files:
-            self._files[number] = StageFile()
-        with suppress(OSError):
-            for _, piece in tail.read():
-                self._files[number].add(piece)
-        return True
+def _waits(trace: Trace) -> list[Waits]:
+    found = _kept_waits.get(trace)
+    if found is None:
+        found = _kept_waits[trace] = waits_of(trace)
+    return found
 
 
-_folders: Lru[_TraceFolder] = Lru(KEPT)
+POINTS = 400
+"""The most points of busy shares that are kept: where there are more, each two become one."""
+
+# A step as runs write it, which need not be parsed to know its number.
+_STEP = re.compile(rb'\{"event": "step",.*?"step": (\d{1,15})[,}]')
 
 
-def load_trace(run: Path) -> Trace | None:
-    """The last start of a run, as far as it is written; None where nothing is. The same value as long as no file
-    changed, and only what was added is read where one did."""
-    folder = (run / "traces").absolute()
-    return _folders.get(folder, "", lambda: _TraceFolder(folder)).load_trace()
+class PipelineEvents:
+    """What the events of one run say of its pipeline, read as they come: subnets of steps, busy shares, offload.
+
+    Of steps only where in the file they are is kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = LogTail(path)
+        self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._pieces: list[tuple[int, int, int, int]] = []  # offset, length, first and last step
+        self.began: float | None = None
+        self.busy: list[tuple[float, list[float]]] = []
+        self.offload: list[dict[str, Any]] = []
+        self._every, self._pending = 1, list[tuple[float, list[float]]]()
+
+    def refresh(self) -> None:
+        """Read what was added."""
+        with self._lock:
+            if not self._file.changed():
+                return
+            if self._file.replaced():
+                self._clear()
+            with suppress(OSError):
+                for offset, piece in self._file.read():
+                    self._take(offset, piece)
+
+    def subnets(self, steps: Iterable[int]) -> dict[int, list[str]]:
+        """The subnets of these steps, by their ids, where the events have them."""
+        wanted = set(steps)
+        if not wanted:
+            return {}
+        found: dict[int, list[str]] = {}
+        with self._lock:
+            near = [piece for piece in self._pieces if piece[2] <= max(wanted) and piece[3] >= min(wanted)]
+        with suppress(OSError), open(self._file.path, "rb") as file:
+            for offset, length, _, _ in near:
+                file.seek(offset)
+                for line in file.read(length).splitlines():
+                    quick = _STEP.match(line)
+                    if quick and int(quick[1]) not in wanted:
+                        continue
+                    event = run_events.parse(line) or {}
+                    step, ids = _step(event), event.get("subnets")
+                    if step in wanted and isinstance(ids, list):
+                        found[step] = [str(name)[:64] for name in ids[:1024]]
+        return found
+
+    def offload_totals(self) -> dict[str, int] | None:
+        """What was moved on all stages together, up to now; None where nothing is offloaded."""
+        if not self.offload:
+            return None
+
+        def total(*names: str) -> int:
+            values = [next((row[name] for name in names if name in row), 0) for row in self.offload]
+            return sum(int(value) for value in values if _is_number(value))
+
+        uses, misses = total("uses"), total("misses")
+        moved = {"loaded_bytes": total("loaded_bytes", "brought"), "evicted_bytes": total("evicted_bytes", "sent")}
+        return {"hits": uses - misses, "misses": misses, **moved}
+
+    def _take(self, offset: int, piece: bytes) -> None:
+        first, last = 2**60, -1
+        for line in piece.splitlines():
+            quick = _STEP.match(line)
+            if quick and self.began is not None:
+                step: int | None = int(quick[1])
+            else:
+                event = run_events.parse(line) or {}
+                step = _step(event)
+                self._add_event(event)
+            if step is not None:
+                first, last = min(first, step), max(last, step)
+        if last >= 0:
+            self._pieces.append((offset, len(piece), first, last))
+
+    def _add_event(self, event: dict[str, Any]) -> None:
+        time, kind = event.get("time"), event.get("event")
+        if not _is_number(time):
+            return
+        if self.began is None:
+            self.began = float(time)
+        if kind == "pipeline":
+            self._add_busy(float(time), event.get("busy", event.get("utilisation")))
+        elif kind in ("offload", "residency"):
+            self._add_offload(event.get("stages"))
+        elif kind == "finished":
+            self._add_offload(event.get("offload", event.get("residency")))
+
+    def _add_busy(self, time: float, values: object) -> None:
+        if not isinstance(values, list) or not 0 < len(values) <= 4096:
+            return
+        if not all(value is None or _is_number(value) for value in values):
+            return
+        shares = [math.nan if value is None else min(max(float(value), 0.0), 1.0) for value in values]
+        before = (self._pending or self.busy or [(time, shares)])[-1][1]
+        if len(shares) != len(before):  # a run that was resumed on other stages begins anew
+            self._pending, self.busy, self._every = [], [], 1
+        self._pending.append((time, shares))
+        if len(self._pending) < self._every:
+            return
+        self.busy += thinned(self._pending, 1)
+        self._pending = []
+        if len(self.busy) >= 2 * POINTS:
+            self._every *= 2
+            self.busy = thinned(self.busy, POINTS)
+
+    def _add_offload(self, stages: object) -> None:
+        rows = [row for row in stages if isinstance(row, dict)] if isinstance(stages, list) else []
+        # At first not every stage has written a row.
+        if rows and len(rows) >= len(self.offload):
+            self.offload = rows
+
+
+def thinned(points: list[tuple[float, list[float]]], most: int) -> list[tuple[float, list[float]]]:
+    """No more points than that: means of as many neighbours as it takes."""
+    each = -(-len(points) // most)
+    parts = [points[at : at + each] for at in range(0, len(points), each)] if each > 1 else [[own] for own in points]
+    return [
+        (
+            sum(time for time, _ in part) / len(part),
+            [sum(column) / len(part) for column in zip(*(values for _, values in part), strict=True)],
+        )
+        for part in parts
+    ]
+
+
+def _step(event: dict[str, Any]) -> int | None:
+    number = event.get("step") if event.get("event") == "step" else None
+    return number if isinstance(number, int) and 0 <= number < 2**53 else None
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+_kept_events: Lru[PipelineEvents] = Lru(16)
+
+
+def pipeline_events(run: Path) -> PipelineEvents:
+    """What a run's events say up to now; only what was added is read."""
+    path = (run / "events.jsonl").absolute()
+    found = _kept_events.get(path, "", lambda: PipelineEvents(path))
+    found.refresh()
+    return found

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from weft.serve.views.pipeline_events import PipelineEvents
-from weft.trace.analysis import CAUSES, E, Waits, op_at, source_of
-from weft.trace.reader import Numbers, StageTrace, Trace
+from weft.serve.event_log import LogTail, Lru
+from weft.trace.analysis import CAUSES, Waits, op_at, source_of
+from weft.trace.reader import Numbers, StageFile, StageTrace, Trace, joined, trace_files
 
 Row = list[Any]
+SubnetsOf = Callable[[Iterable[int]], Mapping[int, list[str]]]
+"""The subnets of some steps, by their ids, as far as they are known."""
 
 
 class InWindow(NamedTuple):
@@ -34,13 +40,13 @@ def in_window(stage: StageTrace, begin: float, window: tuple[float, float]) -> I
     return InWindow(*found)
 
 
-def real_rows(trace: Trace, picked: list[InWindow], events: PipelineEvents, waits: dict[int, Waits]) -> list[Row]:
+def real_rows(trace: Trace, picked: list[InWindow], subnets_of: SubnetsOf, waits: list[Waits]) -> list[Row]:
     """``[stage, kind, micro-batch, step, subnet, start, end, version, backward's version, waited for, seconds]``; an
     update has the micro-batch of the operation that it follows."""
-    subnets = _Subnets(trace, picked, trace.stages, events, 0)
+    subnets = _Subnets(trace, picked, trace.stages, subnets_of, 0)
     found: list[Row] = []
     for number, (stage, own) in enumerate(zip(trace.stages, picked, strict=True)):
-        waited = _waited(trace, number, own.ops, waits[trace.ranks[number]])
+        waited = _waited(trace, number, own.ops, waits[number])
         ops = stage.ops
         for place, kind, n, start, end, seen, back in zip(
             own.ops.tolist(),
@@ -54,15 +60,15 @@ def real_rows(trace: Trace, picked: list[InWindow], events: PipelineEvents, wait
         ):
             versions = [version if version >= 0 else None for version in (seen, back)]
             why = waited.get(place, (None, 0))
-            found.append([number, chr(kind), n, *subnets.of(n, kind), start, end, *versions, *why])
+            found.append([number, chr(kind), n, *subnets.of(n), start, end, *versions, *why])
         found += _updates(trace, number, own.updates, subnets)
     return found
 
 
-def simulated_rows(trace: Trace, picked: list[InWindow], events: PipelineEvents) -> list[Row]:
-    """The same of what was foreseen, which counts the micro-batches of a resumed run from where it went on."""
+def simulated_rows(trace: Trace, picked: list[InWindow], subnets_of: SubnetsOf) -> list[Row]:
+    """The same of what was simulated, which counts the micro-batches of a resumed run from where it went on."""
     shift = _first(trace.stages) - _first(trace.simulated)
-    subnets = _Subnets(trace, picked, trace.simulated, events, shift)
+    subnets = _Subnets(trace, picked, trace.simulated, subnets_of, shift)
     found: list[Row] = []
     for number, (stage, own) in enumerate(zip(trace.simulated, picked, strict=True)):
         ops = stage.ops
@@ -73,7 +79,7 @@ def simulated_rows(trace: Trace, picked: list[InWindow], events: PipelineEvents)
             np.round(ops.end[own.ops], 6).tolist(),
             strict=True,
         ):
-            found.append([number, chr(kind), n, *subnets.of(n, kind), start, end, None, None, None, 0])
+            found.append([number, chr(kind), n, *subnets.of(n), start, end, None, None, None, 0])
     return found
 
 
@@ -90,27 +96,26 @@ def _updates(trace: Trace, number: int, places: Numbers, subnets: _Subnets) -> l
         strict=True,
     ):
         if before >= 0:
-            n, kind = int(ops.microbatch[before]), int(ops.kind[before])
-            found.append([number, "U", n, *subnets.of(n, kind), begin, until, version, None, None, 0])
+            n = int(ops.microbatch[before])
+            found.append([number, "U", n, *subnets.of(n), begin, until, version, None, None, 0])
         else:
             found.append([number, "U", None, None, None, begin, until, version, None, None, 0])
     return found
 
 
 def _waited(trace: Trace, stage: int, places: Numbers, waits: Waits) -> dict[int, tuple[str, float]]:
-    own = np.flatnonzero(waits.stage == stage)
-    own = own[np.isin(waits.op[own], places)]
+    own = np.flatnonzero(np.isin(waits.op, places))
     causes = waits.cause()[own]
     return {
         int(waits.op[at]): (
-            describe_wait(trace, stage, int(waits.op[at]), CAUSES[cause], int(waits.held[at])),
+            describe_wait(trace, stage, int(waits.op[at]), CAUSES[cause], int(waits.blocked[at])),
             round(float(waits.seconds[at]), 6),
         )
         for at, cause in zip(own.tolist(), causes.tolist(), strict=True)
     }
 
 
-def describe_wait(trace: Trace, stage: int, op: int, cause: str, held: int) -> str:
+def describe_wait(trace: Trace, stage: int, op: int, cause: str, blocked: int) -> str:
     """A wait as a person reads it, such as ``for 1B3, which was not over``."""
     source = source_of(op_at(trace, stage, op), len(trace.stages))
     if cause == "op":
@@ -118,33 +123,74 @@ def describe_wait(trace: Trace, stage: int, op: int, cause: str, held: int) -> s
     elif cause == "message":
         text = f"for the message of {source}, which was under way"
     else:
-        text = "for weights, a place in the window or the stage's attention: its input was there"
-    if held < 0:
+        text = "for weights or a place in the window: its input was there"
+    if blocked < 0:
         return text
-    return f"{text}; {op_at(trace, stage, held)} had its input, but not its weights or a place"
+    return f"{text}; {op_at(trace, stage, blocked)} had its input, but not its weights or a place"
 
 
 def _first(stages: tuple[StageTrace, ...]) -> int:
     """The first micro-batch that is trained."""
-    firsts = [int(found.min()) for stage in stages if len(found := stage.ops.microbatch[stage.ops.kind != E])]
-    return min(firsts, default=0)
+    return min((int(stage.ops.microbatch.min()) for stage in stages if len(stage.ops)), default=0)
 
 
 class _Subnets:
     """The step and the subnet of micro-batches."""
 
     def __init__(
-        self, trace: Trace, picked: list[InWindow], stages: tuple[StageTrace, ...], events: PipelineEvents, shift: int
+        self, trace: Trace, picked: list[InWindow], stages: tuple[StageTrace, ...], subnets_of: SubnetsOf, shift: int
     ) -> None:
         self._each = trace.head.microbatches
         steps: set[int] = set()
         for stage, own in zip(stages, picked, strict=True):
             steps.update(((stage.ops.microbatch[own.ops] + shift) // self._each).tolist())
-        self._known = events.subnets(steps)
+        self._known = subnets_of(steps)
 
-    def of(self, n: int, kind: int) -> tuple[int | None, str | None]:
-        if kind == E:  # only scored, and counted by itself
-            return None, None
+    def of(self, n: int) -> tuple[int, str | None]:
         step, within = divmod(n, self._each)
         ids = self._known.get(step, ())
         return step, ids[within % len(ids)] if ids else None
+
+
+class _TraceFolder:
+    """The traces of a run, kept between two looks at them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._tails: dict[int, LogTail] = {}
+        self._files: dict[int, StageFile] = {}
+        self._trace: Trace | None = None
+
+    def load(self) -> Trace | None:
+        with self._lock:
+            there = trace_files(self.folder)
+            gone = self._files.keys() - there.keys()
+            for number in gone:
+                del self._tails[number], self._files[number]
+            read = [self._read(number, path) for number, path in there.items()]
+            if gone or any(read):
+                self._trace = joined(self._files)
+            return self._trace
+
+    def _read(self, number: int, path: Path) -> bool:
+        """Read what was added to a file; whether there was anything."""
+        tail = self._tails.setdefault(number, LogTail(path))
+        if number in self._files and not tail.changed():
+            return False
+        if tail.replaced() or number not in self._files:
+            self._files[number] = StageFile()
+        with suppress(OSError):
+            for _, piece in tail.read():
+                self._files[number].add(piece)
+        return True
+
+
+_folders: Lru[_TraceFolder] = Lru(4)
+
+
+def load_trace(run: Path) -> Trace | None:
+    """The last start of a run, as far as it is written; None where nothing is. The same value as long as no file
+    changed, and only what was added is read where one did."""
+    folder = (run / "traces").absolute()
+    return _folders.get(folder, "", lambda: _TraceFolder(folder)).load()

@@ -12,11 +12,11 @@ from weft.errors import RunError, nearest
 from weft.runs.run import read_manifest
 from weft.serve.downsample import rounded
 from weft.serve.event_log import Reducer
+from weft.serve.overview import is_gradient_search
 from weft.serve.views.search_samples import (
     Point,
     Scores,
     choices,
-    has_mixture,
     numbers,
     option_frequencies,
     ordered,
@@ -40,7 +40,7 @@ LARGEST = 1 << 26
 def present(run: Path) -> bool:
     """Whether the run was searched, or searches as it trains."""
     scored = run / "results" / "scores.jsonl"
-    return bool(_fronts(run)) or (scored.is_file() and scored.stat().st_size > 0) or has_mixture(_manifest(run))
+    return bool(_fronts(run)) or (scored.is_file() and scored.stat().st_size > 0) or is_gradient_search(_manifest(run))
 
 
 def document(run: Path, name: str | None = None) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def document(run: Path, name: str | None = None) -> dict[str, Any]:
         "scored": [{"id": point.id, "scores": _rounded(point.scores)} for point in points],
         "count": count,
         "choices": option_frequencies(ordered(points, goals, rules), choices(front.get("choices"))),
-        "probabilities": probabilities(run) if has_mixture(manifest) else None,
+        "probabilities": probabilities(run) if is_gradient_search(manifest) else None,
         "problem": problem,
     }
 

@@ -208,12 +208,6 @@ def probabilities(run: Path) -> dict[str, Any] | None:
     return _histories.query(run / "events.jsonl", MixtureHistory.to_json)
 
 
-def has_mixture(manifest: Mapping[str, Any]) -> bool:
-    """Whether the run is a gradient search, by its manifest alone."""
-    law = manifest.get("law")
-    return isinstance(law, Mapping) and law.get("bilevel") is not None
-
-
 class MixtureHistory:
     """The mixture over the steps, in buckets that double in width whenever there are too many of them."""
 

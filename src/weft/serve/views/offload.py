@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,10 @@ ARRIVING, RESIDENT, LEAVING = range(3)
 Window = tuple[float, float]
 
 
-def residency(trace: Trace, window: Window, budgets: dict[int, int]) -> list[dict[str, Any]]:
+def device_memory(trace: Trace, window: Window, budgets: Sequence[int | None]) -> list[dict[str, Any]]:
     """An entry for each stage whose layers live on the host, in seconds after the first operation.
 
-    ``left_out`` counts the layers that there was no room for: the largest are with_layers of.
+    ``left_out`` counts the layers that there was no room for: the largest are shown.
     """
     with_layers = [(number, stage) for number, stage in enumerate(trace.stages) if len(stage.memory["time"])]
     most = POINTS // max(len(with_layers), 1)
@@ -29,8 +30,7 @@ def residency(trace: Trace, window: Window, budgets: dict[int, int]) -> list[dic
         layers = _layers(stage, times, trace.end - trace.begin, window)
         shown, rest = _fitting(layers, most, (window[1] - window[0]) / 1000)
         series = _series(stage, times, window, max(most, 20))
-        budget = budgets.get(trace.ranks[number])
-        found.append({"stage": number, "budget": budget, **series, "layers": shown, "left_out": rest})
+        found.append({"stage": number, "budget": budgets[number], **series, "layers": shown, "left_out": rest})
     return found
 
 
@@ -57,7 +57,7 @@ def _layers(stage: StageTrace, times: Numbers, end: float, window: Window) -> li
     order = np.lexsort((np.arange(count), layer))
     alone = np.append(np.diff(layer[order]) != 0, True)
     until = np.where(alone, end, times[order][np.minimum(np.arange(count) + 1, count - 1)])
-    # A layer has left when nothing is leaving any more, which is all that is with_layers of it.
+    # A layer has left when nothing is leaving any more, which is all that is known of it.
     over = np.append(np.flatnonzero(columns["leaving"] == 0), count)
     gone = np.append(times, end)[over[np.searchsorted(over, order)]]
     until = np.where(state[order] == LEAVING, np.minimum(until, gone), until)

@@ -47,13 +47,13 @@ class Memory(NamedTuple):
 
 class Versions(NamedTuple):
     """The version of the weights that a forward sees, and that its backward does: of the layer of a stage where these
-    are farthest apart. An operation that is no backward knows of the first alone."""
+    are farthest apart. A forward knows of the first alone."""
 
     forward: int
     backward: int | None = None
 
     @property
-    def drift(self) -> int | None:
+    def lag(self) -> int | None:
         """By how many updates the backward is ahead of its forward."""
         return None if self.backward is None else self.backward - self.forward
 
@@ -89,21 +89,7 @@ class Trace:
     microbatches: int = 1
     """Micro-batches of a step."""
     simulated: tuple[Span, ...] = field(default=(), repr=False)
-    """The same operations as the simulator foresaw them, from time 0 on."""
-    ranks: tuple[int, ...] = ()
-    """The rank of every stage, where some share one."""
-
-    def by_rank(self) -> tuple[StageTrace, ...]:
-        """What every rank did: its only stage, or all of its stages as if they were one."""
-        if not self.ranks:
-            return self.stages
-        found = []
-        for rank in sorted(set(self.ranks)):
-            own = [stage for stage, at in zip(self.stages, self.ranks, strict=True) if at == rank]
-            spans = sorted((span for stage in own for span in stage.spans), key=lambda span: (span.start, span.end))
-            updates = sorted((update for stage in own for update in stage.updates), key=lambda update: update.start)
-            found.append(StageTrace(rank, tuple(spans), updates=tuple(updates)))
-        return tuple(found)
+    """The same operations as the simulator expected them, from time 0 on."""
 
     @property
     def begin(self) -> float:
@@ -131,10 +117,9 @@ def read_by_line(run_path: Path | str) -> Trace | None:
         stages.append(StageTrace(stage) if stale else found)
     if not any(stage.spans for stage in stages):
         return None
-    foreseen = tuple(Span(Op(*row[:3]), *row[3:]) for row in head.get("simulated") or ())
-    ranks = tuple(int(rank) for rank in head.get("ranks") or ())
+    expected = tuple(Span(Op(*row[:3]), *row[3:]) for row in head.get("simulated") or ())
     m = int(head.get("microbatches", 1))
-    return Trace(int(head["start"]), tuple(stages), tuple(head["cut"]), m, foreseen, ranks)
+    return Trace(int(head["start"]), tuple(stages), tuple(head["cut"]), m, expected)
 
 
 def _last(path: Path, start: int | None) -> tuple[dict[str, Any] | None, list[Any]]:
@@ -168,11 +153,11 @@ def _stage(stage: int, rows: list[Any]) -> StageTrace:
     memory: list[Memory] = []
     for row in rows:
         match row:
-            case ["op", "F" | "B" | "W" | "E" as kind, int(n), begin, end, int(in_flight), *seen] if _numbers(seen):
+            case ["op", "F" | "B" as kind, int(n), begin, end, int(in_flight), *seen] if _numbers(seen):
                 ops.append((Span(Op(stage, kind, n), begin, end), in_flight, Versions(*seen) if seen else None))
-            case ["sent", "F" | "B" | "E" as kind, int(n), at, int(size)]:
+            case ["sent", "F" | "B" as kind, int(n), at, int(size)]:
                 sent.append(Message(kind, n, at, size))
-            case ["received", "F" | "B" | "E" as kind, int(n), at]:
+            case ["received", "F" | "B" as kind, int(n), at]:
                 received.append(Message(kind, n, at))
             case ["update", int(layers), int(version), begin, end]:
                 updates.append(Update(layers, version, begin, end))
@@ -186,7 +171,7 @@ def _stage(stage: int, rows: list[Any]) -> StageTrace:
 
 def columns(trace: Trace) -> columnar.Trace:
     """The same as columns."""
-    head = {"start": trace.start, "stages": len(trace.stages), "cut": list(trace.cut), "ranks": list(trace.ranks)}
+    head = {"start": trace.start, "stages": len(trace.stages), "cut": list(trace.cut)}
     head |= {"microbatches": trace.microbatches, "simulated": [[*s.op, s.start, s.end] for s in trace.simulated]}
     files = {}
     for stage in trace.stages:
@@ -209,16 +194,16 @@ def columns(trace: Trace) -> columnar.Trace:
 def same(found: columnar.Trace | None, expected: Trace) -> bool:
     """Whether columns hold the same, to the last bit."""
     assert found is not None
-    head = (found.head.start, tuple(found.head.cut), found.head.microbatches, tuple(found.head.ranks))
-    assert head == (expected.start, expected.cut, expected.microbatches, expected.ranks)
+    head = (found.head.start, tuple(found.head.cut), found.head.microbatches)
+    assert head == (expected.start, expected.cut, expected.microbatches)
     assert [rows(stage) for stage in found.stages] == [_expected(stage) for stage in expected.stages]
     assert (found.begin, found.end) == (expected.begin, expected.end)
-    foreseen = {
+    simulated = {
         (stage, chr(kind), int(n), float(start), float(end))
         for stage, own in enumerate(found.simulated)
         for kind, n, start, end in zip(own.ops.kind, own.ops.microbatch, own.ops.start, own.ops.end, strict=True)
     }
-    assert foreseen == {(*span.op, span.start, span.end) for span in expected.simulated}
+    assert simulated == {(*span.op, span.start, span.end) for span in expected.simulated}
     return True
 
 
@@ -286,9 +271,9 @@ def gaps(stage: StageTrace, begin: float, end: float) -> list[Gap]:
 
 
 def worst_waits(trace: Trace, count: int) -> list[Wait]:
-    """The longest waits of a rank before an operation, over all ranks, longest first."""
+    """The longest waits of a stage before an operation, over all stages, longest first."""
     begin, end = trace.begin, trace.end
-    found = [gap for rank in trace.by_rank() for gap in gaps(rank, begin, end) if gap.op is not None]
+    found = [gap for stage in trace.stages for gap in gaps(stage, begin, end) if gap.op is not None]
     found.sort(key=lambda gap: (gap.start - gap.end, gap.start, gap.op))
     arrivals = _Arrivals(trace)
     return [arrivals.explain(gap.op, gap) for gap in found[:count] if gap.op is not None]
@@ -305,10 +290,8 @@ class _Arrivals:
 
     def source(self, op: Op) -> Op | None:
         """The operation that makes the input of another; None for the first."""
-        if op.kind in ("F", "E"):
-            return Op(op.stage - 1, op.kind, op.microbatch) if op.stage else None
-        if op.kind == "W":
-            return Op(op.stage, "B", op.microbatch)
+        if op.kind == "F":
+            return Op(op.stage - 1, "F", op.microbatch) if op.stage else None
         return Op(op.stage, "F", op.microbatch) if op.stage == self.last else Op(op.stage + 1, "B", op.microbatch)
 
     def times(self, op: Op, unknown: float) -> tuple[float, float]:
@@ -328,5 +311,5 @@ class _Arrivals:
         }
         cause = max(parts, key=lambda part: parts[part])
         later = (span.op for span in self.stages[op.stage].spans if span.start >= gap.end and span.op != op)
-        held = next((other for other in later if self.times(other, gap.end)[1] <= gap.start), None)
-        return Wait(op, gap.start, gap.end - gap.start, cause, self.source(op), held)
+        blocked = next((other for other in later if self.times(other, gap.end)[1] <= gap.start), None)
+        return Wait(op, gap.start, gap.end - gap.start, cause, self.source(op), blocked)

@@ -44,7 +44,7 @@ def write(
     m: int = 1,
     latency: float = 0.0,
     updates: float = 0.0,
-    foreseen: Sequence[Span] | None = None,
+    expected: Sequence[Span] | None = None,
     restart: int = 0,
     first: int = 0,
 ) -> None:
@@ -52,7 +52,7 @@ def write(
     followed by an update that takes so long, if any."""
     for stage in range(result.stages):
         tracer = Tracer(run / "traces" / f"stage{stage}.jsonl", stage)
-        known = foreseen if stage == 0 else None
+        known = expected if stage == 0 else None
         tracer.start(restart, result.stages, tuple(range(1, result.stages)), m, known)
         flying: set[int] = set()
         done = 0
