@@ -29,7 +29,9 @@ class AllocatorConfig:
     large_segment: int = 20 * MIB
     rounding: int = 2 * MIB
     expandable: bool = False
-    """``expandable_segments:True``: one segment a pool, which grows and shrinks by whole pages (`expandable`)."""
+    """``expandable_segments:True``: one segment a pool, which grows and shrinks by whole pages."""
+    exact: bool = False
+    """Every request takes its own bytes and no more, as on a CPU."""
 
 
 class Block:
@@ -156,6 +158,24 @@ class CachingAllocator:
     def _take(self, block: Block) -> None:
         free = self._free[block.small]
         free.pop(bisect_left(free, (block.size, block.address), key=lambda entry: entry[:2]))
+
+
+class ExactAllocator(CachingAllocator):
+    """Counts the bytes that are asked: what is allocated, and reserved, is what lives."""
+
+    def rounded(self, size: int) -> int:
+        return size
+
+    def alloc(self, size: int) -> Block:
+        self._room(size)
+        self._reserve(size)
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+        return Block(0, size, False)
+
+    def free(self, block: Block) -> None:
+        self.allocated -= block.size
+        self.reserved -= block.size
 
 
 # PyTorch's expandable segments: one stretch of addresses a pool, under which pages of memory come and go.

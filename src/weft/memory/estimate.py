@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weft.errors import PlanError
-from weft.hardware.gpus import Kernels, kernels
+from weft.hardware.gpus import CPU, Kernels, kernels
 from weft.hardware.machine import Machine
 from weft.hardware.machine import machine as machine_of
 from weft.memory.allocator import AllocatorConfig
@@ -56,15 +56,19 @@ def estimate(
     mean. ``bfloat16`` is autocast. ``recompute`` keeps only the inputs of blocks (`recompute.parts`); a function does
     it its own way to the model it is given. ``step(model, optimizer, batch)`` takes the place of the usual step, with
     ``torch.autocast("cpu", ...)`` where it casts. The optimizer is one of torch by name, or a function of the
-    parameters.
+    parameters. On ``cpu`` the estimate counts the bytes of all tensors that live at once.
 
     `PlanError` names what cannot be traced. While it works, operators of the whole process have other kernels: let no
     other thread compute on the CPU meanwhile. Tensors that the model's code keeps by ``functools.cache`` are forgotten
     afterwards, since there is no data in them; those that it keeps in a global variable are left there.
     """
+    if isinstance(device, str):
+        constants = CPU if device == "cpu" else kernels(device)
+    else:
+        constants = device
     taken = Training(
         model,
-        kernels(device) if isinstance(device, str) else device,
+        constants,
         loss,
         inputs,
         optimizer,
@@ -75,9 +79,10 @@ def estimate(
         step,
     )
     size = batch_size(batch)
-    if machine is None and isinstance(device, str):
+    on_cpu = constants == CPU
+    if machine is None and isinstance(device, str) and not on_cpu:
         machine = device.upper()
-    source = _Source(taken, batch, size, AllocatorConfig(expandable=expandable), machine)
+    source = _Source(taken, batch, size, AllocatorConfig(expandable=expandable, exact=on_cpu), machine)
     return source.estimate(size, source.traced(size))
 
 

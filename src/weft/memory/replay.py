@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from weft.memory.allocator import AllocatorConfig, CachingAllocator, ExpandableAllocator, OutOfMemory, orders
+from weft.memory.allocator import (
+    AllocatorConfig,
+    CachingAllocator,
+    ExactAllocator,
+    ExpandableAllocator,
+    OutOfMemory,
+    orders,
+)
 from weft.memory.timeline import PARTS, PHASES, AllocationTimeline, repeat_last_step
 
 
@@ -28,6 +35,8 @@ def makers(rules: AllocatorConfig | None = None) -> tuple[Callable[..., CachingA
 
     Where the driver puts a segment depends on all that the process ever mapped, and which of two holes is filled first
     depends on that. An expandable segment has its addresses from the start."""
+    if rules is not None and rules.exact:
+        return (partial(ExactAllocator, rules),)
     if rules is not None and rules.expandable:
         return (partial(ExpandableAllocator, rules),)
     return tuple(partial(CachingAllocator, rules, addresses=order) for order in orders())

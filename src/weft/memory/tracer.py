@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.hardware.gpus import Kernels
+from weft.hardware.gpus import CPU, Kernels
+from weft.memory import recurrent
 from weft.memory.roofline import Counter
 from weft.memory.tensor_shape import sketched
 from weft.memory.timeline import AllocationTimeline, Call, in_place
@@ -82,6 +83,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._scalar(func, args)
         else:
             result = func(*args, **kwargs)
+            if func is torch.ops.aten.mkldnn_rnn_layer.default and args[-1] and torch.is_grad_enabled():
+                result = (*result[:3], recurrent.onednn_kept(args))
         if self.phase == "optimizer":
             for tensor in _tensors(result):
                 if tensor.dim():  # the counts of steps lie in host memory
@@ -92,27 +95,33 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made.reverse()
         start = len(self._order)
         fresh = [place for tensor in made if (place := self._see(tensor, "activations")) is not None]
+        if name == "aten.add.Tensor" and (self.phase == "backward" or self._adding) and fresh:
+            self._sum(fresh[0], args)
+        if self.kernels != CPU:
+            self._workspaces(name, args, result, start)
+        if self.counter is not None:
+            self.counter(func, args, kwargs, result)
+        return result
+
+    def _workspaces(self, name: str, args: tuple[Any, ...], result: Any, start: int) -> None:
+        """What a GPU's kernel takes beside its results, whose blocks begin at ``start`` in the order."""
         if name.startswith(_PRODUCTS):
             self._lasting("product", self.kernels.blas)
             if name.startswith("aten.addmm."):
                 self._lasting("biased", self.kernels.blas_biased)
-        if name == "aten.add.Tensor" and (self.phase == "backward" or self._adding) and fresh:
-            self._sum(fresh[0], args)
-        if has_rule(name):
-            first = len(self._sizes)
-            call = Call(first, name, sketched(args), sketched(result))
-            self._calls.append(call)
-            for size in workspaces(name, call.args, call.result, self.kernels):
-                self._add(size, "workspaces", self.module)
-            copies, *after = ((block + 1, -block - 1) for block in range(first, len(self._sizes)))
-            done = self._order[start:]
-            # The images' gradient is done before the weights' is begun.
-            early = 1 if name == "aten.convolution_backward.default" and args[10][0] else len(done)
-            rest = [event for pair in after[1:] for event in pair]
-            self._order[start:] = [copies[0], *done[:early], *after[0], *done[early:], *rest, copies[1]]
-        if self.counter is not None:
-            self.counter(func, args, kwargs, result)
-        return result
+        if not has_rule(name):
+            return
+        first = len(self._sizes)
+        call = Call(first, name, sketched(args), sketched(result))
+        self._calls.append(call)
+        for size in workspaces(name, call.args, call.result, self.kernels):
+            self._add(size, "workspaces", self.module)
+        copies, *after = ((block + 1, -block - 1) for block in range(first, len(self._sizes)))
+        done = self._order[start:]
+        # The images' gradient is done before the weights' is begun.
+        early = 1 if name == "aten.convolution_backward.default" and args[10][0] else len(done)
+        rest = [event for pair in after[1:] for event in pair]
+        self._order[start:] = [copies[0], *done[:early], *after[0], *done[early:], *rest, copies[1]]
 
     def _see(self, tensor: Tensor, part: str, module: str | None = None) -> int | None:
         storage = tensor.untyped_storage()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.errors import PlanError, WeftError, nearest
-from weft.hardware.gpus import Kernels
+from weft.hardware.gpus import CPU, Kernels
 from weft.memory.activation_checkpointing import recompute
 from weft.memory.gpu_dispatch import autocast_as_cuda, dispatch_as_gpu
 from weft.memory.roofline import Counter, Work
@@ -43,8 +43,9 @@ def trace(training: Training, batch: Any, size: int | None = None, other: int | 
     tracer, counter = Tracer(training.kernels), Counter()
     with ExitStack() as stack:
         stack.enter_context(_ALONE)
-        stack.enter_context(dispatch_as_gpu(training.kernels, tracer.adding))
-        stack.enter_context(autocast_as_cuda())
+        if training.kernels != CPU:
+            stack.enter_context(dispatch_as_gpu(training.kernels, tracer.adding))
+            stack.enter_context(autocast_as_cuda())
         stack.enter_context(fake.hide_fake_tensors())
         stack.enter_context(clear_polluted_caches(training.model, training.loss, training.step))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -73,7 +74,11 @@ def _steps(training: Training, model: nn.Module, batch: Any, tracer: Tracer, cou
     for name, group in groupby(fake.in_order(model), key=itemgetter(0)):
         weights = [tensor for _, tensor in group]
         # A recurrent module's weights are moved one by one, and then into the block that they share.
-        moved = [torch.empty_like(tensor) for tensor in weights] if name in recurrent else []
+        moved = (
+            [torch.empty_like(tensor) for tensor in weights]
+            if name in recurrent and training.kernels != CPU
+            else []
+        )
         for tensor in weights:
             tracer.own(tensor, "weights", name)
         del moved
@@ -229,7 +234,7 @@ def _loss(training: Training, model: nn.Module, batch: Any) -> Tensor:
 
 
 def make_optimizer(training: Training, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer as it works on a GPU: over lists of tensors, unless it was told otherwise."""
+    """The optimizer as it works on the device: on a GPU over lists of tensors, unless it was told otherwise."""
     if isinstance(training.optimizer, str):
         kind, options = OPTIMIZERS[training.optimizer.lower()], {"lr": 1e-3} | dict(training.options)
         try:
@@ -240,7 +245,7 @@ def make_optimizer(training: Training, parameters: list[nn.Parameter]) -> torch.
     else:
         made = training.optimizer(parameters)
     for group in made.param_groups:
-        if group.get("foreach", False) is None and not group.get("fused"):
+        if training.kernels != CPU and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
     return made
 

@@ -12,7 +12,7 @@ import pytest
 
 from weft.hardware.gpus import kernels
 from weft.memory.cudnn_conv import FEW, PASSES, Shape, convolution_backward, kind, pieces, workspace
-from weft.memory.cudnn_rnn import workspace as recurrent
+from weft.memory.recurrent import workspace as recurrent
 from weft.memory.tensor_shape import TensorShape
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -1,11 +1,13 @@
-"""Recurrent layers as cuDNN runs them: all steps in one operator, which keeps what it needs in one block."""
+"""Recurrent layers as cuDNN and oneDNN run them: all steps in one operator, which keeps what it needs in one block."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 MIB = 2**20
 GATES = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
@@ -139,3 +141,34 @@ class _Cells(torch.autograd.Function):
             parts.append(flat[start : start + one.numel()].view(one.shape))
             start += one.numel()
         return (None, grad, *parts)
+
+
+# oneDNN's LSTM, which a CPU takes: its fake kernel leaves out what it keeps for the backward.
+
+_SAMPLES = 64
+"""Samples with which oneDNN's blocks of a recurrent layer end with a page, however wide they are."""
+
+
+def onednn_kept(args: tuple[Any, ...]) -> Tensor:
+    """The block that ``mkldnn_rnn_layer`` keeps when it is called with these arguments."""
+    steps, samples, features = args[0].shape
+    return torch.empty(onednn_reserve(steps, samples, features, args[5].shape[-1], args[0].dtype), dtype=torch.uint8)
+
+
+def onednn_reserve(steps: int, samples: int, features: int, width: int, dtype: torch.dtype) -> int:
+    """Bytes that one layer keeps for its backward, in one direction, or a few pages more."""
+    first, second = (_onednn_workspace(count, features, width, dtype) for count in (1, 2))
+    return -(-(first + (steps - 1) * (second - first)) * samples // _SAMPLES) + 5 * 4096
+
+
+@lru_cache(maxsize=1024)
+def _onednn_workspace(steps: int, features: int, width: int, dtype: torch.dtype) -> int:
+    """As the library itself says, of a real layer with few samples."""
+    with _disable_current_modes(), torch.enable_grad():
+        x = torch.zeros(steps, _SAMPLES, features, dtype=dtype)
+        weights = [torch.zeros(4 * width, size, dtype=dtype) for size in (features, width)]
+        biases = [torch.zeros(4 * width, dtype=dtype)] * 2
+        state = torch.zeros(_SAMPLES, width, dtype=dtype)
+        lstm, training = 2, True
+        flags: tuple[Any, ...] = (False, [], lstm, width, 1, True, False, False, training)
+        return int(torch.ops.aten.mkldnn_rnn_layer(x, *weights, *biases, state, state, *flags)[3].nbytes)
