@@ -75,9 +75,7 @@ def _steps(training: Training, model: nn.Module, batch: Any, tracer: Tracer, cou
         weights = [tensor for _, tensor in group]
         # A recurrent module's weights are moved one by one, and then into the block that they share.
         moved = (
-            [torch.empty_like(tensor) for tensor in weights]
-            if name in recurrent and training.kernels != CPU
-            else []
+            [torch.empty_like(tensor) for tensor in weights] if name in recurrent and training.kernels != CPU else []
         )
         for tensor in weights:
             tracer.own(tensor, "weights", name)
