@@ -22,7 +22,7 @@ from weft.engine.losses import cross_entropy
 from weft.engine.rng import get_rng_state, seed
 from weft.errors import CheckpointError, TuneError
 from weft.nn.checkpointing import recomputed_parts
-from weft.nn.state import SAVED, decoded, encoded
+from weft.nn.state import SAVED, from_plain, to_plain
 from weft.runs import Checkpoints
 from weft.runs.shards import DTYPES
 from weft.tune.jobs import Fit
@@ -600,8 +600,8 @@ def test_an_extra_state_that_would_have_to_be_pickled_is_refused(tmp_path):
     )
 )
 def test_a_plain_value_comes_back_from_json_as_it_was(value):
-    told = json.loads(json.dumps(encoded(value, {}, ""), allow_nan=False))
-    assert repr(decoded(told, {}, torch.device("cpu"))) == repr(value)
+    told = json.loads(json.dumps(to_plain(value, {}, ""), allow_nan=False))
+    assert repr(from_plain(told, {}, torch.device("cpu"))) == repr(value)
 
 
 def test_the_types_that_attributes_are_saved_in_are_those_of_checkpoints_and_complex_ones() -> None:
