@@ -144,13 +144,13 @@ def follow(field: Field, method: str, device: str, seconds: float, seed: int, po
         options |= {
             "stream": mixed.space.first(),
             "loss": MixedLoss(weft.cross_entropy, layout, (target,)),
-            "bilevel": Bilevel(arch, warmup=100),
+            "architecture_search": Bilevel(arch, warmup=100),
             "callbacks": [curve.watch(lambda: (most_probable_subnet(mixed.mixture(), (target,)), 0.0))],
         }
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
-        weft.train(net, field.data, runs=folder, **options)
+        weft.train(net, field.data, folder=folder, **options)
     memory = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else float("nan")
     return [{"method": method, "seed": seed, **row, "memory_mib": memory} for row in curve.rows]
 

@@ -114,18 +114,15 @@ def measure(job: Job, data: Data, size: Size, device: str) -> dict[str, Any]:
                 steps=job.steps,
                 batch_size=size.batch,
                 microbatches=job.k or 1,
-                optimizer=optimizer(job.optimizer, job.lr),
-                schedule="cosine:0.1",
-                warmup=job.steps // 15,
+                optimizer=optimizer(job.optimizer, job.lr, schedule="cosine:0.1", warmup_steps=job.steps // 15, clip=CLIP if job.optimizer == "adamw-clipped" else None),
                 consistency=job.consistency,
-                clip=CLIP if job.optimizer == "adamw-clipped" else None,
-                validate=weft.Validation(job.steps, random=0, batch_size=256, recalibrate=0),
+                validation=weft.Validation(job.steps, random=0, batch_size=256, bn_batches=0),
                 device=device,
                 seed=job.seed,
                 callbacks=[log],
-                runs=folder,
+                folder=folder,
                 checkpoint_every=job.steps,
-                keep=1,
+                keep_checkpoints=1,
             )
     except WeftError as problem:
         return {**row, "failed": str(problem), "seconds": time.perf_counter() - began, "drift_mean": None}

@@ -100,9 +100,9 @@ def options_of(bench: Bench, device: str, steps: int, seed: int, folder: str) ->
         "seed": seed,
         "device": device,
         "channels_last": False,  # what mixtures do with filters is for the usual layout
-        "runs": folder,
+        "folder": folder,
         "checkpoint_every": steps,
-        "keep": 1,
+        "keep_checkpoints": 1,
     }
 
 

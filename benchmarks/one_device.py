@@ -75,7 +75,7 @@ def main() -> None:
             began = time.perf_counter()
             with tempfile.TemporaryDirectory() as folder:
                 trained = weft.train(
-                    net, data, batch_size=64, device=options.device, runs=folder, stages=stages, **given
+                    net, data, batch_size=64, device=options.device, folder=folder, stages=stages, **given
                 )
             seconds = time.perf_counter() - began
             rows.append({"run": name, "stages": stages, "fingerprint": trained.fingerprint, "seconds": seconds})

@@ -174,7 +174,7 @@ def graphs_keep_the_fingerprint(
                 steps=steps,
                 batch_size=64,
                 device="cuda",
-                runs=folder,
+                folder=folder,
                 cuda_graphs=graphs,
                 channels_last=last,
                 **options,

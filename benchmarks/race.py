@@ -325,7 +325,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three runs of fewer steps")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    told = {"steps": 60 if options.quick else 300, "runs": 3 if options.quick else 10}
+    told = {"steps": 60 if options.quick else 300, "folder": 3 if options.quick else 10}
     with tempfile.TemporaryDirectory() as folder:
         launch(STAGES, Call(work, (told, folder)), restarts=0, threads=1)
         rows = json.loads(Path(folder, "rows.json").read_text())

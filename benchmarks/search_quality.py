@@ -49,17 +49,15 @@ def train(data: Data, job: tuple[str, int, int], options: argparse.Namespace, fo
         steps=steps,
         batch_size=options.batch,
         stream=stream,
-        optimizer=weft.Optimizer("sgd", lr=options.rate, momentum=0.9, weight_decay=options.decay),
-        schedule="cosine",
-        warmup=min(200, steps // 10),
+        optimizer=weft.Optimizer("sgd", lr=options.rate, momentum=0.9, weight_decay=options.decay, schedule="cosine", warmup_steps=min(200, steps // 10)),
         augment=weft.ShiftFlip("image", padding=options.shift) if options.shift else None,
         metrics={},
         seed=seed,
         device=device,
         channels_last=device == "cuda",
-        runs=folder,
+        folder=folder,
         checkpoint_every=steps,
-        keep=1,
+        keep_checkpoints=1,
     )
 
 

@@ -76,19 +76,16 @@ def measure(data: Data, method: str, seed: int, options: argparse.Namespace) -> 
             steps=options.steps,
             batch_size=16 if quick else 64,
             microbatches=options.microbatches,
-            optimizer=weft.Optimizer("adamw", lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, groups="matrices"),
-            schedule="cosine:0.1",
-            warmup=options.steps // 50,
-            clip=options.clip,
+            optimizer=weft.Optimizer("adamw", lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, groups="matrices", schedule="cosine:0.1", warmup_steps=options.steps // 50, clip=options.clip),
             consistency=promise,
-            validate=weft.Validation(options.validate, random=0, batch_size=64, recalibrate=0),
+            validation=weft.Validation(options.validate, random=0, batch_size=64, bn_batches=0),
             precision="bf16" if cuda else "fp32",
             device=options.device,
             seed=seed,
             callbacks=[clock],
-            runs=folder,
+            folder=folder,
             checkpoint_every=options.steps,
-            keep=1,
+            keep_checkpoints=1,
         )
         seconds = time.perf_counter() - clock.began
     best_step, best = min(clock.validation, key=lambda found: found[1])

@@ -47,7 +47,7 @@ def measure(consistency: str, optimizer: weft.Optimizer, seed: int, steps: int) 
             optimizer=optimizer,
             metrics={"accuracy": weft.accuracy},
             seed=seed,
-            runs=folder,
+            folder=folder,
             checkpoint_every=steps,
         )
         losses = [event["loss"] for event in trained.run.events.read() if event["event"] == "step"]

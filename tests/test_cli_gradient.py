@@ -216,7 +216,7 @@ def test_python_finds_what_the_command_line_finds(searched: tuple[Path, dict[str
             architecture=weft.Optimizer("adam", lr=0.05, betas=(0.5, 0.999), weight_decay=1e-3),
             batch_size=16,
             metrics={"accuracy": weft.accuracy},
-            runs=tmp_path,
+            folder=tmp_path,
         )
     assert isinstance(found, GradientSearchResult)
     assert found.trained.fingerprint == said["fingerprint"]
@@ -297,7 +297,7 @@ def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_bits(
 def test_in_python_too_a_run_is_not_resumed_by_another_method(tmp_path: Path) -> None:
     def run(method: Any, **options: Any) -> Any:
         return weft.search_gradient(
-            layered, weft.data.digits(), method=method, steps=2, batch_size=8, run="r", runs=tmp_path, **options
+            layered, weft.data.digits(), method=method, steps=2, batch_size=8, run="r", folder=tmp_path, **options
         )
 
     run("darts")
@@ -434,7 +434,7 @@ def test_the_bar_tells_how_undecided_the_mean_of_the_last_steps_is() -> None:
 
 def test_search_in_python_says_how_it_is_called(tmp_path: Path) -> None:
     data = weft.data.digits()
-    trained = weft.train(layered, data, steps=1, runs=tmp_path)
+    trained = weft.train(layered, data, steps=1, folder=tmp_path)
     search: Any = weft.search
     with pytest.raises(SearchError, match=r"trained together by weft.search_gradient\(build, data, steps=...\)"):
         search(layered)

@@ -40,11 +40,12 @@ RENAMED = {  # the new word of an option: the old one
     "time_limit": "seconds",
     "timeout": "seconds",
     "tolerance": "gap",
+    "validation": "validate",
     "warmup_steps": "warmup",
 }
 OF_THE_OPTIMIZER = ("clip", "schedule", "warmup_steps")
 """Options of `train` that are to be the optimizer's."""
-CONFIGS = ("TrainConfig", "Execution", "RunConfig")
+CONFIGS = ("TrainConfig", "Execution", "RunConfig", "GradientSearchConfig")
 """Dataclasses whose fields `train` and its kin are to take by name."""
 
 
@@ -88,9 +89,11 @@ def train_options(function: Any, name: str, folder: Path, options: Mapping[str, 
     names = known(weft.train)
     given = dict(options)
     kind, more = given.pop("optimizer", ("sgd", {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}))
-    of_it = spelled({word: given.pop(word) for word in OF_THE_OPTIMIZER if word in given}, names)
-    stays = {word: value for word, value in of_it.items() if word in names}
-    moved = spelled({w: v for w, v in of_it.items() if w not in names}, known(weft.Optimizer))
+    stays, moved = {}, {}
+    for word in OF_THE_OPTIMIZER:
+        if word in given:
+            old = RENAMED.get(word, word)
+            (stays if old in names else moved)[old if old in names else word] = given.pop(word)
     config = getattr(weft, "RunConfig", None)
     place = {"run": name, "runs": folder} if config is None else {"run": config(name=name, folder=folder)}
     given["optimizer"] = optimizer(kind, **more, **moved)

@@ -24,13 +24,13 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {  # the network, and the options 
     "bf16": ("mlp", {"precision": "bf16", "consistency": "bounded(2, 3)"}),
     "adamw-bn": ("conv", {"optimizer": ("adamw", {"lr": 2e-3, "weight_decay": 0.1})}),
     "sandwich-distil": ("mlp", {"stream": "sandwich:1", "microbatches": 3, "distill": True}),
-    "validated": ("mlp", {"validate": 6, "metrics": {"accuracy": weft.accuracy}}),
+    "validated": ("mlp", {"validation": 6, "metrics": {"accuracy": weft.accuracy}}),
     "gpt": ("gpt", {"optimizer": ("adamw", {"lr": 1e-3}), "consistency": "bounded(2, 4)", "microbatches": 2}),
     "elastic": ("elastic", {}),
     "elastic-gpt": ("elastic-gpt", {"consistency": "bounded(2, 4)", "microbatches": 2, "clip": "global:1.0"}),
     "muon": ("gpt", {"optimizer": ("muon", {"lr": 1e-2}), "consistency": "delayed(2)"}),
 }
-TIMED = ("time", "seconds", "law", "config")
+TIMED = ("time", "seconds", "law", "train_config", "config")
 """Keys of events that say when, or have the words of a version."""
 STOP = 8
 

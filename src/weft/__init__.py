@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weft.engine.losses import Distillation as Distillation
     from weft.engine.losses import accuracy as accuracy
     from weft.engine.losses import cross_entropy as cross_entropy
+    from weft.engine.losses import mean_squared_error as mean_squared_error
     from weft.engine.optimizer import Optimizer as Optimizer
     from weft.errors import WeftError as WeftError
     from weft.memory import Estimate as Estimate
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from weft.runs import Run as Run
     from weft.search.api import search as search
     from weft.search.front import Front as Front
+    from weft.search.gradient import GradientSearchConfig as GradientSearchConfig
     from weft.search.gradient import search_gradient as search_gradient
     from weft.space import Space as Space
     from weft.space import Stream as Stream
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from weft.trainer.api import retrain as retrain
     from weft.trainer.api import train as train
     from weft.trainer.callbacks import TensorBoard as TensorBoard
+    from weft.trainer.config import Execution as Execution
+    from weft.trainer.config import RunConfig as RunConfig
+    from weft.trainer.config import TrainConfig as TrainConfig
     from weft.trainer.config import Validation as Validation
     from weft.tune.api import tune as tune
     from weft.zoo.pretrained import from_transformers as from_transformers
@@ -58,14 +63,17 @@ _HOMES = {
     "Distillation": "weft.engine.losses",
     "Elastic": "weft.supernet",
     "Estimate": "weft.memory",
+    "Execution": "weft.trainer.config",
     "Exact": "weft.engine.consistency",
     "Front": "weft.search.front",
+    "GradientSearchConfig": "weft.search.gradient",
     "Lagged": "weft.engine.consistency",
     "Loader": "weft.data",
     "OffloadConfig": "weft.offload.config",
     "Optimizer": "weft.engine.optimizer",
     "Optional": "weft.supernet",
     "Run": "weft.runs",
+    "RunConfig": "weft.trainer.config",
     "Shared": "weft.supernet",
     "ShiftFlip": "weft.data",
     "Space": "weft.space",
@@ -73,6 +81,7 @@ _HOMES = {
     "Subnet": "weft.space",
     "Tensors": "weft.data",
     "TensorBoard": "weft.trainer.callbacks",
+    "TrainConfig": "weft.trainer.config",
     "TrainedRun": "weft.trainer.api",
     "Validation": "weft.trainer.config",
     "WeftError": "weft.errors",
@@ -84,6 +93,7 @@ _HOMES = {
     "initialise": "weft.supernet",
     "load_run": "weft.trainer.api",
     "make_stream": "weft.space",
+    "mean_squared_error": "weft.engine.losses",
     "retrain": "weft.trainer.api",
     "search_gradient": "weft.search.gradient",
     "train": "weft.trainer.api",

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from weft.errors import ConfigError, nearest
+from weft.offload.config import OffloadConfig
+from weft.trainer.config import Execution, RunConfig, TrainConfig, Validation
 
 T = TypeVar("T")
 Names = str | tuple[str, ...]
 """One name or several: ``maximize = "accuracy"`` and ``maximize = ["accuracy"]`` mean the same."""
 
-SGD = {"kind": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
+
+def table_of(source: type, *, without: Sequence[str] = (), kinds: Mapping[str, Any] = {}, **defaults: Any) -> Any:
+    """The table of a configuration file with the fields of a dataclass; where a field takes code or another object, the
+    file has text that names it. ``kinds`` and ``defaults`` are those of fields that the file writes otherwise."""
+    hints = get_type_hints(source)
+    entries = []
+    for entry in dataclasses.fields(source):
+        if entry.name in without:
+            continue
+        default = defaults.get(entry.name, entry.default)
+        default = getattr(default, "__name__", default) if callable(default) else default
+        kind = kinds.get(entry.name) or _plain(hints[entry.name], default is None)
+        required = default is dataclasses.MISSING
+        entries.append((entry.name, kind) if required else (entry.name, kind, default))
+    table = msgspec.defstruct(source.__name__, entries, frozen=True, forbid_unknown_fields=True, module=__name__)
+    table.__doc__ = source.__doc__
+    return table
+
+
+def _plain(hint: Any, optional: bool) -> Any:
+    """A type with every part that a file cannot hold as text."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    found = [part if part in (int, float, bool, str, NoneType) or get_origin(part) is tuple else str for part in parts]
+    return reduce(or_, dict.fromkeys([*found, *([NoneType] if optional else [])]))
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,39 +68,23 @@ class DataSource(Source, frozen=True, forbid_unknown_fields=True):
     path: str | None = None
 
 
-class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the supernet is trained; the names are those of ``weft.train``."""
-
-    steps: int = 1000
-    batch_size: int = 64
-    microbatches: int = 1
-    stream: str = "spaced"
-    seed: int = 0
-    schedule: str = "cosine"
-    warmup: int = 0
-    clip: float | str | None = None
-    precision: str = "fp32"
-    nonfinite: str = "stop"
-    device: str = "cpu"
-    loss: str = "cross_entropy"
-    metrics: Names = ("accuracy",)
-    augment: str | None = None
-    init: str | None = None
-    validate: int | None = None
-    rescale: int | None = None
-    checkpoint_every: int | None = None
-    keep: int = 3
-    workers: int = 0
-    threads: int | None = None
-    cuda_graphs: bool = True
-    channels_last: bool | None = None
-    stages: int | None = None
-    cut: tuple[int, ...] | None = None
-    window: int | None = None
-    split_backward: bool = False
-    prefer: str = "backward"
-    trace: bool = False
-    restarts: int = 3
+if TYPE_CHECKING:
+    Train = TrainConfig
+    ExecutionTable = Execution
+    ValidationTable = Validation
+    OffloadTable = OffloadConfig
+    RunTable = RunConfig
+else:
+    Train = table_of(TrainConfig, without=("optimizer", "consistency", "architecture_search"))
+    ExecutionTable = table_of(Execution, without=("offload",))
+    ValidationTable = table_of(Validation)
+    OffloadTable = table_of(OffloadConfig, kinds={"budget": str | int | None}, budget=None)
+    RunTable = table_of(
+        RunConfig,
+        without=("source",),
+        kinds={"metrics": Names, "validation": ValidationTable | int | None},
+        metrics=("accuracy",),
+    )
 
 
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,16 +112,6 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a gradient method settles on its subnet: ``likeliest`` or ``missed``; if not given, as suits the method."""
 
 
-class Residency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the layers of a stage may take on its device; the names are those of ``weft.OffloadConfig``.
-
-    Without a budget they all stay on the device.
-    """
-
-    budget: str | int | None = None
-    prefetch: int = 32
-
-
 class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which subnet leaves the run, and in which formats."""
 
@@ -122,15 +125,65 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     supernet: str | Source
     data: str | DataSource = "digits"
-    run: str | None = None
-    runs: str = "runs"
     train: Train = Train()
     optimizer: dict[str, Any] = {}
-    """Options of a class of torch.optim; without a ``kind`` they change single values of ``SGD``."""
+    """`kind` (a class of torch.optim), its options, and `schedule`, `warmup_steps`, `clip`, `groups`, `others`; without
+    a kind the options change single values of SGD at 0.05 with momentum 0.9 and weight decay 5e-4"""
     consistency: str | dict[str, str] = {}
-    residency: Residency = Residency()
+    execution: ExecutionTable = ExecutionTable()
+    offload: OffloadTable = OffloadTable()  # type: ignore[call-arg]
+    run: RunTable = RunTable()
     search: Search = Search()
     export: Export = Export()
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return Path(self.run.folder) / str(self.run.name)
+
+
+RENAMED = {
+    "runs": "run.folder",
+    "residency": "offload",
+    "offload.ahead": "offload.prefetch",
+    "train.schedule": "optimizer.schedule",
+    "train.warmup": "optimizer.warmup_steps",
+    "train.clip": "optimizer.clip",
+    "train.nonfinite": "train.on_nonfinite",
+    "train.init": "train.init_from",
+    "train.metrics": "run.metrics",
+    "train.validate": "run.validation",
+    "train.checkpoint_every": "run.checkpoint_every",
+    "train.keep": "run.keep_checkpoints",
+    "train.workers": "execution.data_workers",
+    "train.window": "execution.max_in_flight",
+    "train.prefer": "execution.pipeline_schedule",
+    "train.restarts": "execution.max_restarts",
+    **{f"train.{entry}": f"execution.{entry}" for entry in ("device", "stages", "cut", "split_backward", "trace")},
+    **{f"train.{entry}": f"execution.{entry}" for entry in ("threads", "cuda_graphs", "channels_last")},
+}
+"""What keys of a configuration were called before, and are called now."""
+
+_SCHEDULES = {"backward": "1f1b", "forward": "gpipe", "alternate": "naspipe"}
+
+
+def modern(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that an older weft has left in a manifest, under today's keys."""
+    if "runs" not in saved:
+        return _copy(saved)
+    old = _copy(saved)
+    old["run"] = {"name": old.get("run")}
+    old["train"].pop("rescale", None)
+    for before, now in RENAMED.items():
+        at, _, name = before.rpartition(".")
+        holder = old.get(at, {}) if at else old
+        if name in holder:
+            value = holder.pop(name)
+            table, _, key = now.rpartition(".")
+            (old.setdefault(table, {}) if table else old)[key] = (
+                _SCHEDULES.get(value, value) if name == "prefer" else value
+            )
+    return old
 
 
 def read_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
@@ -159,6 +212,8 @@ def make_config(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Con
 def convert(values: Mapping[str, Any], overrides: Sequence[str], kind: type[T]) -> T:
     """The value of some kind of configuration that a nested mapping means, with overrides applied."""
     merged = _copy(values)
+    if isinstance(merged.get("run"), str) and _kinds(["run", "name"], kind):
+        merged["run"] = {"name": merged["run"]}
     for override in overrides:
         _apply(merged, override, kind)
     try:
@@ -171,6 +226,11 @@ def to_dict(config: Config) -> dict[str, Any]:
     """Plain values, for a run's manifest; ``make_config`` reads them back."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     return plain
+
+
+def values_of(table: Any) -> dict[str, Any]:
+    """The entries of a table by name."""
+    return msgspec.structs.asdict(table)
 
 
 def locate(spec: str, folder: Path) -> Any:
@@ -224,6 +284,8 @@ def _apply(values: dict[str, Any], override: str, root: type) -> None:
         if not isinstance(below, dict):
             raise ConfigError(f"'{override}': '{part}' is a value, not a table")
         at = below
+    if names == ["run"] and _kinds(["run", "name"], root):  # the short form of `run.name`
+        at, names = at.setdefault("run", {}), ["run", "name"]
     at[names[-1]] = _value(match[2], names, root)
 
 
@@ -246,6 +308,8 @@ def _explain(message: str, root: type) -> str:
     unknown = re.match(r"Object contains unknown field `(.*?)`", message)
     if unknown:
         full = f"{path}.{unknown[1]}" if path else unknown[1]
+        if full in RENAMED:
+            return f"the key '{full}' has another name now: '{RENAMED[full]}'"
         return f"unknown key '{full}'{_hint(path, unknown[1], root)}"
     missing = re.match(r"Object missing required field `(.*?)`", message)
     if missing:
@@ -258,14 +322,10 @@ def _explain(message: str, root: type) -> str:
     if wrong is None:
         return f"'{path}': {message}"
     wanted, got = (re.sub(r"\w+", lambda word: _WORDS.get(word[0], word[0]), kinds) for kinds in wrong.groups())
-    return f"'{path}' must be {wanted.replace(' | ', ' or ')}, not {got}{_MEANT.get(path, '')}"
+    return f"'{path}' must be {wanted.replace(' | ', ' or ')}, not {got}"
 
 
 _WORDS = {"array": "list", "object": "table", "null": "nothing"}
-_MEANT = {
-    "train.clip": ": a number is the largest norm of a layer's own gradient, and global:1.0 of that of all layers"
-}
-"""What a key means, where a wrong type suggests that something else was."""
 
 
 def _hint(path: str, key: str, root: type) -> str:

@@ -86,9 +86,9 @@ def test_memory_of_the_host_is_pinned_and_let_go_of() -> None:
 
 
 def test_a_run_on_a_gpu_ends_and_is_searched_as_one_without(tmp_path: Path) -> None:
-    told: dict[str, Any] = {"steps": 12, "batch_size": 4, "optimizer": ADAM, "device": "cuda", "validate": 4}
-    wanted = weft.train(stages.text, samples("text"), **told, runs=tmp_path, run="all")
-    found = weft.train(stages.text, samples("text"), **told, runs=tmp_path, run="small", residency="56KiB")
+    told: dict[str, Any] = {"steps": 12, "batch_size": 4, "optimizer": ADAM, "device": "cuda", "validation": 4}
+    wanted = weft.train(stages.text, samples("text"), **told, folder=tmp_path, run="all")
+    found = weft.train(stages.text, samples("text"), **told, folder=tmp_path, run="small", offload="56KiB")
     assert found.fingerprint == wanted.fingerprint
     best = [(pick.subnet.id, pick.scores) for pick in weft.search(wanted, minimize=["loss", "flops"], budget=6)]
     assert [(p.subnet.id, p.scores) for p in weft.search(found, minimize=["loss", "flops"], budget=6)] == best

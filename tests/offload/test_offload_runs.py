@@ -28,7 +28,7 @@ BUDGET = "56KiB"
 
 
 def train(folder: Path, **options: Any) -> weft.TrainedRun:
-    told = {"steps": 12, "batch_size": 4, "optimizer": ADAM, "runs": folder, **options}
+    told = {"steps": 12, "batch_size": 4, "optimizer": ADAM, "folder": folder, **options}
     return weft.train(stages.text, partial(samples, "text"), **told)
 
 
@@ -36,7 +36,7 @@ def train(folder: Path, **options: Any) -> weft.TrainedRun:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> weft.TrainedRun:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    found = train(tmp_path_factory.mktemp("alone"), run="alone", validate=4)
+    found = train(tmp_path_factory.mktemp("alone"), run="alone", validation=4)
     torch.set_num_threads(before)
     return found
 
@@ -47,25 +47,25 @@ def events(run: weft.TrainedRun, kind: str) -> list[dict[str, Any]]:
 
 
 def test_a_run_says_what_moved_and_scores_and_ends_as_one_without(tmp_path: Path, alone: weft.TrainedRun) -> None:
-    found = train(tmp_path, run="small", validate=4, residency=BUDGET)
+    found = train(tmp_path, run="small", validation=4, offload=BUDGET)
     assert found.fingerprint == alone.fingerprint
     assert [row["scores"] for row in events(found, "validation")] == [
         row["scores"] for row in events(alone, "validation")
     ]
     told = events(found, "finished")[0]["residency"]
-    assert told["brought"] > 0
-    assert told["sent"] > 0
+    assert told["loaded_bytes"] > 0
+    assert told["evicted_bytes"] > 0
     assert told["peak"] <= told["budget"] == 56 * 1024
     assert told["uses"] == 12 * 6
     assert events(found, "residency")[-1]["stages"][0]["hit_rate"] > 0.9
 
 
 def test_a_search_scores_subnets_of_a_supernet_that_does_not_fit(tmp_path: Path, alone: weft.TrainedRun) -> None:
-    found = train(tmp_path, run="small", validate=4, residency=BUDGET)
+    found = train(tmp_path, run="small", validation=4, offload=BUDGET)
     wanted = [(pick.subnet.id, pick.scores) for pick in weft.search(alone, minimize=["loss", "flops"], budget=6)]
     assert [(p.subnet.id, p.scores) for p in weft.search(found, minimize=["loss", "flops"], budget=6)] == wanted
     loaded = weft.load_run(
-        found.path, stages.text, samples("text"), steps=12, batch_size=4, optimizer=ADAM, residency=BUDGET
+        found.path, stages.text, samples("text"), steps=12, batch_size=4, optimizer=ADAM, offload=BUDGET
     )
     assert [(p.subnet.id, p.scores) for p in weft.search(loaded, minimize=["loss", "flops"], budget=6)] == wanted
 
@@ -88,7 +88,7 @@ def test_more_than_the_host_has_is_refused_with_a_way_out() -> None:
 
 def test_a_mistake_in_the_budget_leaves_no_run(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="The least that would do"):
-        train(tmp_path, run="never", residency="4KiB")
+        train(tmp_path, run="never", offload="4KiB")
     assert not (tmp_path / "never").exists()
 
 
@@ -125,7 +125,7 @@ def test_a_run_killed_in_the_middle_of_a_write_back_goes_on_with_another_budget(
     ended = subprocess.run([sys.executable, "-c", script], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert any((tmp_path / "killed" / "checkpoints").iterdir())
-    again = train(tmp_path, run="killed", checkpoint_every=2, validate=4, residency="80KiB", resume=True)
+    again = train(tmp_path, run="killed", checkpoint_every=2, validation=4, offload="80KiB", resume=True)
     assert 0 < events(again, "started")[-1]["at"] < 12
     assert again.fingerprint == alone.fingerprint
 
@@ -136,12 +136,12 @@ def test_two_processes_with_a_budget_each_give_the_bits_of_one_and_say_how_layer
     found = train(
         tmp_path,
         run="two",
-        validate=4,
+        validation=4,
         stages=2,
         cut=(3,),
-        residency=weft.OffloadConfig("48KiB"),
+        offload=weft.OffloadConfig("48KiB"),
         trace=True,
-        restarts=0,
+        max_restarts=0,
     )
     assert found.fingerprint == alone.fingerprint
     told = events(found, "finished")[0]["residency"]

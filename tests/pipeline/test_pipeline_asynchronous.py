@@ -24,7 +24,7 @@ LAW: dict[str, Any] = {
     "schedule": "cosine:0.1",
     "clip": "global:0.5",
     "consistency": "bounded(4, 3)",
-    "validate": weft.Validation(4, batch_size=512),
+    "validation": weft.Validation(4, batch_size=512),
     "rescale": 6,
     "seed": 3,
 }
@@ -37,7 +37,7 @@ def data() -> weft.Data:
 
 
 def trained(runs: Path, name: str, **changes: Any) -> tuple[weft.TrainedRun, list[dict[str, Any]]]:
-    run = weft.train(NET, data(), runs=runs, run=name, **{**LAW, **changes})
+    run = weft.train(NET, data(), folder=runs, run=name, **{**LAW, **changes})
     events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
     return run, events
 
@@ -76,18 +76,18 @@ def test_each_of_the_settings_has_a_result_of_its_own(tmp_path: Path) -> None:
     }
     found = {name: trained(tmp_path, name, steps=6, **change)[0].fingerprint for name, change in changes.items()}
     assert len(set(found.values())) == len(changes)
-    unscored = trained(tmp_path, "unscored", steps=6, validate=None)[0].fingerprint
+    unscored = trained(tmp_path, "unscored", steps=6, validation=None)[0].fingerprint
     assert unscored == found["as-is"]  # to be scored leaves no trace in the weights
 
 
 def test_more_stages_than_virtual_ones_are_warned_of_with_the_predicted_stall(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, _ = trained(tmp_path, "many", steps=4, stages=3, consistency="bounded(2, 2)", validate=None)
+    run, _ = trained(tmp_path, "many", steps=4, stages=3, consistency="bounded(2, 2)", validation=None)
     assert "3 stages are more than the 2 virtual ones of bounded(2, 2)" in caplog.text
     assert "bounded(2, 3) would leave" in caplog.text
     assert (
-        run.fingerprint == trained(tmp_path, "one", steps=4, consistency="bounded(2, 2)", validate=None)[0].fingerprint
+        run.fingerprint == trained(tmp_path, "one", steps=4, consistency="bounded(2, 2)", validation=None)[0].fingerprint
     )
 
 

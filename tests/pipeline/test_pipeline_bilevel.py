@@ -30,7 +30,7 @@ def loss(seen: tuple[Tensor, ...], batch: dict[str, Tensor]) -> Tensor:
 def train(folder: Path, method: str = "darts", steps: int = 12, **changes: Any) -> weft.TrainedRun:
     relax, side = METHODS[method]
     net = mixed_factory(layered, relax, side)
-    options: dict[str, Any] = {"batch_size": 32, "bilevel": Bilevel(), "runs": folder, "stream": net().space.first()}
+    options: dict[str, Any] = {"batch_size": 32, "architecture_search": Bilevel(), "folder": folder, "stream": net().space.first()}
     return weft.train(net, open_data("digits"), steps=steps, loss=loss, **{**options, **changes})
 
 
@@ -72,9 +72,9 @@ def test_a_step_changes_its_own_level_and_no_other(tmp_path: Path) -> None:
     assert all(not p.any() for p in alphas(first).values())
     assert all(bool(p.any()) for p in alphas(second).values())
     # The rate of step 0 depends on the length of the run under the cosine, so it is held constant here.
-    one = weights(train(tmp_path, steps=1, schedule="constant"))
-    two = weights(train(tmp_path, steps=2, schedule="constant"))
-    three = weights(train(tmp_path, steps=3, schedule="constant"))
+    one = weights(train(tmp_path, steps=1, optimizer=weft.Optimizer(schedule="constant")))
+    two = weights(train(tmp_path, steps=2, optimizer=weft.Optimizer(schedule="constant")))
+    three = weights(train(tmp_path, steps=3, optimizer=weft.Optimizer(schedule="constant")))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not all(torch.equal(two[name], three[name]) for name in two)
 
@@ -121,14 +121,14 @@ def test_validation_data_is_needed_and_said_to_be(tmp_path: Path) -> None:
     net = mixed_factory(layered, Darts())
     data = Data("x", open_data("digits").train)
     with pytest.raises(TrainError, match="validation data"):
-        weft.train(net, data, steps=2, loss=loss, bilevel=Bilevel(), stream=net().space.first(), runs=tmp_path)
+        weft.train(net, data, steps=2, loss=loss, architecture_search=Bilevel(), stream=net().space.first(), folder=tmp_path)
 
 
 def test_two_levels_are_for_supernets_with_architecture_parameters(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="two levels"):
-        weft.train(layered, open_data("digits"), steps=2, bilevel=Bilevel(), runs=tmp_path)
+        weft.train(layered, open_data("digits"), steps=2, architecture_search=Bilevel(), folder=tmp_path)
     with pytest.raises(TrainError, match="two levels"):
-        train(tmp_path, bilevel=None)
+        train(tmp_path, architecture_search=None)
 
 
 def plain_choice() -> weft.Chain:
@@ -156,13 +156,13 @@ def test_the_second_order_is_the_gradient_through_one_step_of_the_weights(tmp_pa
     rate = 0.5
     net = mixed_factory(plain_choice, Darts())
     options: dict[str, Any] = {"batch_size": 8, "schedule": "constant", "stream": net().space.first()}
-    options |= {"optimizer": weft.Optimizer("sgd", lr=rate), "loss": loss, "runs": tmp_path}
+    options |= {"optimizer": weft.Optimizer("sgd", lr=rate), "loss": loss, "folder": tmp_path}
     arch = weft.Optimizer("sgd", lr=1.0)
-    trained = weft.train(net, data, steps=2, bilevel=Bilevel(arch, order=2), **options)
+    trained = weft.train(net, data, steps=2, architecture_search=Bilevel(arch, order=2), **options)
 
     chain = weft.initialise(net, 0)
     names = [name for name, _ in chain.named_parameters() if not name.startswith("arch-")]
-    start = weft.train(net, data, steps=1, bilevel=Bilevel(arch), **options).chain.state_dict()  # after step 0
+    start = weft.train(net, data, steps=1, architecture_search=Bilevel(arch), **options).chain.state_dict()  # after step 0
     w = {name: start[name].clone().requires_grad_() for name in names}
     alpha = torch.zeros(2, requires_grad=True)
 
@@ -191,7 +191,7 @@ def test_the_second_order_is_the_gradient_through_one_step_of_the_weights(tmp_pa
 def test_the_second_order_is_refused_where_it_cannot_be_had(tmp_path: Path) -> None:
     for changes in ({"stages": 2}, {"microbatches": 2}, {"consistency": "lagged(2)"}):
         with pytest.raises(TrainError, match="second order"):
-            train(tmp_path, bilevel=Bilevel(order=2), **changes)
+            train(tmp_path, architecture_search=Bilevel(order=2), **changes)
 
 
 def test_the_log_has_the_phase_of_every_step(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from weft.data import Data, Tensors, open_data
 from weft.engine.losses import follow
 from weft.errors import TrainError
 
-OPTIONS: dict[str, Any] = {"batch_size": 16, "microbatches": 3, "stream": "sandwich:1", "distil": True}
+OPTIONS: dict[str, Any] = {"batch_size": 16, "microbatches": 3, "stream": "sandwich:1", "distill": True}
 
 
 def test_all_but_the_largest_learn_from_what_the_largest_gave(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_all_but_the_largest_learn_from_what_the_largest_gave(tmp_path: Path) ->
 @pytest.mark.long
 def test_a_sandwich_with_its_teacher_is_the_same_on_any_number_of_stages(tmp_path: Path) -> None:
     found = {
-        weft.train(layered, open_data("digits"), steps=10, stages=n, runs=tmp_path, **OPTIONS).fingerprint
+        weft.train(layered, open_data("digits"), steps=10, stages=n, folder=tmp_path, **OPTIONS).fingerprint
         for n in (1, 2, 3)
     }
     assert len(found) == 1
@@ -57,9 +57,9 @@ def test_following_yourself_is_learning_nothing(distil: Any, share: float, tmp_p
     def one() -> weft.Chain:
         return layered(1, (8,), (2,))
 
-    options = {"schedule": "constant", "optimizer": weft.Optimizer("sgd", lr=0.1), "runs": tmp_path, "batch_size": 16}
+    options = {"schedule": "constant", "optimizer": weft.Optimizer("sgd", lr=0.1), "folder": tmp_path, "batch_size": 16}
     data = open_data("digits")
-    taught = weft.train(one, data, steps=3, microbatches=3, stream="sandwich:1", distil=distil, **options)
+    taught = weft.train(one, data, steps=3, microbatches=3, stream="sandwich:1", distill=distil, **options)
     # The gradient of a step is the mean over its micro-batches, so a third of the rate is what the largest gets, and as
     # much the two others together where half of what they learn is the labels.
     options["optimizer"] = weft.Optimizer("sgd", lr=0.1 * share)
@@ -71,4 +71,4 @@ def test_following_yourself_is_learning_nothing(distil: Any, share: float, tmp_p
 def test_only_a_sandwich_has_a_teacher(tmp_path: Path) -> None:
     data = Data("x", Tensors(image=torch.zeros(4, 8, 8), label=torch.zeros(4, dtype=torch.long)))
     with pytest.raises(TrainError, match="must be 'sandwich'"):
-        weft.train(layered, data, steps=1, batch_size=2, stream="iid", distil=True, runs=tmp_path)
+        weft.train(layered, data, steps=1, batch_size=2, stream="iid", distill=True, folder=tmp_path)

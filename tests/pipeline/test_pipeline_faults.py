@@ -42,7 +42,7 @@ def train(runs: Path, seen: Path | None = None, **more: Any) -> TrainedRun:
     data = partial(disturbed.samples, "text", None if seen is None else str(seen))
     options: dict[str, Any] = {"steps": STEPS, "checkpoint_every": 5, "batch_size": 4, "microbatches": 2}
     consistency = {"embed": "lagged(2)", "norm": "delayed(1)", "out": "delayed(4)"}
-    told = {"consistency": consistency, "loss": disturbed.loss, "stream": "iid", "runs": runs, "run": "x"}
+    told = {"consistency": consistency, "loss": disturbed.loss, "stream": "iid", "folder": runs, "run": "x"}
     return weft.train(disturbed.text, data, **{**options, **told, **more})
 
 
@@ -146,7 +146,7 @@ def test_a_run_whose_stages_are_killed_one_after_the_other_ends_as_if_nothing_ha
         (draw.randrange(2), signal.SIGKILL, in_a_while(draw.uniform(0.0, 1.0))),
     ]
     with Strikes(seen, tmp_path / "x", plan) as strikes:
-        trained = train(tmp_path, seen, stages=2, restarts=3)
+        trained = train(tmp_path, seen, stages=2, max_restarts=3)
     assert_whole(trained, undisturbed)
     assert strikes.struck >= 2
     # The third strike may come before the other stage of that start has written that it is there.
@@ -173,7 +173,7 @@ def test_kills_at_random_moments_never_change_a_bit(undisturbed: str, tmp_path: 
     moments = [lambda: in_a_checkpoint, lambda: in_a_while(draw.uniform(0.0, 3.0)), lambda: after(draw.randrange(35))]
     plan = [(draw.randrange(count), signal.SIGKILL, draw.choice(moments)()) for _ in range(6)]
     with Strikes(seen, tmp_path / "x", plan) as strikes:
-        trained = train(tmp_path, seen, stages=count, restarts=6)
+        trained = train(tmp_path, seen, stages=count, max_restarts=6)
     assert_whole(trained, undisturbed)
     assert strikes.struck > 0
 
@@ -182,7 +182,7 @@ def test_a_stage_that_is_stopped_is_named_and_ended(tmp_path: Path) -> None:
     words = r"^rank 1 hangs: no sign of life for \d+ s.*restarted 0 times"
     plan = [(1, signal.SIGSTOP, after(5))]
     with Strikes(tmp_path, tmp_path / "x", plan) as strikes, pytest.raises(TrainError, match=words):
-        train(tmp_path, tmp_path, stages=2, restarts=0)
+        train(tmp_path, tmp_path, stages=2, max_restarts=0)
     assert strikes.struck == 1
     for name in ("0.0", "0.1"):
         assert not Path(f"/proc/{(tmp_path / name).read_text()}").exists()
@@ -215,7 +215,7 @@ def test_an_error_in_a_layer_is_one_line_and_nothing_is_started_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     net = partial(disturbed.faulty, 3, "raise")
-    options: dict[str, Any] = {"batch_size": 4, "runs": tmp_path, "run": "x", "cut": (2,), "stream": "fair"}
+    options: dict[str, Any] = {"batch_size": 4, "folder": tmp_path, "run": "x", "cut": (2,), "stream": "fair"}
     with pytest.raises(TrainError) as caught:
         weft.train(net, disturbed.numbers, steps=4, stages=2, **options)
     text = str(caught.value)
@@ -265,7 +265,7 @@ def test_a_loss_that_is_not_a_number_names_the_layer_wherever_it_is(
 @pytest.mark.parametrize("where", range(5))
 def test_a_loss_that_is_not_a_number_names_the_layer_of_any_process(tmp_path: Path, where: int) -> None:
     net = partial(disturbed.faulty, where, "nan")
-    options: dict[str, Any] = {"batch_size": 4, "runs": tmp_path, "run": "x", "cut": (1, 3), "stream": "fair"}
+    options: dict[str, Any] = {"batch_size": 4, "folder": tmp_path, "run": "x", "cut": (1, 3), "stream": "fair"}
     with pytest.raises(NonFiniteError, match=f"step 0, .* it first appears in layer 'layer{where}'") as caught:
         weft.train(net, disturbed.numbers, steps=4, stages=3, **options)
     last = list(weft.Run.open(tmp_path / "x").events.read())[-1]
@@ -338,7 +338,7 @@ def test_ctrl_c_writes_a_checkpoint_and_the_run_goes_on_on_another_number_of_sta
     assert process.returncode == 0, err
     net, data = disturbed.text, partial(disturbed.samples, "text")
     told: dict[str, Any] = {"loss": disturbed.loss, "consistency": {"shared": "lagged(2)"}, "stream": "iid"}
-    whole = weft.train(net, data, steps=200, batch_size=4, microbatches=2, runs=tmp_path, run="whole", **told)
+    whole = weft.train(net, data, steps=200, batch_size=4, microbatches=2, folder=tmp_path, run="whole", **told)
     assert json.loads(out)["fingerprint"] == whole.fingerprint
 
 
@@ -374,7 +374,7 @@ def test_processes_of_torchrun_that_agree_train(tmp_path: Path) -> None:
     assert code == 0, err
     net, data = disturbed.text, partial(disturbed.samples, "text")
     whole = weft.train(
-        net, data, steps=6, batch_size=4, stream="iid", runs=tmp_path, run="one", consistency="lagged(2)"
+        net, data, steps=6, batch_size=4, stream="iid", folder=tmp_path, run="one", consistency="lagged(2)"
     )
     last = list(weft.Run.open(tmp_path / "x").events.read())[-1]
     assert (last["event"], last["fingerprint"]) == ("finished", whole.fingerprint)

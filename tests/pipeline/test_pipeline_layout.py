@@ -95,22 +95,22 @@ def test_what_a_run_is_told_is_kept_on_every_device(device: str, told: bool) -> 
 def test_the_manifest_says_how_the_filters_of_a_run_lie_and_they_lie_so(
     tmp_path: Path, told: bool | None, last: bool
 ) -> None:
-    trained = weft.train(pictures, data(), channels_last=told, runs=tmp_path, **OPTIONS)
+    trained = weft.train(pictures, data(), channels_last=told, folder=tmp_path, **OPTIONS)
     assert trained.run.manifest["law"]["channels_last"] is last
     assert trained.chain.state_dict()["b.conv.weight"].is_contiguous(memory_format=torch.channels_last) is last
 
 
 def test_the_layout_is_part_of_what_a_resumed_run_must_have_in_common(tmp_path: Path) -> None:
-    one = weft.train(pictures, data(), run="x", runs=tmp_path, **OPTIONS)
-    again = weft.train(pictures, data(), run="x", runs=tmp_path, resume=True, channels_last=False, **OPTIONS)
+    one = weft.train(pictures, data(), run="x", folder=tmp_path, **OPTIONS)
+    again = weft.train(pictures, data(), run="x", folder=tmp_path, resume=True, channels_last=False, **OPTIONS)
     assert one.fingerprint == again.fingerprint
     with pytest.raises(RunError, match=r"channels_last = False, now it is True"):
-        weft.train(pictures, data(), run="x", runs=tmp_path, resume=True, channels_last=True, **OPTIONS)
+        weft.train(pictures, data(), run="x", folder=tmp_path, resume=True, channels_last=True, **OPTIONS)
 
 
 @pytest.mark.parametrize("told", [None, True])
 def test_retraining_keeps_the_layout_unless_it_is_told_another(tmp_path: Path, told: bool | None) -> None:
-    trained = weft.train(pictures, data(), channels_last=told, runs=tmp_path, **OPTIONS)
+    trained = weft.train(pictures, data(), channels_last=told, folder=tmp_path, **OPTIONS)
     subnet = trained.chain.largest()
     assert weft.retrain(trained, subnet).settings.channels_last is trained.settings.channels_last is bool(told)
     other = weft.retrain(trained, subnet, run="other", channels_last=not told)

@@ -31,4 +31,4 @@ def test_a_run_with_such_a_metric_says_so(tmp_path: Any) -> None:
         return outputs.mean()
 
     with pytest.raises(TrainError, match="metric 'mine' returned Tensor"):
-        weft.train(digits_conv, digits(), steps=1, batch_size=4, metrics={"mine": mine}, runs=tmp_path)
+        weft.train(digits_conv, digits(), steps=1, batch_size=4, metrics={"mine": mine}, folder=tmp_path)

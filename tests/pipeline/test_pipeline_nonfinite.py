@@ -218,23 +218,23 @@ def test_an_unknown_way_to_treat_them_is_refused(tmp_path: Path) -> None:
             {"x": torch.randn(8, WIDTH), "y": torch.randn(8, WIDTH)},
             steps=1,
             batch_size=4,
-            nonfinite="skp",
+            on_nonfinite="skp",
             stream="iid",
-            runs=tmp_path,
+            folder=tmp_path,
         )
 
 
 def test_a_run_that_stops_says_so_in_its_events_and_a_run_that_skips_counts(tmp_path: Path) -> None:
     data = {"x": torch.randn(16, WIDTH), "y": torch.randn(16, WIDTH)}
     data["x"][3] = float("nan")
-    options = {"steps": 8, "batch_size": 4, "loss": mean_squared_error, "stream": "iid", "runs": tmp_path}
+    options = {"steps": 8, "batch_size": 4, "loss": mean_squared_error, "stream": "iid", "folder": tmp_path}
     with pytest.raises(NonFiniteError, match="the batch itself"):
         weft.train(build, data, run="stops", **options)
     last = list(weft.Run.open(tmp_path / "stops").events.read())[-1]
     assert last["event"] == "failed"
     assert "the batch itself" in last["reason"]
     assert weft.Run.open(tmp_path / "stops").state() == "failed"
-    trained = weft.train(build, data, run="skips", nonfinite="skip", **options)
+    trained = weft.train(build, data, run="skips", on_nonfinite="skip", **options)
     steps = [event for event in trained.run.events.read() if event["event"] == "step"]
     assert [event.get("skipped", 0) for event in steps].count(1) == 2  # twice through the 16 samples
     assert all(torch.isfinite(t).all() for t in trained.chain.state_dict().values())

@@ -48,9 +48,9 @@ def train(
         "clip": 1.0,
         "metrics": {"accuracy": accuracy},
         "checkpoint_every": 3,
-        "keep": 10,
+        "keep_checkpoints": 10,
     }
-    return weft.train(net, partial(disturbed.samples, kind), runs=runs, run=run, **{**options, **more})
+    return weft.train(net, partial(disturbed.samples, kind), folder=runs, run=run, **{**options, **more})
 
 
 def told(trained: TrainedRun, *names: str) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ def assert_same(one: TrainedRun, other: TrainedRun) -> None:
 
 @pytest.mark.long
 def test_eight_stages_give_the_bits_losses_metrics_and_scores_of_one(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"m": 4, "blocks": 6, "steps": 6, "validate": Validation(3, batch_size=5)}
+    options: dict[str, Any] = {"m": 4, "blocks": 6, "steps": 6, "validation": Validation(3, batch_size=5)}
     one = train("convolutional", tmp_path, "one", **options)
     seen: list[Any] = []
     calls: list[Any] = []
@@ -111,7 +111,7 @@ def test_eight_stages_give_the_bits_losses_metrics_and_scores_of_one(tmp_path: P
 def test_a_tuple_travels_and_a_checkpoint_of_two_stages_goes_on_on_one_and_on_three(tmp_path: Path) -> None:
     options: dict[str, Any] = {"m": 2, "optimizer": "adamw"}
     one = train("encoder-decoder", tmp_path, "one", **options)
-    two = train("encoder-decoder", tmp_path, "run", **options, stages=2, window=3, trace=True)
+    two = train("encoder-decoder", tmp_path, "run", **options, stages=2, max_in_flight=3, trace=True)
     assert_same(one, two)
     assert two.run.checkpoints.steps() == [3, 6, 9, 12]
     assert sorted(path.name for path in (two.path / "traces").iterdir()) == ["stage0.jsonl", "stage1.jsonl"]
@@ -137,11 +137,11 @@ def test_a_checkpoint_of_one_stage_goes_on_on_four(tmp_path: Path) -> None:
 @pytest.mark.parametrize("m", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_number_of_stages_gives_the_bits_of_one(tmp_path: Path, kind: str, m: int, optimizer: str) -> None:
-    one = train(kind, tmp_path, "one", m=m, optimizer=optimizer, validate=5, blocks=6)
+    one = train(kind, tmp_path, "one", m=m, optimizer=optimizer, validation=5, blocks=6)
     blocks = len(one.chain.blocks)
     cuts = {2: (blocks - 1,), 3: None, 4: (1, 2, 3), blocks: None}
     for stages, cut in cuts.items():
-        options: dict[str, Any] = {"m": m, "optimizer": optimizer, "validate": 5, "blocks": 6}
+        options: dict[str, Any] = {"m": m, "optimizer": optimizer, "validation": 5, "blocks": 6}
         parts = train(kind, tmp_path, f"of{stages}", **options, stages=stages, cut=cut)
         assert_same(one, parts)
 
@@ -184,7 +184,7 @@ def test_a_mistake_is_told_in_one_line_and_leaves_no_run(tmp_path: Path, mistake
 
 
 def test_more_than_one_stage_needs_an_importable_supernet_and_says_so(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"steps": 1, "stages": 2, "batch_size": 4, "runs": tmp_path, "run": "x", "stream": "fair"}
+    options: dict[str, Any] = {"steps": 1, "stages": 2, "batch_size": 4, "folder": tmp_path, "run": "x", "stream": "fair"}
     with pytest.raises(WeftError, match=r"'net', .*<lambda>, cannot be sent to them.*they need importable factories"):
         weft.train(lambda: disturbed.faulty(0, ""), disturbed.numbers, **options)
     with pytest.raises(WeftError, match=r"'net', a Chain, cannot be sent to them.*they need importable factories"):

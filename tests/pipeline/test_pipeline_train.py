@@ -64,7 +64,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def test_the_same_configuration_gives_the_same_fingerprint_and_another_seed_another(tmp_path: Path) -> None:
-    found = [weft.train(build, data(), seed=seed, runs=tmp_path, **OPTIONS).fingerprint for seed in (0, 0, 1)]
+    found = [weft.train(build, data(), seed=seed, folder=tmp_path, **OPTIONS).fingerprint for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
     assert len(found[0]) == 64
 
@@ -76,7 +76,7 @@ def test_the_users_generators_neither_influence_a_run_nor_are_moved_by_it(tmp_pa
         np.random.seed(seed)  # noqa: NPY002
         random.seed(seed)
         before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
-        found.append(weft.train(build, data(), runs=tmp_path, validate=2, **OPTIONS).fingerprint)
+        found.append(weft.train(build, data(), folder=tmp_path, validation=2, **OPTIONS).fingerprint)
         assert torch.equal(torch.get_rng_state(), before[0])
         assert np.random.get_state()[1].tolist() == before[1]  # noqa: NPY002
         assert random.getstate() == before[2]
@@ -85,18 +85,18 @@ def test_the_users_generators_neither_influence_a_run_nor_are_moved_by_it(tmp_pa
 
 def test_what_should_not_matter_does_not(tmp_path: Path) -> None:
     """Workers, checkpoints, validation, metrics and callbacks watch a run and change nothing."""
-    plain = weft.train(build, data(), runs=tmp_path, **OPTIONS).fingerprint
+    plain = weft.train(build, data(), folder=tmp_path, **OPTIONS).fingerprint
     others: list[dict[str, Any]] = [
         {"workers": 1},
         {"workers": 3},
         {"checkpoint_every": 1},
         {"validate": 1, "metrics": {"accuracy": accuracy}},
-        {"validate": weft.Validation(2, random=1, recalibrate=0)},
+        {"validate": weft.Validation(2, random=1, bn_batches=0)},
         {"callbacks": [lambda event: torch.randn(3)]},
         {"keep": 1},
     ]
     for other in others:
-        assert weft.train(build, data(), runs=tmp_path, **OPTIONS, **other).fingerprint == plain, other
+        assert weft.train(build, data(), folder=tmp_path, **OPTIONS, **other).fingerprint == plain, other
 
 
 def test_what_should_matter_does(tmp_path: Path) -> None:
@@ -117,13 +117,13 @@ def test_what_should_matter_does(tmp_path: Path) -> None:
         {"consistency": {"shared": "delayed(1)"}},
         {"loss": lambda out, batch: cross_entropy(out, batch) * 2},
     ]
-    found = [weft.train(build, data(), runs=tmp_path, **{**base, **variant}).fingerprint for variant in variants]
+    found = [weft.train(build, data(), folder=tmp_path, **{**base, **variant}).fingerprint for variant in variants]
     assert len(set(found)) == len(variants)
 
 
 def test_training_leaves_torchs_settings_as_they_were(tmp_path: Path) -> None:
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    weft.train(build, data(), runs=tmp_path, **OPTIONS)
+    weft.train(build, data(), folder=tmp_path, **OPTIONS)
     assert (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory) == before
 
 
@@ -150,7 +150,7 @@ def test_dropout_draws_anew_in_every_step_and_for_every_layer(tmp_path: Path) ->
 
     source = {"x": torch.zeros(8, 64), "y": torch.zeros(8, 1)}
     weft.train(
-        double, source, steps=3, batch_size=4, microbatches=2, loss=mean_squared_error, stream="iid", runs=tmp_path
+        double, source, steps=3, batch_size=4, microbatches=2, loss=mean_squared_error, stream="iid", folder=tmp_path
     )
     assert len(seen) == 12
     assert len(set(seen)) == 12
@@ -165,14 +165,14 @@ def test_a_foreign_loader_trains_reproducibly(tmp_path: Path) -> None:
         return Data("foreign", loader, samples(20, 1))  # type: ignore[arg-type]
 
     found = [
-        weft.train(build, foreign(), runs=tmp_path, validate=validate, **{**OPTIONS, "steps": 14})
+        weft.train(build, foreign(), folder=tmp_path, validation=validate, **{**OPTIONS, "steps": 14})
         for validate in (None, None, 2)
     ]
     assert found[0].fingerprint == found[1].fingerprint == found[2].fingerprint
     assert weft.train(
         build,
         DataLoader(pairs, batch_size=8),
-        runs=tmp_path,
+        folder=tmp_path,
         **{**OPTIONS, "loss": lambda out, batch: torch.nn.functional.cross_entropy(out, batch["y"])},
     )
 
@@ -185,10 +185,10 @@ def test_callbacks_see_every_event_that_is_written(tmp_path: Path) -> None:
     trained = weft.train(
         build,
         data(),
-        runs=tmp_path,
+        folder=tmp_path,
         callbacks=[lambda e: seen.append(dict(e))],
         checkpoint_every=2,
-        validate=3,
+        validation=3,
         metrics={"accuracy": accuracy},
         **OPTIONS,
     )
@@ -208,7 +208,7 @@ def test_callbacks_see_every_event_that_is_written(tmp_path: Path) -> None:
 
 def test_a_steps_event_holds_its_loss_metrics_rate_and_subnets(tmp_path: Path) -> None:
     trained = weft.train(
-        build, data(), runs=tmp_path, microbatches=2, warmup=2, metrics={"accuracy": accuracy}, **OPTIONS
+        build, data(), folder=tmp_path, microbatches=2, optimizer=weft.Optimizer(warmup_steps=2), metrics={"accuracy": accuracy}, **OPTIONS
     )
     steps = [e for e in trained.run.events.read() if e["event"] == "step"]
     assert [e["step"] for e in steps] == list(range(6))
@@ -222,8 +222,8 @@ def test_validation_scores_named_subnets_with_the_weights_of_that_moment(tmp_pat
     trained = weft.train(
         build,
         data(),
-        runs=tmp_path,
-        validate=weft.Validation(3, random=2, recalibrate=2),
+        folder=tmp_path,
+        validation=weft.Validation(3, random=2, bn_batches=2),
         metrics={"accuracy": accuracy},
         **OPTIONS,
     )
@@ -248,14 +248,14 @@ def _train_batches(trained: weft.TrainedRun, count: int) -> list[dict[str, Tenso
 
 
 def test_without_recalibration_validation_uses_the_running_statistics(tmp_path: Path) -> None:
-    trained = weft.train(build, data(), runs=tmp_path, validate=weft.Validation(6, random=0, recalibrate=0), **OPTIONS)
+    trained = weft.train(build, data(), folder=tmp_path, validation=weft.Validation(6, random=0, bn_batches=0), **OPTIONS)
     events = [e for e in trained.run.events.read() if e["event"] == "validation"]
     truth = evaluate(trained.chain, trained.chain.largest(), [samples(20, 1).take(np.arange(20))], cross_entropy)
     assert events[0]["scores"] == truth
 
 
 def test_recalibration_is_a_plain_average_for_one_subnet_and_is_undone(tmp_path: Path) -> None:
-    chain = weft.train(build, data(), runs=tmp_path, **OPTIONS).chain
+    chain = weft.train(build, data(), folder=tmp_path, **OPTIONS).chain
     before = {name: t.clone() for name, t in chain.state_dict().items()}
     subnet = chain.space.subnet(b0="p", b1="skip")
     batches = [samples(16, 5).take(np.arange(16)), samples(16, 6).take(np.arange(16))]
@@ -289,7 +289,7 @@ def test_evaluation_weights_batches_by_their_sizes() -> None:
 def test_tensorboard_shows_the_losses_that_the_events_hold(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = weft.TensorBoard(tmp_path / "logs")
-    trained = weft.train(build, data(), runs=tmp_path, validate=3, callbacks=[board], **OPTIONS)
+    trained = weft.train(build, data(), folder=tmp_path, validation=3, callbacks=[board], **OPTIONS)
     shown = accumulator.EventAccumulator(str(tmp_path / "logs")).Reload()
     assert {"train/loss", "train/rate", "validation/largest/loss", "validation/random1/loss"} <= set(
         shown.Tags()["scalars"]
@@ -302,7 +302,7 @@ def test_tensorboard_shows_the_losses_that_the_events_hold(tmp_path: Path) -> No
 
 
 def test_a_run_starts_from_a_state_dict_a_file_a_run_a_folder_or_a_chain(tmp_path: Path) -> None:
-    source = weft.train(build, data(), run="source", runs=tmp_path, **OPTIONS)
+    source = weft.train(build, data(), run="source", folder=tmp_path, **OPTIONS)
     state = {name: t.clone() for name, t in source.chain.state_dict().items()}
     save_file(state, str(tmp_path / "weights.safetensors"))
     starts: list[Any] = [
@@ -317,7 +317,7 @@ def test_a_run_starts_from_a_state_dict_a_file_a_run_a_folder_or_a_chain(tmp_pat
     found = []
     for start in starts:
         trained = weft.train(
-            build, data(), runs=tmp_path, init=start, **{**OPTIONS, "optimizer": still, "steps": 1, "seed": 5}
+            build, data(), folder=tmp_path, init_from=start, **{**OPTIONS, "optimizer": still, "steps": 1, "seed": 5}
         )
         for name, tensor in trained.chain.named_parameters():
             assert torch.equal(tensor, state[name]), name
@@ -328,19 +328,19 @@ def test_a_run_starts_from_a_state_dict_a_file_a_run_a_folder_or_a_chain(tmp_pat
 def test_start_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     state = initialise(build).state_dict()
     with pytest.raises(CheckpointError, match=r"'head.weight' has shape \(9, 9\), but the supernet has \(3, 4\)"):
-        weft.train(build, data(), runs=tmp_path, init={**state, "head.weight": torch.ones(9, 9)}, **OPTIONS)
+        weft.train(build, data(), folder=tmp_path, init_from={**state, "head.weight": torch.ones(9, 9)}, **OPTIONS)
     with pytest.raises(CheckpointError, match="none of the 1 weights fits"):
-        weft.train(build, data(), runs=tmp_path, init={"other": torch.ones(1)}, **OPTIONS)
+        weft.train(build, data(), folder=tmp_path, init_from={"other": torch.ones(1)}, **OPTIONS)
     with pytest.raises(CheckpointError, match="neither a run nor"):
-        weft.train(build, data(), runs=tmp_path, init=tmp_path / "absent", **OPTIONS)
+        weft.train(build, data(), folder=tmp_path, init_from=tmp_path / "absent", **OPTIONS)
     (tmp_path / "bad").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="safetensors"):
-        weft.train(build, data(), runs=tmp_path, init=tmp_path / "bad", **OPTIONS)
+        weft.train(build, data(), folder=tmp_path, init_from=tmp_path / "bad", **OPTIONS)
 
 
 def test_part_of_the_weights_is_enough_and_the_source_stays_as_it_is(tmp_path: Path) -> None:
     state = {"stem.weight": torch.full((WIDTH, WIDTH), 0.5), "unknown": torch.ones(2)}
-    trained = weft.train(build, data(), runs=tmp_path, init=state, **{**OPTIONS, "steps": 2})
+    trained = weft.train(build, data(), folder=tmp_path, init_from=state, **{**OPTIONS, "steps": 2})
     assert torch.equal(state["stem.weight"], torch.full((WIDTH, WIDTH), 0.5))
     fresh = initialise(build, 0)
     assert not torch.equal(trained.chain.module("stem").weight, fresh.module("stem").weight)
@@ -349,15 +349,15 @@ def test_part_of_the_weights_is_enough_and_the_source_stays_as_it_is(tmp_path: P
 def test_a_chain_is_trained_in_place(tmp_path: Path) -> None:
     chain = initialise(build, 0)
     before = chain.module("head").weight.detach().clone()
-    trained = weft.train(chain, data(), runs=tmp_path, **OPTIONS)
+    trained = weft.train(chain, data(), folder=tmp_path, **OPTIONS)
     assert trained.chain is chain
     assert not chain.training
     assert not torch.equal(chain.module("head").weight, before)
-    assert trained.fingerprint == weft.train(build, data(), runs=tmp_path, **OPTIONS).fingerprint
+    assert trained.fingerprint == weft.train(build, data(), folder=tmp_path, **OPTIONS).fingerprint
 
 
 def test_a_run_can_be_loaded_again_with_its_weights(tmp_path: Path) -> None:
-    trained = weft.train(build, data(), run="x", runs=tmp_path, **OPTIONS)
+    trained = weft.train(build, data(), run="x", folder=tmp_path, **OPTIONS)
     loaded = weft.load_run(tmp_path / "x", build, data(), **OPTIONS)
     for (name, a), b in zip(trained.chain.state_dict().items(), loaded.chain.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
@@ -371,7 +371,7 @@ def test_a_teachers_outputs_enter_the_loss(tmp_path: Path) -> None:
     teacher = nn.Sequential(nn.Linear(WIDTH, CLASSES), nn.Dropout(0.5))
 
     def trained(loss: Any) -> weft.TrainedRun:
-        return weft.train(build, data(), runs=tmp_path, **{**OPTIONS, "loss": loss})
+        return weft.train(build, data(), folder=tmp_path, **{**OPTIONS, "loss": loss})
 
     by_module = trained(weft.Distillation(teacher))
     assert by_module.fingerprint == trained(weft.Distillation(lambda batch: teacher[0](batch["x"]))).fingerprint
@@ -391,7 +391,7 @@ def test_a_teacher_is_the_same_on_the_last_of_several_stages(tmp_path: Path, pre
     loss = weft.Distillation(nn.Sequential(nn.Linear(WIDTH, CLASSES), nn.Dropout(0.5)))
     found = {
         weft.train(
-            build, data, runs=tmp_path, **{**OPTIONS, "loss": loss, "stages": n, "precision": precision}
+            build, data, folder=tmp_path, **{**OPTIONS, "loss": loss, "stages": n, "precision": precision}
         ).fingerprint
         for n in (1, 2)
     }
@@ -409,7 +409,7 @@ def test_distillation_is_zero_for_a_student_like_its_teacher() -> None:
 
 
 def test_a_subnet_is_retrained_from_scratch_or_from_what_it_inherits(tmp_path: Path) -> None:
-    trained = weft.train(build, data(), run="super", runs=tmp_path, **OPTIONS)
+    trained = weft.train(build, data(), run="super", folder=tmp_path, **OPTIONS)
     subnet = trained.chain.space.subnet(b0="q", b1="skip")
     state = {name: t.clone() for name, t in trained.chain.state_dict().items()}
     scratch = weft.retrain(trained, subnet, steps=2)
@@ -440,17 +440,17 @@ def test_retraining_keeps_the_settings_of_its_run(tmp_path: Path) -> None:
         "warmup": 2,
         "precision": "bf16",
     }
-    trained = weft.train(build, data(), runs=tmp_path, **{**OPTIONS, **kept})
+    trained = weft.train(build, data(), folder=tmp_path, **{**OPTIONS, **kept})
     subnet = trained.chain.space.first()
     again = weft.retrain(trained, subnet, steps=6)
-    alone = weft.train(build, data(), runs=tmp_path, **{**OPTIONS, **kept, "stream": subnet})
+    alone = weft.train(build, data(), folder=tmp_path, **{**OPTIONS, **kept, "stream": subnet})
     assert again.fingerprint == alone.fingerprint
-    other = weft.retrain(trained, subnet, steps=6, run="other", clip=None)
+    other = weft.retrain(trained, subnet, steps=6, run="other", optimizer=weft.Optimizer(clip=None))
     assert other.fingerprint != alone.fingerprint
 
 
 def test_retraining_needs_the_function_that_makes_the_supernet(tmp_path: Path) -> None:
-    trained = weft.train(initialise(build), data(), runs=tmp_path, **OPTIONS)
+    trained = weft.train(initialise(build), data(), folder=tmp_path, **OPTIONS)
     with pytest.raises(TrainError, match="function that makes the supernet"):
         weft.retrain(trained, trained.chain.space.first(), steps=1)
 
@@ -459,14 +459,14 @@ def test_retraining_needs_the_function_that_makes_the_supernet(tmp_path: Path) -
 
 
 def test_each_micro_batch_of_a_sandwich_trains_its_own_subnet(tmp_path: Path) -> None:
-    trained = weft.train(build, data(), runs=tmp_path, **{**OPTIONS, "stream": "sandwich:2", "microbatches": 4})
+    trained = weft.train(build, data(), folder=tmp_path, **{**OPTIONS, "stream": "sandwich:2", "microbatches": 4})
     largest, smallest = trained.chain.largest(), trained.chain.smallest()
     for event in trained.run.events.read():
         if event["event"] == "step":
             assert event["subnets"][:2] == [largest.id, smallest.id]
             assert len(event["subnets"]) == 4
     with pytest.raises(TrainError, match="set microbatches=4, not 2"):
-        weft.train(build, data(), runs=tmp_path, **{**OPTIONS, "stream": "sandwich:2", "microbatches": 2})
+        weft.train(build, data(), folder=tmp_path, **{**OPTIONS, "stream": "sandwich:2", "microbatches": 2})
 
 
 def test_a_chain_without_a_choice_trains_its_one_subnet(tmp_path: Path) -> None:
@@ -474,14 +474,14 @@ def test_a_chain_without_a_choice_trains_its_one_subnet(tmp_path: Path) -> None:
         return Chain(Shared(partial(nn.Linear, WIDTH, CLASSES), "only"))
 
     subnet = plain().space.subnet()
-    trained = weft.train(plain, data(), runs=tmp_path, validate=3, **{**OPTIONS, "stream": subnet})
+    trained = weft.train(plain, data(), folder=tmp_path, validation=3, **{**OPTIONS, "stream": subnet})
     assert len([e for e in trained.run.events.read() if e["event"] == "step"]) == 6
     assert {e["pick"] for e in trained.run.events.read() if e["event"] == "validation"} == {"largest"}
 
 
 def test_a_consistency_may_be_given_for_all_for_a_block_a_layer_or_the_shared_ones(tmp_path: Path) -> None:
     def said(consistency: Any) -> dict[str, str]:
-        trained = weft.train(build, data(), runs=tmp_path, **{**OPTIONS, "steps": 1, "consistency": consistency})
+        trained = weft.train(build, data(), folder=tmp_path, **{**OPTIONS, "steps": 1, "consistency": consistency})
         return {name: str(c) for name, c in trained.settings.consistency.items()}
 
     assert set(said("lagged(2)").values()) == {"lagged(2)"}
@@ -510,9 +510,9 @@ def test_a_block_may_state_its_consistency_and_the_run_has_the_last_word(tmp_pat
         )
 
     options = {**OPTIONS, "steps": 1}
-    assert str(weft.train(stating, data(), runs=tmp_path, **options).settings.consistency["b.p"]) == "delayed(2)"
+    assert str(weft.train(stating, data(), folder=tmp_path, **options).settings.consistency["b.p"]) == "delayed(2)"
     assert (
-        str(weft.train(stating, data(), runs=tmp_path, consistency="exact", **options).settings.consistency["b.p"])
+        str(weft.train(stating, data(), folder=tmp_path, consistency="exact", **options).settings.consistency["b.p"])
         == "exact"
     )
 
@@ -545,7 +545,7 @@ def test_a_mistake_is_told_before_anything_is_trained(
         pytest.skip("there is a CUDA device here")
     seen: list[str] = []
     with pytest.raises(error, match=match):
-        weft.train(build, data(), runs=tmp_path, callbacks=[lambda e: seen.append(e["event"])], **{**OPTIONS, **change})
+        weft.train(build, data(), folder=tmp_path, callbacks=[lambda e: seen.append(e["event"])], **{**OPTIONS, **change})
     assert not seen
 
 
@@ -559,7 +559,7 @@ def test_a_stream_that_is_too_short_is_told_before_anything_is_trained(tmp_path:
     stream = Short(chain.space, [(chain.space.first(),)] * 3)
     with pytest.raises(TrainError, match="3 steps, fewer than the run's 6"):
         weft.train(
-            chain, data(), runs=tmp_path, callbacks=[lambda e: seen.append(e["event"])], **{**OPTIONS, "stream": stream}
+            chain, data(), folder=tmp_path, callbacks=[lambda e: seen.append(e["event"])], **{**OPTIONS, "stream": stream}
         )
     assert not seen
 
@@ -568,7 +568,7 @@ def test_a_stream_that_is_too_short_is_told_before_anything_is_trained(tmp_path:
 
 
 def test_a_pick_from_a_front_is_retrained_without_naming_its_run(tmp_path: Path) -> None:
-    trained = weft.train(build, data(), runs=tmp_path, **OPTIONS)
+    trained = weft.train(build, data(), folder=tmp_path, **OPTIONS)
     pick = weft.search(trained, minimize=["loss", "parameters"], budget=4).best()
     by_pick = weft.retrain(pick, steps=2, run="by-pick")
     by_name = weft.retrain(trained, pick.subnet, steps=2, run="by-name")
@@ -580,7 +580,7 @@ def test_a_pick_from_a_front_is_retrained_without_naming_its_run(tmp_path: Path)
 def test_validation_without_validation_data_is_refused(tmp_path: Path) -> None:
     alone = weft.Data("alone", data().train)
     with pytest.raises(TrainError, match="validate needs validation data"):
-        weft.train(build, alone, runs=tmp_path, **{**OPTIONS, "validate": 1})
+        weft.train(build, alone, folder=tmp_path, **{**OPTIONS, "validate": 1})
 
 
 def test_weights_that_are_not_finite_never_reach_a_checkpoint(tmp_path: Path) -> None:
@@ -597,5 +597,5 @@ def test_weights_that_are_not_finite_never_reach_a_checkpoint(tmp_path: Path) ->
         return Overflow.apply(outputs).sum() * 1e-3
 
     with pytest.raises(weft.WeftError, match=r"weights of layer '\w+' are not finite after step 0"):
-        weft.train(build, data(), runs=tmp_path, run="x", checkpoint_every=1, **{**OPTIONS, "loss": loss})
+        weft.train(build, data(), folder=tmp_path, run="x", checkpoint_every=1, **{**OPTIONS, "loss": loss})
     assert weft.Run.open(tmp_path / "x").checkpoints.steps() == []

@@ -22,7 +22,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 def read_target(target: str, context: typer.Context, more: Sequence[str] = ()) -> tuple[Config, Path]:
     """The configuration in a file, or that a run was started from; and the folder that its code is found from."""
-    from weft.config import make_config, read_config, to_dict
+    from weft.config import make_config, modern, read_config
 
     if target.startswith("--"):
         raise ConfigError(f"'{target}' stands where the config is expected: the config comes first, then its settings")
@@ -36,12 +36,12 @@ def read_target(target: str, context: typer.Context, more: Sequence[str] = ()) -
         saved = dict(run.manifest.get("config") or {})
         if not saved:
             raise ConfigError(f"run '{path}' was not started from a config: use weft.load_run in Python")
-        folder = Path(saved.pop("folder", "."))
-        where = {"runs": str(run.path.parent), "run": run.path.name}
-        return make_config({**saved, **where}, [*settings, *more]), folder
+        folder, saved = Path(saved.pop("folder", ".")), modern(saved)
+        saved["run"] = {**saved["run"], "folder": str(run.path.parent), "name": run.path.name}
+        return make_config(saved, [*settings, *more]), folder
     config = read_config(path, [*settings, *more])
-    if config.run is None:
-        config = make_config({**to_dict(config), "run": path.stem})
+    if config.run.name is None:
+        config = read_config(path, [*settings, *more, f"--run.name={path.stem}"])
     return config, path.parent
 
 

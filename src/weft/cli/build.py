@@ -12,15 +12,17 @@ import torch
 from msgspec.structs import replace
 
 from weft import zoo
-from weft.config import SGD, Config, DataSource, Source, locate
+from weft.config import Config, DataSource, Source, locate, to_dict, values_of
 from weft.data import Data, as_data, open_data
 from weft.engine.bilevel import Bilevel
 from weft.engine.losses import accuracy, cross_entropy, mean_squared_error
 from weft.engine.optimizer import Optimizer, is_named
 from weft.errors import ConfigError, RunError, WeftError, nearest
 from weft.offload.config import OffloadConfig
+from weft.search.gradient import GradientSearchConfig
 from weft.supernet import Chain, Factory
 from weft.trainer.api import TrainedRun, load_run
+from weft.trainer.config import Execution, Parts, RunConfig, TrainConfig, Validation, at_least
 
 FUNCTIONS = {"accuracy": accuracy, "cross_entropy": cross_entropy, "mean_squared_error": mean_squared_error}
 
@@ -73,96 +75,71 @@ def data_of(config: Config, folder: Path) -> Data:
     return open_data(source.source if source.path else _beside(source.source, folder), **source.options)
 
 
-def train_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """The keyword arguments of ``weft.train`` that decide the result."""
-    t = config.train
-    metrics = (t.metrics,) if isinstance(t.metrics, str) else t.metrics
-    return {
-        "steps": t.steps,
-        "batch_size": t.batch_size,
-        "microbatches": t.microbatches,
-        "stream": str(folder / t.stream) if (folder / t.stream).is_file() else t.stream,
-        "seed": t.seed,
-        "schedule": _schedule(t.schedule, folder),
-        "warmup": t.warmup,
-        "clip": t.clip,
-        "precision": t.precision,
-        "nonfinite": t.nonfinite,
-        "device": _device(t.device),
-        "loss": _function("train.loss", t.loss, folder),
-        "metrics": {spec.rpartition(":")[2]: _function("train.metrics", spec, folder) for spec in metrics},
-        "augment": _made("train.augment", t.augment, folder),
+def train_parts(config: Config, folder: Path) -> Parts:
+    """What a configuration says of the training, its execution and its run, as ``weft.train`` takes it."""
+    train, execution, offload = values_of(config.train), values_of(config.execution), values_of(config.offload)
+    stream, init, distill = folder / train["stream"], train["init_from"], train["distill"]
+    train |= {
+        "stream": str(stream) if stream.is_file() else train["stream"],
+        "loss": _function("train.loss", train["loss"], folder),
+        "augment": _made("train.augment", train["augment"], folder),
+        "distill": distill if isinstance(distill, bool) else _made("train.distill", distill, folder),
+        "init_from": str(folder / init) if init and (folder / init).exists() else init,
         "optimizer": _optimizer(config.optimizer, folder),
         "consistency": config.consistency or None,
-        "validate": t.validate,
-        "rescale": t.rescale,
-        "workers": t.workers,
-        "cuda_graphs": t.cuda_graphs,
-        "channels_last": t.channels_last,
-        "residency": _residency(config),
     }
+    execution["offload"] = None if offload["budget"] is None else OffloadConfig(**offload)
+    return TrainConfig(**train), Execution(**execution), _run(config, folder)
 
 
-def extra_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """The keyword arguments of ``weft.train`` that say where and from what it starts."""
-    t = config.train
-    beside = folder / t.init if t.init else None
-    return {
-        "run": config.run,
-        "runs": config.runs,
-        "init": None if t.init is None else beside if beside is not None and beside.exists() else t.init,
-        "checkpoint_every": t.checkpoint_every,
-        "keep": t.keep,
-        "stages": t.stages,
-        "cut": t.cut,
-        "window": t.window,
-        "split_backward": t.split_backward,
-        "prefer": t.prefer,
-        "trace": t.trace,
-        "restarts": t.restarts,
-    }
+def _run(config: Config, folder: Path) -> RunConfig:
+    run = values_of(config.run)
+    metrics = (run["metrics"],) if isinstance(run["metrics"], str) else run["metrics"]
+    validation = run["validation"]
+    run["metrics"] = {spec.rpartition(":")[2]: _function("run.metrics", spec, folder) for spec in metrics}
+    run["validation"] = (
+        validation if validation is None or isinstance(validation, int) else Validation(**values_of(validation))
+    )
+    return RunConfig(**run, source={**to_dict(config), "folder": str(folder.resolve())})
 
 
-def gradient_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """The keyword arguments of ``weft.search`` with a gradient method, without those of ``extra_arguments``.
-
-    The stream is the method's own: it says which subnets are trained.
-    """
+def gradient_search(config: Config) -> GradientSearchConfig:
+    """What a configuration says of a search by a gradient method."""
     s = config.search
     if (s.warmup is not None and s.warmup < 0) or (s.rate is not None and not s.rate > 0):
         raise ConfigError(f"search.warmup is 0 or more and search.rate above 0, not {s.warmup} and {s.rate}")
-    usual = Bilevel().optimizer
-    return {
-        **{name: value for name, value in train_arguments(config, folder).items() if name != "stream"},
-        "method": s.method,
-        "targets": s.targets,
-        "architecture": None if s.rate is None else Optimizer(usual.kind, **{**usual.options, "lr": s.rate}),
-        "warmup_weights": s.warmup,
-        "pick": s.pick,
-        "budget": s.budget,
-        "recalibrate": s.recalibrate,
-        "name": s.name,
-    }
+    default = Bilevel().optimizer
+    return GradientSearchConfig(
+        method=str(s.method),
+        targets=s.targets,
+        architecture=None if s.rate is None else Optimizer(default.kind, **{**default.options, "lr": s.rate}),
+        weight_warmup_steps=s.warmup,
+        pick=s.pick,
+        budget=s.budget,
+        recalibrate=s.recalibrate,
+        search_name=s.name,
+    )
 
 
 def set_threads(config: Config) -> None:
     """The number of threads is part of what a fingerprint depends on."""
-    threads = config.train.threads
+    threads = config.execution.threads
     if threads is not None:
-        if threads < 1:
-            raise ConfigError(f"train.threads = {threads}: it is 1 or more")
+        at_least("execution.threads", threads, 1)
         torch.set_num_threads(threads)
 
 
 def open_trained(config: Config, folder: Path) -> TrainedRun:
     """The run that a configuration names, from disk."""
     set_threads(config)
-    path = Path(config.runs) / str(config.run)
+    path = config.path
     if not (path / "manifest.json").is_file():
         others = [file.parent.name for file in path.parent.glob("*/manifest.json")]
         raise RunError(f"there is no run in '{path}': train it first (weft train){nearest(path.name, others)}")
     data = data_of(config, folder)
-    return load_run(path, supernet_of(config, folder, data), data, **train_arguments(config, folder))
+    train, execution, run = train_parts(config, folder)
+    fields = {name: getattr(part, name) for part in (train, execution) for name in part.__dataclass_fields__}
+    return load_run(path, supernet_of(config, folder, data), data, **fields, metrics=run.metrics)
 
 
 def _source(value: str | Source) -> Source:
@@ -191,20 +168,12 @@ def _check_options(what: str, function: Callable[..., Any], source: Source) -> N
         return
 
 
-def _device(name: str) -> str:
-    try:
-        torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"train.device = '{name}' is no device: use cpu, cuda, or cuda:N") from None
-    return name
-
-
 def _optimizer(options: Mapping[str, Any], folder: Path) -> Optimizer:
-    given = dict(options) if "kind" in options else {**SGD, **options}
-    kind = given.pop("kind")
-    if not isinstance(kind, str):
+    given = dict(options)
+    kind = given.pop("kind", None)
+    if kind is not None and not isinstance(kind, str):
         raise ConfigError(f'optimizer.kind must be text, not {type(kind).__name__}: for example kind = "adamw"')
-    if ":" in kind:
+    if kind is not None and ":" in kind:
         name, kind = kind, locate(kind, folder)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ConfigError(f"optimizer.kind: '{name}' is not a class of optimizers as in torch.optim")
@@ -214,17 +183,14 @@ def _optimizer(options: Mapping[str, Any], folder: Path) -> Optimizer:
         if not isinstance(given["others"], dict):
             raise ConfigError('optimizer.others must be a table, such as {kind = "adamw", lr = 1e-3}')
         given["others"] = _optimizer(given["others"], folder)
+    if "schedule" in given:
+        given["schedule"] = _schedule(str(given["schedule"]), folder)
     return Optimizer(kind, **given)
-
-
-def _residency(config: Config) -> OffloadConfig | None:
-    said = config.residency
-    return None if said.budget is None else OffloadConfig(said.budget, said.prefetch)
 
 
 def _schedule(spec: str, folder: Path) -> Any:
     # A colon separates code from its module, and in cosine:0.1 a schedule from where it ends.
-    return _made("train.schedule", spec, folder) if ":" in spec and not is_named(spec) else spec
+    return _made("optimizer.schedule", spec, folder) if ":" in spec and not is_named(spec) else spec
 
 
 def _function(key: str, spec: str, folder: Path) -> Any:

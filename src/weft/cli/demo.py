@@ -68,7 +68,7 @@ def _run(runs: Path, console: Console, steps: int, budget: int) -> dict[str, Any
     _say(console, "3  search", f"{budget} of them with inherited weights, on validation data only")
     with Bar(console, "search", budget) as bar:
         front = search(trained, maximize="accuracy", minimize="flops", budget=budget, seed=SEED, on_score=bar.search)
-    scorer = Scorer(trained.chain, trained.data, trained.settings)
+    scorer = Scorer(trained)
     table = Table("accuracy", "parameters", "FLOPs", "latency ms", "subnet")
     for member in front:
         ms = latency(member.extract(), scorer.inputs(member.subnet))

@@ -48,12 +48,15 @@ class Bar:
                 self._bits = f" | {self._entropy(event['mixture']):.2f} bits"
             self._progress.update(self._task, completed=event["step"] + 1, note=self._note())
         elif event["event"] == "pipeline":
-            busy = " ".join("-" if share is None else f"{100 * share:.0f}" for share in event["utilisation"])
+            busy = " ".join("-" if share is None else f"{100 * share:.0f}" for share in event["busy"])
             self._stages = f" | busy % {busy} | in flight {' '.join(map(str, event['in_flight']))}"
 
-        elif event["event"] == "residency":
+        elif event["event"] == "offload":
             self._memory = _memory(event["stages"], self._moved, event.get("step"))
-            self._moved = (event.get("step"), sum(own["brought"] + own["sent"] for own in event["stages"]))
+            self._moved = (
+                event.get("step"),
+                sum(own["loaded_bytes"] + own["evicted_bytes"] for own in event["stages"]),
+            )
 
     def _note(self) -> str:
         return f"loss {self._loss:.3f}{self._bits}{self._stages}{self._memory}"
@@ -97,8 +100,8 @@ class Rate(ProgressColumn):
 def _memory(stages: list[dict[str, Any]], before: tuple[int | None, int], step: int | None) -> str:
     """How much of the devices layers take, how often they were there in time, and what moves in a step."""
     taken, budget = (sum(own[key] for own in stages) for key in ("resident", "budget"))
-    uses, misses, moved = (sum(own[key] for own in stages) for key in ("uses", "misses", "brought"))
-    moved += sum(own["sent"] for own in stages)
+    uses, misses, moved = (sum(own[key] for own in stages) for key in ("uses", "misses", "loaded_bytes"))
+    moved += sum(own["evicted_bytes"] for own in stages)
     told = (
         f" | layers {format_bytes(taken)} of {format_bytes(budget)}, hits "
         f"{100 * (1 - misses / uses) if uses else 100:.1f} %"

@@ -7,6 +7,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +25,7 @@ from weft.errors import ConfigError, RunError, SearchError, nearest
 from weft.runs import Run
 from weft.search import METHODS, Scored
 from weft.search.gradient import GRADIENT_METHODS, GradientSearchResult, search_gradient
+from weft.trainer.config import TrainConfig
 from weft.utils.files import to_json
 
 if TYPE_CHECKING:
@@ -53,7 +55,11 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Search a trained supernet and print its Pareto front; or, by a gradient method, train and search at once."""
-    more = {"search.method": method, "search.targets": json.dumps(target) if target else None, "train.stages": stages}
+    more = {
+        "search.method": method,
+        "search.targets": json.dumps(target) if target else None,
+        "execution.stages": stages,
+    }
     settings, folder = read_target(
         config, context, [f"--{key}={value}" for key, value in more.items() if value is not None]
     )
@@ -121,7 +127,7 @@ def _learn(settings: Config, folder: Path, resume: bool, again: str, as_json: bo
     """A search that trains: what it found, or how to go on with it."""
     from weft.cli import output
 
-    with resume_hint(Path(settings.runs) / str(settings.run), again):
+    with resume_hint(settings.path, again):
         found = run_gradient_search(settings, folder, resume, errors)
     result = result_to_json(found, settings)
     if as_json:
@@ -167,7 +173,7 @@ def tell_unused(search: Search) -> None:
 
 def check_resumed(config: Config) -> None:
     """Refuses to go on with a run that was searched in another way."""
-    path = Path(config.runs) / str(config.run)
+    path = config.path
     if not (path / "manifest.json").is_file():
         return
     saved, now = Run.open(path).manifest.get("config") or {}, to_json(to_dict(config)["search"])
@@ -186,12 +192,21 @@ def run_gradient_search(config: Config, folder: Path, resume: bool, console: Con
         check_resumed(config)
     build.set_threads(config)
     net, data = build.supernet_of(config, folder), build.data_of(config, folder)
-    arguments = build.gradient_arguments(config, folder) | build.extra_arguments(config, folder)
-    saved = {**to_dict(config), "folder": str(folder.resolve())}
-    load = data if (config.train.stages or 1) == 1 else partial(build.data_of, config, folder.resolve())
+    train, execution, run = build.train_parts(config, folder)
+    train = replace(train, stream=TrainConfig.stream)  # that of the config is for `weft train`; a method has its own
+    load = data if (execution.stages or 1) == 1 else partial(build.data_of, config, folder.resolve())
     with Bar(console, "search", config.train.steps, "steps") as bar:
-        arguments |= {"callbacks": [bar.train], "on_score": _scores(bar, config.search.budget)}
-        return search_gradient(net, load, **arguments, resume=resume, config=saved)
+        return search_gradient(
+            net,
+            load,
+            train,
+            search=build.gradient_search(config),
+            execution=execution,
+            run=run,
+            callbacks=[bar.train],
+            resume=resume,
+            on_score=_scores(bar, config.search.budget),
+        )
 
 
 def result_to_json(found: GradientSearchResult, config: Config) -> dict[str, Any]:

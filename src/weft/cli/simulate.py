@@ -14,7 +14,7 @@ from weft.cli.arguments import AsJson, Target, read_target, stage_counts
 from weft.cli.output import console, print_json
 from weft.data import Data, Loader
 from weft.engine.consistency import Bounded, Consistency, Exact, Lagged
-from weft.engine.train_step import split
+from weft.engine.train_step import TrainStep, split
 from weft.errors import ConfigError, ConsistencyError, WeftError, nearest
 from weft.pipeline import simulator
 from weft.pipeline.profiler import message_bytes, profile_chain
@@ -24,7 +24,7 @@ from weft.pipeline.workload import Workload, chain_workload
 from weft.space import make_stream
 from weft.supernet import Chain, Factory, initialise
 from weft.supernet.partition import Cut
-from weft.trainer.config import Settings, make_settings
+from weft.trainer.config import TrainConfig, resolve
 from weft.trainer.partitioning import choose_cut, default_in_flight
 
 Profile = Mapping[Hashable, tuple[float, float]]
@@ -39,11 +39,11 @@ CUT_STEPS = 100
 def simulate_run(
     net: Chain | Factory,
     data: Data,
-    arguments: Mapping[str, Any],
+    config: TrainConfig,
     stages: Sequence[int],
     *,
     steps: int = 400,
-    window: int | None = None,
+    max_in_flight: int | None = None,
     latency: float = 0.0,
     bandwidth: float | None = None,
     slow: Mapping[int, float] | None = None,
@@ -54,21 +54,21 @@ def simulate_run(
 
     ``costs`` are ``measured`` on this machine or ``equal`` (every block 1 forward, 2 backward); ``latency`` is in their
     unit, ``bandwidth`` in bytes for one such unit. ``slow`` has the speeds of stages that are not as fast as the rest,
-    which are 1. Cut and windows are those that a run would choose, unless a ``window`` is given.
+    which are 1. The cut and the limits in flight are those that a run would choose, unless ``max_in_flight`` is given.
     """
-    chain = initialise(net, arguments.get("seed", 0))
-    settings = make_settings(chain, **{**arguments, "device": "cpu"})
-    batch = split(Loader(data.train, settings.batch_size, settings.seed).batch(0), settings.microbatches)[0]
+    chain = initialise(net, config.seed)
+    resolved = resolve(config, chain)
+    batch = split(Loader(data.train, config.batch_size, config.seed).batch(0), config.microbatches)[0]
     measured = costs == "measured"
     profile: Any = profile_chain(chain, batch) if measured else dict.fromkeys(chain.layers, (1.0, 2.0))
     sizes = None if bandwidth is None else message_bytes(chain, batch)
 
-    def work_of(changed: Settings, finer: int = 1) -> Workload:
-        return _work(chain, changed, min(steps, settings.steps), profile, sizes, finer)
+    def work_of(changed: TrainStep, finer: int = 1) -> Workload:
+        return _work(chain, changed, min(steps, resolved.steps), profile, sizes, finer)
 
-    work = work_of(settings)
+    work = work_of(resolved)
     short = replace(work, steps=min(work.steps, CUT_STEPS))
-    vary = jitter(settings.seed, spread) if spread else None
+    vary = jitter(resolved.seed, spread) if spread else None
     rows: list[dict[str, Any]] = []
     advice: list[dict[str, Any]] = []
     slow = slow or {}
@@ -84,14 +84,16 @@ def simulate_run(
         def run(
             changed: Workload,
             cut: Cut | None = None,
-            places: int | None = window,
+            limit: int | None = max_in_flight,
             count: int = count,
             speeds: list[float] = speeds,
         ) -> dict[str, Any]:
             cut = choose_cut(changed, count, cut)
-            rules = [SchedulePolicy(own) for own in default_in_flight(changed, cut, places)]
-            told = simulator.simulate(changed, cut, rules, latency, vary, False, bandwidth=bandwidth, speeds=speeds)
-            return {**_row(told), "cut": list(cut), "window": max(rule.window for rule in rules)}
+            policies = [SchedulePolicy(own) for own in default_in_flight(changed, cut, limit)]
+            result = simulator.simulate(
+                changed, cut, policies, latency, vary, False, bandwidth=bandwidth, speeds=speeds
+            )
+            return {**_row(result), "cut": list(cut), "max_in_flight": max(policy.max_in_flight for policy in policies)}
 
         def worth(cut: Cut, run: Callable[..., dict[str, Any]] = run) -> float:
             return _speedup(run(short, cut))
@@ -99,15 +101,15 @@ def simulate_run(
         row = run(work)
         rows.append(row)
         if row["steady_bubble"] > ENOUGH:
-            tried = [{**run(other), "change": change} for change, other in _changes(chain, settings, work_of, count)]
-            wider = [k * row["window"] for k in (2, 4)]
-            tried += [{**run(work, places=places), "change": f"window = {places}"} for places in wider]
+            tried = [{**run(other), "change": change} for change, other in _changes(chain, resolved, work_of, count)]
+            wider = [k * row["max_in_flight"] for k in (2, 4)]
+            tried += [{**run(work, limit=limit), "change": f"max_in_flight = {limit}"} for limit in wider]
             cut = better_cut(tuple(row["cut"]), work.blocks, worth)
             tried.append({**run(work, cut), "change": f"cut = {' '.join(str(block) for block in cut)}"})
             helps = [other for other in tried if _speedup(other) > (1 + ENOUGH) * _speedup(row)]
             advice = sorted(helps, key=_speedup, reverse=True)
     unit = "seconds" if measured else "forwards of one block"
-    return {"unit": unit, "stream": settings.stream.describe(), "steps": work.steps, "rows": rows, "advice": advice}
+    return {"unit": unit, "stream": resolved.stream.describe(), "steps": work.steps, "rows": rows, "advice": advice}
 
 
 def better_cut(cut: Cut, blocks: int, value: Callable[[Cut], float]) -> Cut:
@@ -143,51 +145,51 @@ def _row(result: Simulated) -> dict[str, Any]:
 
 def _work(
     chain: Chain,
-    settings: Settings,
+    config: TrainStep,
     steps: int,
     profile: Profile,
     sizes: Sequence[float] | None,
     finer: int,
 ) -> Workload:
-    """The workload of the settings, with every micro-batch cut into ``finer`` ones that cost as much together."""
+    """The workload of the config, with every micro-batch cut into ``finer`` ones that cost as much together."""
     costs = {layer: (forward / finer, backward / finer) for layer, (forward, backward) in profile.items()}
     sizes = None if sizes is None else [size / finer for size in sizes]
-    m = settings.microbatches * finer
-    return chain_workload(chain, settings.stream, settings.consistency, m, steps, costs, sizes)
+    m = config.microbatches * finer
+    return chain_workload(chain, config.stream, config.consistency, m, steps, costs, sizes)
 
 
 def _changes(
-    chain: Chain, settings: Settings, work_of: Callable[..., Workload], count: int
+    chain: Chain, config: TrainStep, work_of: Callable[..., Workload], count: int
 ) -> list[tuple[str, Workload]]:
     """Other ways to run the same supernet: finer micro-batches, another stream, shared layers that lag; and all at
     once. A single network may also do without waiting for itself, as a pipeline of as many stages would train it."""
-    changes: list[tuple[str, Settings]] = []
-    everything = settings
-    if settings.stream.name != "spaced":
+    changes: list[tuple[str, TrainStep]] = []
+    everything = config
+    if config.stream.name != "spaced":
         try:
-            spaced = make_stream(chain.space, "spaced", settings.seed)
-            changes.append(("stream = spaced", replace(settings, stream=spaced)))
+            spaced = make_stream(chain.space, "spaced", config.seed)
+            changes.append(("stream = spaced", replace(config, stream=spaced)))
             everything = replace(everything, stream=spaced)
         except WeftError:  # a space that cannot be spaced, with constraints for example
             pass
-    lag = Lagged(-(-2 * count // settings.microbatches))
-    promised: dict[str, Consistency] = {
-        name: lag if layer.shared else settings.consistency[name] for name, layer in chain.layers.items()
+    lag = Lagged(-(-2 * count // config.microbatches))
+    consistency: dict[str, Consistency] = {
+        name: lag if layer.shared else config.consistency[name] for name, layer in chain.layers.items()
     }
-    if promised != dict(settings.consistency):
-        changes.append((f"consistency.shared = {lag}", replace(settings, consistency=promised, clip=None)))
-        everything = replace(everything, consistency=promised, clip=None)
+    if consistency != dict(config.consistency):
+        changes.append((f"consistency.shared = {lag}", replace(config, consistency=consistency)))
+        everything = replace(everything, consistency=consistency)
     found = [(change, work_of(other)) for change, other in changes]
-    if not chain.space.choices and set(settings.consistency.values()) == {Exact()} and count > 1:
-        one = Bounded(settings.microbatches * -(-(count - 1) // settings.microbatches), count)
-        found.append((f"consistency = {one}", work_of(replace(settings, consistency=dict.fromkeys(chain.layers, one)))))
-    whole = settings.stream.microbatches is None
-    factors = [k for k in (2, 4) if whole and settings.batch_size % (settings.microbatches * k) == 0]
+    if not chain.space.choices and set(config.consistency.values()) == {Exact()} and count > 1:
+        one = Bounded(config.microbatches * -(-(count - 1) // config.microbatches), count)
+        found.append((f"consistency = {one}", work_of(replace(config, consistency=dict.fromkeys(chain.layers, one)))))
+    whole = config.stream.microbatches is None
+    factors = [k for k in (2, 4) if whole and config.batch_size % (config.microbatches * k) == 0]
     for k in factors:
-        found.append((f"microbatches = {settings.microbatches * k}", work_of(settings, k)))
+        found.append((f"microbatches = {config.microbatches * k}", work_of(config, k)))
     if changes and factors:
         finest = work_of(everything, factors[-1])
-        together = [change for change, _ in changes] + [f"microbatches = {settings.microbatches * factors[-1]}"]
+        together = [change for change, _ in changes] + [f"microbatches = {config.microbatches * factors[-1]}"]
         found.append((", ".join(together), finest))
     return found
 
@@ -200,7 +202,7 @@ def simulate(
     config: Target,
     stages: Annotated[str, typer.Option(help="Numbers of stages, separated by commas.")] = "1,2,4,8",
     steps: Annotated[int, typer.Option(help="How many steps of the run are simulated at most.")] = 400,
-    window: Annotated[
+    max_in_flight: Annotated[
         int | None, typer.Option(help="Micro-batches in flight on a stage; as many as a run would have if not given.")
     ] = None,
     latency: Annotated[float, typer.Option(help="Time of a message between stages, in the unit of the costs.")] = 0.0,
@@ -223,14 +225,13 @@ def simulate(
     build.set_threads(settings)
     data = build.data_of(settings, folder)
     net = build.supernet_of(settings, folder, data)
-    arguments = build.train_arguments(settings, folder)
     found = simulate_run(
         net,
         data,
-        arguments,
+        build.train_parts(settings, folder)[0],
         counts,
         steps=steps,
-        window=window,
+        max_in_flight=max_in_flight,
         latency=latency,
         bandwidth=bandwidth,
         slow=_slow(slow),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,22 +19,23 @@ from weft.cli.output import console, errors, print_json, show
 from weft.data import Data
 from weft.engine.consistency import Delayed, Lagged, VirtualPipeline, version_schedule
 from weft.engine.optimizer import LayerOptimizer, Optimizer
+from weft.engine.train_step import TrainStep
 from weft.errors import WeftError
 from weft.search.methods import count
 from weft.space import Subnet
 from weft.supernet import Chain, Factory, LazyLayer, extract, initialise
-from weft.trainer.config import Settings, make_settings
-from weft.trainer.trainer import make_law, make_loader
+from weft.trainer.batches import make_loader
+from weft.trainer.config import TrainConfig, resolve
 from weft.utils.units import format_bytes
 
 META = torch.device("meta")
 
 
-def describe(net: Chain | Factory, data: Data, arguments: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def describe(net: Chain | Factory, data: Data, train: TrainConfig, device: str, path: Path) -> dict[str, Any]:
     """Steps, subnets, parameters, memory in bytes and place of the run that ``weft.train`` would make of this."""
     chain = on_meta(net)
-    settings = make_settings(chain, **arguments)
-    loader = make_loader(data, settings)
+    config = resolve(train, chain)
+    loader = make_loader(data, config, torch.device("cpu"))
     per_epoch = getattr(loader, "per_epoch", None)
     batch = {name: tensor.to(META) for name, tensor in loader.batch(0).items()}
     largest, smallest = chain.largest(), chain.smallest()
@@ -42,12 +43,12 @@ def describe(net: Chain | Factory, data: Data, arguments: Mapping[str, Any], pat
     weights = sum(p.numel() * p.element_size() for p in chain.parameters())
     return {
         "run": str(path),
-        "device": str(settings.device),
-        "steps": settings.steps,
-        "batch_size": settings.batch_size,
-        "microbatches": settings.microbatches,
-        "epochs": round(settings.steps / per_epoch, 2) if per_epoch else None,
-        "stream": settings.stream.describe(),
+        "device": device,
+        "steps": config.steps,
+        "batch_size": config.batch_size,
+        "microbatches": config.microbatches,
+        "epochs": round(config.steps / per_epoch, 2) if per_epoch else None,
+        "stream": config.stream.describe(),
         "subnets": "too many to count" if math.isinf(subnets) else int(subnets),
         "blocks": len(chain.blocks),
         "layers": len(chain.layers),
@@ -55,10 +56,10 @@ def describe(net: Chain | Factory, data: Data, arguments: Mapping[str, Any], pat
         "parameters_largest": parameters(chain, largest, batch),
         "parameters_smallest": parameters(chain, smallest, batch),
         "memory_weights": weights,
-        "memory_optimizer": int(weights * state_ratio(settings.optimizer)),
-        "memory_versions": kept_bytes(chain, settings),
+        "memory_optimizer": int(weights * state_ratio(config.optimizer)),
+        "memory_versions": kept_bytes(chain, config),
         "memory_gradients": parameters(chain, largest, batch) * 4,
-        "memory_activations": activations(chain, largest, batch, settings),
+        "memory_activations": activations(chain, largest, batch, config),
     }
 
 
@@ -100,11 +101,11 @@ def state_ratio(optimizer: Optimizer) -> float:
     return sum(value.numel() for value in updater.state(sample).values() if value.dim() > 0) / sample.numel()
 
 
-def kept_bytes(chain: Chain, settings: Settings) -> int:
+def kept_bytes(chain: Chain, config: TrainStep) -> int:
     """The most that older versions of weights take, by the table of consistencies."""
     total = 0
     for name, layer in chain.layers.items():
-        promised = settings.consistency[name]
+        promised = config.consistency[name]
         times = 0
         if isinstance(promised, Delayed):
             times = promised.steps
@@ -112,16 +113,16 @@ def kept_bytes(chain: Chain, settings: Settings) -> int:
             times = 1
         elif isinstance(promised, VirtualPipeline):
             window = version_schedule(
-                promised, layer.block, len(chain.blocks), settings.microbatches, settings.steps
+                promised, layer.block, len(chain.blocks), config.microbatches, config.steps
             ).window
             times = -(-(window - 1) // promised.every)
         total += times * sum(p.numel() * p.element_size() for p in chain.module(name).parameters())
     return total
 
 
-def activations(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor], settings: Settings) -> int | str:
+def activations(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor], config: TrainStep) -> int | str:
     """What one micro-batch of the largest subnet keeps for its backward, in bytes; why not, where that is not known."""
-    micro = {name: part.clone() for name, part in make_law(settings).parts(dict(batch))[0].items()}
+    micro = {name: part.clone() for name, part in config.parts(dict(batch))[0].items()}
     own = {p.untyped_storage()._cdata for p in (*chain.parameters(), *chain.buffers())}
     held: dict[int, torch.UntypedStorage] = {}  # kept, so that no other storage gets the same address
 
@@ -133,7 +134,7 @@ def activations(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor], setti
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            settings.loss(chain.train()(micro, subnet), micro)
+            config.loss(chain.train()(micro, subnet), micro)
     except WeftError:
         raise
     except Exception as problem:  # a layer that needs real values cannot be followed
@@ -153,27 +154,23 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train the supernet that the config names."""
-    settings, folder = read_target(config, context, [] if stages is None else [f"--train.stages={stages}"])
+    settings, folder = read_target(config, context, [] if stages is None else [f"--execution.stages={stages}"])
     import weft
     from weft.cli import build
     from weft.cli.progress import Bar
-    from weft.config import to_dict
     from weft.distributed.env import read_env
 
     build.set_threads(settings)
-    told = read_env()
-    if told is not None and told.rank > 0:  # under torchrun: the first process speaks for all
+    rank = read_env()
+    if rank is not None and rank.rank > 0:  # under torchrun: the first process speaks for all
         console.quiet = errors.quiet = True
     data = build.data_of(settings, folder)
     net = build.supernet_of(settings, folder, data)
-    arguments = build.train_arguments(settings, folder)
-    path = Path(settings.runs) / str(settings.run)
+    parts, path = build.train_parts(settings, folder), settings.path
     if dry_run:
-        show(describe(net, data, arguments, path), as_json, "what would be run")
+        show(describe(net, data, parts[0], parts[1].device, path), as_json, "what would be run")
         return
-    arguments |= build.extra_arguments(settings, folder)
-    saved = {**to_dict(settings), "folder": str(folder.resolve())}
-    load = data if (settings.train.stages or 1) == 1 else partial(build.data_of, settings, folder.resolve())
+    load = data if (settings.execution.stages or 1) == 1 else partial(build.data_of, settings, folder.resolve())
     typed = [*context.args, *([] if stages is None else [f"--stages={stages}"]), "--resume"]
     again = shlex.join(["weft", "train", config, *typed])
     ended: dict[str, Any] = {}
@@ -183,25 +180,29 @@ def train(
             ended.update(event)
 
     with resume_hint(path, again), Bar(errors, "train", settings.train.steps) as bar:
-        trained = weft.train(net, load, **arguments, callbacks=[bar.train, end], resume=resume, config=saved)
-    if told is not None and told.rank > 0:
+        train_config, execution, run = parts
+        trained = weft.train(
+            net, load, train_config, execution=execution, run=run, callbacks=[bar.train, end], resume=resume
+        )
+    if rank is not None and rank.rank > 0:
         return
-    told_of = {"run": str(trained.path), "steps": settings.train.steps, "fingerprint": trained.fingerprint}
-    show({**told_of, **moved(ended.get("residency"), as_json)}, as_json, "trained")
+    result = {"run": str(trained.path), "steps": settings.train.steps, "fingerprint": trained.fingerprint}
+    show({**result, **offload_summary(ended.get("offload"), as_json)}, as_json, "trained")
 
 
-def moved(residency: Any, as_json: bool) -> dict[str, Any]:
+def offload_summary(stages: Sequence[Mapping[str, Any]] | None, as_json: bool) -> dict[str, Any]:
     """What is said of layers that lived on the host: of every stage as it is, or in sum for a person."""
-    if not residency or as_json:
-        return {} if not residency else {"residency": residency}
-    stages = [residency] if isinstance(residency, dict) else list(residency)
-    uses, misses, brought, sent = (sum(own[key] for own in stages) for key in ("uses", "misses", "brought", "sent"))
-    largest = max(stages, key=lambda own: own["peak"])
-    beside = f", {format_bytes(largest['device_peak'])} with all else" if largest["device_peak"] else ""
+    if not stages or as_json:
+        return {} if not stages else {"offload": stages}
+    uses, misses, loaded, evicted = (
+        sum(stage[key] for stage in stages) for key in ("uses", "misses", "loaded_bytes", "evicted_bytes")
+    )
+    largest = max(stages, key=lambda stage: stage["peak"])
+    total = f", {format_bytes(largest['device_peak'])} with all else" if largest["device_peak"] else ""
     return {
-        "layers on the device": f"at most {format_bytes(largest['peak'])} of {format_bytes(largest['budget'])}{beside}",
+        "layers on the device": f"at most {format_bytes(largest['peak'])} of {format_bytes(largest['budget'])}{total}",
         "there in time": f"{100 * (1 - misses / uses) if uses else 100:.1f} % of {uses} uses",
-        "moved": f"{format_bytes(brought)} to the device, {format_bytes(sent)} back",
+        "moved": f"{format_bytes(loaded)} to the device, {format_bytes(evicted)} back",
     }
 
 
@@ -221,11 +222,9 @@ def verify(
 
     build.set_threads(settings)
     net, load = build.supernet_of(settings, folder), partial(build.data_of, settings, folder.resolve())
-    arguments = {**build.train_arguments(settings, folder), **build.extra_arguments(settings, folder)}
+    parts = build.train_parts(settings, folder)
     with errors.status("verify") as status:
-        found = verify_run(
-            net, load, arguments, counts, steps=steps, on_way=lambda way: status.update(f"verify: {way}")
-        )
+        found = verify_run(net, load, parts, counts, steps=steps, on_way=lambda way: status.update(f"verify: {way}"))
     print_json(found) if as_json else verified(console, found)
     if not found["equal"]:
         raise typer.Exit(1)

@@ -17,7 +17,7 @@ from torch import nn
 from weft.cli import build
 from weft.cli.arguments import AsJson, joined
 from weft.cli.output import console, errors, print_json, results_alone
-from weft.config import Config, DataSource, Names, Source, Train, convert, locate, read_values
+from weft.config import Config, DataSource, Names, RunTable, Source, Train, convert, locate, read_values
 from weft.data import Data, Loader, as_data
 from weft.errors import ConfigError, WeftError
 from weft.space import Space, Value
@@ -213,10 +213,11 @@ def _recipe(config: StudyConfig, t: Training, folder: Path) -> tuple[Recipe, Cha
     plain = Config(
         supernet=source if isinstance(source, (str, Source)) else str(source),
         data=t.data,
-        train=Train(loss=t.loss, metrics=t.metrics, seed=t.seed),
+        train=Train(loss=t.loss, seed=t.seed),  # type: ignore[arg-type]
+        run=RunTable(metrics=t.metrics),  # type: ignore[arg-type]
     )
     load = Reading(t.data, folder.resolve())
-    found = build.train_arguments(plain, folder)
+    train, _, run = build.train_parts(plain, folder)
     chain: Chain | None = None
     model: Callable[[Mapping[str, Value]], nn.Module]
     if config.supernet is not None:
@@ -234,8 +235,8 @@ def _recipe(config: StudyConfig, t: Training, folder: Path) -> tuple[Recipe, Cha
         Recipe(
             model=model,
             data=load,
-            loss=found["loss"],
-            metrics=found["metrics"],
+            loss=train.loss,
+            metrics=run.metrics,
             objectives=_names(t.objectives)
             or (*_names(config.study.maximize), *_names(config.study.minimize))
             or ("loss",),

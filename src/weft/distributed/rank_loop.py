@@ -6,7 +6,7 @@ Signals, heartbeats and traces are here, so that ``worker`` and ``stage`` know n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from weft.distributed.heartbeat import Heartbeat
@@ -22,27 +22,21 @@ IDLE = 0.5
 """Seconds after which a rank that waits looks for signals."""
 
 
-class Runtime:
-    """Drives the worker of one stage over the same links, however often a new one takes over.
+class RankLoop:
+    """Drives the worker of one stage over the same links, however often a new one takes over."""
 
-    ``stopping`` says whether the user wants to stop; the first stage then ends the run at the next whole step.
-    """
-
-    def __init__(
-        self, transport: Transport, watch: Heartbeat, tracer: Tracer | None, stopping: Callable[[], bool]
-    ) -> None:
-        self.transport, self.watch = transport, watch
+    def __init__(self, transport: Transport, heartbeat: Heartbeat, tracer: Tracer | None) -> None:
+        self.transport, self.heartbeat = transport, heartbeat
         self._tracer = tracer
         self.busy = 0.0
         self.deciding = 0.0
         self.ops = 0
         self._began = time.perf_counter()
         self._wall = time.time() - time.perf_counter()
-        self._stopping = stopping
-        self.told = 0.0
-        """When the figures were last shown to the others."""
+        self.last_status = 0.0
+        """When the status was last given to the others."""
         self._in_flight = 0
-        self._memory: Offload | None = None
+        self._offload: Offload | None = None
         self._clocks: list[VersionSchedule] = []
         self._updates = 0
 
@@ -52,9 +46,12 @@ class Runtime:
         if self._tracer is not None and (message.kind == "F" or message.kind == "B"):
             self._tracer.sent(message.kind, message.microbatch, time.time(), size)
 
-    def drive(self, worker: Worker, on_done: Callable[[OpResult | None], None]) -> None:
-        """Works until the worker is done. ``on_done`` is told of every operation, and (None) of every idle round."""
-        self._memory = worker.stage.memory
+    def drive(self, worker: Worker, stopping: Callable[[], bool]) -> Iterator[OpResult | None]:
+        """Works until the worker is done; gives every operation, and None for every idle round.
+
+        ``stopping`` says whether the user wants to stop; the first stage then ends the run at the next whole step.
+        """
+        self._offload = worker.stage.offload
         worker.on_start = self._starts
         if self._tracer is not None:
             self._clocks = _moving(worker)
@@ -63,40 +60,40 @@ class Runtime:
         while not worker.done:
             while (arrived := self.transport.take(0)) is not None:
                 self._receive(worker, arrived)
-            if not ended and self._stopping():
-                m = worker.stage.law.microbatches
+            if not ended and stopping():
+                m = worker.stage.config.microbatches
                 until = -(-worker.scheduler.known // m) * m
                 if until < worker.scheduler.total:
                     worker.end(until)
                 ended = True
             done = worker.work()
             if done is None:
-                self.watch.idle()
-                on_done(None)
-                waited = None if worker.done else self.transport.take(IDLE)
-                if waited is not None:
-                    self._receive(worker, waited)
+                self.heartbeat.idle()
+                yield None
+                arrived = None if worker.done else self.transport.take(IDLE)
+                if arrived is not None:
+                    self._receive(worker, arrived)
                 continue
             self.busy += done.end - done.start
             self.ops += 1
             self._in_flight = len(worker.scheduler.in_flight)
             if self._tracer is not None:
                 self._trace(self._tracer, done, worker)
-            self._tell()
-            on_done(done)
-        self.deciding += worker.figures.deciding
-        self.watch.idle()
-        self._tell(now=True)
+            self._publish()
+            yield done
+        self.deciding += worker.stats.deciding
+        self.heartbeat.idle()
+        self._publish(now=True)
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """What the progress line shows of this rank."""
         passed = time.perf_counter() - self._began
-        told: dict[str, Any] = {"busy": self.busy / passed if passed else 0.0, "in_flight": float(self._in_flight)}
-        return told if self._memory is None else {**told, "residency": self._memory.stats()}
+        status: dict[str, Any] = {"busy": self.busy / passed if passed else 0.0, "in_flight": float(self._in_flight)}
+        return status if self._offload is None else {**status, "offload": self._offload.stats()}
 
     def _starts(self, op: Op) -> None:
-        self.watch.doing(str(op))
+        self.heartbeat.doing(str(op))
 
     def _receive(self, worker: Worker, arrived: Received) -> None:
         message = arrived.message
@@ -109,11 +106,11 @@ class Runtime:
         worker.receive(message)
         self._trace_rest(self._tracer, worker, begin)  # the norm that an update waited for, perhaps
 
-    def _tell(self, now: bool = False) -> None:
+    def _publish(self, now: bool = False) -> None:
         clock = time.perf_counter()
-        if now or clock - self.told > 0.5:
-            self.told = clock
-            self.watch.figures = self.figures
+        if now or clock - self.last_status > 0.5:
+            self.last_status = clock
+            self.heartbeat.figures = self.status
             if self._tracer is not None:
                 self._tracer.flush()
 

@@ -178,37 +178,44 @@ def _wait(pid: int) -> None:
         time.sleep(1.0)
 
 
-# What the stages tell each other outside of their links: small values as JSON in the store that they share.
+# Small values that the ranks of a run exchange outside of their links, as JSON in the store that they share.
 
 
 class ControlStore:
-    """The store as the stages use it: every key is told once, and hearing it waits until then."""
+    """The store as ranks use it: every key is set once, and ``get`` waits until it is."""
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world = store, rank, world
 
-    def tell(self, key: str, value: Any) -> None:
-        self.store.set(f"told/{key}", json.dumps(to_json(value)))
+    @classmethod
+    def alone(cls) -> ControlStore:
+        """That of a run in a single process."""
+        from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-    def hear(self, key: str) -> Any:
-        return json.loads(self.store.get(f"told/{key}"))
+        return cls(HashStore(), 0, 1)
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(f"value/{key}", json.dumps(to_json(value)))
+
+    def get(self, key: str) -> Any:
+        return json.loads(self.store.get(f"value/{key}"))
 
     def gather(self, key: str, value: Any) -> list[Any]:
-        """The values of all stages, by rank; everyone must call it."""
-        self.tell(f"{key}/{self.rank}", value)
-        return [self.hear(f"{key}/{rank}") for rank in range(self.world)]
+        """The values of all ranks, in order; everyone must call it."""
+        self.set(f"{key}/{self.rank}", value)
+        return [self.get(f"{key}/{rank}") for rank in range(self.world)]
 
-    def same(self, law: Mapping[str, Any]) -> None:
-        """Raises PipelineError on every stage that was given another configuration than rank 0."""
-        mine = json.loads(json.dumps(to_json(law)))
+    def assert_same_config(self, config: Mapping[str, Any]) -> None:
+        """Raises PipelineError on every rank that was given another configuration than rank 0."""
+        mine = json.loads(json.dumps(to_json(config)))
         if self.rank == 0:
-            self.tell("law", mine)
-        theirs = self.hear("law")
-        differ = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
-        if differ:
-            told = "; ".join(f"{key} is {mine.get(key)} here and {theirs.get(key)} on rank 0" for key in differ[:4])
+            self.set("config", mine)
+        first = self.get("config")
+        different = [key for key in sorted({*mine, *first}) if mine.get(key) != first.get(key)]
+        if different:
+            values = "; ".join(f"{key} is {mine.get(key)} here and {first.get(key)} on rank 0" for key in different[:4])
             raise PipelineError(
-                f"rank {self.rank} was started with another configuration: {told}. Start all with the same command"
+                f"rank {self.rank} was started with another configuration: {values}. Start all with the same command"
             )
 
     def clone(self) -> ControlStore:

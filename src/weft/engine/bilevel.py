@@ -55,27 +55,26 @@ class Bilevel:
 
     def before(self, step: int) -> tuple[int, int]:
         """How many steps before this one trained the weights, and how many the architecture."""
-        found = max(step - self.warmup, 0) // self.every
-        return step - found, found
+        architecture = max(step - self.warmup, 0) // self.every
+        return step - architecture, architecture
 
     def describe(self) -> dict[str, Any]:
         """For a run's manifest."""
-        told = self.optimizer.describe()
-        return {"optimizer": told, "warmup": self.warmup, "every": self.every, "order": self.order}
+        return {"optimizer": self.optimizer.describe(), "warmup": self.warmup, "every": self.every, "order": self.order}
 
 
 class BilevelLoader:
     """The batches of both levels by step, each with how far the run has come."""
 
-    def __init__(self, bilevel: Bilevel, train: Loader | IterableLoader, held: Loader, steps: int) -> None:
-        self._bilevel, self._train, self._held, self._steps = bilevel, train, held, steps
+    def __init__(self, bilevel: Bilevel, train: Loader | IterableLoader, validation: Loader, steps: int) -> None:
+        self._bilevel, self._train, self._validation, self._steps = bilevel, train, validation, steps
 
     def batch(self, i: int) -> Batch:
         """The batch of step i, prepared here and now."""
         weights, architecture = self._bilevel.before(i)
         if not self._bilevel.architecture(i):
             return self._marked(self._train.batch(weights), i)
-        batch = self._held.batch(architecture)
+        batch = self._validation.batch(architecture)
         if self._bilevel.order == 2:
             batch = _both(batch, self._train.batch(weights))
         return self._marked(batch, i)
@@ -83,21 +82,21 @@ class BilevelLoader:
     def iterate(self, start: int = 0, stop: int | None = None) -> Generator[Batch, None, None]:
         """The batches of the steps from ``start`` on, prepared ahead."""
         weights, architecture = self._bilevel.before(start)
-        train, held = self._train.iterate(weights), self._held.iterate(architecture)
+        train, validation = self._train.iterate(weights), self._validation.iterate(architecture)
         ahead: Batch | None = None  # the training batch that a second-order step has looked at already
         try:
             for i in range(start, self._steps if stop is None else stop):
                 if not self._bilevel.architecture(i):
                     batch, ahead = ahead or next(train), None
                 else:
-                    batch = next(held)
+                    batch = next(validation)
                     if self._bilevel.order == 2:
                         ahead = next(train)
                         batch = _both(batch, ahead)
                 yield self._marked(batch, i)
         finally:
             train.close()
-            held.close()
+            validation.close()
 
     def _marked(self, batch: Batch, i: int) -> Batch:
         return marked(batch, i / self._steps)
@@ -127,70 +126,70 @@ def training_part(batch: Batch) -> Batch:
 #
 # with e = 0.01 / |dL_val/dw'|, as Liu et al. (2019) compute it.
 
-Found = dict[str, list[Tensor | None]]
+LayerGradients = dict[str, list[Tensor | None]]
 
 
-def check_unrolled(law: TrainStep, stages: int = 1) -> None:
+def check_unrolled(config: TrainStep, stages: int = 1) -> None:
     """Raises TrainError where the second order is asked for and cannot be had."""
-    if law.bilevel is None or law.bilevel.order == 1:
+    if config.architecture_search is None or config.architecture_search.order == 1:
         return
-    if stages > 1 or law.microbatches > 1 or any(said != Exact() for said in law.consistency.values()):
+    if stages > 1 or config.microbatches > 1 or any(each != Exact() for each in config.consistency.values()):
         raise TrainError(
             "the second order changes all weights back and forth within a step: it needs one stage, one micro-batch a "
             "step and 'exact' layers. Use the first order, or DrNAS, on several stages"
         )
 
 
-def look_ahead(run: SequentialReference, i: int, subnet: Subnet, batch: Batch) -> tuple[Any, Tensor, Found]:
+def look_ahead(engine: SequentialReference, i: int, subnet: Subnet, batch: Batch) -> tuple[Any, Tensor, LayerGradients]:
     """Outputs and loss on the held-out part of the batch, and the gradients of the architecture by layer."""
     train = training_part(batch)
-    held = {name: value for name, value in batch.items() if not name.startswith(TRAINING)}
-    layers = [w for w in run.weights.values() if not w.layer.arch and w.parameters]
+    validation = {name: value for name, value in batch.items() if not name.startswith(TRAINING)}
+    layers = [w for w in engine.weights.values() if not w.layer.arch and w.parameters]
     parameters = [p for w in layers for p in w.parameters]
 
-    def gradients(found: Found) -> list[Tensor]:
-        own = [g for w in layers for g in found.get(w.layer.name, [None] * len(w.parameters))]
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, own, strict=True)]
+    def of_weights(by_layer: LayerGradients) -> list[Tensor]:
+        flat = [g for w in layers for g in by_layer.get(w.layer.name, [None] * len(w.parameters))]
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, flat, strict=True)]
 
-    rate = run.updater.rate * run.law.schedule(i, run.law.steps)
+    rate = engine.optimizer.rate * engine.config.optimizer.lr_factor(i, engine.config.steps)
     before = [p.detach().clone() for p in parameters]
-    _, _, found = _pass(run, i, subnet, train, arch=False, weights=True)
-    _move(parameters, before, run.updater.direction(parameters, gradients(found)), -rate)
-    outputs, loss, found = _pass(run, i, subnet, held, arch=True, weights=True)
-    ahead = gradients(found)
+    _, _, by_layer = _pass(engine, i, subnet, train, arch=False, weights=True)
+    _move(parameters, before, engine.optimizer.direction(parameters, of_weights(by_layer)), -rate)
+    outputs, loss, by_layer = _pass(engine, i, subnet, validation, arch=True, weights=True)
+    ahead = of_weights(by_layer)
     small = 0.01 / foreach.norm(ahead)
     sides = []
     for sign in (1.0, -1.0):
         _move(parameters, before, ahead, sign * small)
-        sides.append(_pass(run, i, subnet, train, arch=True, weights=False)[2])
+        sides.append(_pass(engine, i, subnet, train, arch=True, weights=False)[2])
     foreach.copy_([p.data for p in parameters], before)
-    change: Found = {}
-    for name, own in found.items():
-        if run.weights[name].layer.arch:
-            pairs = zip(own, sides[0][name], sides[1][name], strict=True)
+    change: LayerGradients = {}
+    for name, gradients in by_layer.items():
+        if engine.weights[name].layer.arch:
+            triples = zip(gradients, sides[0][name], sides[1][name], strict=True)
             change[name] = [
                 None if g is None or up is None or down is None else g - rate * (up - down) / (2 * small)
-                for g, up, down in pairs
+                for g, up, down in triples
             ]
     return outputs, loss, change
 
 
 def _move(
-    parameters: Sequence[torch.nn.Parameter], before: list[Tensor], way: list[Tensor], far: float | Tensor
+    parameters: Sequence[torch.nn.Parameter], before: list[Tensor], direction: list[Tensor], length: float | Tensor
 ) -> None:
-    for parameter, start, step in zip(parameters, before, way, strict=True):
-        parameter.data.copy_(start + far * step)
+    for parameter, start, step in zip(parameters, before, direction, strict=True):
+        parameter.data.copy_(start + length * step)
 
 
 def _pass(
-    run: SequentialReference, i: int, subnet: Subnet, batch: Batch, arch: bool, weights: bool
-) -> tuple[Any, Tensor, Found]:
-    tape = Tape(i, run.chain.enter(batch))
-    with run.precision():
-        for layer in run.chain.route(subnet):
-            run.seeder.set(i, 0, layer.name)
+    engine: SequentialReference, i: int, subnet: Subnet, batch: Batch, arch: bool, weights: bool
+) -> tuple[Any, Tensor, LayerGradients]:
+    tape = Tape(i, engine.chain.enter(batch))
+    with engine.config.autocast(engine.device):
+        for layer in engine.chain.route(subnet):
+            engine.seeder.set(i, 0, layer.name)
             trains = arch if layer.arch else weights
-            tape.forward(run.weights[layer.name], extra_inputs(layer, batch, subnet), trains)
-        run.seeder.set(i, 0, "loss")
-        outputs, loss = run.law.loss_of(tape.outputs(), batch)
+            tape.forward(engine.weights[layer.name], extra_inputs(layer, batch, subnet), trains)
+        engine.seeder.set(i, 0, "loss")
+        outputs, loss = engine.config.loss_of(tape.outputs(), batch)
     return outputs, loss, tape.backward((loss,), (torch.ones((), device=loss.device),))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +25,17 @@ from weft.engine.weight_versions import MARKS, PendingGradients, VersionedLayer
 from weft.errors import CheckpointError
 
 
-def layer_tensors(weights: VersionedLayer, updater: LayerOptimizer) -> dict[str, Tensor]:
+@dataclass(slots=True)
+class Snapshot:
+    """The layers of a process as they are before micro-batch ``at``: a part of a checkpoint."""
+
+    at: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
+
+
+def layer_tensors(weights: VersionedLayer, optimizer: LayerOptimizer) -> dict[str, Tensor]:
     """The newest weights, buffers and optimizer state of a layer, by global name."""
     weights.readable()
     weights.to_newest()
@@ -36,19 +47,19 @@ def layer_tensors(weights: VersionedLayer, updater: LayerOptimizer) -> dict[str,
     if attached:
         weights.statistics.attach()
     for path, parameter in zip(weights.names, weights.parameters, strict=True):
-        for key, value in updater.state(parameter).items():
+        for key, value in optimizer.state(parameter).items():
             found[f"{name}.{path}#{key}"] = value
     return found
 
 
-def layer_digest(weights: VersionedLayer, updater: LayerOptimizer) -> str:
+def layer_digest(weights: VersionedLayer, optimizer: LayerOptimizer) -> str:
     """The layer's part of the fingerprint."""
-    return tensors_digest(layer_tensors(weights, updater))
+    return tensors_digest(layer_tensors(weights, optimizer))
 
 
-def capture(weights: VersionedLayer, updater: LayerOptimizer, at: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def capture(weights: VersionedLayer, optimizer: LayerOptimizer, at: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All tensors of a layer for a checkpoint before micro-batch ``at``, and the numbers that go with them."""
-    tensors = layer_tensors(weights, updater)
+    tensors = layer_tensors(weights, optimizer)
     name = weights.layer.name
     kept = weights.needed(at)
     for begin in kept:
@@ -71,7 +82,7 @@ def capture(weights: VersionedLayer, updater: LayerOptimizer, at: int) -> tuple[
 
 
 def optimizer_states(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The optimizer states in a checkpoint by parameter name, as ``Updater.load`` takes them."""
+    """The optimizer states in a checkpoint by parameter name, as ``LayerOptimizer.load`` takes them."""
     states: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         parameter, mark, key = name.partition("#")

@@ -11,11 +11,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from weft.engine.grad_clip import GlobalNorm, make_clip
 from weft.errors import TrainError, nearest
 
 Groups = Callable[[str, nn.Parameter], Mapping[str, Any]]
@@ -27,44 +29,68 @@ def matrices(name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
     return {} if parameter.dim() >= 2 else {"weight_decay": 0.0}
 
 
+Schedule = Callable[[int, int], float]
+"""``schedule(step, steps)`` gives the factor of the base learning rate; nothing else may influence it."""
+
+SGD: Mapping[str, float] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
+"""The options of an optimizer that has no kind."""
+
 GROUPS: Mapping[str, Groups] = {"matrices": matrices}
 """Groups that have a name."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Which optimizer, with which options: ``Optimizer("adamw", lr=3e-4, weight_decay=0.1)``.
+    """Which optimizer, with which options: ``Optimizer("adamw", lr=3e-4, weight_decay=0.1, schedule="cosine")``.
 
-    ``kind`` is the name of a class of torch.optim in any case, or the class itself. Muon takes the matrices, and
+    ``kind`` is the name of a class of torch.optim in any case, or the class itself; without it the options change
+    single values of SGD at a rate of 0.05, with momentum 0.9 and weight decay 5e-4. Muon takes the matrices, and
     ``others`` (AdamW if not given) what is not a matrix. ``groups`` gives single parameters other options; "matrices"
     leaves weight decay to those of two dimensions or more.
+
+    ``schedule`` is ``cosine``, ``linear`` or ``constant``, one that ends at a part of the rate such as ``cosine:0.1``,
+    or a function of (step, steps), after ``warmup_steps`` in which the rate rises from 0. ``clip`` is the largest norm
+    of each layer's gradient, or ``global:1.0`` for that of all layers together.
     """
 
     kind: str | type[torch.optim.Optimizer] = "sgd"
     options: Mapping[str, Any] = field(default_factory=dict)
+    schedule: str | Schedule = "cosine"
+    warmup_steps: int = 0
+    clip: float | GlobalNorm | None = None
     groups: Groups | None = None
     others: Optimizer | None = None
 
     def __init__(
         self,
-        kind: str | type[torch.optim.Optimizer] = "sgd",
+        kind: str | type[torch.optim.Optimizer] | None = None,
         *,
+        schedule: str | Schedule = "cosine",
+        warmup_steps: int = 0,
+        clip: float | str | GlobalNorm | None = None,
         groups: Groups | str | None = None,
         others: Optimizer | None = None,
         **options: Any,
     ) -> None:
-        object.__setattr__(self, "kind", kind)
-        object.__setattr__(self, "options", dict(options))
+        make_schedule(schedule, warmup_steps)
         if isinstance(groups, str) and groups not in GROUPS:
             raise TrainError(f"unknown groups '{groups}' of parameters{nearest(groups, GROUPS)}")
-        object.__setattr__(self, "groups", GROUPS[groups] if isinstance(groups, str) else groups)
-        object.__setattr__(self, "others", others)
+        values: dict[str, Any] = {
+            "kind": "sgd" if kind is None else kind,
+            "options": {**SGD, **options} if kind is None else dict(options),
+            "schedule": schedule,
+            "warmup_steps": warmup_steps,
+            "clip": make_clip(clip),
+            "groups": GROUPS[groups] if isinstance(groups, str) else groups,
+            "others": others,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         accepted = inspect.signature(self.cls).parameters
         for name in options:
             if name not in accepted:
-                raise TrainError(
-                    f"{self.cls.__name__} has no option '{name}'{nearest(name, set(accepted) - {'params', 'self'})}"
-                )
+                own = {*accepted, "schedule", "warmup_steps", "clip", "groups", "others"} - {"params", "self"}
+                raise TrainError(f"{self.cls.__name__} has no option '{name}'{nearest(name, own)}")
 
     @property
     def cls(self) -> type[torch.optim.Optimizer]:
@@ -79,14 +105,24 @@ class Optimizer:
             raise TrainError(f"unknown optimizer '{self.kind}'{nearest(self.kind.lower(), set(known) - {'lbfgs'})}")
         return known[self.kind.lower()]
 
+    def lr_factor(self, step: int, steps: int) -> float:
+        """What the learning rate is multiplied by in a step of a run of ``steps``."""
+        return make_schedule(self.schedule, self.warmup_steps)(step, steps)
+
+    def with_schedule(self, schedule: Schedule) -> Optimizer:
+        """The same under another schedule, which knows of any warm-up itself."""
+        return Optimizer(
+            self.kind, schedule=schedule, clip=self.clip, groups=self.groups, others=self.others, **self.options
+        )
+
     def describe(self) -> dict[str, Any]:
         """For a run's manifest."""
-        told: dict[str, Any] = {"kind": self.cls.__name__, **self.options}
+        described: dict[str, Any] = {"kind": self.cls.__name__, **self.options}
         if name := next((name for name, groups in GROUPS.items() if groups is self.groups), None):
-            told["groups"] = name
+            described["groups"] = name
         if self.others is not None:
-            told["others"] = self.others.describe()
-        return told
+            described["others"] = self.others.describe()
+        return described
 
 
 class LayerOptimizer:
@@ -239,9 +275,6 @@ def _restored(key: str, value: Tensor, parameter: nn.Parameter, counts_on_device
 
 # Learning-rate schedules: a factor of the base rate as a pure function of the step.
 
-Schedule = Callable[[int, int], float]
-"""``schedule(step, steps)`` gives the factor of the base learning rate; nothing else may influence it."""
-
 
 def constant(step: int, steps: int) -> float:
     return 1.0
@@ -265,29 +298,27 @@ def is_named(text: str) -> bool:
     return _FORM.fullmatch(text) is not None
 
 
-def make_schedule(kind: str | Schedule, warmup: int = 0, floor: float = 0.0) -> Schedule:
-    """A named schedule with a linear warm-up over the first steps, never below ``floor`` once warm.
+@cache
+def make_schedule(kind: str | Schedule, warmup_steps: int = 0) -> Schedule:
+    """A named schedule, or a function as it is, with a linear warm-up over the first steps.
 
     ``cosine:0.1`` and ``linear:0.1`` go down to a tenth of the base rate instead of to 0.
 
-    >>> schedule = make_schedule("cosine", warmup=2)
+    >>> schedule = make_schedule("cosine", warmup_steps=2)
     >>> [round(schedule(step, 6), 3) for step in range(6)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146]
     """
-    if callable(kind):
-        base = kind
-    else:
-        base = _named(kind)
-    if warmup < 0 or not 0.0 <= floor <= 1.0:
-        raise TrainError(f"a schedule has warmup >= 0 and 0 <= floor <= 1, not warmup={warmup}, floor={floor}")
+    base = kind if callable(kind) else _named(kind)
+    if warmup_steps < 0:
+        raise TrainError(f"warmup_steps={warmup_steps}: a number of steps, 0 or more")
 
     def schedule(step: int, steps: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return max(base(step - warmup, max(steps - warmup, 1)), floor)
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        return max(base(step - warmup_steps, max(steps - warmup_steps, 1)), 0.0)
 
-    # The manifest of a run that takes over this schedule, as ``retrain`` does, says which one it is.
-    schedule.__qualname__ = f"{getattr(base, '__qualname__', base)}(warmup={warmup}, floor={floor})"
+    # Checkpoints of trials name their schedule so.
+    schedule.__qualname__ = f"{getattr(base, '__qualname__', base)}(warmup={warmup_steps}, floor=0.0)"
     return schedule
 
 

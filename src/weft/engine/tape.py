@@ -37,7 +37,7 @@ class Tape:
 
     A carry that was ``received`` comes from another stage: what of it requires a gradient gets one of its own. A tape
     that is ``split`` has an island for every layer, so that ``back`` can be had first and the gradients of weights
-    after it. ``beside`` has something to do while autograd is at work.
+    after it. ``in_background`` has something to do while autograd is at work.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Tape:
         graphs: CudaGraphCache | None = None,
         received: bool = False,
         split: bool = False,
-        beside: Beside | None = None,
+        in_background: Beside | None = None,
     ) -> None:
         self.n = n
-        self._beside = beside
+        self._in_background = in_background
         self.carry = carry
         self.used: list[VersionedLayer] = []
         self._trained: list[bool] = []
@@ -170,7 +170,7 @@ class Tape:
                 if block is not None:
                     stack.enter_context(block)
                 stack.enter_context(layer.recompute_guard.backward())
-            found = grad() if self._beside is None else self._beside(grad)
+            found = grad() if self._in_background is None else self._in_background(grad)
         if not inputs:
             return list(found), ()
         back = iter(found[len(leaves) :])

@@ -234,15 +234,15 @@ class OffloadManager:
             layer.synchronize()
 
     def stats(self) -> dict[str, Any]:
-        """For the run's events, whose format fixes the names."""
+        """For the run's events."""
         misses = min(self.misses, self.uses)
         blocks = self.device.blocks
         return {
             "uses": self.uses,
             "misses": misses,
             "hit_rate": 1.0 - misses / self.uses if self.uses else 1.0,
-            "brought": self.device.traffic.loaded_bytes,
-            "sent": self.device.traffic.evicted_bytes,
+            "loaded_bytes": self.device.traffic.loaded_bytes,
+            "evicted_bytes": self.device.traffic.evicted_bytes,
             "resident": self.device.used,
             "pinned": sum(block.size for block in blocks if block.pinned),
             "peak": self.device.traffic.peak_bytes,

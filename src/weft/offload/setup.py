@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from weft.engine.consistency import Exact, VersionSchedule
-from weft.engine.grad_clip import GlobalNormClipper
-from weft.engine.optimizer import LayerOptimizer
-from weft.engine.tied_weights import Ties
-from weft.engine.train_step import TrainStep
-from weft.engine.weight_versions import Offload, VersionedLayer
+from weft.engine.trained_layers import TrainedLayers
+from weft.engine.weight_versions import VersionedLayer
 from weft.errors import TrainError
 from weft.offload.config import OffloadConfig
 from weft.offload.copy_engine import CopyEngine
 from weft.offload.manager import OffloadManager
-from weft.space import Stream, Subnet
+from weft.space import Subnet
 from weft.supernet import Chain, Layer
 
 MAX_ROUTES = 5_000
@@ -30,35 +26,19 @@ MAX_ROUTES = 5_000
 _MANAGERS: weakref.WeakKeyDictionary[Chain, OffloadManager] = weakref.WeakKeyDictionary()
 
 
-class OffloadedEngine(Protocol):
-    """What trains the layers of a chain: the sequential reference, or a stage."""
-
-    chain: Chain
-    updater: LayerOptimizer
-    law: TrainStep
-    stream: Stream
-    device: torch.device
-    norms: GlobalNormClipper | None
-    ties: Ties | None
-    memory: Offload | None
-
-    @property
-    def weights(self) -> Mapping[str, VersionedLayer]: ...
-
-
 def attach(
-    engine: OffloadedEngine,
-    config: OffloadConfig,
+    engine: TrainedLayers,
+    offload: OffloadConfig,
     extra_subnets: Iterable[Subnet] = (),
     *,
     copy_engine: CopyEngine | None = None,
     host_buffer: Tensor | None = None,
 ) -> OffloadManager:
     """From here on the layers of an engine live on the host. ``extra_subnets`` are scored during the run."""
-    chain, law, stream, weights = engine.chain, engine.law, engine.stream, engine.weights
-    if law.bilevel is not None and law.bilevel.order == 2:
+    chain, config, weights = engine.chain, engine.config, engine.weights
+    if config.architecture_search is not None and config.architecture_search.order == 2:
         raise TrainError("the second order changes all weights within a step: train without offload, or at order 1")
-    m = law.microbatches
+    m = config.microbatches
     chain_reference = weakref.ref(chain)  # the cache below must not keep the chain alive
 
     def names(layers: Sequence[Layer]) -> list[str]:
@@ -66,20 +46,20 @@ def attach(
 
     @lru_cache(maxsize=2 * MAX_ROUTES)
     def route(n: int) -> list[str]:
-        picks = stream[n // m]
+        picks = config.stream[n // m]
         chain = chain_reference()
         assert chain is not None
         return names(chain.route(picks[n % m % len(picks)]))
 
     routes = None
-    if law.steps * m <= MAX_ROUTES:
+    if config.steps * m <= MAX_ROUTES:
         scored = (names(chain.route(subnet)) for subnet in extra_subnets)
-        routes = [*(route(n) for n in range(law.steps * m)), *scored]
-    deferred = engine.norms is not None or engine.ties is not None
+        routes = [*(route(n) for n in range(config.steps * m)), *scored]
+    deferred = engine.clipper is not None or engine.ties is not None
     manager = OffloadManager(
-        weights, engine.updater, engine.device, config, route, routes, deferred, copy_engine, host_buffer
+        weights, engine.optimizer, engine.device, offload, route, routes, deferred, copy_engine, host_buffer
     )
-    engine.memory = _MANAGERS[chain] = manager
+    engine.offload = _MANAGERS[chain] = manager
     return manager
 
 

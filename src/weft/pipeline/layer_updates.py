@@ -3,180 +3,132 @@ when nothing stands against it, and a checkpoint reads each layer before it chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.engine.batch_stats import BatchStatsRecord
-from weft.engine.grad_clip import GlobalNormClipper
-from weft.engine.layer_state import capture
-from weft.engine.optimizer import LayerOptimizer
-from weft.engine.tied_weights import Ties
+from weft.engine.layer_state import Snapshot, capture
 from weft.engine.train_step import TrainStep
-from weft.engine.weight_versions import Offload, VersionedLayer
-from weft.errors import NonFiniteError
+from weft.engine.trained_layers import TrainedLayers
+from weft.engine.weight_versions import VersionedLayer
 from weft.pipeline.scheduler import LayerDependency, Scheduler
-from weft.utils import foreach
+from weft.pipeline.workload import single_copy
+from weft.supernet import Chain
+from weft.supernet.partition import Cut, stage_of
 
-LESSON = ("lesson",)
+TEACHER = ("teacher",)
 """What the scheduler knows the outputs of a step's first micro-batch by, where the others follow them."""
 
 
-@dataclass(slots=True)
-class Snapshot:
-    """The layers of a stage as they are before micro-batch ``at``, each taken when it is there; see rule 8."""
+class LayerUpdates(TrainedLayers):
+    """The layers of one stage, whose gradients come in any order."""
 
-    at: int
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    norms: dict[str, float] = field(default_factory=dict)
-
-
-class LayerUpdates:
-    """Applies the updates of some layers; ``one_copy`` says whether they must do without older versions."""
-
-    def __init__(
-        self,
-        law: TrainStep,
-        weights: Mapping[str, VersionedLayer],
-        updater: LayerOptimizer,
-        norms: GlobalNormClipper | None,
-        ties: Ties | None,
-        one_copy: bool,
-    ) -> None:
-        self.law, self.weights, self.updater, self.norms, self.ties = law, weights, updater, norms, ties
-        self.one_copy = one_copy
-        """Whether an update waits for the forwards that must not see it, so that no version need be kept."""
-        self.memory: Offload | None = None
-        """What brings layers to the device, where they do not all stay there."""
+    def __init__(self, chain: Chain, config: TrainStep, device: torch.device, cut: Cut, index: int) -> None:
+        blocks = len(chain.blocks)
+        super().__init__(chain, config, device, stage_of(cut, blocks), index)
+        self.one_copy = single_copy(config.consistency.values(), cut, blocks)
+        """Whether an update waits for the forwards that must not see it, so that no older version need be kept."""
         self.forwarded = 0
         """All micro-batches below this have done their forward here."""
-        self.updates = 0
         self.snapshots: list[Snapshot] = []
-        self._early: dict[tuple[str, int], tuple[list[Tensor | None], BatchStatsRecord | None]] = {}
-        self._keeping: dict[str, VersionedLayer] = {}
-        self._postponed: dict[str, VersionedLayer] = {}
+        """Those that are not whole yet, in order."""
+        self._stashed: dict[tuple[str, int], tuple[list[Tensor | None], BatchStatsRecord | None]] = {}
         self._unfinished: dict[str, VersionedLayer] = {}
+        self._ready: dict[str, VersionedLayer] = {}
+        """Layers with a full slot that has to wait."""
 
-    def hold(self, name: str, n: int, gradients: list[Tensor | None], record: BatchStatsRecord | None) -> None:
+    def stash(self, name: str, n: int, gradients: list[Tensor | None], record: BatchStatsRecord | None) -> None:
         """The gradients of micro-batch n for a layer, and its statistics, wait for their turn."""
-        self._early[name, n] = (gradients, record)
+        self._stashed[name, n] = (gradients, record)
 
-    def prepare(self, needs: Iterable[LayerDependency], kind: str, oldest: int) -> None:
+    def apply_due(self, needs: Iterable[LayerDependency], kind: str, oldest: int) -> None:
         """Updates that the next operation must see are applied, if they have waited so far."""
-        late = []
+        due = []
         for need in needs:
-            pending = None if need.layer is LESSON else self.weights[str(need.layer)].pending
+            pending = None if need.layer is TEACHER else self.weights[str(need.layer)].pending
             if pending is not None and pending.slot < (need.backward if kind == "B" else need.forward):
-                late.append(self.weights[str(need.layer)])
-        self._update(late, oldest)
+                due.append(self.weights[str(need.layer)])
+        self._update(due, oldest)
 
-    def settle(self, turns: Sequence[tuple[Hashable, int]], scheduler: Scheduler) -> None:
+    def commit(self, turns: Sequence[tuple[Hashable, int]], scheduler: Scheduler) -> None:
         """Gradients whose turn has come join their slots, and every slot that is full becomes an update."""
         touched: dict[str, VersionedLayer] = {}
         for layer, n in turns:
             name = str(layer)
-            if layer is LESSON:
+            if layer is TEACHER:
                 continue
             weights = self.weights[name]
             self._capture_before(weights, n, scheduler.oldest)
             if weights.pending is not None and weights.pending.slot < weights.clock.slot(n):
                 self._update([weights], scheduler.oldest)
-            own = self._early.pop((name, n), None)
-            if own is not None:
-                weights.add(n, *own)
+            stashed = self._stashed.pop((name, n), None)
+            if stashed is not None:
+                weights.add(n, *stashed)
             touched[name] = weights  # even if this one does not count: it may be the last of its slot
-        if self.norms is not None or self.ties is not None:
-            # What others need of a slot is told when its last micro-batch is through, whoever used the layer.
+        if self.clipper is not None or self.ties is not None:
+            # What others need of a slot is sent when its last micro-batch is through, whoever used the layer.
             touched = self._unfinished | touched
             self._unfinished = {
                 name: w for name, w in touched.items() if w.pending and not self._is_full(scheduler, name, w)
             }
         full = [w for name, w in touched.items() if w.pending and self._is_full(scheduler, name, w)]
-        self._postponed |= {w.layer.name: w for w in full}
-        self.catch_up(scheduler.oldest)
-        if self.norms is not None:
-            self.norms.forget(min([scheduler.oldest, *(s.at for s in self.snapshots)]) // self.norms.span)
-        if self.ties is not None:
-            self.ties.forget(min([scheduler.oldest, *(s.at for s in self.snapshots)]) // self.ties.span)
-        for name, weights in list(self._keeping.items()):
-            weights.prune(self._first_reader(weights, scheduler.oldest))
-            if not weights.kept:
-                del self._keeping[name]
+        self._ready |= {w.layer.name: w for w in full}
+        self.apply_ready(scheduler.oldest)
+        self.forget_sums(min([scheduler.oldest, *(snapshot.at for snapshot in self.snapshots)]))
+        self.prune(lambda weights: self._first_reader(weights, scheduler.oldest))
 
-    def catch_up(self, oldest: int) -> None:
+    def apply_ready(self, oldest: int) -> None:
         """Updates that are due, and need not wait any longer, are applied."""
-        if self._postponed:
-            self._update([w for w in self._postponed.values() if not self._awaited(w)], oldest)
+        if self._ready:
+            self._update([w for w in self._ready.values() if not self._must_wait(w)], oldest)
 
     def finish(self, until: int) -> None:
         """All micro-batches below ``until`` are through: the slots that end there are applied."""
-        waiting = [w for w in self.weights.values() if w.pending is not None and w.completes() < until]
-        self._update(waiting, until)
+        self._update([w for w in self.weights.values() if w.pending is not None and w.completes() < until], until)
 
-    def taken(self, oldest: int) -> list[Snapshot]:
+    def ready_snapshots(self, oldest: int) -> list[Snapshot]:
         """The snapshots that are whole now, since every earlier micro-batch is through; in order."""
-        ready = [snapshot for snapshot in self.snapshots if snapshot.at <= oldest and self.knows(snapshot.at)]
+        ready = [snapshot for snapshot in self.snapshots if snapshot.at <= oldest and self.has_sums(snapshot.at)]
         for snapshot in ready:
             for name in self.weights:
                 self._capture(snapshot, name, oldest)
-            if self.norms is not None:
-                snapshot.norms = self.norms.saved(snapshot.at)
+            if self.clipper is not None:
+                snapshot.norms = self.clipper.saved(snapshot.at)
             if self.ties is not None:
-                found = self.ties.saved(snapshot.at)
-                snapshot.tensors.update({key: tensor.detach().clone() for key, tensor in found.items()})
+                sums = self.ties.saved(snapshot.at)
+                snapshot.tensors.update({key: tensor.detach().clone() for key, tensor in sums.items()})
         self.snapshots = [snapshot for snapshot in self.snapshots if snapshot not in ready]
         return ready
 
-    def knows(self, at: int) -> bool:
+    def has_sums(self, at: int) -> bool:
         """Whether all norms of updates before a micro-batch are known here, and all gradients of tied weights."""
-        normed = self.norms is None or self.norms.count >= at // self.norms.span
+        normed = self.clipper is None or self.clipper.count >= at // self.clipper.span
         return normed and (self.ties is None or self.ties.complete(at))
 
-    def resume(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """After the layers were restored: the optimizer's state comes back too."""
-        self.updater.load(states)
-        self._keeping = {name: w for name, w in self.weights.items() if w.kept}
-        if self.memory is not None:
-            self.memory.bind_restored()
+    def resume(self, states: Any) -> None:
+        super().resume(states)
         self._unfinished = {name: w for name, w in self.weights.items() if w.pending is not None}
 
     def _is_full(self, scheduler: Scheduler, name: str, weights: VersionedLayer) -> bool:
-        assert weights.pending is not None
-        return scheduler.complete(name, weights.pending.slot, weights.completes())
+        return scheduler.complete(name, weights.slot, weights.completes())
 
     def _update(self, group: Sequence[VersionedLayer], oldest: int) -> None:
-        by_rate: dict[float, list[VersionedLayer]] = {}
         for weights in group:
-            self._postponed.pop(weights.layer.name, None)
+            self._ready.pop(weights.layer.name, None)
             self._capture_before(weights, weights.completes(), oldest)
-            by_rate.setdefault(self.law.rate(weights.clock, weights.completes()), []).append(weights)
-        for rate, members in by_rate.items():
-            self._apply(members, rate, partial(self._first_reader, oldest=oldest))
-            self._keeping |= {weights.layer.name: weights for weights in members if weights.kept}
-            self.updates += len(members)
+        self.apply(group, lambda weights: self._first_reader(weights, oldest))
 
-    def _apply(self, members: Sequence[VersionedLayer], rate: float, readers: Callable[[VersionedLayer], int]) -> None:
-        def apply(some: Sequence[VersionedLayer]) -> None:
-            self.law.apply(some, rate, readers, self.updater, self.norms, self.ties)
-
-        if self.memory is None:
-            apply(members)
-        else:
-            self.memory.apply_updates(members, apply)
-
-    def _awaited(self, weights: VersionedLayer) -> bool:
+    def _must_wait(self, weights: VersionedLayer) -> bool:
         """Whether an update that is due must wait: for its norm, for the gradient of a tied parameter's other copy, or
         for a forward that must not see it."""
-        if self.norms is not None:
-            self.norms.record(weights.slot, weights.layer.name, weights.mean())
+        if self.clipper is not None:
+            self.clipper.record(weights.slot, weights.layer.name, weights.mean())
         if self.ties is not None:
             self.ties.record(weights)
-        if self.norms is not None and not self.norms.known(weights.slot):
+        if self.clipper is not None and not self.clipper.known(weights.slot):
             return True
         if self.ties is not None and not self.ties.known(weights):
             return True
@@ -201,11 +153,6 @@ class LayerUpdates:
         weights = self.weights[name]
         if weights.pending is not None and weights.completes() < snapshot.at:
             self._update([weights], oldest)
-        weights.readable()
-        if weights.parameters and not bool(torch.isfinite(foreach.norm(list(weights.parameters)))):
-            raise NonFiniteError(
-                f"the weights of layer '{name}' are not finite before step {snapshot.at // self.law.microbatches}, "
-                "so no checkpoint is written. Try a lower learning rate or clipping"
-            )
-        found, snapshot.layers[name] = capture(weights, self.updater, snapshot.at)
-        snapshot.tensors.update({key: tensor.detach().clone() for key, tensor in found.items()})
+        self.check_finite(weights, snapshot.at // self.config.microbatches)
+        tensors, snapshot.layers[name] = capture(weights, self.optimizer, snapshot.at)
+        snapshot.tensors.update({key: tensor.detach().clone() for key, tensor in tensors.items()})

@@ -1,8 +1,9 @@
 """The one rule: what a stage does next, as a pure state machine. Events go in, operations come out.
 
 An operation is ready when its input has arrived and every layer that it uses has the version that its consistency
-demands. Among ready backwards the smallest micro-batch goes first, else the smallest ready forward; at most ``window``
-micro-batches are in flight on a stage, and the last place is kept for the oldest, without which windows deadlock.
+demands. Among ready backwards the smallest micro-batch goes first, else the smallest ready forward; at most
+``max_in_flight`` micro-batches are in flight on a stage, and the last place is kept for the oldest, without which
+stages deadlock.
 
     2F0   forward of micro-batch 0 on stage 2          1B3   backward of micro-batch 3 on stage 1
 
@@ -23,7 +24,7 @@ from weft.errors import ConsistencyError, nearest
 Kind = Literal["F", "B"]
 
 FORWARDS = "forwards"
-"""The gate that counts how many micro-batches, without a gap from the first on, have done their forward on a stage."""
+"""The counter of how many micro-batches, without a gap from the first on, have done their forward on a stage."""
 
 
 class Op(NamedTuple):
@@ -57,20 +58,22 @@ Counters = Callable[[Kind, int], Sequence[tuple[Hashable, int]]]
 """What else an operation waits for: counters that only rise, and how far each must be."""
 
 
+SCHEDULES = ("1f1b", "gpipe", "naspipe")
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulePolicy:
-    """How ready operations are chosen. ``prefer`` is ``backward``, ``forward`` (GPipe) or ``alternate`` (NASPipe)."""
+    """How ready operations are chosen: ``1f1b`` takes a backward first, ``gpipe`` a forward, ``naspipe`` one after the
+    other."""
 
-    window: int
-    prefer: str = "backward"
+    max_in_flight: int
+    schedule: str = "1f1b"
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ConsistencyError(f"window={self.window}: at least one micro-batch must be in flight")
-        if self.prefer not in ("backward", "forward", "alternate"):
-            raise ConsistencyError(
-                f"unknown rule '{self.prefer}'{nearest(self.prefer, ('backward', 'forward', 'alternate'))}"
-            )
+        if self.max_in_flight < 1:
+            raise ConsistencyError(f"max_in_flight={self.max_in_flight}: at least one micro-batch must be in flight")
+        if self.schedule not in SCHEDULES:
+            raise ConsistencyError(f"unknown schedule '{self.schedule}'{nearest(self.schedule, SCHEDULES)}")
 
 
 @dataclass(slots=True)
@@ -98,12 +101,12 @@ class Scheduler:
         stages: int,
         uses: DependenciesOf,
         total: int,
-        rule: SchedulePolicy,
+        policy: SchedulePolicy,
         first: int = 0,
-        gates: Counters | None = None,
-        fits: CanAdmit | None = None,
+        counters: Counters | None = None,
+        can_admit: CanAdmit | None = None,
     ) -> None:
-        self.stage, self.stages, self.total, self.rule = stage, stages, total, rule
+        self.stage, self.stages, self.total, self.policy = stage, stages, total, policy
         self.in_flight: set[int] = set()
         self.finished_count = first
         self.oldest = first
@@ -116,8 +119,8 @@ class Scheduler:
         self._done: set[int] = set()
         self._missing: dict[tuple[Kind, int], int] = {}  # layers that an operation still waits for
         self._ready: dict[Kind, list[int]] = {"F": [], "B": []}
-        self._gates = gates
-        self._fits = fits
+        self._counters = counters
+        self._can_admit = can_admit
         self._reached: dict[Hashable, int] = {FORWARDS: first}
         self._held: dict[Hashable, list[tuple[int, int, Kind]]] = {}  # heaps of (count, micro-batch, kind)
         self._forwarded: set[int] = set()
@@ -137,20 +140,20 @@ class Scheduler:
             if not layer.has(version):
                 heapq.heappush(layer.waiting, (version, microbatch, kind))
                 missing += 1
-        for gate, count in self._gates(kind, microbatch) if self._gates is not None else ():
-            if self._far(gate) < count:
-                heapq.heappush(self._held.setdefault(gate, []), (count, microbatch, kind))
+        for counter, count in self._counters(kind, microbatch) if self._counters is not None else ():
+            if self._far(counter) < count:
+                heapq.heappush(self._held.setdefault(counter, []), (count, microbatch, kind))
                 missing += 1
         if missing:
             self._missing[kind, microbatch] = missing
         else:
             heapq.heappush(self._ready[kind], microbatch)
 
-    def reached(self, gate: Hashable, count: int) -> None:
+    def advance_counter(self, counter: Hashable, count: int) -> None:
         """A counter that operations may wait for is so far now."""
-        self._reached[gate] = count
-        held = self._held.get(gate)
-        while held and held[0][0] <= self._far(gate):
+        self._reached[counter] = count
+        held = self._held.get(counter)
+        while held and held[0][0] <= self._far(counter):
             _, microbatch, kind = heapq.heappop(held)
             self._release(kind, microbatch)
 
@@ -172,7 +175,7 @@ class Scheduler:
                 return Op(self.stage, kind, microbatch)
         return None
 
-    def finished(self, op: Op) -> list[tuple[Hashable, int]]:
+    def complete_op(self, op: Op) -> list[tuple[Hashable, int]]:
         """An operation is over. After a backward, the (layer, micro-batch) pairs whose gradients' turn has come.
 
         In the order of the list a layer gets its gradients in micro-batch order; one that is early comes up later.
@@ -186,7 +189,7 @@ class Scheduler:
                 self._forwarded.remove(count)
                 count += 1
             if count > self.forwarded:
-                self.reached(FORWARDS, count)
+                self.advance_counter(FORWARDS, count)
             return []
         self.in_flight.remove(op.microbatch)
         self.finished_count += 1
@@ -209,7 +212,7 @@ class Scheduler:
         if total < self.known:
             raise ConsistencyError(f"the run cannot end at micro-batch {total}: {self.known - 1} is already under way")
         self.total = total
-        self.reached(FORWARDS, self.forwarded)
+        self.advance_counter(FORWARDS, self.forwarded)
 
     def needs(self, op: Op) -> Sequence[LayerDependency]:
         """The layers that an operation uses here."""
@@ -224,12 +227,12 @@ class Scheduler:
     def done(self) -> bool:
         return self.finished_count == self.total
 
-    def _far(self, gate: Hashable) -> float:
+    def _far(self, counter: Hashable) -> float:
         """How far a counter is; no more forwards come once all are done, so nothing waits for later ones."""
-        return math.inf if gate == FORWARDS and self.forwarded >= self.total else self._reached.get(gate, 0)
+        return math.inf if counter == FORWARDS and self.forwarded >= self.total else self._reached.get(counter, 0)
 
     def _order(self) -> tuple[Kind, ...]:
-        if self.rule.prefer == "backward" or (self.rule.prefer == "alternate" and self._last == "F"):
+        if self.policy.schedule == "1f1b" or (self.policy.schedule == "naspipe" and self._last == "F"):
             return ("B", "F")
         return ("F", "B")
 
@@ -237,17 +240,17 @@ class Scheduler:
         ready = self._ready[kind]
         if kind != "F" or not ready:
             return bool(ready)
-        return self._may_start(ready[0]) and (self._fits is None or self._fits(ready[0]))
+        return self._may_start(ready[0]) and (self._can_admit is None or self._can_admit(ready[0]))
 
     def _may_start(self, microbatch: int) -> bool:
-        free = self.rule.window - len(self.in_flight)
+        free = self.policy.max_in_flight - len(self.in_flight)
         reserved = microbatch != self.oldest and self.oldest not in self.in_flight
         return free > (1 if reserved else 0)
 
     def _admit(self) -> None:
         # The first stage makes its own inputs; it looks ahead no further than the others' receive buffers hold.
         if self.stage == 0:
-            while self.known < self.total and self._waiting_forwards < self.rule.window:
+            while self.known < self.total and self._waiting_forwards < self.policy.max_in_flight:
                 self.arrived("F", self.known)
 
     def _register(self, until: int) -> None:

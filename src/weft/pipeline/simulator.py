@@ -72,7 +72,7 @@ class Simulated:
 def simulate(
     work: Workload,
     cut: Cut,
-    rule: SchedulePolicy | list[SchedulePolicy],
+    policy: SchedulePolicy | list[SchedulePolicy],
     latency: float = 0.0,
     duration: Duration | None = None,
     keep_spans: bool = True,
@@ -81,7 +81,7 @@ def simulate(
     speeds: Sequence[float] | None = None,
     split: float | None = None,
 ) -> Simulated:
-    """Runs the workload on the stages of a cut. ``rule`` holds for all stages, or is a list of one for each.
+    """Runs the workload on the stages of a cut. ``policy`` holds for all stages, or is a list of one for each.
 
     ``latency`` is the time that a message takes from one stage to another beside its bytes / ``bandwidth``. A stage of
     speed 0.5 takes twice as long. With ``split`` the backward finds the gradient of its input in that share of its
@@ -90,10 +90,17 @@ def simulate(
     if latency < 0:
         raise ConsistencyError(f"latency={latency}: a message cannot arrive before it is sent")
     stages = len(cut) + 1
-    rules = rule if isinstance(rule, list) else [rule] * stages
+    policies = policy if isinstance(policy, list) else [policy] * stages
     pace, early, transfers = stage_speeds(speeds, stages), early_share(split), work.transfers(cut, bandwidth)
     schedulers = [
-        Scheduler(s, stages, work.uses(cut, s), work.total, rules[s], gates=work.gates(cut, s, rules[s].window))
+        Scheduler(
+            s,
+            stages,
+            work.uses(cut, s),
+            work.total,
+            policies[s],
+            counters=work.counters(cut, s, policies[s].max_in_flight),
+        )
         for s in range(stages)
     ]
     nominal: dict[int, list[tuple[float, float]]] = {}
@@ -142,7 +149,7 @@ def simulate(
         while events and events[0][0] <= moment:
             now, _, ended, op = heapq.heappop(events)
             if ended:
-                schedulers[op.stage].finished(op)
+                schedulers[op.stage].complete_op(op)
                 idle[op.stage] = True
             else:
                 schedulers[op.stage].arrived(op.kind, op.microbatch)

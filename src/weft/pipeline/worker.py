@@ -12,9 +12,9 @@ from torch import Tensor
 
 from weft.data import Batch
 from weft.engine.grad_clip import NORMS
+from weft.engine.layer_state import Snapshot
 from weft.engine.tied_weights import TIES, Sent
-from weft.errors import NonFiniteError, PipelineError
-from weft.pipeline.layer_updates import Snapshot
+from weft.errors import PipelineError
 from weft.pipeline.message import Message
 from weft.pipeline.scheduler import Op, SchedulePolicy, Scheduler
 from weft.pipeline.stage import Stage
@@ -23,8 +23,8 @@ from weft.supernet import Activations
 Send = Callable[[int, Message], None]
 """Takes the number of a stage and what goes to it."""
 
-Parts = Callable[[int], Batch]
-"""The batch of a micro-batch; asked for once."""
+BatchOf = Callable[[int], Batch]
+"""The batch of a micro-batch by its number; asked for once."""
 
 
 @dataclass(slots=True)
@@ -58,43 +58,43 @@ class Worker:
     def __init__(
         self,
         stage: Stage,
-        rule: SchedulePolicy,
+        policy: SchedulePolicy,
         first: int,
         until: int,
-        parts: Parts,
+        batch_of: BatchOf,
         send: Send,
         every: int | None = None,
     ) -> None:
         self.stage = stage
         # Updates that wait for later forwards would keep layers at hand that those need the room of.
-        stage.one_copy = stage.one_copy and rule.window >= stage.stages - stage.index and stage.memory is None
-        waits = stage.one_copy or stage.norms is not None or stage.ties is not None
-        gates = stage.gates if waits else None
-        fits = None if stage.memory is None else stage.memory.can_start
-        if stage.memory is not None:
-            stage.memory.begin_run(first, until)
-        self.scheduler = Scheduler(stage.index, stage.stages, stage.uses, until, rule, first, gates, fits)
+        stage.one_copy = stage.one_copy and policy.max_in_flight >= stage.stages - stage.index and stage.offload is None
+        waits = stage.one_copy or stage.clipper is not None or stage.ties is not None
+        counters = stage.counters if waits else None
+        can_admit = None if stage.offload is None else stage.offload.can_start
+        if stage.offload is not None:
+            stage.offload.begin_run(first, until)
+        self.scheduler = Scheduler(stage.index, stage.stages, stage.uses, until, policy, first, counters, can_admit)
         stage.forwarded = first
-        if stage.norms is not None:
-            self.scheduler.reached(NORMS, stage.norms.count)
+        if stage.clipper is not None:
+            self.scheduler.advance_counter(NORMS, stage.clipper.count)
         if stage.ties is not None:
-            self.scheduler.reached(TIES, stage.ties.count)
-        self.figures = WorkerStats()
+            self.scheduler.advance_counter(TIES, stage.ties.count)
+        self.stats = WorkerStats()
         self.reports: list[tuple[int, Tensor]] = []
         """Loss and metrics by micro-batch, in order of arrival; whoever keeps them takes them out."""
         self.on_start: Callable[[Op], None] | None = None
         """Is told which operation begins."""
-        self._parts = parts
+        self._batch_of = batch_of
         self._send = send
         self._inbox: dict[tuple[str, int], Message] = {}
-        self._own: dict[int, Tensor] = {}
-        span = (every or 0) * stage.law.microbatches
+        self._reports: dict[int, Tensor] = {}
+        span = (every or 0) * stage.config.microbatches
         self._span = span
         self._boundary = -(-(first + 1) // span) * span if span else 0
 
     @property
     def done(self) -> bool:
-        return self.scheduler.done and self.stage.knows(self.scheduler.total)
+        return self.scheduler.done and self.stage.has_sums(self.scheduler.total)
 
     def receive(self, message: Message) -> None:
         """Activations or gradients from a neighbour, or word that the run ends early."""
@@ -125,43 +125,43 @@ class Worker:
         op = self.scheduler.next()
         if op is None:
             return None
-        self.figures.peak = max(self.figures.peak, len(self.scheduler.in_flight))
+        self.stats.peak = max(self.stats.peak, len(self.scheduler.in_flight))
         needs = self.scheduler.needs(op)
         if self.on_start is not None:
             self.on_start(op)
-        memory = self.stage.memory
-        if memory is not None and op.kind == "F":
-            memory.start(op.microbatch)
+        offload = self.stage.offload
+        if offload is not None and op.kind == "F":
+            offload.start(op.microbatch)
         start = time.perf_counter()
         self._register_snapshots()
         updates = self.stage.updates
-        self.stage.prepare(needs, op.kind, self.scheduler.oldest)
+        self.stage.apply_due(needs, op.kind, self.scheduler.oldest)
         late, prepared = self.stage.updates - updates, time.perf_counter()
         if op.kind == "F":
             self._forward(op.microbatch)
             end = time.perf_counter()
             done = OpResult(op, start, end)
-            self.scheduler.finished(op)
+            self.scheduler.complete_op(op)
             self.stage.forwarded = self.scheduler.forwarded
             now = time.perf_counter()
         else:
             self._backward(op.microbatch)
-            self.stage.weigh(op.microbatch)
+            self.stage.weight_gradients(op.microbatch)
             between = time.perf_counter()
-            turns = self.scheduler.finished(op)
+            turns = self.scheduler.complete_op(op)
             decided = time.perf_counter()
-            self.figures.deciding += decided - between
+            self.stats.deciding += decided - between
             updates = self.stage.updates
-            self.stage.settle(turns, self.scheduler)
+            self.stage.commit(turns, self.scheduler)
             end = now = time.perf_counter()
             updated = self.stage.updates - updates
             done = OpResult(op, start, end, (decided, end) if updated else None, updated)
             self._pass_on()
-            done.snapshots = self.stage.taken(self.scheduler.oldest) if self.stage.snapshots else []
-            if memory is not None:
-                memory.finish(op.microbatch)
+            done.snapshots = self.stage.ready_snapshots(self.scheduler.oldest) if self.stage.snapshots else []
+            if offload is not None:
+                offload.finish(op.microbatch)
         done.late, done.prepared = late, prepared
-        self.figures.deciding += start - before + (now - end)
+        self.stats.deciding += start - before + (now - end)
         return done
 
     def finish(self, save: bool = False) -> list[Snapshot]:
@@ -174,27 +174,27 @@ class Worker:
         if save and (not self._span or until % self._span):  # else it is one of those that come by themselves
             self.stage.snapshots.append(Snapshot(until))
         self.stage.finish(until)
-        return self.stage.taken(until)
+        return self.stage.ready_snapshots(until)
 
     def _learn(self, message: Message) -> None:
-        norms, value = self.stage.norms, message.tensors[0]
-        assert norms is not None and value is not None  # noqa: PT018
-        self._pass(norms.received(message.kind, message.microbatch, value))
+        clipper, value = self.stage.clipper, message.tensors[0]
+        assert clipper is not None and value is not None  # noqa: PT018
+        self._pass(clipper.received(message.kind, message.microbatch, value))
         self._pass_on()
 
     def _pass_on(self) -> None:
         """Sums go on as far as they can by now, and what has waited for them comes after."""
-        norms, ties = self.stage.norms, self.stage.ties
-        if norms is not None:
-            self._pass(norms.advance(self.scheduler.oldest))
+        clipper, ties = self.stage.clipper, self.stage.ties
+        if clipper is not None:
+            self._pass(clipper.advance(self.scheduler.oldest))
         if ties is not None:
             self._share(ties.advance(self.scheduler.oldest))
-        if norms is not None or ties is not None:
-            self.stage.catch_up(self.scheduler.oldest)
-        if norms is not None:
-            self.scheduler.reached(NORMS, norms.count)
+        if clipper is not None or ties is not None:
+            self.stage.apply_ready(self.scheduler.oldest)
+        if clipper is not None:
+            self.scheduler.advance_counter(NORMS, clipper.count)
         if ties is not None:
-            self.scheduler.reached(TIES, ties.count)
+            self.scheduler.advance_counter(TIES, ties.count)
 
     def _pass(self, sums: list[tuple[str, int, Tensor]]) -> None:
         for kind, slot, value in sums:
@@ -213,17 +213,17 @@ class Worker:
 
     def _forward(self, n: int) -> None:
         message = self._inbox.pop(("F", n), None)
-        carry: Activations = ()
+        activations: Activations = ()
         if message is not None:
-            carry = tuple(
+            activations = tuple(
                 x.requires_grad_(wanted)  # type: ignore[union-attr]
                 for x, wanted in zip(message.tensors, message.wanted, strict=True)
             )
-        batch = self._parts(n) if self.stage.reads_batch() else {}
-        outputs, report = self.stage.forward(n, carry, batch)
+        batch = self._batch_of(n) if self.stage.reads_batch() else {}
+        outputs, report = self.stage.forward(n, activations, batch)
         if self.stage.is_last:
             assert report is not None
-            self._own[n] = report
+            self._reports[n] = report
             if self.stage.is_first:
                 self.reports.append((n, report))
             return
@@ -235,25 +235,17 @@ class Worker:
 
     def _backward(self, n: int) -> None:
         message = self._inbox.pop(("B", n), None)
-        report = self._own.pop(n, None) if message is None else message.report
+        report = self._reports.pop(n, None) if message is None else message.report
         assert report is not None
         # A report on a device is of the last stage itself; it is looked at only where that is worth the wait.
-        looks = report.device.type == "cpu" or self.stage.law.nonfinite == "skip"
+        looks = report.device.type == "cpu" or self.stage.config.on_nonfinite == "skip"
         counts = not looks or bool(report[1])
-        stops = looks and self.stage.law.nonfinite == "stop" and not math.isfinite(float(report[0]))
+        stops = looks and self.stage.config.on_nonfinite == "stop" and not math.isfinite(float(report[0]))
         note = ""
         if stops:
-            note = (message.note if message is not None else "") or self.stage.culprit(n)
+            note = (message.note if message is not None else "") or self.stage.first_nonfinite_layer(n)
         gradients = self.stage.backward(n, () if message is None else message.tensors, counts)
         if not self.stage.is_first:
             self._send(self.stage.index - 1, Message("B", n, tuple(gradients), (), report, note))
         if stops and self.stage.is_first:  # by now every stage has looked for the cause
-            raise self._non_finite(n, note)
-
-    def _non_finite(self, n: int, where: str) -> NonFiniteError:
-        i, j = divmod(n, self.stage.law.microbatches)
-        return NonFiniteError(
-            f"the loss is not a number in step {i}, micro-batch {j}, subnet {self.stage.subnet(n)}: "
-            f"it first appears {f'in {where}' if where else 'on the last stage'}. "
-            "Try a lower learning rate, clipping, or nonfinite='skip'"
-        )
+            raise self.stage.nonfinite_loss(n, note)

@@ -69,10 +69,10 @@ class Workload:
         seen = {layer for n in range(min(self.total, 64)) for _, layer in self.picks(n)}
         return {promise for layer in seen if (promise := self.consistency(layer)) is not None}
 
-    def gates(self, cut: Cut, stage: int, window: int) -> Counters | None:
-        """What operations wait for beside versions, where one copy of the weights has to do; see ``onecopy``."""
+    def counters(self, cut: Cut, stage: int, max_in_flight: int) -> Counters | None:
+        """What operations wait for beside versions, where one copy of the weights has to do."""
         stages = len(cut) + 1
-        if window < stages - stage or not single_copy(self.promises(), cut, self.blocks):
+        if max_in_flight < stages - stage or not single_copy(self.promises(), cut, self.blocks):
             return None
         block = 0 if stage == 0 else cut[stage - 1]
         at = version_schedule(next(iter(self.promises())), block, self.blocks, self.microbatches, self.steps)
@@ -207,7 +207,7 @@ def forwards_first(at: VersionSchedule, kind: Kind, n: int) -> list[tuple[Hashab
     return [(FORWARDS, 1 + at.last_reader(version - 1))] if version else []
 
 
-def windows(stages: int, one_copy: bool, given: int | None, microbatches: int = 1) -> list[int]:
+def in_flight_limits(stages: int, one_copy: bool, given: int | None, microbatches: int = 1) -> list[int]:
     """How many micro-batches each stage may have in flight: as many as were given, else what one copy needs and no
     more, else those of two steps for every stage, since operations never take equally long."""
     if given is not None:

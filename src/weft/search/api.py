@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from weft.trainer.api import TrainedRun
 
 def search(
     trained: TrainedRun,
-    *data: Any,
+    *,
     maximize: str | Sequence[str] = (),
     minimize: str | Sequence[str] = (),
     constraints: str | Constraint | Iterable[str | Constraint] = (),
@@ -31,7 +30,6 @@ def search(
     name: str = "search",
     on_score: Callable[[Scored, bool], None] | None = None,
     expected: Iterable[CostModel] = (),
-    **unknown: Any,
 ) -> Front:
     """Scores up to ``budget`` subnets with inherited weights on the validation data and returns their front.
 
@@ -54,22 +52,17 @@ def search(
             f"'{called}' trains weights and architecture together: "
             f'call weft.search_gradient(build, data, method="{called}", steps=...)'
         )
-    if data:
-        raise SearchError("a trained run has its own data: call weft.search(run, ...) without any")
-    if unknown:
-        wrong, options = next(iter(unknown)), inspect.signature(search).parameters
-        raise SearchError(f"the search of a trained run has no option '{wrong}'{nearest(wrong, options)}")
     check_name(name)
     if not maximize and not minimize:
-        first = next(iter(trained.settings.metrics), None)
+        first = next(iter(trained.step.metrics), None)
         maximize, minimize = (first, "flops") if first else ((), ("loss", "flops"))
     objectives = parse_objectives(maximize, minimize)
     rules = parse_constraints(constraints)
-    known = known_metrics(trained.settings)
+    known = known_metrics(trained)
     for wanted in (*(o.name for o in objectives), *(rule.name for rule in rules)):
         if wanted not in known:
             raise SearchError(f"no metric '{wanted}'{nearest(wanted, known)}")
-    scorer = Scorer(trained.chain, trained.data, trained.settings, recalibrate, batch_size)
+    scorer = Scorer(trained, recalibrate, batch_size)
     names = {o.name for o in objectives} | {rule.name for rule in rules}
     measured = tuple(metric for metric in MEASURED if metric in names)
 
@@ -79,7 +72,7 @@ def search(
     results = trained.run.path / "results"
     cache = Cache(
         results / "scores.jsonl",
-        context(trained.chain, trained.data, trained.settings, recalibrate=recalibrate, batch=batch_size),
+        context(trained, recalibrate=recalibrate, batch=batch_size),
     )
     result = run_search(
         trained.chain.space,

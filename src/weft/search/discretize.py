@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import islice
 
 import numpy as np
@@ -12,16 +11,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from weft.data import Batch, Data, IterableLoader, Loader
+from weft.data import Batch, IterableLoader, Loader
 from weft.elastic import Mixture
 from weft.elastic.mixture import choice_options
 from weft.engine.rng import deterministic
+from weft.engine.train_step import TrainStep
 from weft.errors import SearchError, SpaceError
 from weft.search.cost_table import Array, Table, constraint_tables, elimination, tabled
 from weft.search.targets import TOLERANCE, Penalty, Target
 from weft.space import Space, Subnet, Value
 from weft.supernet import Chain
-from weft.trainer.config import Settings
+from weft.trainer.api import TrainedRun
 from weft.trainer.evaluate import Calibration, Scores
 
 EXACT = 1 << 18  # up to so many combinations of all options every one is looked at
@@ -299,25 +299,24 @@ SHARE = 4
 """Samples that are looked at in all, for all options, are at most those that were trained with over this."""
 
 
-def by_perturbation(
-    chain: Chain, mixture: Mixture, data: Data, settings: Settings, penalties: Sequence[Penalty] = ()
-) -> Subnet:
+def by_perturbation(trained: TrainedRun, mixture: Mixture, penalties: Sequence[Penalty] = ()) -> Subnet:
     """Settles one choice after another, the surest first: each option is taken away in turn, the others share its
     probability, and the one whose absence costs most is kept for good, unless it breaks the network when it is alone.
 
     Sizes, whose options are numbers, are slices of one weight: to take one away changes the scale of all others, which
-    says nothing, so the likeliest are taken. The chain, in evaluation mode, has the weights that were learned with the
-    mixture; its batch norms see each batch by itself. What a subnet shall cost is not looked at.
+    says nothing, so the likeliest are taken. The run's chain, in evaluation mode, has the weights that were learned
+    with the mixture; its batch norms see each batch by itself. What a subnet shall cost is not looked at.
     """
-    space, device = chain.space, settings.device
+    chain, config, device = trained.chain, trained.step, trained.device
+    space = chain.space
     rows = {name: mixture[name].detach().to(device) for name in space.choices}
     counts = {name: len(choice_options(space, name)) for name in rows}
     bits = {name: float(entropy) for name, entropy in mixture.entropies().items()}
     names = candidates(space)
-    batches = _batches(data, settings, max(1, sum(counts[name] for name in names)))
+    batches = _batches(trained, max(1, sum(counts[name] for name in names)))
 
     def cost(name: str, row: Tensor, seen: Sequence[Batch]) -> float:
-        found = _cost(chain, Mixture.unchecked(space, {**rows, name: row}), seen, settings, penalties)
+        found = _cost(chain, Mixture.unchecked(space, {**rows, name: row}), seen, config, device, penalties)
         return math.inf if math.isnan(found) else found
 
     with deterministic(device):
@@ -353,27 +352,29 @@ def _cost(
     chain: Chain,
     mixture: Mixture,
     batches: Sequence[Batch],
-    settings: Settings,
+    config: TrainStep,
+    device: torch.device,
     penalties: Sequence[Penalty],
 ) -> float:
     """The loss under a mixture, and what its cost is punished with."""
-    scores, low = Scores(settings.loss, None), settings.precision == "bf16"
+    scores = Scores(config.loss, None)
     with Calibration([chain]):
         for batch in batches:
-            with torch.autocast(settings.device.type, torch.bfloat16) if low else nullcontext():
+            with config.autocast(device):
                 scores.add(chain(batch, mixture), batch)
     return scores.means()["loss"] + sum(float(one.penalty(mixture)) for one in penalties)
 
 
-def _batches(data: Data, settings: Settings, options: int) -> list[Batch]:
+def _batches(run: TrainedRun, options: int) -> list[Batch]:
     """Validation batches, as many as are worth the time: a look takes a third of a step."""
-    size = max(settings.batch_size, SIZE)
-    trained = settings.steps * settings.batch_size
+    config = run.step
+    size = max(config.batch_size, SIZE)
+    trained = config.steps * config.batch_size
     count = max(min(SAMPLES, trained // (SHARE * options)) // size, 1)
-    source = data.validation
+    source = run.data.validation
     assert source is not None
     if isinstance(source, IterableLoader):
         return list(islice(source.all(), count))
     size = min(size, len(source))
-    loader = Loader(source, size, settings.seed, device=settings.device)
+    loader = Loader(source, size, config.seed, device=run.device)
     return [loader.batch(k) for k in range(min(count, -(-len(source) // size)))]

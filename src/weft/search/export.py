@@ -46,7 +46,7 @@ def export_subnet(trained: TrainedRun, wanted: Wanted, searched: Searched, comma
     This is the end of the way, so here the subnet meets the test data, where there is any; the run records it.
     """
     subnet, scores = choose(trained, wanted, searched.name)
-    scorer = Scorer(trained.chain, trained.data, trained.settings, searched.recalibrate, searched.batch_size)
+    scorer = Scorer(trained, searched.recalibrate, searched.batch_size)
     tested = scorer.test(subnet) if trained.data.test is not None else None
     if tested is not None:
         trained.run.record_test(subnet.id, tested)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.data import Batch, Data, IterableLoader, Loader, Source
+from weft.data import Batch, IterableLoader, Loader, Source
 from weft.elastic import Module
 from weft.engine.layer_state import tensors_digest
 from weft.errors import SearchError, WeftError
@@ -19,7 +19,7 @@ from weft.search.cost_model import CostModel, build_cost_model
 from weft.space import Subnet
 from weft.supernet import Chain, extract
 from weft.supernet.layer import Layer
-from weft.trainer.config import Settings
+from weft.trainer.api import TrainedRun
 from weft.trainer.evaluate import evaluate, recalibrated
 
 CHEAP = ("parameters", "flops")
@@ -29,14 +29,14 @@ MEASURED = ("latency", "memory")
 class Scorer:
     """Scores the subnets of a trained supernet, on validation data alone; training data sets their batch norms."""
 
-    def __init__(
-        self, chain: Chain, data: Data, settings: Settings, recalibrate: int = 2, batch_size: int = 256
-    ) -> None:
+    def __init__(self, trained: TrainedRun, recalibrate: int = 2, batch_size: int = 256) -> None:
+        data = trained.data
         if data.validation is None:
             raise SearchError(
                 "search needs validation data, and this data set has none: split some off with weft.data.split"
             )
-        self.chain, self.data, self.settings = chain.eval(), data, settings
+        self.chain, self.data = trained.chain.eval(), data
+        self._step, self._device = trained.step, trained.device
         # Held once: every subnet is scored on the same batches.
         self._validation = list(self._loader(data.validation, batch_size).all())
         train = self._loader(data.train, batch_size, shuffle=True)
@@ -116,13 +116,13 @@ class Scorer:
     def _loader(self, source: Source, batch_size: int, shuffle: bool = False) -> Loader | IterableLoader:
         if isinstance(source, IterableLoader):  # a foreign loader has batches of its own
             return source
-        seed, size = self.settings.seed, min(batch_size, len(source)) if shuffle else batch_size
-        return Loader(source, size, seed, shuffle=shuffle, device=self.settings.device)
+        seed, size = self._step.seed, min(batch_size, len(source)) if shuffle else batch_size
+        return Loader(source, size, seed, shuffle=shuffle, device=self._device)
 
     def _score(self, subnet: Subnet, batches: list[Batch]) -> dict[str, float]:
-        s = self.settings
+        step = self._step
         with recalibrated(self.chain, subnet, self.calibration):
-            return evaluate(self.chain, subnet, batches, s.loss, s.metrics, s.precision)
+            return evaluate(self.chain, subnet, batches, step.loss, step.metrics, step.precision)
 
 
 def picked(chain: Chain, layer: Layer, subnet: Subnet) -> str | None:
@@ -137,19 +137,20 @@ def picked(chain: Chain, layer: Layer, subnet: Subnet) -> str | None:
     return " ".join(told) or None
 
 
-def known_metrics(settings: Settings) -> tuple[str, ...]:
+def known_metrics(trained: TrainedRun) -> tuple[str, ...]:
     """The names that objectives and constraints may use."""
-    return ("loss", *settings.metrics, *CHEAP, *MEASURED)
+    return ("loss", *trained.step.metrics, *CHEAP, *MEASURED)
 
 
-def context(chain: Chain, data: Data, settings: Settings, **options: Any) -> dict[str, Any]:
+def context(trained: TrainedRun, **options: Any) -> dict[str, Any]:
     """All that scores depend on beside the subnet, for the cache."""
+    loss = trained.step.loss
     return {
-        "weights": tensors_digest(chain.state_dict()),
-        "data": data.fingerprint(),
-        "loss": getattr(settings.loss, "__qualname__", type(settings.loss).__name__),
-        "precision": settings.precision,
-        "device": settings.device.type,
+        "weights": tensors_digest(trained.chain.state_dict()),
+        "data": trained.data.fingerprint(),
+        "loss": getattr(loss, "__qualname__", type(loss).__name__),
+        "precision": trained.step.precision,
+        "device": trained.device.type,
         "threads": torch.get_num_threads(),
         **options,
     }

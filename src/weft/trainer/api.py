@@ -1,35 +1,42 @@
-"""weft.train: a supernet, its data and a stream in; a run directory with trained weights out."""
+"""weft.train: a supernet, its data and a configuration in; a run directory with trained weights out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weft.data import Augment, Data, as_data
-from weft.distributed.env import read_env
-from weft.distributed.store import refuse_inside_a_stage
-from weft.engine.bilevel import Bilevel
-from weft.engine.consistency import Consistency
-from weft.engine.grad_clip import GlobalNorm
-from weft.engine.losses import cross_entropy
-from weft.engine.optimizer import Optimizer, Schedule
-from weft.engine.train_step import Distil, Loss, Metric
+from weft.data import Data, as_data
+from weft.distributed.env import DistEnv, read_env
+from weft.distributed.signals import stop_requests
+from weft.distributed.store import ControlStore, refuse_inside_a_stage
+from weft.engine.train_step import TrainStep
 from weft.errors import CheckpointError, TrainError
-from weft.offload import OffloadConfig
-from weft.pipeline.scheduler import SchedulePolicy
+from weft.offload.setup import attach_for_scoring, move_buffers
 from weft.runs import Run
 from weft.runs.events import Callback
 from weft.runs.run import unique_name
-from weft.space import Stream, Subnet
+from weft.space import Subnet
 from weft.supernet import Chain, Factory, initialise
 from weft.supernet.partition import check_cut, check_stages
 from weft.trainer.checkpointing import load_initial
-from weft.trainer.config import Settings, Validation, make_settings
-from weft.trainer.run_setup import on_device, open_run, to_memory_format
+from weft.trainer.config import (
+    Execution,
+    Parts,
+    RunConfig,
+    TrainConfig,
+    checkpoint_every,
+    merge_fields,
+    resolve,
+    validation_of,
+)
+from weft.trainer.device_engine import DeviceEngine
+from weft.trainer.manifest import config_of, describe_run, go_back, open_run
+from weft.trainer.partitioning import LaunchSpec
+from weft.trainer.rank_main import run_stage, run_stages
 from weft.trainer.trainer import Trainer
 
 
@@ -40,7 +47,10 @@ class TrainedRun:
     run: Run
     chain: Chain
     data: Data
-    settings: Settings
+    config: TrainConfig
+    execution: Execution
+    step: TrainStep
+    """What the configuration means for this supernet."""
     net: Chain | Factory
     fingerprint: str | None = None
     """Over all weights, optimizer states and losses; None for a run that was loaded and not trained here."""
@@ -49,245 +59,202 @@ class TrainedRun:
     def path(self) -> Path:
         return self.run.path
 
+    @property
+    def device(self) -> torch.device:
+        """Where the supernet is scored."""
+        return torch.device(self.execution.device)
+
 
 def train(
     net: Chain | Factory,
     data: Any,
+    config: TrainConfig | None = None,
     *,
-    steps: int,
-    loss: Loss = cross_entropy,
-    stream: str | Stream | Subnet = "spaced",
-    batch_size: int = 64,
-    microbatches: int = 1,
-    optimizer: Optimizer | str | None = None,
-    schedule: str | Schedule = "cosine",
-    warmup: int = 0,
-    clip: float | str | GlobalNorm | None = None,
-    consistency: str | Consistency | Mapping[str, Any] | None = None,
-    metrics: Mapping[str, Metric] | None = None,
-    validate: int | Validation | None = None,
-    augment: Augment | None = None,
-    precision: str = "fp32",
-    nonfinite: str = "stop",
-    device: str | torch.device = "cpu",
-    init: Any = None,
+    execution: Execution | None = None,
+    run: RunConfig | str | None = None,
     callbacks: Sequence[Callback] = (),
-    seed: int = 0,
-    run: str | None = None,
-    runs: Path | str = "runs",
     resume: bool = False,
-    checkpoint_every: int | None = None,
-    keep: int = 3,
-    workers: int = 0,
-    cuda_graphs: bool = True,
-    channels_last: bool | None = None,
-    bilevel: Bilevel | None = None,
-    distil: bool | Distil = False,
-    rescale: int | None = None,
-    config: Mapping[str, Any] | None = None,
-    stages: int | None = None,
-    cut: Sequence[int] | None = None,
-    window: int | None = None,
-    split_backward: bool = False,
-    prefer: str = "backward",
-    trace: bool = False,
-    restarts: int = 3,
-    residency: OffloadConfig | str | None = None,
+    **options: Any,
 ) -> TrainedRun:
     """Trains a supernet and returns the finished run.
 
-    ``net`` is a Chain, trained in place, or a function that makes one. A step is ``microbatches`` parts of one batch;
-    each layer is updated as its consistency says. The result depends on these arguments alone, never on time, workers
-    or graphs.
+    ``net`` is a Chain, trained in place, or a function that makes one. ``config`` decides the bits of the result,
+    ``execution`` never does, ``run`` says what is kept of it, and where (a name alone is enough). ``options`` are
+    fields of the three by name: ``weft.train(build, data, steps=2000, stages=4, validation=100)``.
 
-    ``run`` names the directory under ``runs``. With ``resume`` an existing run of that name goes on from its newest
-    good checkpoint and ends with the fingerprint of an undisturbed run; arguments that would change the result are
-    refused. ``checkpoint_every`` is a number of steps (a tenth of the run if not given). ``channels_last`` lays images
-    and filters out with the channels innermost, which is up to twice as fast on a GPU and gives a fingerprint of its
-    own; if not given, this is done on a GPU where the supernet has 2-d convolutions, and never on a CPU. ``bilevel`` is
-    for supernets with architecture parameters, as ``weft.search`` trains them. With ``distil`` and the sandwich stream
-    every micro-batch of a step sees the whole batch, and all but the first, which is the largest subnet, follow its
-    outputs as much as the labels (``distil`` may be a loss of outputs, the largest's outputs and the batch). Over the
-    first ``rescale`` steps layers that see old weights learn at a smaller rate.
+    With ``resume`` an existing run of that name goes on from its newest good checkpoint and ends with the fingerprint
+    of an undisturbed run; a configuration that would change the result is refused.
 
     With ``stages`` the chain is cut into that many parts, each in a process of its own, with the same result to the
     last bit. The processes are started here, which needs ``net``, ``data`` and whatever else is given to be importable
-    or picklable, or by torchrun, under which every process runs the same script. ``cut`` gives the first block of every
-    stage after the first (measured costs decide if not given), ``window`` how many micro-batches may be in flight on a
-    stage (those of two steps a stage if not given), ``split_backward`` sends the gradient of a stage's input on before
-    it works on those of its weights, which pays where steps wait for each other, ``prefer`` what a stage does first
-    where both are ready (``forward`` is GPipe's order, for windows of a step), ``trace`` writes what each stage did
-    when, and ``restarts`` says how often all stages are started again after one died.
+    or picklable, or by torchrun, under which every process runs the same script.
 
     Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt; a second Ctrl-C stops at once.
     """
-    where = torch.device(device)
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise TrainError(f"device='{device}', but torch sees no CUDA device: use device='cpu'")
-    given: dict[str, Any] = {
-        "steps": steps,
-        "loss": loss,
-        "stream": stream,
-        "batch_size": batch_size,
-        "microbatches": microbatches,
-        "optimizer": optimizer,
-        "schedule": schedule,
-        "warmup": warmup,
-        "clip": clip,
-        "consistency": consistency,
-        "metrics": metrics,
-        "validate": validate,
-        "augment": augment,
-        "precision": precision,
-        "nonfinite": nonfinite,
-        "device": where,
-        "seed": seed,
-        "workers": workers,
-        "cuda_graphs": cuda_graphs,
-        "channels_last": channels_last,
-        "bilevel": bilevel,
-        "distil": distil,
-        "rescale": rescale,
-        "residency": OffloadConfig(residency) if isinstance(residency, str) else residency,
-    }
-    every = checkpoint_every or max(1, steps // 10)
-    numbers = (("stages", stages, 1), ("window", window, 1), ("restarts", restarts, 0))
-    if not isinstance(split_backward, bool):
-        raise TrainError(f"split_backward={split_backward!r}: True or False")
-    SchedulePolicy(1, prefer)
-    for name, value, least in numbers:
-        if value is not None and value < least:
-            raise TrainError(f"{name}={value}: a whole number, {least} or more")
+    kept = RunConfig(name=run) if isinstance(run, str) else run or RunConfig()
+    parts = merge_fields((config or TrainConfig(), execution or Execution(), kept), options)
+    config, execution, kept = parts
+    if execution.threads is not None:
+        torch.set_num_threads(execution.threads)
     me = read_env()
-    count = stages or (me.world if me else 1)
-    if me is not None and me.world != count:
+    stages = execution.stages or (me.world if me else 1)
+    if me is not None and me.world != stages:
         raise TrainError(
-            f"stages={count}, but {me.world} processes were started: give torchrun as many, or leave it out"
+            f"stages={stages}, but {me.world} processes were started: give torchrun as many, or leave it out"
         )
-    if me is not None and count > 1:
-        from weft.trainer.partitioning import LaunchSpec
-        from weft.trainer.rank_main import run_stage
-
-        job = LaunchSpec(
-            *(net, data, given, init, run, runs, resume, every, keep, config),
-            *(cut, window, trace, split_backward, prefer),
-        )
-        path, digest = run_stage(job, me, callbacks)
-        return replace(load_run(path, net, data, built=me.rank == 0, **given), fingerprint=digest)
-    if count > 1:
-        refuse_inside_a_stage()
-    # Where stages train, the whole supernet is needed here for its shape, and at the end for its weights.
-    chain = initialise(net, seed, where if count == 1 and residency is None else torch.device("cpu"))
-    check_stages(count, len(chain.blocks))
-    if cut is not None:
-        check_cut(cut, count, len(chain.blocks))
-    settings = make_settings(chain, **given)
-    to_memory_format(chain, settings)
-    loaded = as_data(data, seed)
-    session = Trainer(chain, loaded, settings)
-    load_initial(chain, init)
-    law = settings.law(chain, loaded)
-    if count > 1:
-        from weft.trainer.partitioning import LaunchSpec
-        from weft.trainer.rank_main import run_stages
-
-        name = run or unique_name("run")
-        job = LaunchSpec(
-            *(net, data, given, init, name, runs, True, every, keep, config),
-            *(cut, window, trace, split_backward, prefer),
-        )
-        opened: list[Run] = []
-
-        def open_it() -> Run:
-            opened.append(open_run(runs, name, resume, law, config, where, keep))
-            return opened[0]
-
-        digest = run_stages(count, job, open_it, callbacks, restarts)
-        load_initial(chain, opened[0])
-        return TrainedRun(opened[0], on_device(chain, settings).eval(), loaded, settings, net, digest)
-    session.reside()
-    folder = open_run(runs, run, resume, law, config, where, keep)
-    with folder.locked():
-        session.open(folder, callbacks)
-        if resume:
-            session.restore()
-        digest = session.run_to_end(every)
-    return TrainedRun(folder, chain, loaded, settings, net, digest)
+    if stages == 1:
+        return _train_here(net, data, parts, callbacks, resume)
+    job = LaunchSpec(net, data, config, execution, kept, resume)
+    if me is not None:
+        return _train_stage(job, me, callbacks)
+    return _start_stages(job, stages, callbacks)
 
 
-def load_run(path: Path | str, net: Chain | Factory, data: Any, *, built: bool = True, **options: Any) -> TrainedRun:
+def load_run(path: Path | str, net: Chain | Factory, data: Any, **options: Any) -> TrainedRun:
     """A run from disk with the weights of its newest good checkpoint, ready to be searched.
 
-    ``net``, ``data`` and the options of ``train`` are those that the run was made with. Unless ``built``, the chain has
-    no weights: stages but the first do without, since the whole supernet may be too large to have it everywhere.
+    ``net`` and ``data`` are those that the run was made with; its configuration is in its manifest. ``options`` are
+    fields of TrainConfig, Execution and RunConfig that are to differ, such as ``device``; code of your own (a loss, a
+    metric) must be among them, since nothing is imported because a file names it.
     """
-    run = Run.open(path)
-    seed = int(options.get("seed", run.manifest.get("seed") or 0))
-    options = {
-        **options,
-        "seed": seed,
-        "steps": options.get("steps") or int((run.manifest.get("law") or {}).get("steps", 1)),
-    }
-    apart = options.get("residency") is not None
-    chain = initialise(net, seed, torch.device("cpu" if apart else options.get("device", "cpu")), None if built else ())
-    if run.manifest.get("space") not in (None, chain.space.id):
-        raise CheckpointError(
-            f"run '{run.name}' is of the space {run.manifest['space']}, not of this supernet's {chain.space.id}"
-        )
-    if built:
-        load_initial(chain, run)
-    settings = make_settings(chain, **options)
-    to_memory_format(chain, settings)
-    return TrainedRun(
-        run, (on_device(chain, settings) if apart and built else chain).eval(), as_data(data, seed), settings, net
-    )
+    return _loaded(Run.open(path), net, data, options)
 
 
 def retrain(
-    pick: Any,
+    member: Any,
     subnet: Subnet | None = None,
     *,
-    steps: int | None = None,
     inherit: bool = False,
-    run: str | None = None,
-    **changes: Any,
+    run: RunConfig | str | None = None,
+    **options: Any,
 ) -> TrainedRun:
-    """Trains one subnet alone, with the settings of the run that it was found in unless they are given anew.
+    """Trains one subnet alone, with the configuration of the run that it was found in but for ``options``.
 
-    ``pick`` comes from a front, as ``weft.retrain(front.best())``, or is a trained run, with the subnet beside it. With
-    ``inherit`` it goes on from the supernet's weights; else it starts from scratch, for which the run must have been
-    started from a function that makes the supernet, not from a Chain. The supernet itself stays as it is.
+    ``member`` comes from a front, as ``weft.retrain(front.best())``, or is a trained run, with the subnet beside it.
+    With ``inherit`` it goes on from the supernet's weights; else it starts from scratch, for which the run must have
+    been started from a function that makes the supernet, not from a Chain. The supernet itself stays as it is.
     """
-    trained = pick if isinstance(pick, TrainedRun) else getattr(pick, "origin", None)
-    subnet = subnet or getattr(pick, "subnet", None)
+    trained = member if isinstance(member, TrainedRun) else getattr(member, "origin", None)
+    subnet = subnet or getattr(member, "subnet", None)
     if not isinstance(trained, TrainedRun) or subnet is None:
-        raise TrainError("retrain takes a pick from a front that weft.search made, or a trained run and a subnet")
+        raise TrainError("retrain takes a member of a front that weft.search made, or a trained run and a subnet")
     if isinstance(trained.net, Chain):
         raise TrainError(
             "retrain needs the function that makes the supernet: start the run with train(build, ...), not with a Chain"
         )
-    old = trained.settings
     weights = {name: tensor.clone() for name, tensor in trained.chain.state_dict().items()} if inherit else None
-    settings: dict[str, Any] = {
-        "loss": old.loss,
-        "stream": subnet,
-        "batch_size": old.batch_size,
-        "microbatches": old.microbatches,
-        "optimizer": old.optimizer,
-        "schedule": old.schedule,
-        "clip": old.clip,
-        "consistency": old.consistency,
-        "nonfinite": old.nonfinite,
-        "workers": old.workers,
-        "cuda_graphs": old.cuda_graphs,
-        "metrics": old.metrics,
-        "augment": old.augment,
-        "precision": old.precision,
-        "channels_last": old.channels_last,
-        "device": old.device,
-        "seed": old.seed,
-        "runs": trained.run.path.parent,
-        "run": run or f"{trained.run.name}-{subnet.id}",
-        "init": weights,
-    }
-    return train(trained.net, trained.data, steps=steps or old.steps, **{**settings, **changes})
+    config = replace(
+        trained.config,
+        stream=subnet,
+        consistency=trained.step.consistency,
+        distill=False,
+        architecture_search=None,
+        init_from=weights,
+    )
+    execution = replace(trained.execution, stages=None, cut=None, offload=None)
+    kept = RunConfig(name=run) if isinstance(run, str) else run or RunConfig()
+    if run is None or isinstance(run, str):
+        name = kept.name or f"{trained.run.name}-{subnet.id}"
+        kept = replace(kept, name=name, folder=trained.run.path.parent, metrics=trained.step.metrics)
+    return train(trained.net, trained.data, config, execution=execution, run=kept, **options)
+
+
+def _train_here(
+    net: Chain | Factory, data: Any, parts: Parts, callbacks: Sequence[Callback], resume: bool
+) -> TrainedRun:
+    """Trains in this process, on one device."""
+    config, execution, kept = parts
+    device = torch.device(execution.device)
+    chain = initialise(net, config.seed, device if execution.offload is None else torch.device("cpu"))
+    if execution.cut is not None:
+        check_cut(execution.cut, 1, len(chain.blocks))
+    step = resolve(config, chain, kept.metrics)
+    execution.lay_out(chain)
+    loaded = as_data(data, config.seed)
+    engine = DeviceEngine(chain, loaded, step, execution)
+    extremes = {"largest": chain.largest(), "smallest": chain.smallest()}
+    trainer = Trainer(chain, loaded, step, engine, ControlStore.alone(), extremes, validation_of(kept))
+    load_initial(chain, config.init_from)
+    engine.start_offload(trainer.subnets)
+    described = describe_run(chain, loaded, step, execution, config.init_from)
+    run = open_run(kept, described, device, resume)
+    with run.locked(), stop_requests() as stopping:
+        trainer.open(run, callbacks)
+        if resume and (at := go_back(run)) is not None:
+            trainer.restore(at)
+        digest = trainer.run_to_end(checkpoint_every(config, kept), stopping)
+    return TrainedRun(run, chain, loaded, config, execution, step, net, digest)
+
+
+def _train_stage(job: LaunchSpec, me: DistEnv, callbacks: Sequence[Callback]) -> TrainedRun:
+    """Trains one stage in this process, which torchrun or srun has started. Only the first one gets all weights back,
+    since the whole supernet may be too large to have it everywhere."""
+    path, digest = run_stage(job, me, callbacks)
+    run = Run.open(path, keep=job.run.keep_checkpoints)
+    return replace(_finished(run, job, as_data(job.data, job.config.seed), built=me.rank == 0), fingerprint=digest)
+
+
+def _start_stages(job: LaunchSpec, stages: int, callbacks: Sequence[Callback]) -> TrainedRun:
+    """Trains on stages that are started here, each in a process of its own."""
+    refuse_inside_a_stage()
+    config, execution, resume = job.config, job.execution, job.resume
+    kept = replace(job.run, name=job.run.name or unique_name("run"))
+    # The whole supernet is needed here for its shape, so that mistakes show before anything is started.
+    chain = initialise(job.net, config.seed)
+    check_stages(stages, len(chain.blocks))
+    if execution.cut is not None:
+        check_cut(execution.cut, stages, len(chain.blocks))
+    step = resolve(config, chain, kept.metrics)
+    data = as_data(job.data, config.seed)
+    if kept.validation is not None and data.validation is None:
+        raise TrainError(
+            "validation needs validation data, and this data set has none: split some off it, or leave it out"
+        )
+    load_initial(chain, config.init_from)
+    described = describe_run(chain, data, step, execution, config.init_from)
+    del chain
+    opened: list[Run] = []
+
+    def open_it() -> Run:
+        opened.append(open_run(kept, described, torch.device(execution.device), resume))
+        return opened[0]
+
+    digest = run_stages(stages, replace(job, run=kept, resume=True), open_it, callbacks)
+    return replace(_finished(opened[0], job, data), fingerprint=digest)
+
+
+def _finished(run: Run, job: LaunchSpec, data: Data, built: bool = True) -> TrainedRun:
+    """The run of a job with its weights, or without where it is not ``built``."""
+    config, execution = job.config, job.execution
+    chain = _chain(job.net, config.seed, execution, run if built else None)
+    step = resolve(config, chain, job.run.metrics)
+    return TrainedRun(run, chain, data, config, execution, step, job.net)
+
+
+def _loaded(run: Run, net: Chain | Factory, data: Any, options: Any) -> TrainedRun:
+    seed = int(options.get("seed", run.manifest.get("seed") or 0))
+    shape = initialise(net, seed, only=())
+    if run.manifest.get("space") not in (None, shape.space.id):
+        raise CheckpointError(
+            f"run '{run.name}' is of the space {run.manifest['space']}, not of this supernet's {shape.space.id}"
+        )
+    config, execution, kept = config_of(run, shape, {**options, "seed": seed})
+    chain = _chain(shape, seed, execution, run)
+    step = resolve(config, chain, kept.metrics)
+    return TrainedRun(run, chain, as_data(data, seed), config, execution, step, net)
+
+
+def _chain(net: Chain | Factory, seed: int, execution: Execution, weights: Run | None) -> Chain:
+    """The chain with the weights of a run, where a run is scored; without any where there is no run to take them
+    from. Where layers are offloaded they stay on the host until a subnet is scored."""
+    device = torch.device(execution.device)
+    where = device if execution.offload is None else torch.device("cpu")
+    chain = initialise(net, seed, where, None if weights is not None else ())
+    if weights is not None:
+        load_initial(chain, weights)
+    execution.lay_out(chain)
+    if execution.offload is not None and weights is not None:
+        assert not isinstance(execution.offload, str)
+        move_buffers(chain, device)
+        attach_for_scoring(chain, device, execution.offload)
+    return chain.eval()

@@ -1,4 +1,4 @@
-"""Checkpoints of a pipeline: every stage writes a shard in the background; the first publishes the whole."""
+"""Checkpoints of a run: written whole or by stages in the background; and weights that a run begins with."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from weft.distributed.store import ControlStore
+from weft.engine.layer_state import Snapshot, tensors_digest
 from weft.engine.weight_versions import MARKS
 from weft.errors import CheckpointError
-from weft.pipeline.layer_updates import Snapshot
 from weft.runs import Checkpoints, Run
 from weft.runs.shards import ShardEntry
 from weft.supernet import Chain
@@ -27,23 +27,31 @@ Meta = Mapping[str, Any]
 
 
 class CheckpointWriter:
-    """Takes snapshots of a stage as they become whole; at most one waits while another is being written."""
+    """Takes snapshots as they become whole. With several ranks each writes its shard in the background, at most one
+    waits while another is being written, and rank 0 publishes the whole; a single process writes at once."""
 
-    def __init__(self, checkpoints: Checkpoints, accord: ControlStore) -> None:
+    def __init__(self, checkpoints: Checkpoints, store: ControlStore) -> None:
         self.published: list[tuple[int, float]] = []
-        """On stage 0: (step, seconds) of what was published; whoever logs them takes them out."""
+        """On rank 0: (step, seconds) of what was published; whoever logs them takes them out."""
         self._checkpoints = checkpoints
-        self._stage, self._stages = accord.rank, accord.world
-        self._accord = accord.clone()
-        self._queue: queue.Queue[tuple[int, Snapshot, Meta] | None] = queue.Queue(maxsize=1)
         self._problem: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="weft-saver", daemon=True)
-        self._thread.start()
+        self._store = store
+        self._queue: queue.Queue[tuple[int, Snapshot, Meta] | None] = queue.Queue(maxsize=1)
+        self._thread: threading.Thread | None = None
+        if store.world > 1:
+            self._store = store.clone()
+            self._thread = threading.Thread(target=self._run, name="weft-checkpoints", daemon=True)
+            self._thread.start()
 
     def put(self, step: int, snapshot: Snapshot, meta: Meta) -> None:
-        """Writes a snapshot; ``meta`` is what stage 0 knows of the run at that step. Raises what an earlier one met."""
+        """Writes a snapshot; ``meta`` is what rank 0 knows of the run at that step. Raises what an earlier one met."""
         self.check()
-        self._queue.put((step, snapshot, meta))
+        if self._thread is not None:
+            self._queue.put((step, snapshot, meta))
+            return
+        began = time.perf_counter()
+        self._checkpoints.save(step, snapshot.tensors, {**meta, "layers": snapshot.layers})
+        self.published.append((step, time.perf_counter() - began))
 
     def check(self) -> None:
         """Raises what has gone wrong in the background, such as a full disk."""
@@ -51,10 +59,11 @@ class CheckpointWriter:
             raise self._problem
 
     def close(self) -> None:
-        """Waits until everything is written and, on stage 0, published."""
-        self._queue.put(None)
-        self._thread.join()
-        self.check()
+        """Waits until everything is written and, on rank 0, published."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self.check()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -68,28 +77,28 @@ class CheckpointWriter:
     def _save(self, step: int, snapshot: Snapshot, meta: Meta) -> None:
         began = time.perf_counter()
         tensors: dict[str, Tensor] = {name: tensor.cpu() for name, tensor in snapshot.tensors.items()}
-        entry = self._checkpoints.write_shard(step, f"stage{self._stage}", tensors)
+        entry = self._checkpoints.write_shard(step, f"stage{self._store.rank}", tensors)
         shard = {"entry": to_json(entry), "layers": snapshot.layers}
-        if self._stage > 0:
-            self._accord.tell(f"shard/{step}/{self._stage}", shard)
+        if self._store.rank > 0:
+            self._store.set(f"shard/{step}/{self._store.rank}", shard)
             return
         self._publish(step, shard, meta)
         self.published.append((step, time.perf_counter() - began))
 
     def _publish(self, step: int, own: Mapping[str, Any], meta: Meta) -> None:
-        shards = [own, *(self._accord.hear(f"shard/{step}/{stage}") for stage in range(1, self._stages))]
+        shards = [own, *(self._store.get(f"shard/{step}/{rank}") for rank in range(1, self._store.world))]
         layers: dict[str, Any] = {}
         for part in shards:
             layers |= part["layers"]
         self._checkpoints.publish(step, [_entry(part["entry"]) for part in shards], {**meta, "layers": layers})
 
 
-def _entry(told: Mapping[str, Any]) -> ShardEntry:
-    layers = {name: tuple(names) for name, names in told["layers"].items()}
-    return ShardEntry(told["file"], told["bytes"], told["sha256"], layers)
+def _entry(saved: Mapping[str, Any]) -> ShardEntry:
+    layers = {name: tuple(names) for name, names in saved["layers"].items()}
+    return ShardEntry(saved["file"], saved["bytes"], saved["sha256"], layers)
 
 
-# Pretrained weights into a supernet, by global name.
+# Weights that a run begins with, by global name.
 
 log = logging.getLogger("weft.pipeline")
 
@@ -103,31 +112,36 @@ def load_initial(chain: Chain, source: Any, partial: bool = False) -> None:
     """
     if source is None:
         return
-    found = dict(_weights(source))
+    weights = dict(_weights(source))
     for tie in chain.ties:  # one value for both, also where only one of them is given or lies on this stage
-        value = found.get(str(tie.first), found.get(str(tie.second)))
+        value = weights.get(str(tie.first), weights.get(str(tie.second)))
         if value is not None:
-            found |= {str(place): value for place in tie}
-    own = chain.state_dict()
-    common = [name for name in own if name in found]
+            weights |= {str(place): value for place in tie}
+    state = chain.state_dict()
+    common = [name for name in state if name in weights]
     if not common and not partial:
         raise CheckpointError(
-            f"none of the {len(found)} weights fits the supernet: it has names such as '{next(iter(own), '')}'"
+            f"none of the {len(weights)} weights fits the supernet: it has names such as '{next(iter(state), '')}'"
         )
     for name in common:
-        if own[name].shape != found[name].shape:
+        if state[name].shape != weights[name].shape:
             raise CheckpointError(
-                f"'{name}' has shape {tuple(found[name].shape)}, but the supernet has {tuple(own[name].shape)}"
+                f"'{name}' has shape {tuple(weights[name].shape)}, but the supernet has {tuple(state[name].shape)}"
             )
     with torch.no_grad():
         for name in common:
-            own[name].copy_(found[name])
+            state[name].copy_(weights[name])
     log.info(
         "initialised %d of %d tensors; %d others were given and not used",
         len(common),
-        len(own),
-        len(found) - len(common),
+        len(state),
+        len(weights) - len(common),
     )
+
+
+def initial_digest(source: Any) -> str | None:
+    """SHA-256 over the weights that a run begins with, if any are given."""
+    return None if source is None else tensors_digest(_weights(source))
 
 
 def _weights(source: Any) -> Mapping[str, Tensor]:
@@ -141,11 +155,11 @@ def _weights(source: Any) -> Mapping[str, Tensor]:
     if path.is_dir():
         return run_weights(Run.open(path).checkpoints)
     if not path.is_file():
-        raise CheckpointError(f"init: '{path}' is neither a run nor a safetensors file")
+        raise CheckpointError(f"init_from: '{path}' is neither a run nor a safetensors file")
     try:
         return load_file(str(path))
     except Exception as problem:
-        raise CheckpointError(f"init: '{path}' cannot be read as safetensors: {problem}") from problem
+        raise CheckpointError(f"init_from: '{path}' cannot be read as safetensors: {problem}") from problem
 
 
 def run_weights(checkpoints: Checkpoints, step: int | None = None) -> dict[str, Tensor]:

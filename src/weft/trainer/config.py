@@ -1,28 +1,131 @@
-"""The settings of a training run as values: checked once, told in the manifest, compared on resume."""
+"""The configuration of a run, in three parts: what decides its bits, how it is executed, and what is kept of it.
+
+The tables of a configuration file, the options of the command line, the manifest of a run and the reference page are
+all derived from these classes.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from weft.data import Augment, Data
+from weft.data import Augment
 from weft.engine.bilevel import Bilevel
-from weft.engine.consistency import Consistency, Exact, parse_consistency
-from weft.engine.grad_clip import GlobalNorm, delay_of, make_clip
+from weft.engine.consistency import Consistency, parse_consistency
+from weft.engine.grad_clip import GlobalNorm, delay_of
 from weft.engine.losses import InPlaceDistillation, cross_entropy
-from weft.engine.optimizer import Optimizer, Schedule, make_schedule
+from weft.engine.optimizer import Optimizer
 from weft.engine.tied_weights import check_ties
-from weft.engine.train_step import Distil, Loss, Metric
+from weft.engine.train_step import Distill, Loss, Metric, TrainStep
 from weft.errors import ConsistencyError, TrainError, nearest
 from weft.offload.config import OffloadConfig
+from weft.pipeline.scheduler import SchedulePolicy
 from weft.space import Stream, Subnet, make_stream
 from weft.supernet import Chain
-from weft.utils.names import without_modules
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What decides the bits of a run, beside its supernet and its data; a run is resumed under the same one."""
+
+    steps: int = 1000
+    """how many"""
+    batch_size: int = 64
+    """samples of a step"""
+    microbatches: int = 1
+    """parts of a step; part of the result"""
+    stream: str | Stream | Subnet = "spaced"
+    """`iid`, `fair`, `spaced:N`, `sandwich:N`, `shrinking:KIND,...`, `fixed`, or a file of subnets"""
+    optimizer: Optimizer | str = field(default_factory=Optimizer)
+    """with its learning rate's schedule and its clipping"""
+    consistency: str | Consistency | Mapping[str, Any] | None = None
+    """one for all layers, or by layer, by block, or for all `shared` ones; `exact` if not given"""
+    loss: Loss = cross_entropy
+    """`cross_entropy`, `mean_squared_error`, or code"""
+    augment: Augment | None = None
+    """code that changes batches, with draws that belong to the sample and the epoch"""
+    precision: str = "fp32"
+    """`fp32` or `bf16`"""
+    on_nonfinite: str = "stop"
+    """what a loss or gradient that is not finite does: `stop` the run, or `skip` the micro-batch or update"""
+    distill: bool | Distill = False
+    """with the `sandwich` stream: the other subnets of a step follow the outputs of the largest one"""
+    architecture_search: Bilevel | None = None
+    """for supernets with architecture parameters, which learn on validation data"""
+    init_from: Any = None
+    """first weights: a state dict, a safetensors file, or the directory of a run"""
+    seed: int = 0
+    """of weights, stream, batches and everything that is drawn"""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.optimizer, str):
+            object.__setattr__(self, "optimizer", Optimizer(self.optimizer))
+        for name in ("steps", "batch_size", "microbatches"):
+            at_least(name, getattr(self, name), 1)
+        one_of("precision", self.precision, ("fp32", "bf16"))
+        one_of("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a run is executed. None of this changes a bit of the result, but for the kind of device, its threads and
+    ``channels_last``, which choose other kernels and are compared when a run is resumed."""
+
+    device: str = "cpu"
+    """`cpu`, `cuda`, `cuda:N`"""
+    stages: int | None = None
+    """parts of the chain, each in a process of its own; one, or as many as torchrun started, if not given"""
+    cut: tuple[int, ...] | None = None
+    """the first block of every stage after the first; measured costs decide if not given"""
+    max_in_flight: int | None = None
+    """micro-batches in flight on a stage, which is what activations cost in memory; those of two steps a stage if not
+    given"""
+    pipeline_schedule: str = "1f1b"
+    """what goes first where both are ready: `1f1b` a backward, `gpipe` a forward, `naspipe` one after the other"""
+    split_backward: bool = False
+    """sends the gradient of the input on before it works on those of the weights, which pays where steps wait for each
+    other"""
+    offload: OffloadConfig | str | None = None
+    """layers live on the host, and on the device while micro-batches need them"""
+    data_workers: int = 0
+    """threads that load data"""
+    threads: int | None = None
+    """of each process; bits depend on it"""
+    cuda_graphs: bool = True
+    """whether candidates become CUDA graphs on a GPU"""
+    channels_last: bool | None = None
+    """whether images lie with their channels innermost; on a GPU the supernet decides if not given"""
+    trace: bool = False
+    """writes what every stage did when"""
+    max_restarts: int = 3
+    """how often all stages are started again after one died"""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.offload, str):
+            object.__setattr__(self, "offload", OffloadConfig(self.offload))
+        try:
+            kind = torch.device(self.device).type
+        except RuntimeError:
+            raise TrainError(f"device='{self.device}' is no device: use cpu, cuda, or cuda:N") from None
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise TrainError(f"device='{self.device}', but torch sees no CUDA device: use device='cpu'")
+        if not isinstance(self.split_backward, bool):
+            raise TrainError(f"split_backward={self.split_backward!r}: True or False")
+        for name, least in (("stages", 1), ("max_in_flight", 1), ("threads", 1), ("max_restarts", 0)):
+            at_least(name, getattr(self, name), least)
+        SchedulePolicy(1, self.pipeline_schedule)
+        if self.cut is not None:
+            object.__setattr__(self, "cut", tuple(self.cut))
+
+    def lay_out(self, chain: Chain) -> Chain:
+        """The chain with its filters in the memory format of the run; activations follow the filters."""
+        wanted = prefers_channels_last(chain, self.device) if self.channels_last is None else self.channels_last
+        return chain.to(memory_format=torch.channels_last) if wanted else chain  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,183 +134,157 @@ class Validation:
     data."""
 
     every: int
+    """steps between two validations"""
     random: int = 2
+    """subnets drawn once"""
     batch_size: int = 256
-    recalibrate: int = 2
-    """How many training batches set the batch norms of each subnet before it is scored; 0 leaves them as they are."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything that the result depends on beside the chain and the data, and where it runs."""
-
-    steps: int
-    loss: Loss
-    stream: Stream
-    optimizer: Optimizer
-    schedule: Schedule
-    schedule_name: str
-    batch_size: int
-    microbatches: int
-    seed: int
-    device: torch.device
-    consistency: Mapping[str, Consistency]
-    augment: Augment | None = None
-    clip: float | GlobalNorm | None = None
-    precision: str = "fp32"
-    nonfinite: str = "stop"
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    validate: Validation | None = None
-    workers: int = 0
-    cuda_graphs: bool = True
-    channels_last: bool = False
-    bilevel: Bilevel | None = None
-    distil: Distil | None = None
-    rescale: int | None = None
-    residency: OffloadConfig | None = None
-    """Where layers lie; like the device's number, no part of what a run is."""
+    """of scoring"""
+    bn_batches: int = 2
+    """training batches that set the batch norms of each subnet before it is scored; 0 leaves them as they are"""
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1 or self.microbatches < 1:
-            raise TrainError(
-                "steps, batch_size and microbatches are 1 or more, "
-                f"not {self.steps}, {self.batch_size}, {self.microbatches}"
-            )
-        if self.distil is not None and not self.stream.name.startswith("sandwich"):
-            raise TrainError(
-                f"distil: the largest subnet of a step teaches the others, so the stream must be 'sandwich', "
-                f"not '{self.stream.name}'"
-            )
-        if self.distil is None and self.batch_size % self.microbatches:
-            raise TrainError(
-                f"batch_size={self.batch_size} cannot be split into {self.microbatches} micro-batches of equal size: "
-                "use a multiple"
-            )
-        wanted = self.stream.microbatches
-        if wanted is not None and wanted != self.microbatches:
-            raise TrainError(
-                f"the stream '{self.stream.name}' gives {wanted} subnets a step: "
-                f"set microbatches={wanted}, not {self.microbatches}"
-            )
-        if self.stream.length is not None and self.stream.length < self.steps:
-            raise TrainError(
-                f"the stream '{self.stream.name}' has {self.stream.length} steps, fewer than the run's {self.steps}"
-            )
-        if self.validate is not None and self.validate.every < 1:
-            raise TrainError(f"validate={self.validate.every}: a number of steps, 1 or more, or None for no validation")
-        if self.rescale is not None and self.rescale < 1:
-            raise TrainError(f"rescale={self.rescale}: a number of steps, 1 or more")
-        one_of("precision", self.precision, ("fp32", "bf16"))
-        one_of("nonfinite", self.nonfinite, ("stop", "skip"))
-        if isinstance(self.clip, GlobalNorm):
-            delay_of(self.consistency.values())
-
-    def law(self, chain: Chain, data: Data) -> dict[str, Any]:
-        """What must be equal for a resumed run to be the same run, for the manifest."""
-        return {
-            "steps": self.steps,
-            "batch_size": self.batch_size,
-            "microbatches": self.microbatches,
-            "seed": self.seed,
-            "stream": self.stream.to_json(),
-            "space": chain.space.id,
-            "layers": len(chain.layers),
-            "data": data.fingerprint(),
-            "loss": describe(self.loss),
-            "optimizer": self.optimizer.describe(),
-            "schedule": self.schedule_name,
-            "clip": str(self.clip) if isinstance(self.clip, GlobalNorm) else self.clip,
-            "precision": self.precision,
-            "nonfinite": self.nonfinite,
-            "channels_last": self.channels_last,
-            "device": self.device.type,
-            "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
-            "augment": None if self.augment is None else describe(self.augment),
-            "consistency": {name: str(c) for name, c in sorted(self.consistency.items()) if c != Exact()},
-            **({} if self.rescale is None else {"rescale": self.rescale}),
-            **({} if not chain.ties else {"ties": [f"{first} = {second}" for first, second in chain.ties]}),
-            **({} if self.distil is None else {"distil": describe(self.distil)}),
-            **({} if self.bilevel is None else {"bilevel": self.bilevel.describe()}),
-        }
+        at_least("validation.every", self.every, 1)
 
 
-def make_settings(
-    chain: Chain,
-    *,
-    steps: int,
-    loss: Loss = cross_entropy,
-    stream: str | Stream | Subnet = "spaced",
-    batch_size: int = 64,
-    microbatches: int = 1,
-    optimizer: Optimizer | str | None = None,
-    schedule: str | Schedule = "cosine",
-    warmup: int = 0,
-    clip: float | str | GlobalNorm | None = None,
-    consistency: str | Consistency | Mapping[str, Any] | None = None,
-    metrics: Mapping[str, Metric] | None = None,
-    validate: int | Validation | None = None,
-    augment: Augment | None = None,
-    precision: str = "fp32",
-    nonfinite: str = "stop",
-    device: str | torch.device = "cpu",
-    seed: int = 0,
-    workers: int = 0,
-    cuda_graphs: bool = True,
-    channels_last: bool | None = None,
-    bilevel: Bilevel | None = None,
-    distil: bool | Distil = False,
-    rescale: int | None = None,
-    residency: OffloadConfig | str | None = None,
-) -> Settings:
-    """The settings that these arguments, as ``train`` takes them, mean for a chain."""
-    if (bilevel is None) == any(layer.arch for layer in chain.layers.values()):
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run is kept, and what of it."""
+
+    name: str | None = None
+    """of the run; if not given, that of the configuration file, or one made of the date"""
+    folder: Path | str = "runs"
+    """the directory that holds the runs"""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """measured on the way beside the loss: `accuracy`, or code: `module:function`"""
+    validation: Validation | int | None = None
+    """steps between two, or a table with `every`, `random`, `batch_size`, `bn_batches`; none if not given"""
+    checkpoint_every: int | None = None
+    """steps between two checkpoints; a tenth of the run if not given"""
+    keep_checkpoints: int = 3
+    """checkpoints that are kept, the newest ones"""
+    source: Mapping[str, Any] | None = None
+    """the configuration file that the run comes from, for its manifest"""
+
+    def __post_init__(self) -> None:
+        validation_of(self)
+        at_least("checkpoint_every", self.checkpoint_every, 1)
+        at_least("keep_checkpoints", self.keep_checkpoints, 1)
+
+
+RENAMED = {
+    "validate": "validation",
+    "runs": "folder",
+    "keep": "keep_checkpoints",
+    "init": "init_from",
+    "distil": "distill",
+    "bilevel": "architecture_search",
+    "nonfinite": "on_nonfinite",
+    "window": "max_in_flight",
+    "prefer": "pipeline_schedule",
+    "restarts": "max_restarts",
+    "residency": "offload",
+    "workers": "data_workers",
+    "schedule": "optimizer=weft.Optimizer(..., schedule=...)",
+    "warmup": "optimizer=weft.Optimizer(..., warmup_steps=...)",
+    "clip": "optimizer=weft.Optimizer(..., clip=...)",
+    "config": "weft.RunConfig(source=...)",
+}
+"""What options were called before, and what to write now."""
+
+Parts = tuple[TrainConfig, Execution, RunConfig]
+
+
+def merge_fields(parts: Parts, options: Mapping[str, Any]) -> Parts:
+    """The three parts with some of their fields changed, by name; raises TrainError for a name that is none."""
+    found = []
+    known = {entry.name for part in parts for entry in fields(part)}
+    for name in options:
+        if name not in known:
+            refuse_unknown(name, known)
+    for part in parts:
+        own = {entry.name for entry in fields(part)}
+        changes = {name: value for name, value in options.items() if name in own}
+        found.append(replace(part, **changes) if changes else part)
+    config, execution, run = found
+    assert isinstance(config, TrainConfig)
+    assert isinstance(execution, Execution)
+    assert isinstance(run, RunConfig)
+    return config, execution, run
+
+
+def refuse_unknown(name: str, known: set[str]) -> NoReturn:
+    """TrainError for an option that there is not, with its new name or the nearest one."""
+    if name in RENAMED:
+        raise TrainError(f"the option '{name}' has another name now: {RENAMED[name]}")
+    raise TrainError(f"unknown option '{name}'{nearest(name, known)}")
+
+
+def resolve(config: TrainConfig, chain: Chain, metrics: Mapping[str, Metric] | None = None) -> TrainStep:
+    """What a configuration means for a chain; raises where the two do not go together."""
+    search, stream = config.architecture_search, config.stream
+    if (search is None) == any(layer.arch for layer in chain.layers.values()):
         raise TrainError(
-            "a supernet with architecture parameters is trained on two levels, and only such a one: "
-            "give train() bilevel=Bilevel(...) and what weft.supernet.mix makes, or neither"
+            "a supernet with architecture parameters is trained on two levels, and only such a one: give train() "
+            "architecture_search=Bilevel(...) and what weft.supernet.make_mixed_chain makes, or neither"
         )
     if not chain.space.choices and isinstance(stream, str):
         stream = chain.space.subnet()  # one network, and nothing to choose: every step trains it
+    kind = stream.partition(":")[0] if isinstance(stream, str) else ""
     extremes: dict[str, Any] = {}
-    if isinstance(stream, str) and stream.partition(":")[0] == "sandwich":
+    if kind == "sandwich":
         extremes = {"largest": chain.largest(), "smallest": chain.smallest()}
-    if isinstance(stream, str) and stream.partition(":")[0] == "shrinking":
-        extremes = {"steps": steps}
-    promises = consistencies(chain, consistency)
-    check_ties(chain, promises.values())
-    if chain.ties and (bilevel is not None or rescale is not None):
+    if kind == "shrinking":
+        extremes = {"steps": config.steps}
+    consistency = consistencies(chain, config.consistency)
+    check_ties(chain, consistency.values())
+    if chain.ties and search is not None:
         raise TrainError(
             "tied weights have one learning rate and learn in every step: leave tie= out of the Chain, or "
-            "bilevel and rescale out of the run"
+            "architecture_search out of the run"
         )
-    named = schedule if isinstance(schedule, str) else describe(schedule)
-    if optimizer is None:
-        optimizer = Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=5e-4)
-    return Settings(
-        steps=steps,
-        loss=loss,
-        stream=make_stream(chain.space, stream, seed, **extremes),
-        optimizer=Optimizer(optimizer) if isinstance(optimizer, str) else optimizer,
-        schedule=make_schedule(schedule, warmup),
-        schedule_name=f"{named}, warm-up {warmup}",
-        batch_size=batch_size,
-        microbatches=microbatches,
-        seed=seed,
-        device=torch.device(device),
-        consistency=promises,
-        augment=augment,
-        clip=make_clip(clip),
-        precision=precision,
-        nonfinite=nonfinite,
+    optimizer, distill = config.optimizer, config.distill
+    assert isinstance(optimizer, Optimizer)
+    if isinstance(optimizer.clip, GlobalNorm):
+        delay_of(consistency.values())
+    resolved = make_stream(chain.space, stream, config.seed, **extremes)
+    _check_stream(config, resolved)
+    return TrainStep(
+        steps=config.steps,
+        stream=resolved,
+        consistency=consistency,
+        batch_size=config.batch_size,
+        microbatches=config.microbatches,
+        loss=config.loss,
+        optimizer=optimizer,
+        augment=config.augment,
+        precision=config.precision,
+        on_nonfinite=config.on_nonfinite,
+        distill=InPlaceDistillation(config.loss) if distill is True else distill or None,
+        architecture_search=search,
+        seed=config.seed,
         metrics=dict(metrics or {}),
-        validate=Validation(validate) if isinstance(validate, int) else validate,
-        workers=workers,
-        cuda_graphs=cuda_graphs,
-        channels_last=prefers_channels_last(chain, device) if channels_last is None else channels_last,
-        bilevel=bilevel,
-        distil=InPlaceDistillation(loss) if distil is True else distil or None,
-        rescale=rescale,
-        residency=OffloadConfig(residency) if isinstance(residency, str) else residency,
     )
+
+
+def _check_stream(config: TrainConfig, stream: Stream) -> None:
+    if config.distill and not stream.name.startswith("sandwich"):
+        raise TrainError(
+            f"distill: the largest subnet of a step teaches the others, so the stream must be 'sandwich', "
+            f"not '{stream.name}'"
+        )
+    if not config.distill and config.batch_size % config.microbatches:
+        raise TrainError(
+            f"batch_size={config.batch_size} cannot be split into {config.microbatches} micro-batches of equal size: "
+            "use a multiple"
+        )
+    wanted = stream.microbatches
+    if wanted is not None and wanted != config.microbatches:
+        raise TrainError(
+            f"the stream '{stream.name}' gives {wanted} subnets a step: "
+            f"set microbatches={wanted}, not {config.microbatches}"
+        )
+    if stream.length is not None and stream.length < config.steps:
+        raise TrainError(f"the stream '{stream.name}' has {stream.length} steps, fewer than the run's {config.steps}")
 
 
 def prefers_channels_last(chain: Chain, device: str | torch.device) -> bool:
@@ -226,7 +303,7 @@ def consistencies(chain: Chain, given: str | Consistency | Mapping[str, Any] | N
     A text such as ``lagged(4)``, or what it stands for, holds for all layers. In a mapping, a key is the name of a
     layer or of a block, or ``shared`` for all layers that every subnet uses.
     """
-    rules = {name: str(said) for name, said in given.items()} if isinstance(given, Mapping) else {}
+    rules = {name: str(rule) for name, rule in given.items()} if isinstance(given, Mapping) else {}
     if given is not None and not isinstance(given, Mapping):
         rules[""] = str(given)
     blocks = [block.name for block in chain.blocks]
@@ -238,18 +315,28 @@ def consistencies(chain: Chain, given: str | Consistency | Mapping[str, Any] | N
     found: dict[str, Consistency] = {}
     for name, layer in chain.layers.items():
         block = blocks[layer.block]
-        said = rules.get(name) or rules.get(block) or (rules.get("shared") if layer.shared else None) or rules.get("")
-        found[name] = parse_consistency(said or layer.consistency or "exact")
+        rule = rules.get(name) or rules.get(block) or (rules.get("shared") if layer.shared else None) or rules.get("")
+        found[name] = parse_consistency(rule or layer.consistency or "exact")
     return found
 
 
-def one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
+def checkpoint_every(config: TrainConfig, run: RunConfig) -> int:
+    """Steps between two checkpoints."""
+    return run.checkpoint_every or max(1, config.steps // 10)
+
+
+def validation_of(run: RunConfig) -> Validation | None:
+    """How the run is validated; None for not at all."""
+    return Validation(run.validation) if isinstance(run.validation, int) else run.validation
+
+
+def at_least(name: str, value: Any, least: int) -> None:
+    """TrainError for a number below the least, or no whole one; None passes."""
+    if value is not None and (not isinstance(value, int) or value < least):
+        raise TrainError(f"{name}={value!r}: a whole number, {least} or more")
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """TrainError for a value that is none of the allowed ones."""
     if value not in allowed:
-        raise TrainError(f"{what}='{value}' is unknown{nearest(str(value), allowed)}")
-
-
-def describe(thing: Any) -> str:
-    name = getattr(thing, "__qualname__", None)
-    # An address in memory is another one in the process that resumes, and a script is called otherwise in its children.
-    found = f"{thing.__module__}.{name}" if name else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))
-    return str(without_modules(found.replace("__mp_main__", "__main__")))
+        raise TrainError(f"{name}='{value}' is unknown{nearest(str(value), allowed)}")

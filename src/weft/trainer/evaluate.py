@@ -117,10 +117,10 @@ def _device(batch: Batch) -> torch.device:
 
 
 class ForwardPipeline:
-    """One stage of it, at most ``window`` batches ahead of the next one, which says what it has taken."""
+    """One stage of it, at most ``max_in_flight`` batches ahead of the next one, which says what it has taken."""
 
-    def __init__(self, transport: Transport, stage: Stage, window: int) -> None:
-        self._transport, self._stage, self._window = transport, stage, window
+    def __init__(self, transport: Transport, stage: Stage, max_in_flight: int) -> None:
+        self._transport, self._stage, self._max_in_flight = transport, stage, max_in_flight
         self._waiting: deque[Activations] = deque()
         self._ahead = 0
 
@@ -130,7 +130,7 @@ class ForwardPipeline:
         Every stage goes through as many batches, and has to exhaust this before it begins anew.
         """
         for number, batch in enumerate(batches):
-            while not (self._stage.is_first or self._waiting) or self._ahead == self._window:
+            while not (self._stage.is_first or self._waiting) or self._ahead == self._max_in_flight:
                 self._receive()
             outputs = self._through(subnet, batch, number)
             if self._stage.is_last:
@@ -143,14 +143,15 @@ class ForwardPipeline:
 
     def _through(self, subnet: Subnet, batch: Batch, number: int) -> Any:
         stage = self._stage
-        with torch.inference_mode(), stage.precision():
-            carry = stage.chain.enter(batch) if stage.is_first else self._take(number)
+        with torch.inference_mode(), stage.config.autocast(stage.device):
+            activations = stage.chain.enter(batch) if stage.is_first else self._take(number)
             for layer in stage.route(subnet):
-                carry = run_layer(layer, stage.chain.module(layer), carry, extra_inputs(layer, batch, subnet))
+                extra = extra_inputs(layer, batch, subnet)
+                activations = run_layer(layer, stage.chain.module(layer), activations, extra)
         if stage.is_last:
-            return carry[0] if len(carry) == 1 else carry
+            return activations[0] if len(activations) == 1 else activations
         self._ahead += 1
-        self._transport.send(stage.index + 1, Message("F", number, carry, (False,) * len(carry)))
+        self._transport.send(stage.index + 1, Message("F", number, activations, (False,) * len(activations)))
         return None
 
     def _take(self, number: int) -> Activations:

@@ -1,27 +1,49 @@
-"""Losses on their way from the device to the log, without making the device wait for the host."""
+"""Losses and metrics on their way to the log: from a device without making it wait, and from stages in any order."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.elastic.mixture import choice_options
-from weft.engine.layer_state import LossDigest
 from weft.engine.reference import StepResult
-from weft.engine.weight_versions import VersionedLayer
-from weft.runs import Run
-from weft.supernet import Chain
-from weft.supernet.mixed_chain import MixedChain
-from weft.trainer.config import Settings
+from weft.engine.train_step import TrainStep
+from weft.space import Subnet
+
+Average = float | list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The numbers of a step, as its line in the log has them."""
+
+    step: int
+    subnets: tuple[Subnet, ...]
+    losses: list[float]
+    """Of its micro-batches."""
+    metrics: Mapping[str, Average]
+    skipped: int
+    """Micro-batches that do not count."""
+
+    def fields(self, config: TrainStep) -> dict[str, Any]:
+        """What the log says of the step."""
+        finite = [loss for loss in self.losses if math.isfinite(loss)]
+        fields: dict[str, Any] = {"step": self.step, "loss": sum(finite) / len(finite) if finite else math.nan}
+        fields |= self.metrics
+        fields["rate"] = config.optimizer.lr_factor(self.step, config.steps)
+        if config.architecture_search is not None:
+            fields["phase"] = "architecture" if config.architecture_search.architecture(self.step) else "weights"
+        fields["subnets"] = [subnet.id for subnet in self.subnets]
+        return {**fields, "skipped": self.skipped} if self.skipped else fields
 
 
 class AsyncReadback:
-    """Takes step results as they are made and gives them back with their numbers, in order, once they have arrived.
+    """Takes step results as they are made and gives their records, in order, once the numbers have arrived.
 
     On the CPU that is at once. On a GPU the numbers of ``every`` steps travel together into pinned memory and are read
     when the next ones are sent, so that nothing waits.
@@ -33,8 +55,8 @@ class AsyncReadback:
         self._new: list[StepResult] = []
         self._sent: deque[tuple[list[StepResult], Tensor, torch.cuda.Event]] = deque()
 
-    def add(self, result: StepResult) -> Iterator[tuple[StepResult, list[float], dict[str, Average]]]:
-        """The results whose numbers are here by now."""
+    def add(self, result: StepResult) -> Iterator[StepRecord]:
+        """The records whose numbers are here by now."""
         self._new.append(result)
         if self._direct:
             yield from self.drain()
@@ -43,12 +65,15 @@ class AsyncReadback:
             while len(self._sent) > 1:
                 yield from self._receive()
 
-    def drain(self) -> Iterator[tuple[StepResult, list[float], dict[str, Average]]]:
+    def drain(self) -> Iterator[StepRecord]:
         """All that are left; waits for the device."""
         if self._direct:
             for result in self._new:
-                losses = [loss.item() for loss in result.losses]
-                yield result, losses, {name: averaged(t, count) for name, (t, count) in result.metrics.items()}
+                sums = {
+                    name: (torch.as_tensor(total).double().reshape(-1).tolist(), count)
+                    for name, (total, count) in result.metrics.items()
+                }
+                yield _record(result, [loss.item() for loss in result.losses], sums)
             self._new = []
             return
         if self._new:
@@ -70,108 +95,54 @@ class AsyncReadback:
         self._sent.append((self._new, host, event))
         self._new = []
 
-    def _receive(self) -> Iterator[tuple[StepResult, list[float], dict[str, Average]]]:
+    def _receive(self) -> Iterator[StepRecord]:
         results, host, event = self._sent.popleft()
         event.synchronize()
         values = iter(host.tolist())
         for result in results:
             losses = [next(values) for _ in result.losses]
-            metrics = {}
-            for name, (total, count) in result.metrics.items():
-                metrics[name] = average([next(values) for _ in range(torch.as_tensor(total).numel())], count)
-            yield result, losses, metrics
+            sums = {
+                name: ([next(values) for _ in range(torch.as_tensor(total).numel())], count)
+                for name, (total, count) in result.metrics.items()
+            }
+            yield _record(result, losses, sums)
 
 
-Average = float | list[float]
+class StepCollector:
+    """Takes the reports of micro-batches in any order, and gives the records of whole steps, in order."""
 
+    def __init__(self, config: TrainStep, first: int) -> None:
+        self._config, self._next = config, first
+        self._reports: dict[int, list[float]] = {}
 
-def average(sums: list[float], count: float) -> Average:
-    """A metric's mean; of a vector its numbers, to as many digits as a log is read with."""
-    return sums[0] / count if len(sums) == 1 else [round(value / count, 6) for value in sums]
+    def add(self, n: int, report: Tensor) -> Iterator[StepRecord]:
+        """The report of micro-batch n has its loss, whether it counts, and sum and count of every metric."""
+        self._reports[n] = report.tolist()
+        m = self._config.microbatches
+        while all(k in self._reports for k in range(self._next * m, (self._next + 1) * m)):
+            yield self._record([self._reports.pop(k) for k in range(self._next * m, (self._next + 1) * m)])
+            self._next += 1
 
-
-def averaged(total: Tensor | float, count: float) -> Average:
-    """The same from a tensor."""
-    return average(torch.as_tensor(total).double().reshape(-1).tolist(), count)
-
-
-def mean(losses: list[float]) -> float:
-    """The loss of a step: the mean over its micro-batches whose loss is a number."""
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    return sum(finite) / len(finite) if finite else math.nan
-
-
-# The ledger of a pipeline run: losses arrive in any order and are written down in the order of their steps.
-
-
-Log = Callable[..., None]
-
-
-class StepLog:
-    """Keeps the reports of micro-batches until a step is whole, then logs it; ``digests`` has the losses before it."""
-
-    def __init__(self, settings: Settings, losses: LossDigest, first: int, log: Log) -> None:
-        self.losses = losses
-        self.digests: dict[int, str] = {first: losses.value}
-        self.next = first
-        """The first step that is not yet written down."""
-        self._settings = settings
-        self._log = log
-        self._waiting: dict[int, list[float]] = {}
-
-    def add(self, n: int, report: Tensor) -> None:
-        """The report of micro-batch n: loss, whether it counts, and sum and count of every metric."""
-        self._waiting[n] = report.tolist()
-        m = self._settings.microbatches
-        while all(k in self._waiting for k in range(self.next * m, (self.next + 1) * m)):
-            self._write([self._waiting.pop(k) for k in range(self.next * m, (self.next + 1) * m)])
-
-    def forget_before(self, step: int) -> None:
-        """Digests of earlier steps are not asked for any more."""
-        self.digests = {at: value for at, value in self.digests.items() if at >= step}
-
-    def _write(self, reports: list[list[float]]) -> None:
-        step = self.next
+    def _record(self, reports: list[list[float]]) -> StepRecord:
         losses = [report[0] for report in reports]
-        fields: dict[str, Any] = {"step": step, "loss": mean(losses)}
         counted = [report for report in reports if report[1]]
+        metrics = {}
         place = 2
-        for name, metric in self._settings.metrics.items():
+        for name, metric in self._config.metrics.items():
             size = int(getattr(metric, "size", 1))
             count = sum(report[place + size] for report in counted)
             if count:
-                fields[name] = average([sum(r[place + k] for r in counted) for k in range(size)], count)
+                metrics[name] = _average([sum(r[place + k] for r in counted) for k in range(size)], count)
             place += size + 1
-        fields["rate"] = self._settings.schedule(step, self._settings.steps)
-        fields |= phase(self._settings, step)
-        fields["subnets"] = [subnet.id for subnet in self._settings.stream[step]]
         skipped = sum(not math.isfinite(loss) for loss in losses)
-        if skipped:
-            fields["skipped"] = skipped
-        self.losses.add(losses)
-        self.next += 1
-        self.digests[self.next] = self.losses.value
-        self._log("step", **fields)
+        return StepRecord(self._next, self._config.stream[self._next], losses, metrics, skipped)
 
 
-# What the log of a run says beside losses and scores.
+def _record(result: StepResult, losses: list[float], sums: Mapping[str, tuple[list[float], float]]) -> StepRecord:
+    metrics = {name: _average(totals, count) for name, (totals, count) in sums.items()}
+    return StepRecord(result.step, result.subnets, losses, metrics, result.skipped)
 
 
-def begun(run: Run, chain: Chain, at: int, steps: int) -> dict[str, Any]:
-    """What the log says at the start; of a mixture also what each of the numbers stands for that every step tells."""
-    told = {"law": dict(run.manifest.get("law") or {}), "at": at, "steps": steps}
-    if isinstance(chain, MixedChain):
-        told["choices"] = [{"name": name, "options": choice_options(chain.space, name)} for name in chain.order]
-    return told
-
-
-def drift(weights: Mapping[str, VersionedLayer]) -> dict[str, dict[str, int]]:
-    """For the log: by how many updates backwards were ahead of their forwards, by layer, and how often."""
-    return {name: {str(k): count for k, count in sorted(w.drifts.items())} for name, w in weights.items() if w.drifts}
-
-
-def phase(settings: Settings, step: int) -> dict[str, Any]:
-    """What the log says of a step's part in a run of two levels."""
-    if settings.bilevel is None:
-        return {}
-    return {"phase": "architecture" if settings.bilevel.architecture(step) else "weights"}
+def _average(sums: list[float], count: float) -> Average:
+    """A metric's mean; of a vector its numbers, to as many digits as a log is read with."""
+    return sums[0] / count if len(sums) == 1 else [round(value / count, 6) for value in sums]

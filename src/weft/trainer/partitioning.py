@@ -15,17 +15,17 @@ import torch
 from weft.data import Data, as_data
 from weft.distributed.store import ControlStore
 from weft.engine.consistency import Consistency, Exact, Lagged
+from weft.engine.train_step import TrainStep
 from weft.pipeline.profiler import message_bytes, message_seconds, profile_chain
 from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.simulator import Simulated, Span, simulate, with_messages
-from weft.pipeline.workload import Workload, chain_workload, moving, single_copy, virtual_cut, windows
+from weft.pipeline.workload import Workload, chain_workload, in_flight_limits, moving, single_copy, virtual_cut
 from weft.runs import Checkpoints
-from weft.space import make_stream
+from weft.space import Subnet, make_stream
 from weft.supernet import Chain, Factory, initialise
 from weft.supernet.partition import Cut, best_cut, check_cut, check_stages, stage_of
-from weft.trainer.config import Settings, make_settings
-from weft.trainer.run_setup import to_memory_format
-from weft.trainer.trainer import make_law, make_loader
+from weft.trainer.batches import make_loader
+from weft.trainer.config import Execution, RunConfig, TrainConfig, prefers_channels_last, resolve
 
 log = logging.getLogger("weft.pipeline")
 
@@ -49,19 +49,19 @@ class LayerCosts:
     messages: tuple[float, ...]
 
 
-def profile_layers(chain: Chain, data: Data, settings: Settings) -> LayerCosts:
+def profile_layers(chain: Chain, data: Data, config: TrainStep, device: torch.device) -> LayerCosts:
     """Costs for one micro-batch; the chain itself is not changed."""
-    batch = make_law(settings).parts(make_loader(data, settings).batch(0))[0]
-    twin = copy.deepcopy(chain).to(settings.device)
-    costs = profile_chain(twin, batch, 3, settings.optimizer, settings.loss)
+    batch = config.parts(make_loader(data, config, device).batch(0))[0]
+    twin = copy.deepcopy(chain).to(device)
+    costs = profile_chain(twin, batch, 3, config.optimizer, config.loss)
     return LayerCosts(dict(costs.items()), tuple(message_seconds(size) for size in message_bytes(twin, batch)))
 
 
-def workload_of(chain: Chain, settings: Settings, costs: Costs | None, first: int = 0) -> Workload:
+def workload_of(chain: Chain, config: TrainStep, costs: Costs | None, first: int = 0) -> Workload:
     """The next steps of the run, for simulation: a stream may narrow as it goes on, so a resumed run is cut anew."""
-    steps = max(1, min(LOOKED_AT, settings.steps - first))
-    work = chain_workload(chain, settings.stream, settings.consistency, settings.microbatches, steps, costs)
-    picks, skipped = work.picks, first * settings.microbatches
+    steps = max(1, min(LOOKED_AT, config.steps - first))
+    work = chain_workload(chain, config.stream, config.consistency, config.microbatches, steps, costs)
+    picks, skipped = work.picks, first * config.microbatches
     return replace(work, picks=lambda n: picks(n + skipped)) if first else work
 
 
@@ -83,28 +83,28 @@ def choose_cut(work: Workload, stages: int, given: Sequence[int] | None) -> Cut:
 
 def default_in_flight(work: Workload, cut: Cut, given: int | None) -> list[int]:
     """How many micro-batches each stage may have in flight."""
-    return windows(len(cut) + 1, single_copy(work.promises(), cut, work.blocks), given, work.microbatches)
+    return in_flight_limits(len(cut) + 1, single_copy(work.promises(), cut, work.blocks), given, work.microbatches)
 
 
 def simulate_ahead(
-    work: Workload, cut: Cut, rules: list[SchedulePolicy], messages: Sequence[float] | None = None
+    work: Workload, cut: Cut, policies: list[SchedulePolicy], messages: Sequence[float] | None = None
 ) -> Simulated:
     """The run as the simulator sees it, with what messages cost, if that is known."""
     duration = None if messages is None else with_messages(cut, messages)
-    return simulate(work, cut, rules, duration=duration)
+    return simulate(work, cut, policies, duration=duration)
 
 
-def warn_idle(chain: Chain, settings: Settings, work: Workload, cut: Cut, rules: list[SchedulePolicy]) -> None:
+def warn_idle(chain: Chain, config: TrainStep, work: Workload, cut: Cut, policies: list[SchedulePolicy]) -> None:
     """Says how much of the time the stages will wait for exact layers that every subnet uses, and what would help."""
-    shared = [name for name, layer in chain.layers.items() if layer.shared and settings.consistency[name] == Exact()]
+    shared = [name for name, layer in chain.layers.items() if layer.shared and config.consistency[name] == Exact()]
     trained = [name for name in shared if any(p.requires_grad for p in chain.module(name).parameters())]
     if not trained or len(cut) == 0:
         return
-    before = simulate_ahead(work, cut, rules).steady_bubble
-    lag = Lagged(-(-2 * (len(cut) + 1) // settings.microbatches))
-    promises: dict[str, Consistency] = {**settings.consistency, **dict.fromkeys(trained, lag)}
-    changed = workload_of(chain, replace(settings, consistency=promises, clip=None), work.costs)
-    after = simulate_ahead(changed, cut, rules).steady_bubble
+    before = simulate_ahead(work, cut, policies).steady_bubble
+    lag = Lagged(-(-2 * (len(cut) + 1) // config.microbatches))
+    consistency: dict[str, Consistency] = {**config.consistency, **dict.fromkeys(trained, lag)}
+    changed = workload_of(chain, replace(config, consistency=consistency), work.costs)
+    after = simulate_ahead(changed, cut, policies).steady_bubble
     if before > WORTH_TELLING and after < before:
         log.warning(
             "every subnet uses %s with consistency exact, so about %.0f %% of the time the stages will wait; "
@@ -116,14 +116,14 @@ def warn_idle(chain: Chain, settings: Settings, work: Workload, cut: Cut, rules:
         )
 
 
-def warn_shallow_pipeline(work: Workload, cut: Cut, rules: list[SchedulePolicy]) -> None:
+def warn_shallow_pipeline(work: Workload, cut: Cut, policies: list[SchedulePolicy]) -> None:
     """Says how much of the time stages will wait where there are more of them than the virtual pipeline has."""
     one, stages = moving(work.promises()), len(cut) + 1
     if one is None or stages <= one.depth or stages > work.blocks:
         return
-    before = simulate_ahead(work, cut, rules).steady_bubble
+    before = simulate_ahead(work, cut, policies).steady_bubble
     deeper = replace(one, depth=stages)
-    after = simulate_ahead(replace(work, consistency=lambda layer: deeper), cut, rules).steady_bubble
+    after = simulate_ahead(replace(work, consistency=lambda layer: deeper), cut, policies).steady_bubble
     log.warning(
         "%d stages are more than the %d virtual ones of %s, whose updates they have to wait for: about %.0f %% of the "
         "time; %s would leave %.0f %%, with another result",
@@ -146,24 +146,14 @@ def _slowest(costs: Sequence[float], cut: Cut) -> float:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """A training run as every rank gets it; the names are those of ``weft.train``."""
+    """A training run as every rank gets it."""
 
     net: Chain | Factory
     data: Any
-    given: Mapping[str, Any]
-    """The arguments of ``make_settings``."""
-    init: Any = None
-    run: str | None = None
-    runs: Path | str = "runs"
+    config: TrainConfig
+    execution: Execution
+    run: RunConfig
     resume: bool = False
-    checkpoint_every: int | None = None
-    keep: int = 3
-    config: Mapping[str, Any] | None = None
-    cut: Sequence[int] | None = None
-    window: int | None = None
-    trace: bool = False
-    split_backward: bool = False
-    prefer: str = "backward"
     threads: int = field(default_factory=torch.get_num_threads)
     """Of every rank; as many as here, since they are part of what a fingerprint depends on."""
 
@@ -174,68 +164,85 @@ class RankPart:
 
     chain: Chain
     data: Data
-    settings: Settings
+    config: TrainStep
+    execution: Execution
+    """With the layout of images that rank 0 has decided on, and the rank's own device."""
     cut: Cut
-    rules: tuple[SchedulePolicy, ...]
+    policies: tuple[SchedulePolicy, ...]
     """Of every stage."""
-    extremes: Mapping[str, Any]
-    foreseen: tuple[Span, ...] | None
+    extremes: Mapping[str, Subnet]
+    simulated: tuple[Span, ...] | None
+    """What the simulator says that the stages will do, for a trace."""
 
 
-def _done(job: LaunchSpec) -> int:
-    """Steps that lie behind, where the run is resumed."""
-    if not job.resume or job.run is None:
-        return 0
-    return max(Checkpoints(Path(job.runs) / job.run / "checkpoints").steps(), default=0)
-
-
-def partition(job: LaunchSpec, accord: ControlStore, device: torch.device, again: bool) -> RankPart:
+def partition(job: LaunchSpec, store: ControlStore, device: torch.device, restarted: bool) -> RankPart:
     """Rank 0 looks at the whole supernet and decides; every rank builds its own part."""
-    given = {**job.given, "device": device}
-    seed = int(given.get("seed", 0))
-    data = as_data(job.data, seed)
-    foreseen: tuple[Span, ...] | None = None
-    if accord.rank == 0:
-        whole = initialise(job.net, seed)
-        settings = make_settings(whole, **given)
-        found = profile_layers(whole, data, settings) if job.cut is None or job.trace else None
-        work = workload_of(whole, settings, None if found is None else found.costs, _done(job))
-        cut = choose_cut(work, accord.world, job.cut)
-        windows = default_in_flight(work, cut, job.window)
-        rules = _rules(job, windows)
-        if not again:
-            warn_idle(whole, settings, work, cut, rules)
-            warn_shallow_pipeline(work, cut, rules)
-        if job.trace:
-            foreseen = simulate_ahead(work, cut, rules, None if found is None else found.messages).spans
-        named = isinstance(given.get("stream", ""), str)
-        accord.tell(
-            "division",
-            {
-                "cut": cut,
-                "windows": windows,
-                "stream": settings.stream.to_json() if named else None,
-                "channels_last": settings.channels_last,
-                "largest": whole.largest().to_json(),
-                "smallest": whole.smallest().to_json(),
-            },
-        )
-        del whole
-    division = accord.hear("division")
-    cut = tuple(division["cut"])
-    where = device if given.get("residency") is None else torch.device("cpu")
-    chain = initialise(job.net, seed, where, only=[])
+    config, execution = job.config, replace(job.execution, device=str(device))
+    data = as_data(job.data, config.seed)
+    simulated: tuple[Span, ...] | None = None
+    if store.rank == 0:
+        simulated = _decide(job, store, data, device, restarted)
+    decided = store.get("partition")
+    cut = tuple(decided["cut"])
+    where = device if execution.offload is None else torch.device("cpu")
+    chain = initialise(job.net, config.seed, where, only=[])
     of = stage_of(cut, len(chain.blocks))
-    own = [name for name, layer in chain.layers.items() if of[layer.block] == accord.rank]
-    chain = initialise(chain, seed, where, only=own)
-    if division["stream"] is not None:
-        given["stream"] = make_stream(chain.space, division["stream"])
-    given["channels_last"] = division["channels_last"]
-    settings = make_settings(chain, **given)
-    extremes = {name: chain.space.load_subnet(division[name]) for name in ("largest", "smallest")}
-    rules = _rules(job, map(int, division["windows"]))
-    return RankPart(to_memory_format(chain, settings), data, settings, cut, tuple(rules), extremes, foreseen)
+    own = [name for name, layer in chain.layers.items() if of[layer.block] == store.rank]
+    chain = initialise(chain, config.seed, where, only=own)
+    if decided["stream"] is not None:
+        config = replace(config, stream=make_stream(chain.space, decided["stream"]))
+    execution = replace(execution, channels_last=decided["channels_last"])
+    return RankPart(
+        chain=execution.lay_out(chain),
+        data=data,
+        config=resolve(config, chain, job.run.metrics),
+        execution=execution,
+        cut=cut,
+        policies=tuple(_policies(execution, map(int, decided["max_in_flight"]))),
+        extremes={name: chain.space.load_subnet(decided[name]) for name in ("largest", "smallest")},
+        simulated=simulated,
+    )
 
 
-def _rules(job: LaunchSpec, windows: Iterable[int]) -> list[SchedulePolicy]:
-    return [SchedulePolicy(window, job.prefer) for window in windows]
+def _decide(
+    job: LaunchSpec, store: ControlStore, data: Data, device: torch.device, restarted: bool
+) -> tuple[Span, ...] | None:
+    """Measures the whole supernet, and tells all ranks the cut, the limits of micro-batches in flight, and what only
+    the whole supernet says."""
+    execution = job.execution
+    whole = initialise(job.net, job.config.seed)
+    config = resolve(job.config, whole, job.run.metrics)
+    measured = profile_layers(whole, data, config, device) if execution.cut is None or execution.trace else None
+    work = workload_of(whole, config, None if measured is None else measured.costs, _steps_done(job))
+    cut = choose_cut(work, store.world, execution.cut)
+    limits = default_in_flight(work, cut, execution.max_in_flight)
+    policies = _policies(execution, limits)
+    if not restarted:
+        warn_idle(whole, config, work, cut, policies)
+        warn_shallow_pipeline(work, cut, policies)
+    channels_last = execution.channels_last
+    store.set(
+        "partition",
+        {
+            "cut": cut,
+            "max_in_flight": limits,
+            "stream": config.stream.to_json() if isinstance(job.config.stream, str) else None,
+            "channels_last": prefers_channels_last(whole, device) if channels_last is None else channels_last,
+            "largest": whole.largest().to_json(),
+            "smallest": whole.smallest().to_json(),
+        },
+    )
+    if not execution.trace:
+        return None
+    return simulate_ahead(work, cut, policies, None if measured is None else measured.messages).spans
+
+
+def _steps_done(job: LaunchSpec) -> int:
+    """Steps that lie behind, where the run is resumed."""
+    if not job.resume or job.run.name is None:
+        return 0
+    return max(Checkpoints(Path(job.run.folder) / job.run.name / "checkpoints").steps(), default=0)
+
+
+def _policies(execution: Execution, limits: Iterable[int]) -> list[SchedulePolicy]:
+    return [SchedulePolicy(limit, execution.pipeline_schedule) for limit in limits]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -23,7 +22,7 @@ from weft.distributed.env import DistEnv, read_env
 from weft.distributed.heartbeat import Heartbeat
 from weft.distributed.launcher import launch
 from weft.distributed.log_forwarding import EventsToParent
-from weft.distributed.rank_loop import Runtime
+from weft.distributed.rank_loop import RankLoop
 from weft.distributed.remote_call import Call, pickled
 from weft.distributed.signals import stop_requests
 from weft.distributed.store import (
@@ -44,9 +43,11 @@ from weft.runs import Run
 from weft.runs.events import Callback
 from weft.trace.recorder import Tracer
 from weft.trainer.checkpointing import load_initial
+from weft.trainer.config import checkpoint_every, validation_of
+from weft.trainer.manifest import describe_run, go_back, open_run
 from weft.trainer.partitioning import LaunchSpec, RankPart, partition
-from weft.trainer.pipeline_trainer import PipelineTrainer
-from weft.trainer.run_setup import open_run
+from weft.trainer.pipeline_engine import PipelineEngine
+from weft.trainer.trainer import Trainer
 
 log = logging.getLogger("weft.pipeline")
 
@@ -62,15 +63,13 @@ GRACE = 0.3
 _WAIT = timedelta(minutes=30)
 
 
-def run_stages(
-    count: int, job: LaunchSpec, open_it: Callable[[], Run], callbacks: Sequence[Callback], restarts: int
-) -> str:
+def run_stages(count: int, job: LaunchSpec, open_it: Callable[[], Run], callbacks: Sequence[Callback]) -> str:
     """Starts the stages of a job on this machine and returns the fingerprint; the run is opened once all is ready."""
     call = Call(_work, (job, bool(callbacks)))
     pickled(call)  # a mistake shows before there is a run
     cores = os.cpu_count() or 1
     enough = max(1, cores // count)
-    if job.threads > enough and job.given["device"].type == "cpu":
+    if job.threads > enough and job.execution.device == "cpu":
         log.warning(
             "%d stages of %d threads share %d cores; torch.set_num_threads(%d) before training would be faster",
             count,
@@ -80,6 +79,7 @@ def run_stages(
         )
     run = open_it()
     new = not run.events.path.exists()
+    restarts = job.execution.max_restarts
     try:
         outcome = launch(count, call, restarts=restarts, threads=job.threads, callbacks=callbacks)
     except BaseException:
@@ -113,7 +113,7 @@ def run_stage(job: LaunchSpec, me: DistEnv, callbacks: Sequence[Callback] = ()) 
     """
     torch.set_num_threads(job.threads)
     quiet = silence()
-    # Measuring a large supernet takes its time; a stage that hangs is seen by the watch.
+    # Measuring a large supernet takes its time; a stage that hangs is seen by the heartbeat.
     store = connect(timeout=3600.0)
     report_self(store, me.rank)
 
@@ -126,118 +126,79 @@ def run_stage(job: LaunchSpec, me: DistEnv, callbacks: Sequence[Callback] = ()) 
         os._exit(LOST)
 
     try:
-        with Heartbeat(store, me.rank, me.world, give_up, silence=quiet) as watch:
-            return _take_part(job, me, callbacks, ControlStore(store, me.rank, me.world), watch)
+        with Heartbeat(store, me.rank, me.world, give_up, silence=quiet) as heartbeat:
+            return _take_part(job, me, callbacks, ControlStore(store, me.rank, me.world), heartbeat)
     except PeerLost as lost:
         _leave(me.rank, lost, store)
 
 
 def _take_part(
-    job: LaunchSpec, me: DistEnv, callbacks: Sequence[Callback], accord: ControlStore, watch: Heartbeat
+    job: LaunchSpec, me: DistEnv, callbacks: Sequence[Callback], store: ControlStore, heartbeat: Heartbeat
 ) -> tuple[Path, str]:
     """Divides the supernet with the others, finds them, and trains."""
-    device = _device(torch.device(job.given.get("device", "cpu")), me)
-    part = partition(job, accord, device, again=me.restarts > 0)
-    law = part.settings.law(part.chain, part.data)
-    placed = {"cut": part.cut, "windows": [rule.window for rule in part.rules]}
-    accord.same({**law, **placed, "torch": torch.__version__})
-    staged = PipelineTrainer(
-        part.chain,
-        part.data,
-        part.settings,
-        accord,
-        part.cut,
-        part.rules,
-        part.extremes,
-        job.split_backward,
-    )
-    load_initial(part.chain, job.init, partial=True)
-    staged.reside()
-    transport = _meet(accord.store, me, device)
-    found = _train(job, me, callbacks, staged, part, law, transport, watch)
-    transport.close()
-    return found
-
-
-def _train(
-    job: LaunchSpec,
-    me: DistEnv,
-    callbacks: Sequence[Callback],
-    staged: PipelineTrainer,
-    part: RankPart,
-    law: Mapping[str, Any],
-    transport: Transport,
-    watch: Heartbeat,
-) -> tuple[Path, str]:
-    accord = staged.accord
-    with _opened(job, me, accord, law, part.settings.device) as (run, step), stop_requests() as asked:
-        staged.open(run, callbacks if me.rank == 0 else ())
+    device = _device(torch.device(job.execution.device), me)
+    part = partition(job, store, device, restarted=me.restarts > 0)
+    described = describe_run(part.chain, part.data, part.config, part.execution, job.config.init_from)
+    divided = {"cut": part.cut, "max_in_flight": [policy.max_in_flight for policy in part.policies]}
+    store.assert_same_config({**described, **divided, "torch": torch.__version__})
+    engine = PipelineEngine(part.chain, part.data, part.config, part.execution, store, part.cut, part.policies)
+    trainer = Trainer(part.chain, part.data, part.config, engine, store, part.extremes, validation_of(job.run))
+    load_initial(part.chain, job.config.init_from, partial=True)
+    engine.start_offload(trainer.subnets)
+    transport = _connect(store.store, me, device)
+    with _opened(job, me, store, described, device) as (run, step), stop_requests() as asked:
+        trainer.open(run, callbacks if me.rank == 0 else ())
         if step is not None:
-            staged.restore(step)
-        tracer = None
-        if job.trace:
-            tracer = Tracer(run.path / "traces" / f"stage{me.rank}.jsonl", me.rank)
-            spans = part.foreseen if me.rank == 0 else None
-            tracer.start(me.restarts, me.world, part.cut, part.settings.microbatches, spans)
-            if staged.offload is not None:
-                staged.offload.device.on_change = partial(_moved, tracer, staged.offload)
-
-        def stopping() -> bool:
-            return asked() and _wanted(accord.store)
-
-        runtime = Runtime(transport, watch, tracer, stopping)
+            trainer.restore(step)
+        tracer = _start_tracer(run, me, part, engine) if part.execution.trace else None
+        engine.loop = RankLoop(transport, heartbeat, tracer)
         try:
-            digest = staged.run_to_end(runtime, job.checkpoint_every or max(1, part.settings.steps // 10))
-            if digest is None:
-                staged.emit("stopped", at=staged.reached)
-                transport.close()
-                raise KeyboardInterrupt
+            digest = trainer.run_to_end(
+                checkpoint_every(job.config, job.run), lambda: asked() and _stop_wanted(store.store)
+            )
         except KeyboardInterrupt:
-            raise
-        except (PeerLost, SystemExit):
-            if accord.store.check(["error"]):  # another stage has said what is wrong
-                staged.emit("failed", at=staged.reached, reason=json.loads(accord.store.get("error"))["text"])
-            raise
-        except Exception as problem:
-            reason = str(problem) if isinstance(problem, WeftError) else f"{type(problem).__name__}: {problem}"
-            staged.emit("failed", at=staged.reached, reason=reason)
+            transport.close()
             raise
         finally:
             if tracer is not None:
                 tracer.close()
-        more = {} if not staged.residency else {"residency": staged.residency}
-        staged.emit("finished", steps=part.settings.steps, fingerprint=digest, drift=staged.drift, **more)
         if me.rank == 0 and PARENT in os.environ:
-            report(accord.store, {"run": str(run.path), "fingerprint": digest})
-        return run.path, digest
+            report(store.store, {"run": str(run.path), "fingerprint": digest})
+    transport.close()
+    return run.path, digest
 
 
-def _moved(tracer: Tracer, memory: OffloadManager, state: str, block: MemoryBlock) -> None:
+def _start_tracer(run: Run, me: DistEnv, part: RankPart, engine: PipelineEngine) -> Tracer:
+    tracer = Tracer(run.path / "traces" / f"stage{me.rank}.jsonl", me.rank)
+    spans = part.simulated if me.rank == 0 else None
+    tracer.start(me.restarts, me.world, part.cut, part.config.microbatches, spans)
+    if engine.offload is not None:
+        engine.offload.device.on_change = partial(_trace_memory, tracer, engine.offload)
+    return tracer
+
+
+def _trace_memory(tracer: Tracer, offload: OffloadManager, state: str, block: MemoryBlock) -> None:
     if block is block.layer.main:
-        tracer.memory(block.layer.name, state, time.time(), memory.device.usage())
+        tracer.memory(block.layer.name, state, time.time(), offload.device.usage())
 
 
 @contextmanager
 def _opened(
-    job: LaunchSpec, me: DistEnv, accord: ControlStore, law: Mapping[str, Any], device: torch.device
+    job: LaunchSpec, me: DistEnv, store: ControlStore, described: Mapping[str, Any], device: torch.device
 ) -> Iterator[tuple[Run, int | None]]:
     """The run's directory, locked by stage 0, and the step that it goes on from (None: it begins)."""
     if me.rank > 0:
-        told_of = accord.hear("run")
-        yield Run.open(told_of["path"], keep=job.keep), told_of["step"]
+        opened = store.get("run")
+        yield Run.open(opened["path"], keep=job.run.keep_checkpoints), opened["step"]
         return
-    again = me.restarts > 0
-    if again and job.run is None:
+    restarted = me.restarts > 0
+    if restarted and job.run.name is None:
         raise RunError("the stages were started again, but the run has no name to be found by: give run='...'")
-    run = open_run(job.runs, job.run, job.resume or again, law, job.config, device, job.keep)
+    resume = job.resume or restarted
+    run = open_run(job.run, described, device, resume)
     with run.locked():
-        step = None
-        if (job.resume or again) and run.checkpoints.steps():
-            step = run.checkpoints.newest()
-            run.checkpoints.drop_after(step)
-        if job.resume or again:
-            run.events.drop_from(step or 0)
-        accord.tell("run", {"path": str(run.path.resolve()), "step": step})
+        step = go_back(run) if resume else None
+        store.set("run", {"path": str(run.path.resolve()), "step": step})
         yield run, step
 
 
@@ -252,14 +213,14 @@ def _device(asked: torch.device, me: DistEnv) -> torch.device:
     return device
 
 
-def _wanted(store: Any) -> bool:
+def _stop_wanted(store: Any) -> bool:
     """After a signal: True if the user wants to stop; if all stages are about to start again, this one ends."""
     if asked_to_stop(store):
         return True
     raise SystemExit(LOST)
 
 
-def _meet(store: c10d.Store, me: DistEnv, device: torch.device) -> Transport:
+def _connect(store: c10d.Store, me: DistEnv, device: torch.device) -> Transport:
     try:
         meeting = c10d.PrefixStore("gloo", store)
         dist.init_process_group("gloo", store=meeting, rank=me.rank, world_size=me.world, timeout=_WAIT)

@@ -1,295 +1,273 @@
-"""A training session: the sequential law in a run directory, with its log, validation, checkpoints and resume."""
+"""One run from its first, or its next, step to its last: its log, validation, checkpoints, resume and fingerprint.
+
+The steps themselves are the work of an engine: ``DeviceEngine`` on one device, ``PipelineEngine`` on several stages,
+where every process has a trainer of its own and that of rank 0 writes the log.
+"""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-from weft.data import Batch, Data, IterableLoader, Loader, Source
-from weft.distributed.signals import stop_requests
-from weft.engine.bilevel import BilevelLoader, marked
-from weft.engine.cuda_graphs import CudaGraphCache
-from weft.engine.layer_state import LossDigest, capture, fingerprint, layer_digest, optimizer_states, restore
-from weft.engine.reference import SequentialReference
+from weft.data import Data
+from weft.distributed.store import ControlStore
+from weft.distributed.transport import PeerLost
+from weft.elastic.mixture import choice_options
+from weft.engine.layer_state import LossDigest, Snapshot, fingerprint, layer_digest, optimizer_states, restore
 from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainStep
-from weft.errors import CheckpointError, NonFiniteError, TrainError, WeftError
-from weft.offload import OffloadManager
-from weft.offload.setup import attach, move_buffers
+from weft.engine.trained_layers import TrainedLayers
+from weft.errors import CheckpointError, TrainError, WeftError
 from weft.runs import Run
 from weft.runs.events import Callback
 from weft.space import Subnet
 from weft.supernet import Chain
-from weft.trainer.config import Settings
-from weft.trainer.evaluate import evaluate, recalibrated
-from weft.trainer.metrics_log import AsyncReadback, begun, drift, mean, phase
-from weft.utils import foreach
+from weft.supernet.mixed_chain import MixedChain
+from weft.trainer.checkpointing import CheckpointWriter
+from weft.trainer.config import Validation
+from weft.trainer.metrics_log import StepRecord
 from weft.utils.rng import generator
 
-SHOWN = 0.5
-"""Seconds between two events about what lies on the device."""
+Event = tuple[str, Mapping[str, Any]]
+"""What else an engine has to say: the name of an event and its fields."""
+
+
+class Engine(Protocol):
+    """What trains the steps of a run."""
+
+    reached: int
+    """Steps that are done."""
+    stopped: bool
+    """Whether the user has stopped the run."""
+
+    @property
+    def layers(self) -> TrainedLayers: ...
+
+    def begin(self, step: int) -> None:
+        """Before the first call of ``train``: the run begins, or goes on, at this step."""
+        ...
+
+    def train(
+        self, stop: int, checkpoint_every: int, stopping: Callable[[], bool]
+    ) -> Iterator[StepRecord | Snapshot | Event | None]:
+        """Trains until step ``stop``, or the next whole step after ``stopping`` says so; None now and then, for whoever
+        has to look after something else."""
+        ...
+
+    def evaluate(
+        self, step: int, subnets: Mapping[str, Subnet], validation: Validation
+    ) -> Iterator[tuple[str, Mapping[str, float]]]:
+        """The scores of some subnets on the validation data; on a pipeline only rank 0 gets any."""
+        ...
+
+    def end(self) -> list[Any]:
+        """After the last step: what an offload has moved, by rank."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Trainer:
-    """One run, from its first or its next step to its last.
+    """A run in its directory. ``extremes`` are the chain's largest and smallest subnet."""
 
-    Every mistake in the settings shows when it is made, before there is a run directory; then ``open`` gives it one.
-    """
-
-    run: Run
-
-    def __init__(self, chain: Chain, data: Data, settings: Settings) -> None:
-        self.chain = chain
-        self.data = data
-        self.settings = s = settings
-        self.callbacks: tuple[Callback, ...] = ()
-        if s.validate and data.validation is None:
+    def __init__(
+        self,
+        chain: Chain,
+        data: Data,
+        config: TrainStep,
+        engine: Engine,
+        store: ControlStore,
+        extremes: Mapping[str, Subnet],
+        validation: Validation | None = None,
+    ) -> None:
+        if validation is not None and data.validation is None:
             raise TrainError(
-                "validate needs validation data, and this data set has none: split some off it, or leave it out"
+                "validation needs validation data, and this data set has none: split some off it, or leave it out"
             )
-        law = make_law(s)
-        # A captured layer reads its weights at one address, and residency gives them many.
-        graphs = CudaGraphCache() if s.device.type == "cuda" and s.cuda_graphs and s.residency is None else None
-        if s.residency is not None:
-            move_buffers(chain, s.device)
-        self.sequential = SequentialReference(chain, law, s.stream, s.device, graphs)
-        self.losses = LossDigest()
+        self.chain, self.config, self.engine, self.store = chain, config, engine, store
+        self.validation = validation
         self.start = 0
-        self.loader = make_loader(data, s)
-        self._readback = AsyncReadback(s.device)
-        self._shown = 0.0
-        self.offload: OffloadManager | None = None
-        """What brings layers to the device, where they do not all stay there."""
+        self.subnets = validation_subnets(chain, extremes, config, validation)
+        self._losses = LossDigest()
+        self._digests: dict[int, str] = {0: self._losses.value}
+        """The digest of all losses before a step, for the checkpoint of that step."""
 
     def open(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
-        """From here on events and checkpoints go into this run, which must be locked."""
-        self.run = run
-        self.callbacks = tuple(callbacks)
+        """Events and checkpoints go into this run; on rank 0 it must be locked."""
+        self.run, self._callbacks = run, tuple(callbacks)
 
-    def reside(self) -> None:
-        """Layers live on the host, if the settings say so."""
-        if self.settings.residency is not None:
-            picks = self._picks().values() if self.settings.validate else ()
-            self.offload = attach(self.sequential, self.settings.residency, picks)
-
-    def run_to_end(self, checkpoint_every: int) -> str:
-        """Trains what is left and returns the fingerprint; on any way out the run is left so that it can be resumed."""
-        s = self.settings
-        self._emit("started", **begun(self.run, self.chain, self.start, s.steps))
-        step = self.start
-        try:
-            with deterministic(s.device), self.sequential.seeder.preserved(), stop_requests() as stop:
-                self.sequential.train_mode()
-                batches = self.loader.iterate(self.start, s.steps)
-                try:
-                    for batch in batches:
-                        self.step(step, batch)
-                        step += 1
-                        if stop():
-                            self._checkpoint(step)
-                            raise KeyboardInterrupt
-                        if step % checkpoint_every == 0 or step == s.steps:
-                            self._checkpoint(step)
-                        if s.validate and (step % s.validate.every == 0 or step == s.steps):
-                            self._validate(step)
-                finally:
-                    batches.close()
-                self.sequential.eval_mode()
-                digest = self.fingerprint()
-                self._show_memory()
-                if self.offload is not None:
-                    self.offload.flush()
-        except KeyboardInterrupt:
-            self._emit("stopped", at=step)
-            raise
-        except WeftError as problem:
-            self._emit("failed", at=step, reason=str(problem))
-            raise
-        except Exception as problem:
-            self._emit("failed", at=step, reason=f"{type(problem).__name__}: {problem}")
-            raise
-        finally:
-            self.sequential.eval_mode()
-        more = {} if self.offload is None else {"residency": self.offload.stats()}
-        self._emit("finished", steps=s.steps, fingerprint=digest, drift=drift(self.sequential.weights), **more)
-        return digest
-
-    def fingerprint(self) -> str:
-        """SHA-256 over all weights, optimizer states and losses so far."""
-        self._log(self._readback.drain())
-        weights = self.sequential.weights
-        return fingerprint({n: layer_digest(w, self.sequential.updater) for n, w in weights.items()}, self.losses)
-
-    def restore(self) -> bool:
-        """Goes back to the newest good checkpoint; False where there is none and the run begins anew."""
-        if not self.run.checkpoints.steps():
-            self.run.events.drop_from(0)
-            return False
-        saved = self.run.checkpoints.load()
+    def restore(self, step: int) -> None:
+        """Goes back to the checkpoint of a step, which rank 0 has found to be whole."""
+        layers = self.engine.layers
+        own = tuple(f"{name}{mark}" for name in layers.weights for mark in ".+")
+        saved = self.run.checkpoints.load(step, self.store.rank > 0, only=lambda name: name.startswith(own))
         if saved.meta.get("space") != self.chain.space.id:
             raise CheckpointError(
                 f"the checkpoint is of the space {saved.meta.get('space')}, "
                 f"not of this supernet's {self.chain.space.id}"
             )
-        layers = saved.meta["layers"]
-        if set(layers) != set(self.sequential.weights):
-            other = sorted(set(layers) ^ set(self.sequential.weights))[0]
+        numbers = saved.meta["layers"]
+        if other := sorted({*numbers} ^ {*self.chain.layers}):
             raise CheckpointError(
-                f"the checkpoint and the supernet have different layers: '{other}' is in one of them only"
+                f"the checkpoint and the supernet have different layers: '{other[0]}' is in one of them only"
             )
-        for name, weights in self.sequential.weights.items():
-            restore(weights, saved.tensors, layers[name])
-        self.sequential.resume(optimizer_states(saved.tensors))
-        if self.sequential.norms is not None:
-            at = saved.step * self.settings.microbatches
-            self.sequential.norms.restore(saved.meta.get("norms") or {}, at, self.settings.device)
-        if self.sequential.ties is not None:
-            self.sequential.ties.restore(saved.tensors, saved.step * self.settings.microbatches, self.settings.device)
-        self.losses = LossDigest(saved.meta["losses"])
-        self.start = saved.step
-        self.run.events.drop_from(saved.step)
-        self.run.checkpoints.drop_after(saved.step)
-        return True
+        for name, weights in layers.weights.items():
+            restore(weights, saved.tensors, numbers[name])
+        states = optimizer_states(saved.tensors)
+        layers.resume({name: state for name, state in states.items() if name in layers.optimizer.parameters})
+        at = step * self.config.microbatches
+        if layers.clipper is not None:
+            layers.clipper.restore(saved.meta.get("norms") or {}, at, layers.device)
+        if layers.ties is not None:
+            layers.ties.restore(saved.tensors, at, layers.device)
+        self._losses = LossDigest(saved.meta["losses"])
+        self._digests = {step: self._losses.value}
+        self.start = step
 
-    def step(self, i: int, batch: Batch) -> None:
-        """Trains step i on its batch, and logs whatever losses have arrived by now."""
-        result = self.sequential.step(i, batch)
-        self._log(self._readback.add(result))
-        if self.offload is not None and time.perf_counter() - self._shown > SHOWN:
-            self._show_memory(i)
+    def run_to_end(self, checkpoint_every: int, stopping: Callable[[], bool]) -> str:
+        """Trains what is left and returns the fingerprint; on any way out the run is left so that it can be resumed.
 
-    def _show_memory(self, step: int | None = None) -> None:
-        if self.offload is not None:
-            self._shown = time.perf_counter()
-            at = {} if step is None else {"step": step}
-            self._emit("residency", stages=[self.offload.stats()], **at)
+        Raises KeyboardInterrupt after a checkpoint where the user stops the run.
+        """
+        config, engine = self.config, self.engine
+        self.emit("started", **self._started())
+        writer = CheckpointWriter(self.run.checkpoints, self.store)
+        with self._reported(), deterministic(engine.layers.device), engine.layers.seeder.preserved():
+            engine.begin(self.start)
+            try:
+                while engine.reached < config.steps:
+                    engine.layers.train_mode()
+                    for item in engine.train(self._next_stop(), checkpoint_every, stopping):
+                        self._handle(item, writer)
+                    if engine.stopped:
+                        writer.close()
+                        self._announce(writer)
+                        raise KeyboardInterrupt
+                    self._validate()
+                writer.close()
+                self._announce(writer)
+                engine.layers.eval_mode()
+                digest = self._fingerprint()
+                moved = engine.end()
+            finally:
+                engine.close()
+                engine.layers.eval_mode()
+        fields = {"offload": moved} if moved else {}
+        self.emit("finished", steps=config.steps, fingerprint=digest, version_lag=self._version_lag(), **fields)
+        return digest
 
-    def _log(self, arrived: Iterator[tuple[Any, list[float], dict[str, Any]]]) -> None:
-        for result, losses, metrics in arrived:
-            loss = mean(losses)
-            if self.settings.nonfinite == "stop" and not all(map(math.isfinite, losses)):
-                raise self._late_non_finite(result.step, result.subnets, losses)
-            self.losses.add(losses)
-            fields: dict[str, Any] = {"step": result.step, "loss": loss, **metrics}
-            fields["rate"] = self.settings.schedule(result.step, self.settings.steps)
-            fields |= phase(self.settings, result.step)
-            fields["subnets"] = [subnet.id for subnet in result.subnets]
-            if result.skipped:
-                fields["skipped"] = result.skipped
-            self._emit("step", **fields)
+    def emit(self, event: str, **fields: Any) -> None:
+        """Rank 0 writes an event and shows it to the callbacks; the others are silent."""
+        if self.store.rank == 0:
+            self.run.events.append(event, **fields)
+            for callback in self._callbacks:
+                callback({"event": event, **fields})
 
-    def _late_non_finite(self, step: int, subnets: tuple[Subnet, ...], losses: list[float]) -> NonFiniteError:
-        # On a GPU the loss is seen some steps later; the batch is a function of its number, so the forward can be run
-        # again.
-        j = next(index for index, loss in enumerate(losses) if not math.isfinite(loss))
-        part = self.sequential.law.parts(self.loader.batch(step))[j]
-        return self.sequential.non_finite(step, j, subnets[j % len(subnets)], part)
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """The log says how the run ends where it does not end well."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.emit("stopped", at=self.engine.reached)
+            raise
+        except (PeerLost, SystemExit):
+            if self.store.store.check(["error"]):  # another rank has said what is wrong
+                self.emit("failed", at=self.engine.reached, reason=json.loads(self.store.store.get("error"))["text"])
+            raise
+        except Exception as problem:
+            reason = str(problem) if isinstance(problem, WeftError) else f"{type(problem).__name__}: {problem}"
+            self.emit("failed", at=self.engine.reached, reason=reason)
+            raise
 
-    def _checkpoint(self, step: int) -> None:
-        self._log(self._readback.drain())
-        for name, weights in self.sequential.weights.items():
-            weights.readable()
-            if weights.parameters and not bool(torch.isfinite(foreach.norm(list(weights.parameters)))):
-                raise NonFiniteError(
-                    f"the weights of layer '{name}' are not finite after step {step - 1}, so no checkpoint is written. "
-                    "Try a lower learning rate or clipping"
-                )
-        tensors: dict[str, Tensor] = {}
-        layers: dict[str, Any] = {}
-        for name, weights in self.sequential.weights.items():
-            found, layers[name] = capture(weights, self.sequential.updater, step * self.settings.microbatches)
-            tensors.update(found)
-        meta = {"space": self.chain.space.id, "seed": self.settings.seed, "losses": self.losses.value, "layers": layers}
-        if self.sequential.norms is not None:
-            meta["norms"] = self.sequential.norms.saved(step * self.settings.microbatches)
-        if self.sequential.ties is not None:
-            tensors |= self.sequential.ties.saved(step * self.settings.microbatches)
+    def _handle(self, item: StepRecord | Snapshot | Event | None, writer: CheckpointWriter) -> None:
+        match item:
+            case StepRecord():
+                self._losses.add(item.losses)
+                self._digests[item.step + 1] = self._losses.value
+                self.emit("step", **item.fields(self.config))
+            case Snapshot():
+                step = item.at // self.config.microbatches
+                writer.put(step, item, self._meta(step, item) if self.store.rank == 0 else {})
+            case event, fields:
+                self.emit(event, **fields)
+        writer.check()
+        self._announce(writer)
+
+    def _meta(self, step: int, snapshot: Snapshot) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors; its numbers of layers are added by the writer."""
         self.run.events.flush()
-        began = time.perf_counter()
-        self.run.checkpoints.save(step, tensors, meta)
-        self._emit("checkpoint", at=step, seconds=time.perf_counter() - began)
+        self._digests = {at: digest for at, digest in self._digests.items() if at >= step}
+        meta = {"space": self.chain.space.id, "seed": self.config.seed, "losses": self._digests[step]}
+        return meta if self.engine.layers.clipper is None else {**meta, "norms": snapshot.norms}
 
-    def _validate(self, step: int) -> None:
-        options = self.settings.validate
-        if options is None or self.data.validation is None:
+    def _announce(self, writer: CheckpointWriter) -> None:
+        while writer.published:
+            step, seconds = writer.published.pop(0)
+            self.emit("checkpoint", at=step, seconds=seconds)
+
+    def _next_stop(self) -> int:
+        """The step before which the run is validated, or ends."""
+        if self.validation is None:
+            return self.config.steps
+        every = self.validation.every
+        return min((self.engine.reached // every + 1) * every, self.config.steps)
+
+    def _validate(self) -> None:
+        if self.validation is None:
             return
-        self._log(self._readback.drain())
-        picks = self._picks()
-        loader = Loader(self.data.validation, options.batch_size, 0, shuffle=False, device=self.settings.device)
-        self.sequential.eval_mode()
-        for name, subnet in picks.items():
-            with recalibrated(self.chain, subnet, (self.loader.batch(k) for k in range(options.recalibrate))):
-                batches = validation_batches(loader, self.settings, step)
-                scores = evaluate(
-                    self.chain, subnet, batches, self.settings.loss, self.settings.metrics, self.settings.precision
-                )
-            self._emit("validation", step=step - 1, pick=name, subnet=subnet.id, scores=scores)
-        self.sequential.train_mode()
+        step = self.engine.reached
+        self.engine.layers.eval_mode()
+        for name, scores in self.engine.evaluate(step, self.subnets, self.validation):
+            self.emit("validation", step=step - 1, pick=name, subnet=self.subnets[name].id, scores=scores)
 
-    def _picks(self) -> dict[str, Subnet]:
-        extremes = {"largest": self.chain.largest(), "smallest": self.chain.smallest()}
-        return validation_subnets(self.chain, extremes, self.settings)
+    def _fingerprint(self) -> str:
+        """SHA-256 over all weights, optimizer states and losses."""
+        layers = self.engine.layers
+        own = {name: layer_digest(weights, layers.optimizer) for name, weights in layers.weights.items()}
+        digests: dict[str, str] = {}
+        for part in self.store.gather("digests", own):
+            digests |= part
+        if self.store.rank == 0:
+            self.store.set("fingerprint", fingerprint(digests, self._losses))
+        return str(self.store.get("fingerprint"))
 
-    def _emit(self, event: str, **fields: Any) -> None:
-        self.run.events.append(event, **fields)
-        for callback in self.callbacks:
-            callback({"event": event, **fields})
+    def _version_lag(self) -> dict[str, dict[str, int]]:
+        """By how many updates backwards were ahead of their forwards, by layer, and how often."""
+        own = {
+            name: {str(k): count for k, count in sorted(w.drifts.items())}
+            for name, w in self.engine.layers.weights.items()
+            if w.drifts
+        }
+        lags: dict[str, dict[str, int]] = {}
+        for part in self.store.gather("version lags", own):
+            lags |= part
+        return lags
 
-
-def make_law(s: Settings) -> TrainStep:
-    """What the settings mean for training, apart from where it runs."""
-    return TrainStep(
-        s.steps,
-        s.microbatches,
-        s.loss,
-        s.optimizer,
-        s.schedule,
-        s.seed,
-        s.consistency,
-        s.clip,
-        s.precision,
-        s.nonfinite,
-        s.metrics,
-        s.bilevel,
-        s.distil,
-        s.rescale,
-    )
+    def _started(self) -> dict[str, Any]:
+        """What the log says at the start; of a mixture also what each number stands for that every step has."""
+        fields = {
+            "train_config": dict(self.run.manifest.get("train_config") or {}),
+            "at": self.start,
+            "steps": self.config.steps,
+        }
+        if isinstance(self.chain, MixedChain):
+            space = self.chain.space
+            fields["choices"] = [{"name": name, "options": choice_options(space, name)} for name in self.chain.order]
+        return fields
 
 
-def validation_subnets(chain: Chain, extremes: Mapping[str, Subnet], s: Settings) -> dict[str, Subnet]:
+def validation_subnets(
+    chain: Chain, extremes: Mapping[str, Subnet], config: TrainStep, validation: Validation | None
+) -> dict[str, Subnet]:
     """The subnets that are scored on the way, by name; where there is nothing to choose, the one that there is."""
+    if validation is None:
+        return {}
     if not chain.space.choices:
         return {"largest": extremes["largest"]}
-    if s.bilevel is not None:  # the chain runs the mixture, whatever subnet it is given
+    if config.architecture_search is not None:  # the chain runs the mixture, whatever subnet it is given
         return {"mixture": extremes["largest"]}
-    rng = generator(s.seed, "validate")
-    count = 0 if s.validate is None else s.validate.random
-    return {**extremes, **{f"random{k}": chain.space.sample(rng) for k in range(count)}}
-
-
-def validation_batches(loader: Loader, s: Settings, step: int) -> Iterator[Batch]:
-    """The batches of validation data, with how far the run has come where a chain with an architecture may ask."""
-    batches = loader.all()
-    return batches if s.bilevel is None else (marked(batch, step / s.steps) for batch in batches)
-
-
-def make_loader(data: Data, settings: Settings) -> Loader | IterableLoader | BilevelLoader:
-    """The batches of a run by step; a foreign loader of training data is taken as it is."""
-
-    def loader(source: Source) -> Loader:
-        s = settings
-        return Loader(source, s.batch_size, s.seed, augment=s.augment, workers=s.workers, device=s.device)
-
-    train = data.train if isinstance(data.train, IterableLoader) else loader(data.train)
-    if settings.bilevel is None:
-        return train
-    if data.validation is None:
-        raise TrainError(
-            "architecture parameters learn on validation data, and this data set has none: split some off it"
-        )
-    return BilevelLoader(settings.bilevel, train, loader(data.validation), settings.steps)
+    rng = generator(config.seed, "validate")
+    return {**extremes, **{f"random{k}": chain.space.sample(rng) for k in range(validation.random)}}

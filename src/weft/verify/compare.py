@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,14 @@ from weft.data import as_data
 from weft.distributed.env import read_env
 from weft.engine.consistency import version_schedule
 from weft.engine.layer_state import tensors_digest
-from weft.engine.optimizer import Schedule, make_schedule
+from weft.engine.optimizer import Optimizer
+from weft.engine.train_step import TrainStep
 from weft.errors import PipelineError, RunError, TrainError, WeftError
 from weft.runs import Run
 from weft.supernet import Chain, Factory, initialise
 from weft.supernet.partition import check_stages
 from weft.trainer.api import train
-from weft.trainer.config import Settings, make_settings
+from weft.trainer.config import Execution, Parts, RunConfig, TrainConfig, resolve
 from weft.verify.diagnose import KERNEL, UNKNOWN, Cause, Subject, kernel
 from weft.verify.record import (
     PLACES,
@@ -41,8 +41,6 @@ from weft.verify.record import (
 )
 
 log = logging.getLogger("weft.pipeline")
-
-_SETTINGS = inspect.signature(make_settings).parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +73,11 @@ class Outcome:
 class WholeRun:
     """The schedule of a run of which only the first steps are trained."""
 
-    kind: str | Schedule
-    warmup: int
+    optimizer: Optimizer
     steps: int
 
     def __call__(self, step: int, steps: int) -> float:
-        return make_schedule(self.kind, self.warmup)(step, self.steps)
+        return self.optimizer.lr_factor(step, self.steps)
 
 
 @dataclass(frozen=True)
@@ -89,26 +86,26 @@ class VerifyCase:
 
     net: Chain | Factory
     data: Any
-    arguments: Mapping[str, Any]
+    config: TrainConfig
+    execution: Execution
     chain: Chain
-    settings: Settings
+    step: TrainStep
 
     def train(self, way: RunVariant, folder: Path, record: bool = False) -> Outcome:
         """Trains it one way. What another way of running makes of it, an error included, is the outcome; what is wrong
         with the run itself is raised."""
         folder.mkdir()
-        steps, cut = self.settings.steps, self.arguments.get("cut")
-        options: dict[str, Any] = {
-            **self.arguments,
-            "runs": folder,
-            "run": "run",
-            "stages": way.stages,
-            "cut": cut if cut is not None and len(cut) == way.stages - 1 else None,
-            "checkpoint_every": max(1, steps // 2) if way.resumed else steps,
-            "restarts": 0,
-        }
-        if record:
-            options["cuda_graphs"] = False  # a replay passes by what records
+        steps, cut = self.config.steps, self.execution.cut
+        execution = replace(
+            self.execution,
+            stages=way.stages,
+            cut=cut if cut is not None and len(cut) == way.stages - 1 else None,
+            max_restarts=0,
+            # a replay passes by what records
+            cuda_graphs=self.execution.cuda_graphs and not record,
+        )
+        kept = RunConfig(name="run", folder=folder, checkpoint_every=max(1, steps // 2) if way.resumed else steps)
+        resume = False
         net = Recorded(self.net, folder) if record else partial(fresh, self.net)
         began = time.perf_counter()
         fingerprint = error = None
@@ -116,9 +113,10 @@ class VerifyCase:
         try:
             if way.resumed and steps > 1:
                 with suppress(_Stopped):
-                    train(net, self.data, **options, callbacks=[_stop_at_checkpoint])
-                options["resume"] = True
-            fingerprint = train(net, self.data, **options).fingerprint
+                    train(net, self.data, self.config, execution=execution, run=kept, callbacks=[_stop_at_checkpoint])
+                resume = True
+            done = train(net, self.data, self.config, execution=execution, run=kept, resume=resume)
+            fingerprint = done.fingerprint
         except Exception as problem:
             error = str(problem)
             if kernel(error) is None and (way == RunVariant(1) or not isinstance(problem, WeftError)):
@@ -129,7 +127,7 @@ class VerifyCase:
 
     def plan(self) -> Plan:
         """Which layers every micro-batch uses."""
-        s, blocks = self.settings, len(self.chain.blocks)
+        s, blocks = self.step, len(self.chain.blocks)
         picks = [s.stream[step] for step in range(s.steps)]
         subnets = [step[j % len(step)] for step in picks for j in range(s.microbatches)]
         clocks = {
@@ -140,7 +138,7 @@ class VerifyCase:
 
     def evidence(self, outcome: Outcome) -> RunRecord:
         """Losses, the last checkpoint and, if the run was recorded, every forward."""
-        run, s, plan = outcome.run, self.settings, self.plan()
+        run, s, plan = outcome.run, self.step, self.plan()
         losses = {event["step"]: event["loss"] for event in run.events.read() if event["event"] == "step"}
         layers: dict[str, dict[str, Any]] = {name: {} for name in self.chain.layers}
         for name, tensor in run.checkpoints.load().tensors.items():
@@ -149,22 +147,21 @@ class VerifyCase:
         return RunRecord(losses, {name: tensors_digest(tensors) for name, tensors in layers.items()}, records)
 
 
-def make_case(
-    net: Chain | Factory, data: Any, arguments: Mapping[str, Any], stages: Sequence[int], steps: int
-) -> VerifyCase:
-    """The case that the arguments of ``weft.train`` mean; numbers of stages that cannot be are refused."""
+def make_case(net: Chain | Factory, data: Any, parts: Parts, stages: Sequence[int], steps: int) -> VerifyCase:
+    """The case that the configuration of a run means; numbers of stages that cannot be are refused."""
     if read_env() is not None:
         raise PipelineError("verification starts the stages by itself: run it without torchrun")
     if steps < 1:
         raise TrainError(f"steps={steps}: at least one step must be trained to compare anything")
-    total = int(arguments["steps"])
-    given = {**arguments, "steps": min(steps, total), "warmup": 0, "validate": None, "trace": False}
-    given["schedule"] = WholeRun(arguments.get("schedule", "cosine"), int(arguments.get("warmup", 0)), total)
-    chain = initialise(partial(fresh, net), int(given.get("seed", 0)))
+    config, execution, _ = parts
+    optimizer = config.optimizer
+    assert isinstance(optimizer, Optimizer)
+    whole = optimizer.with_schedule(WholeRun(optimizer, config.steps))
+    config = replace(config, steps=min(steps, config.steps), optimizer=whole)
+    chain = initialise(partial(fresh, net), config.seed)
     for count in stages:
         check_stages(count, len(chain.blocks))
-    settings = make_settings(chain, **{name: value for name, value in given.items() if name in _SETTINGS})
-    return VerifyCase(net, data, given, chain, settings)
+    return VerifyCase(net, data, config, replace(execution, trace=False), chain, resolve(config, chain))
 
 
 def _is_error(record: logging.LogRecord) -> bool:
@@ -193,7 +190,7 @@ STEPS = 50
 def verify_run(
     net: Chain | Factory,
     data: Any,
-    arguments: Mapping[str, Any],
+    parts: Parts,
     stages: Sequence[int],
     *,
     steps: int = STEPS,
@@ -201,11 +198,12 @@ def verify_run(
 ) -> dict[str, Any]:
     """Trains the first steps on one stage, again with a stop and a resume in the middle, and on every number of stages.
 
-    ``net``, ``data`` and ``arguments`` are those of ``weft.train``. ``equal`` says whether all ``rows`` have the
-    fingerprint of the first. If not, ``difference`` has the first step and layer in which one of them parts from it,
-    and ``cause`` the likely cause, found by doing it twice in one process. ``on_way`` is told what is going to be run.
+    ``net``, ``data`` and the three ``parts`` of the configuration are those of ``weft.train``. ``equal`` says whether
+    all ``rows`` have the fingerprint of the first. If not, ``difference`` has the first step and layer in which one of
+    them parts from it, and ``cause`` the likely cause, found by doing it twice in one process. ``on_way`` is told what
+    is going to be run.
     """
-    case = make_case(net, data, arguments, stages, steps)
+    case = make_case(net, data, parts, stages, steps)
     say = on_way or (lambda told: None)
     found: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
@@ -216,7 +214,7 @@ def verify_run(
         failed = [outcome for outcome in found if outcome.error or outcome.fingerprint != first.fingerprint]
         verdict: dict[str, Any] = {
             "equal": not failed,
-            "steps": case.settings.steps,
+            "steps": case.config.steps,
             "threads": torch.get_num_threads(),
             "rows": [_row(outcome, outcome not in failed) for outcome in found],
             "difference": None,
@@ -245,9 +243,9 @@ def _explained(case: VerifyCase, first: Outcome, failed: Outcome, folder: Path) 
     """Where and why a run parts from the first one."""
 
     def load() -> Any:
-        return as_data(case.data, case.settings.seed)
+        return as_data(case.data, case.config.seed)
 
-    subject = Subject(case.net, load, case.settings)
+    subject = Subject(case.net, load, case.step, case.execution)
     if failed.error is not None:
         return _error_explained(subject, failed)
     ways = {"first": first.way, "second": failed.way}
@@ -257,7 +255,7 @@ def _explained(case: VerifyCase, first: Outcome, failed: Outcome, folder: Path) 
         return where, subject.cause(where) or _elsewhere(where, failed.way)
     # Recorded, the same two runs agree: only what is left of the first ones tells.
     step = first_loss(case.evidence(first), case.evidence(failed))
-    where = Difference(case.settings.steps - 1 if step is None else step, None, None)
+    where = Difference(case.config.steps - 1 if step is None else step, None, None)
     return where, _gone(case)
 
 
@@ -285,14 +283,14 @@ def _elsewhere(where: Difference, way: RunVariant) -> Cause:
     threads = torch.get_num_threads()
     hint = "it may depend on its process (environment, number, order of files or sets) or on what ran before it there"
     if threads > 1:
-        hint += f"; or on its {threads} threads: try train.threads = 1"
+        hint += f"; or on its {threads} threads: try execution.threads = 1"
     return Cause(UNKNOWN, f"{why}: {hint}", "make it a function of its inputs alone")
 
 
 def _gone(case: VerifyCase) -> Cause:
-    if case.settings.device.type == "cuda" and case.settings.cuda_graphs:
+    if torch.device(case.execution.device).type == "cuda" and case.execution.cuda_graphs:
         why = "without CUDA graphs the same runs agree"
-        return Cause(KERNEL, why, "set train.cuda_graphs = false, and report it with the layers that you use")
+        return Cause(KERNEL, why, "set execution.cuda_graphs = false, and report it with the layers that you use")
     why = (
         "the same two runs, done again, agree: it comes and goes, as with threads of one's own or uninitialised memory"
     )

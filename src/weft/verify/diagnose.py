@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from weft.data import Batch, Data
 from weft.engine.rng import Seeder, deterministic
+from weft.engine.train_step import TrainStep
 from weft.supernet import Activations, Chain, Factory, as_activations, extra_inputs, initialise, run_layer
-from weft.trainer.config import Settings
-from weft.trainer.run_setup import to_memory_format
-from weft.trainer.trainer import make_law, make_loader
+from weft.trainer.batches import make_loader
+from weft.trainer.config import Execution
 from weft.verify.record import Difference, fresh
 
 IMPURE = "impure"
@@ -40,7 +40,12 @@ class Subject:
 
     net: Chain | Factory
     load: Callable[[], Data]
-    settings: Settings
+    config: TrainStep
+    execution: Execution
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.execution.device)
 
     def cause(self, found: Difference) -> Cause | None:
         """The cause of a difference; None where doing it twice in this process gives equal bits."""
@@ -58,11 +63,11 @@ class Subject:
     def layers(self, step: int) -> list[tuple[str | None, Cause | None]]:
         """What is wrong with each layer of a step, and at last with the loss, whose name is None: each runs alone and
         twice, forward and backward, from the same inputs, weights, buffers and seeds."""
-        s, found = self.settings, list[tuple[str | None, Cause | None]]()
-        law, seeder, picks = make_law(s), Seeder(s.seed, s.device), s.stream[step]
-        with deterministic(s.device), seeder.preserved(), law.autocast(s.device)():
-            chain = to_memory_format(initialise(fresh(self.net), s.seed, s.device), s).train()
-            for j, batch in enumerate(law.parts(make_loader(self.load(), s).batch(step))):
+        config, device, found = self.config, self.device, list[tuple[str | None, Cause | None]]()
+        seeder, picks = Seeder(config.seed, device), config.stream[step]
+        with deterministic(device), seeder.preserved(), config.autocast(device):
+            chain = self.execution.lay_out(initialise(fresh(self.net), config.seed, device)).train()
+            for j, batch in enumerate(config.parts(make_loader(self.load(), config, device).batch(step))):
                 carry, subnet = chain.enter(batch), picks[j % len(picks)]
                 for layer in chain.route(subnet):
                     module, seeded = chain.module(layer), partial(seeder.set, step, j, layer.name)
@@ -72,20 +77,20 @@ class Subject:
                     if cause is not None and cause.kind == KERNEL:
                         return found
                 seeded = partial(seeder.set, step, j, "loss")
-                found.append((None, _twice("the loss", partial(_loss, s, batch), None, carry, seeded)[0]))
+                found.append((None, _twice("the loss", partial(_loss, config, batch), None, carry, seeded)[0]))
         return found
 
     def _of_building(self, name: str) -> Cause | None:
-        s = self.settings
-        with Seeder(s.seed, s.device).preserved():
-            built = [initialise(lambda: fresh(self.net), s.seed, only=[name]).module(name) for _ in range(2)]
+        seed = self.config.seed
+        with Seeder(seed, self.device).preserved():
+            built = [initialise(lambda: fresh(self.net), seed, only=[name]).module(name) for _ in range(2)]
         if _equal(*(list(module.parameters()) for module in built)):
             return None
         remedy = "draw initial weights from torch's global generator, which weft seeds for every layer"
         return Cause(IMPURE, f"building layer '{name}' twice gives other weights", remedy)
 
     def _of_batch(self, step: int) -> Cause | None:
-        one, other = (make_loader(self.load(), self.settings).batch(step) for _ in range(2))
+        one, other = (make_loader(self.load(), self.config, self.device).batch(step) for _ in range(2))
         name = next((name for name in one if not _equal([one[name]], [other.get(name)])), None)
         if name is None:
             return None
@@ -141,8 +146,8 @@ def _twice(
     return Cause(IMPURE, why, remedy), carry
 
 
-def _loss(settings: Settings, batch: Batch, outputs: Activations) -> Tensor:
-    return settings.loss(outputs[0] if len(outputs) == 1 else outputs, batch)
+def _loss(config: TrainStep, batch: Batch, outputs: Activations) -> Tensor:
+    return config.loss(outputs[0] if len(outputs) == 1 else outputs, batch)
 
 
 def _gradients(outputs: Activations, sources: list[Tensor]) -> tuple[Tensor | None, ...]:

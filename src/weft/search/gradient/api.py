@@ -3,10 +3,10 @@ out."""
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,11 +16,12 @@ from weft.distributed.env import read_env
 from weft.elastic import Mixture, Switch
 from weft.elastic.mixture import choice_options
 from weft.engine.bilevel import Bilevel
-from weft.engine.losses import cross_entropy
 from weft.engine.optimizer import Optimizer
-from weft.engine.train_step import Loss
-from weft.errors import SearchError, nearest
-from weft.search.api import check_name, search, told_choices
+from weft.engine.train_step import Metric
+from weft.errors import SearchError
+from weft.runs.events import Callback
+from weft.search.api import check_name, told_choices
+from weft.search.api import search as search_run
 from weft.search.cost_model import build_cost_model
 from weft.search.discretize import by_perturbation, candidates, most_probable_subnet
 from weft.search.front import Front, Scored
@@ -49,7 +50,7 @@ from weft.supernet.mixed_chain import (
 )
 from weft.trainer.api import TrainedRun, train
 from weft.trainer.checkpointing import load_initial
-from weft.trainer.config import consistencies
+from weft.trainer.config import Execution, RunConfig, TrainConfig, consistencies, merge_fields
 from weft.utils.files import write_json
 
 log = logging.getLogger("weft.search")
@@ -77,45 +78,66 @@ class GradientSearchResult:
         return module
 
 
+@dataclass(frozen=True, kw_only=True)
+class GradientSearchConfig:
+    """How weights and architecture are learned together, beside what TrainConfig says."""
+
+    method: str | GradientMethod | SampledMethod = "drnas"
+    """its name, or the method itself"""
+    targets: str | Iterable[str] = ()
+    """what the subnet shall cost, within 2 %: `"parameters=5e6"`, `"flops=1e9"`"""
+    penalties: Sequence[Penalty] = ()
+    """what else the loss of the architecture is to count"""
+    architecture: Optimizer | None = None
+    """the optimizer of the architecture parameters; as suits the method and the steps if not given"""
+    weight_warmup_steps: int | None = None
+    """steps that train the weights alone, before the architecture learns too; as suits the method if not given"""
+    pick: str | None = None
+    """how the subnet is settled on: the `likeliest` of the mixture, or of each choice of candidates the one that is
+    `missed` most; as suits the method if not given, and under targets the likeliest that meets them"""
+    budget: int = 200
+    """subnets that are scored, by methods that train by samples"""
+    recalibrate: int = 2
+    """batches that batch norms see again before a subnet is scored"""
+    search_name: str = "search"
+    """of the folder under `results`"""
+
+
 def search_gradient(
     net: Chain | Factory,
     data: Any,
+    config: TrainConfig | None = None,
     *,
-    method: str | GradientMethod | SampledMethod = "drnas",
-    steps: int,
-    loss: Loss = cross_entropy,
-    metrics: dict[str, Any] | None = None,
-    targets: str | Iterable[str] = (),
-    penalties: Sequence[Penalty] = (),
-    architecture: Optimizer | None = None,
-    warmup_weights: int | None = None,
-    pick: str | None = None,
-    seed: int = 0,
-    budget: int = 200,
-    recalibrate: int = 2,
-    name: str = "search",
+    search: GradientSearchConfig | None = None,
+    execution: Execution | None = None,
+    run: RunConfig | str | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: bool = False,
     on_score: Callable[[Scored, bool], None] | None = None,
     **options: Any,
 ) -> GradientSearchResult:
     """Learns weights and architecture together, and returns the subnet that it settles on.
 
-    ``steps`` counts steps of both kinds: after ``warmup_weights`` steps for the weights alone (as many as suit the
-    method, if not given), every second one trains the architecture on validation data. ``targets`` such as
-    ``"parameters=5e6"`` or ``"flops=1e9"`` pull the expected cost of the mixture there, and the subnet meets them
-    within 2 %. ``architecture`` is the optimizer of the architecture parameters. ``pick`` says how the subnet is
-    settled on in the end: the ``likeliest`` of the mixture, or of each choice of candidates the one that is ``missed``
-    most; if not given, as suits the method, and under targets the likeliest that meets them. Methods that train by
-    samples (``spos``, ``fairnas``, ``sandwich``) train their stream and then search ``budget`` subnets by evolution for
-    the least loss, of which ``on_score`` is told. Other options are those of ``weft.train``; the run resumes, runs on
-    several stages and repeats to the bit as any other.
+    ``config.steps`` counts steps of both kinds: after those for the weights alone every second one trains the
+    architecture on validation data. Methods that train by samples (``spos``, ``fairnas``, ``sandwich``) train their
+    stream and then search ``budget`` subnets by evolution for the least loss, of which ``on_score`` is told.
+    ``options`` are fields of GradientSearchConfig, TrainConfig, Execution and RunConfig by name. The run resumes, runs
+    on several stages and repeats to the bit as any other.
     """
-    chosen = make_gradient_method(method) if isinstance(method, str) else method
-    check_arguments(chosen, steps, metrics, targets, penalties, architecture, warmup_weights, pick, options)
-    given = {"steps": steps, "loss": loss, "metrics": dict(metrics or {}), "seed": seed, **options}
-    check_name(name)
+    own = {entry.name for entry in fields(GradientSearchConfig)}
+    asked = replace(search or GradientSearchConfig(), **{name: options.pop(name) for name in own & {*options}})
+    kept = RunConfig(name=run) if isinstance(run, str) else run or RunConfig()
+    parts = merge_fields((config or TrainConfig(), execution or Execution(), kept), options)
+    config, execution, kept = parts
+    if config.architecture_search is not None:
+        raise SearchError("a gradient search makes its own architecture_search: leave it out")
+    chosen = make_gradient_method(asked.method) if isinstance(asked.method, str) else asked.method
+    check_search(asked, chosen)
+    check_name(asked.search_name)
     started = read_env()
     if started is not None and started.world > 1:  # only the first of them would have the weights in the end
         raise SearchError("gradient search starts the processes of its stages itself: use stages=N and not torchrun")
+    seed = config.seed
     loaded = as_data(data, seed)
     if loaded.validation is None:
         raise SearchError(
@@ -124,14 +146,17 @@ def search_gradient(
         )
     if not initialise(net, seed, only=()).space.choices:
         raise SearchError(f"'{chosen.name}' has nothing to search: the supernet has no choices")
-    wanted = _targets(net, loaded, targets, seed, str(options.get("device", "cpu")))
+    targets = _targets(net, loaded, asked.targets, seed, execution.device)
+    start = partial(train, execution=execution, callbacks=callbacks, resume=resume)
     if isinstance(chosen, SampledMethod):
-        return _by_samples(net, data, chosen, given, wanted, budget, recalibrate, name, on_score)
-    way = pick or default_pick(chosen)
-    if wanted or not candidates(initialise(net, seed, only=()).space):
+        trained = start(net, data, _sampled_config(config, chosen), run=kept)
+        return _by_samples(trained, targets, asked, on_score)
+    way = asked.pick or default_pick(chosen)
+    if targets or not candidates(initialise(net, seed, only=()).space):
         way = "likeliest"
-    warm = default_warmup(chosen, steps) if warmup_weights is None else warmup_weights
-    bilevel = Bilevel(architecture or default_optimizer(chosen, steps), warm, order=chosen.order)
+    steps = config.steps
+    warm = default_warmup(chosen, steps) if asked.weight_warmup_steps is None else asked.weight_warmup_steps
+    bilevel = Bilevel(asked.architecture or default_optimizer(chosen, steps), warm, order=chosen.order)
     if not any(bilevel.architecture(step) for step in range(warm, steps)):
         raise SearchError(
             f"of {steps} steps, {warm} of which train the weights alone, none trains the architecture: give more steps"
@@ -146,32 +171,52 @@ def search_gradient(
     _tell_unfaithful(net, loaded, seed)
     layout: Layout = tuple((n, len(choice_options(mixed.space, n))) for n in mixed.order)
     total = sum(count for _, count in layout)
-    given |= {
-        "loss": MixedLoss(loss, layout, (*wanted, *penalties), repr(chosen)),
-        "metrics": {**{n: MixedMetric(m) for n, m in (metrics or {}).items()}, "mixture": Probabilities(total)},
-        "stream": mixed.space.first(),
-        "bilevel": bilevel,
-    }
-    trained = train(mixed_factory(net, chosen, side), data, **given)
+    mixed_config = replace(
+        config,
+        loss=MixedLoss(config.loss, layout, (*targets, *asked.penalties), repr(chosen)),
+        stream=mixed.space.first(),
+        architecture_search=bilevel,
+    )
+    metrics: dict[str, Metric] = {name: MixedMetric(metric) for name, metric in kept.metrics.items()}
+    metrics["mixture"] = Probabilities(total)
+    trained = start(mixed_factory(net, chosen, side), data, mixed_config, run=replace(kept, metrics=metrics))
     assert isinstance(trained.chain, MixedChain)
     mixture = trained.chain.mixture()
-    plain = replace(
-        trained,
-        chain=_inherited(net, trained, seed),
-        net=net,
-        settings=replace(
-            trained.settings,
-            loss=loss,
-            metrics=dict(metrics or {}),
-            bilevel=None,
-            consistency=consistencies(initialise(net, seed, only=()), options.get("consistency")),
-        ),
-    )
+    plain = _plain(trained, net, config, kept)
     if way == "missed":
-        subnet = by_perturbation(plain.chain, mixture, plain.data, plain.settings, penalties)
+        subnet = by_perturbation(plain, mixture, asked.penalties)
     else:
-        subnet = most_probable_subnet(mixture, wanted)
-    return replace(_found(plain, subnet, mixture, recalibrate, name, chosen.name, layout), pick=way)
+        subnet = most_probable_subnet(mixture, targets)
+    return replace(_found(plain, subnet, mixture, asked, chosen.name, layout), pick=way)
+
+
+def _plain(trained: TrainedRun, net: Chain | Factory, config: TrainConfig, kept: RunConfig) -> TrainedRun:
+    """The run with the plain supernet, which has the weights of the mixed one."""
+    plain = initialise(net, config.seed, trained.device)
+    load_initial(plain, trained.chain.state_dict())
+    step = replace(
+        trained.step,
+        loss=config.loss,
+        metrics=dict(kept.metrics),
+        architecture_search=None,
+        consistency=consistencies(plain, config.consistency),
+    )
+    return replace(trained, chain=plain.eval(), net=net, config=config, step=step)
+
+
+def _sampled_config(config: TrainConfig, method: SampledMethod) -> TrainConfig:
+    """The configuration of a run that trains subnets as the method draws them, or as another stream than the default
+    one does."""
+    if config.stream == TrainConfig.stream:
+        config = replace(config, stream=method.stream)
+    if method.microbatches is not None:
+        if config.microbatches not in (1, method.microbatches):
+            raise SearchError(
+                f"a step of '{method.name}' is {method.microbatches} micro-batches, one for each of its subnets: "
+                "leave microbatches out"
+            )
+        config = replace(config, microbatches=method.microbatches)
+    return replace(config, distill=config.distill or True) if method.distils else config
 
 
 def _tell_unfaithful(net: Chain | Factory, data: Data, seed: int) -> None:
@@ -201,39 +246,23 @@ def _is_partial(chain: Chain) -> bool:
 
 
 def _by_samples(
-    net: Chain | Factory,
-    data: Any,
-    method: SampledMethod,
-    given: dict[str, Any],
-    wanted: Sequence[Target],
-    budget: int,
-    recalibrate: int,
-    name: str,
+    trained: TrainedRun,
+    targets: Sequence[Target],
+    asked: GradientSearchConfig,
     on_score: Callable[[Scored, bool], None] | None,
 ) -> GradientSearchResult:
-    given = {"stream": method.stream, **given}
-    if method.microbatches is not None:
-        if given.get("microbatches", 1) not in (1, method.microbatches):
-            raise SearchError(
-                f"a step of '{method.name}' is {method.microbatches} micro-batches, one for each of its subnets: "
-                "leave microbatches out"
-            )
-        given["microbatches"] = method.microbatches
-    if method.distils:
-        given.setdefault("distil", True)
-    trained = train(net, data, **given)
-    bounds = [f"{t.expected.metric}{op}{t.value * (1 + s)}" for t in wanted for op, s in ((">=", -0.02), ("<=", 0.02))]
-    front = search(
+    bounds = [f"{t.expected.metric}{op}{t.value * (1 + s)}" for t in targets for op, s in ((">=", -0.02), ("<=", 0.02))]
+    front = search_run(
         trained,
         minimize="loss",  # ranks subnets with inherited weights better than accuracy does, which is the same for many
         constraints=bounds,
-        budget=budget,
+        budget=asked.budget,
         method="evolution",
-        seed=int(given["seed"]),
-        recalibrate=recalibrate,
-        name=name,
+        seed=trained.config.seed,
+        recalibrate=asked.recalibrate,
+        name=asked.search_name,
         on_score=on_score,
-        expected=[target.expected for target in wanted],
+        expected=[target.expected for target in targets],
     )
     best = front.best()
     return GradientSearchResult(trained, best.subnet, dict(best.scores), None, front)
@@ -255,78 +284,40 @@ def _targets(
     return wanted
 
 
-def _inherited(net: Chain | Factory, trained: TrainedRun, seed: int) -> Chain:
-    """The plain supernet with the weights of the mixed one."""
-    plain = initialise(net, seed, trained.settings.device)
-    load_initial(plain, trained.chain.state_dict())
-    return plain.eval()
-
-
 def _found(
-    trained: TrainedRun,
-    subnet: Subnet,
-    mixture: Mixture,
-    recalibrate: int,
-    name: str,
-    method: str,
-    layout: Layout,
+    trained: TrainedRun, subnet: Subnet, mixture: Mixture, asked: GradientSearchConfig, method: str, layout: Layout
 ) -> GradientSearchResult:
-    scorer = Scorer(trained.chain, trained.data, trained.settings, recalibrate)
+    scorer = Scorer(trained, asked.recalibrate)
     scores = {**scorer.quality(subnet), **scorer.cheap(subnet)}
-    quality = next(iter(trained.settings.metrics), "loss")
+    quality = next(iter(trained.step.metrics), "loss")
     objectives = parse_objectives(*(((), quality) if quality == "loss" else (quality, ())))
     front = Front([Scored(subnet, scores)], objectives, (), scorer.extract, origin=trained)
-    folder = trained.run.path / "results" / name
+    folder = trained.run.path / "results" / asked.search_name
     front.save(folder, scorer.layers, choices=told_choices(trained.chain.space))
-    told = {n: [round(p, 6) for p in mixture[n].tolist()] for n, _ in layout}
-    write_json(folder / "mixture.json", {"method": method, "subnet": subnet.to_json(), "probabilities": told})
+    rows = {n: [round(p, 6) for p in mixture[n].tolist()] for n, _ in layout}
+    write_json(folder / "mixture.json", {"method": method, "subnet": subnet.to_json(), "probabilities": rows})
     return GradientSearchResult(trained, subnet, scores, mixture, front)
 
 
-# What a gradient search was given, checked before anything is built: each mistake has its line.
-
-OWN = ["method", "targets", "penalties", "architecture", "warmup_weights", "pick", "budget", "recalibrate", "name"]
-
-
-def check_arguments(
-    method: object,
-    steps: object,
-    metrics: object,
-    targets: object,
-    penalties: object,
-    architecture: object,
-    warmup_weights: object,
-    pick: object,
-    options: Mapping[str, Any],
-) -> None:
-    """Raises SearchError for what is of the wrong kind, and for options that nobody has."""
+def check_search(asked: GradientSearchConfig, method: GradientMethod | SampledMethod) -> None:
+    """Raises SearchError for what is of the wrong kind, before anything is built: each mistake has its line."""
     if not isinstance(method, (GradientMethod, SampledMethod)):
         raise SearchError(f"method is a name such as 'drnas', or a method itself, not {method!r}")
-    _count("steps", steps, 1)
-    if warmup_weights is not None:
-        _count("warmup_weights", warmup_weights, 0)
+    warmup, pick, targets = asked.weight_warmup_steps, asked.pick, asked.targets
+    if warmup is not None and (not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0):
+        raise SearchError(f"weight_warmup_steps is a whole number of 0 or more, not {warmup!r}")
     if pick is not None and pick not in PICKS:
         raise SearchError(f"pick is {' or '.join(map(repr, PICKS))}, not {pick!r}")
     if pick is not None and isinstance(method, SampledMethod):
         raise SearchError(f"'{method.name}' learns no mixture to pick from: leave pick out")
     if pick == "missed" and targets:
         raise SearchError("pick 'missed' does not look at what a subnet costs: use 'likeliest' with targets")
-    named = metrics if isinstance(metrics, Mapping) else {} if metrics is None else None
-    if named is None or not all(isinstance(name, str) and callable(metric) for name, metric in named.items()):
-        raise SearchError(f'metrics are functions by name, such as {{"accuracy": weft.accuracy}}, not {metrics!r}')
     texts = [targets] if isinstance(targets, str) else targets
     if not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
         raise SearchError(f"targets are texts such as 'parameters=5e6', not {targets!r}")
-    if not isinstance(penalties, Iterable) or not all(isinstance(one, Penalty) for one in penalties):
-        raise SearchError(f"penalties are of weft.search.Penalty, not {penalties!r}")
-    if architecture is not None and not isinstance(architecture, Optimizer):
-        raise SearchError(f"architecture is an optimizer such as weft.Optimizer('adam', lr=0.01), not {architecture!r}")
-    known = set(inspect.signature(train).parameters) - {"net", "data", "bilevel"}
-    for name in options:
-        if name not in known:
-            raise SearchError(f"a search that trains has no option '{name}'{nearest(name, (*OWN, *sorted(known)))}")
-
-
-def _count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SearchError(f"{name} is a whole number of {least} or more, not {value!r}")
+    if not all(isinstance(one, Penalty) for one in asked.penalties):
+        raise SearchError(f"penalties are of weft.search.Penalty, not {asked.penalties!r}")
+    if asked.architecture is not None and not isinstance(asked.architecture, Optimizer):
+        raise SearchError(
+            f"architecture is an optimizer such as weft.Optimizer('adam', lr=0.01), not {asked.architecture!r}"
+        )

@@ -1,0 +1,215 @@
+"""What a run's manifest says of its configuration: written when the run begins, compared when it is resumed, and read
+back when it is loaded."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft import zoo
+from weft.data import Data, Normalise, ShiftFlip
+from weft.engine import losses
+from weft.engine.bilevel import Bilevel
+from weft.engine.consistency import Exact
+from weft.engine.grad_clip import GlobalNorm
+from weft.engine.optimizer import Optimizer
+from weft.engine.train_step import TrainStep
+from weft.errors import CheckpointError, RunError, WeftError
+from weft.runs import Run
+from weft.space import make_stream
+from weft.supernet import Chain
+from weft.trainer.checkpointing import initial_digest
+from weft.trainer.config import Execution, Parts, RunConfig, TrainConfig, merge_fields, prefers_channels_last
+from weft.utils.files import to_json
+from weft.utils.names import without_modules
+
+KEY = "train_config"
+"""Where the manifest has what decides the bits. In manifests of format 1 it was called ``law``."""
+
+
+AUGMENTATIONS: Mapping[str, Any] = {"Normalise": Normalise, "ShiftFlip": ShiftFlip}
+
+
+def describe_run(
+    chain: Chain, data: Data, step: TrainStep, execution: Execution, init_from: Any = None
+) -> dict[str, Any]:
+    """Everything that decides the bits of a run, as plain values."""
+    device, laid_out = torch.device(execution.device), execution.channels_last
+    described = {
+        "steps": step.steps,
+        "batch_size": step.batch_size,
+        "microbatches": step.microbatches,
+        "seed": step.seed,
+        "stream": step.stream.to_json(),
+        "space": chain.space.id,
+        "layers": len(chain.layers),
+        "data": data.fingerprint(),
+        "loss": name_of(step.loss),
+        "optimizer": _optimizer(step.optimizer),
+        "precision": step.precision,
+        "on_nonfinite": step.on_nonfinite,
+        "channels_last": prefers_channels_last(chain, device) if laid_out is None else laid_out,
+        "device": device.type,
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "augment": None if step.augment is None else name_of(step.augment),
+        "consistency": {name: str(c) for name, c in sorted(step.consistency.items()) if c != Exact()},
+    }
+    if chain.ties:
+        described["ties"] = [f"{first} = {second}" for first, second in chain.ties]
+    if step.distill is not None:
+        described["distill"] = name_of(step.distill)
+    if step.architecture_search is not None:
+        described["architecture_search"] = step.architecture_search.describe()
+    if init_from is not None:
+        described["init_from"] = initial_digest(init_from)
+    return described
+
+
+def name_of(thing: Any) -> str:
+    """A function or class by its module and name, anything else as it prints; weft's own without their modules."""
+    name = getattr(thing, "__qualname__", None)
+    # An address in memory is another one in the process that resumes, and a script is called otherwise in its children.
+    found = f"{thing.__module__}.{name}" if name else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))
+    return str(without_modules(found.replace("__mp_main__", "__main__")))
+
+
+def open_run(run: RunConfig, described: Mapping[str, Any], device: torch.device, resume: bool) -> Run:
+    """The run's directory: a new one, or on resume the one that is there, which must have been made alike."""
+    if resume and run.name is None:
+        raise RunError("resume needs the name of the run: give run='...'")
+    if resume and (Path(run.folder) / str(run.name) / "manifest.json").exists():
+        found = Run.open(Path(run.folder) / str(run.name), keep=run.keep_checkpoints)
+        _refuse_other(found, described)
+        return found
+    manifest = {
+        "config": run.source,
+        KEY: described,
+        "metrics": {name: name_of(metric) for name, metric in run.metrics.items()},
+        "seed": described["seed"],
+        "device": str(device),
+        "data": described["data"],
+        "space": described["space"],
+        "threads": torch.get_num_threads(),
+    }
+    return Run.create(run.folder, run.name, manifest=manifest, keep=run.keep_checkpoints)
+
+
+def go_back(run: Run) -> int | None:
+    """The step of the newest good checkpoint, after everything later has been dropped; None where the run begins
+    anew."""
+    step = run.checkpoints.newest() if run.checkpoints.steps() else None
+    if step is not None:
+        run.checkpoints.drop_after(step)
+    run.events.drop_from(step or 0)
+    return step
+
+
+def read_described(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What decided the bits of a run, in today's words whatever the manifest's format."""
+    if manifest.get(KEY):
+        return dict(without_modules(manifest[KEY]))
+    old = dict(without_modules(manifest.get("law") or {}))
+    for before, now in (("nonfinite", "on_nonfinite"), ("distil", "distill"), ("bilevel", "architecture_search")):
+        if before in old:
+            old[now] = old.pop(before)
+    if "schedule" in old:
+        schedule, _, warmup = str(old.pop("schedule")).rpartition(", warm-up ")
+        old["optimizer"] = {
+            **old["optimizer"],
+            "schedule": schedule,
+            "warmup_steps": int(warmup),
+            "clip": old.pop("clip", None),
+        }
+    return old
+
+
+def config_of(run: Run, chain: Chain, options: Mapping[str, Any]) -> Parts:
+    """The configuration that a run was made with, from its manifest; ``options`` take the place of single fields.
+
+    Code of the user's own is never imported because a file names it: raises CheckpointError unless ``options`` has it.
+    """
+    described = read_described(run.manifest)
+    metrics = run.manifest.get("metrics") or {}
+    execution = Execution(channels_last=described.get("channels_last"))
+    kept = RunConfig(name=run.name, folder=run.path.parent)
+    plain = ("steps", "batch_size", "microbatches", "seed", "precision", "on_nonfinite")
+    found: dict[str, Any] = {name: described[name] for name in plain if name in described}
+    if "stream" in described:
+        found["stream"] = make_stream(chain.space, described["stream"])
+    if "consistency" in described:
+        found["consistency"] = {name: described["consistency"].get(name, "exact") for name in chain.layers}
+    for name in ("loss", "augment", "distill"):
+        if described.get(name) is not None and name not in options:
+            found[name] = _code(run, name, described[name])
+    if "optimizer" in described and "optimizer" not in options:
+        found["optimizer"] = _read_optimizer(run, described["optimizer"])
+    if described.get("architecture_search") and "architecture_search" not in options:
+        search = dict(described["architecture_search"])
+        found["architecture_search"] = Bilevel(**{**search, "optimizer": _read_optimizer(run, search["optimizer"])})
+    if "metrics" not in options:
+        kept = replace(kept, metrics={name: _code(run, f"metrics['{name}']", text) for name, text in metrics.items()})
+    config = TrainConfig(**{name: value for name, value in found.items() if name not in options})
+    return merge_fields((config, execution, kept), options)
+
+
+def _refuse_other(run: Run, described: Mapping[str, Any]) -> None:
+    before, now = read_described(run.manifest), dict(without_modules(to_json(described)))
+    if KEY not in run.manifest:
+        now.pop("init_from", None)  # which older manifests do not have
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            raise RunError(
+                f"run '{run.name}' was made with {name} = {before.get(name)}, now it is {now.get(name)}: "
+                "resume it as it was, or choose another name"
+            )
+
+
+def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    schedule, clip = optimizer.schedule, optimizer.clip
+    return {
+        **optimizer.describe(),
+        "schedule": schedule if isinstance(schedule, str) else name_of(schedule),
+        "warmup_steps": optimizer.warmup_steps,
+        "clip": str(clip) if isinstance(clip, GlobalNorm) else clip,
+    }
+
+
+def _read_optimizer(run: Run, described: Mapping[str, Any]) -> Optimizer:
+    values = dict(described)
+    kind, others = str(values.pop("kind")), values.pop("others", None)
+    try:
+        return Optimizer(kind.lower(), others=None if others is None else _read_optimizer(run, others), **values)
+    except WeftError:
+        raise _needs(run, "optimizer", f"{kind}({values})") from None
+
+
+def _code(run: Run, name: str, text: str) -> Any:
+    """A function of weft by its name, or one of its augmentations with plain arguments."""
+    short = str(without_modules(text)).removeprefix("weft.")
+    for place in (losses, zoo):
+        if re.fullmatch(r"\w+", short) and callable(getattr(place, short, None)):
+            return getattr(place, short)
+    try:
+        call = ast.parse(short, mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
+            if call.func.id == "InPlaceDistillation":
+                return True
+            return AUGMENTATIONS[call.func.id](
+                **{str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            )
+    except (SyntaxError, ValueError, TypeError, KeyError):
+        pass
+    raise _needs(run, name, text)
+
+
+def _needs(run: Run, name: str, text: str) -> CheckpointError:
+    option = name.partition("[")[0]
+    return CheckpointError(
+        f"run '{run.name}' was made with {name} = {text}, which is code of your own: give load_run({option}=...) too"
+    )
