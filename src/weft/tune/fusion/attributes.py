@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
-from weft.nn.state import attributes_of, joined, named_tensors, storage, tensors_in
+from weft.nn.batch import tensors_in
+from weft.nn.state import attributes_of, joined, named_tensors, storage
 from weft.tune.fusion.dropout import DROPOUT_PLACEHOLDER
 from weft.tune.recipe import DROPOUTS, dropouts
 
