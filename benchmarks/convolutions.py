@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from machine import write
 
-from weft.memory.cudnn_conv import FEW, KINDS, PASSES, Shape, kind, pieces, workspace
+from weft.memory.cudnn_conv import FEW_CHANNELS, KINDS, PASSES, ConvShape, split_k, workspace
+from weft.memory.cudnn_conv import algorithm as predicted_algorithm
 
 CHANNELS = (16, 24, 32, 40, 48, 60, 64, 96, 128, 160, 180, 192, 256, 320, 384, 512)
 SIDES = (7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -69,7 +70,7 @@ def read(path: Path) -> list[list[Any]]:
 
 def ruled(row: list[Any]) -> bool:
     """Whether a convolution has a rule instead of trees."""
-    return row[5] == 1 or row[1] <= FEW
+    return row[5] == 1 or row[1] <= FEW_CHANNELS
 
 
 def measure(seconds: float, rng: random.Random) -> Iterator[list[Any]]:
@@ -115,9 +116,9 @@ def algorithm(kernels: str) -> str:
     return "turned" if any(name in kernels for name in ("nchwToNhwc", "nhwcToNchw", "tensorTransform")) else "plain"
 
 
-def shape_of(row: list[Any]) -> Shape:
+def shape_of(row: list[Any]) -> ConvShape:
     n, c, h, o, q, k, s, element = row[:8]
-    return Shape(n, c, h * h, o, q * q, k * k, s * s, element)
+    return ConvShape(n, c, h * h, o, q * q, k * k, s * s, element)
 
 
 def labelled(row: list[Any], which: str) -> str:
@@ -166,7 +167,7 @@ def nested(tree: Any, asked: Any, values: list[Any], shown: Callable[[Any], Any]
     A leaf has the value that `CAUTION` of its rows do not exceed: memory that is there and not needed costs less than
     memory that is needed and not there."""
     ends, found = tree.apply(asked), np.array(values)
-    names, nodes = list(Shape(1, 1, 1, 1, 1, 1, 1, 4).properties()), tree.tree_
+    names, nodes = list(ConvShape(1, 1, 1, 1, 1, 1, 1, 4).properties()), tree.tree_
 
     def node(place: int) -> Any:
         if nodes.children_left[place] < 0:
@@ -184,7 +185,7 @@ def errors(rows: list[list[Any]]) -> Iterator[dict[str, Any]]:
         off = []
         for row in own:
             shape = shape_of(row)
-            told = workspace(shape, which, kind(shape, which), pieces(shape))
+            told = workspace(shape, which, predicted_algorithm(shape, which), split_k(shape))
             moved = element * shape.samples * (shape.channels * shape.seen + shape.filters * shape.made)
             off.append((told - row[8 + PASSES.index(which)]) / moved)
         low, middle, high = np.percentile(off, [5, 50, 95])

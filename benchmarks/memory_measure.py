@@ -20,7 +20,7 @@ from memory_models import Batch, Loss, build
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.memory.activation_checkpointing import recompute
+from weft.nn.checkpointing import recompute
 
 STEPS = 3
 FORK = multiprocessing.get_context("fork")

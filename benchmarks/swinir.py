@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 from machine import write
+from photographs import VALIDATION, Psnr, bicubic, pair, super_resolution
 from torch import Tensor
 
 import weft
-from weft.data import Batch, Data, super_resolution
-from weft.data.photographs import VALIDATION, Psnr, bicubic, pair
+from weft.data import Batch, Data
 from weft.runs import Checkpoints
 from weft.space import Space
 from weft.tune import Recipe

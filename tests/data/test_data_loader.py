@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable
@@ -82,35 +81,6 @@ def test_iterating_equals_asking_by_number_under_any_ahead_and_workers(
     assert len(batches) == count
     assert all(equal(batch, plain.batch(start + at)) for at, batch in enumerate(batches))
     assert not own_threads()
-
-
-def test_processes_give_the_same_batches_and_leave_none_behind() -> None:
-    data = digits()
-    augment = Compose((ShiftFlip(padding=1), Normalise("image", 0.5, 0.5), jittered))
-    loader = Loader(data.train, 32, seed=3, augment=augment, workers=2, processes=True)
-    batches = loader.iterate(30)
-    for i in range(30, 40):
-        assert equal(next(batches), loader.batch(i))
-    batches.close()
-    assert not multiprocessing.active_children()
-
-
-def test_an_error_in_a_process_names_the_batch_and_the_reason() -> None:
-    loader = Loader(numbers(8), 2, 0, augment=broken_at_five, workers=1, processes=True, shuffle=False)
-    batches = loader.iterate()
-    assert next(batches)["x"].tolist() == [0, 1]
-    assert next(batches)["x"].tolist() == [2, 3]
-    with pytest.raises(DataError, match=r"batch 2 .*ValueError: five is not allowed") as caught:
-        next(batches)
-    assert "broken_at_five" in "".join(caught.value.__notes__)
-    assert not multiprocessing.active_children()
-
-
-def test_what_cannot_be_pickled_is_refused_with_the_remedy() -> None:
-    loader = Loader(numbers(8), 2, 0, augment=lambda batch, draws: batch, workers=1, processes=True)
-    with pytest.raises(DataError, match="use threads"):
-        next(loader.iterate())
-    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(("ahead", "workers"), [(0, 0), (2, 0), (1, 3)])
@@ -209,7 +179,6 @@ def test_batches_reach_a_cuda_device_whole(require: Callable[[str, bool, str], N
     for loader in (
         Loader(data.train, 32, 0, augment=augment, device="cuda"),
         Loader(data.train, 32, 0, augment=augment, device="cuda", workers=2),
-        Loader(data.train, 32, 0, augment=augment, device="cuda", workers=1, processes=True),
         Loader(data.to("cuda").train, 32, 0, augment=augment),
     ):
         batches = loader.iterate(30)

@@ -325,7 +325,6 @@ def test_a_saved_dataset_gives_its_columns_of_numbers(tmp_path: Path) -> None:
     assert label[order].tolist() == columns["label"]
     assert sorted(parts[1]["label"].tolist()) == [0, 1]
     assert data.fingerprint() == load(tmp_path / "saved", validation=0.2).fingerprint()
-    assert data.train.promise.random_access
     with pytest.raises(DataError, match=r"column 'name' .* holds strings"):
         load(tmp_path / "saved", columns=["name"])
     with pytest.raises(DataError, match="no column 'y'"):

@@ -405,9 +405,9 @@ def test_what_one_pool_has_free_the_other_cannot_use() -> None:
     mib = 2**20
     tape = AllocationTimeline(
         # Set-up: 4 of weights. Forward: 40 and 30, of which 40 is free again before the optimizer wants 40.
-        order=(1, 0, 2, 3, 0, -2, -3, 0, 4, -4),
+        events=(1, 0, 2, 3, 0, -2, -3, 0, 4, -4),
         sizes=(4 * mib, 40 * mib, 30 * mib, 40 * mib),
-        parts=("weights", "activations", "activations", "optimizer"),
+        categories=("weights", "activations", "activations", "optimizer"),
         modules=("",) * 4,
         phases=("setup", "forward", "backward", "optimizer"),
     )

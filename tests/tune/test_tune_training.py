@@ -21,8 +21,8 @@ from weft.data import Data, Tensors
 from weft.engine.losses import cross_entropy
 from weft.engine.rng import get_rng_state, seed
 from weft.errors import CheckpointError, TuneError
-from weft.memory.activation_checkpointing import parts
-from weft.nn.state import SAVED, decoded, encoded
+from weft.nn.checkpointing import recomputed_parts
+from weft.nn.state import SAVED, from_plain, to_plain
 from weft.runs import Checkpoints
 from weft.runs.shards import DTYPES
 from weft.tune.jobs import Fit
@@ -167,11 +167,11 @@ def test_recomputing_counts_the_statistics_of_a_norm_once_and_can_be_undone():
 
 def test_the_row_that_is_recomputed_has_most_layers_and_the_smallest_members():
     body = nn.ModuleList(nn.Sequential(nn.Linear(9, 9), nn.ReLU()) for _ in range(5))
-    assert parts(nn.Sequential(nn.Embedding(10**4, 9), nn.Sequential(nn.Identity(), body))) == list(body)
+    assert recomputed_parts(nn.Sequential(nn.Embedding(10**4, 9), nn.Sequential(nn.Identity(), body))) == list(body)
     lonely = nn.Linear(3, 3)
-    assert parts(lonely) == [lonely]
+    assert recomputed_parts(lonely) == [lonely]
     two = nn.ModuleDict({"body": nn.ModuleDict({"a": lonely, "b": nn.ReLU()}), "heads": nn.Sequential(lonely, lonely)})
-    assert parts(two) == [two]
+    assert recomputed_parts(two) == [two]
 
 
 def test_an_operator_without_a_deterministic_kernel_is_named(tmp_path):
@@ -600,8 +600,8 @@ def test_an_extra_state_that_would_have_to_be_pickled_is_refused(tmp_path):
     )
 )
 def test_a_plain_value_comes_back_from_json_as_it_was(value):
-    told = json.loads(json.dumps(encoded(value, {}, ""), allow_nan=False))
-    assert repr(decoded(told, {}, torch.device("cpu"))) == repr(value)
+    told = json.loads(json.dumps(to_plain(value, {}, ""), allow_nan=False))
+    assert repr(from_plain(told, {}, torch.device("cpu"))) == repr(value)
 
 
 def test_the_types_that_attributes_are_saved_in_are_those_of_checkpoints_and_complex_ones() -> None:

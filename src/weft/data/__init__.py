@@ -1,12 +1,11 @@
-"""What a supernet learns from: sources of samples, loaders of batches, and data sets that are embedded or on disk."""
+"""Training data: sources of samples, loaders of batches, and data sets from Python packages or from disk."""
 
 from weft.data.augment import Augment, Compose, Draws, Normalise, ShiftFlip
 from weft.data.builtin import digits, text
 from weft.data.dataset import Data, split
 from weft.data.loader import Loader
 from weft.data.open import load, open_data
-from weft.data.photographs import super_resolution
-from weft.data.source import Batch, Promise, Source, Subset, Tensors, Text
+from weft.data.source import Batch, Source, Subset, Tensors, Text
 from weft.data.torch_adapters import IterableLoader, adapt, as_data
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "IterableLoader",
     "Loader",
     "Normalise",
-    "Promise",
     "ShiftFlip",
     "Source",
     "Subset",
@@ -30,6 +28,5 @@ __all__ = [
     "load",
     "open_data",
     "split",
-    "super_resolution",
     "text",
 ]

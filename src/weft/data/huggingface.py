@@ -11,7 +11,7 @@ import torch
 
 from weft.data.dataset import PARTS, Data, evenly_spaced
 from weft.data.images import assembled, channels_first, log, scaled
-from weft.data.source import Batch, Indices, Promise, Source, Subset, checked, hash_samples
+from weft.data.source import Batch, Indices, Source, Subset, checked, hash_samples
 from weft.errors import DataError
 
 
@@ -60,8 +60,6 @@ def read(
 
 class Rows:
     """Rows of a Hugging Face Dataset, read from its memory-mapped files as they are taken."""
-
-    promise = Promise(random_access=True, pure=True, note="read from disk as it is taken")
 
     def __init__(self, dataset: Any, keys: Mapping[str, str]) -> None:
         if len(dataset) == 0:

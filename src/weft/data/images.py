@@ -30,7 +30,7 @@ class Scaled:
     """A source whose `key` is kept as bytes and given as float32 from 0 to 1."""
 
     def __init__(self, source: Source, key: str = "image") -> None:
-        self.source, self.key, self.promise = source, key, source.promise
+        self.source, self.key = source, key
 
     @property
     def device(self) -> torch.device:

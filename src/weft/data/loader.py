@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import count, islice
-from typing import Any
 
 import numpy as np
 import torch
 
 from weft.data.augment import Augment, Draws
-from weft.data.source import Batch, Indices, Promise, Source, device_of, in_memory
+from weft.data.source import Batch, Indices, Source, device_of, in_memory
 from weft.errors import DataError
 from weft.utils.rng import generator
 
 
 class Loader:
-    """Batches of a source, shuffled anew in every epoch; what does not fill a batch is left out of that epoch.
+    """Batches of a source, shuffled anew in every epoch; samples that do not fill a batch are left out of that epoch.
 
     Epoch e holds the batches `e * per_epoch` to `(e + 1) * per_epoch - 1`, in the order of a permutation keyed by
     (seed, "epoch", e). `augment` is called with draws keyed by (seed, sample, epoch). `iterate` prepares `ahead`
-    batches in one background thread, or with `workers` threads (processes, if `processes`: the source and the
-    augmentation are then pickled to each, once). A source that is kept on a device is read when batches are asked for,
-    without blocking.
+    batches in one background thread, or in `workers` threads. A source that is kept on a device is read when batches
+    are asked for, without blocking.
     """
 
     def __init__(
@@ -40,14 +35,13 @@ class Loader:
         augment: Augment | None = None,
         ahead: int = 2,
         workers: int = 0,
-        processes: bool = False,
         device: torch.device | str | None = None,
         shuffle: bool = True,
     ) -> None:
         if batch_size < 1 or ahead < 0 or workers < 0:
             raise DataError(f"need batch_size >= 1, ahead, workers >= 0; got {batch_size}, {ahead}, {workers}")
         self.source, self.batch_size, self.seed, self.augment, self.shuffle = source, batch_size, seed, augment, shuffle
-        self.ahead, self.workers, self.processes = ahead, workers, processes
+        self.ahead, self.workers = ahead, workers
         self.device = None if device is None else torch.device(device)
         if self.device is not None and self.device.type == "cuda" and not torch.cuda.is_available():
             raise DataError(f"batches were asked for on {device}, but torch sees no CUDA device")
@@ -55,10 +49,6 @@ class Loader:
         if shuffle:
             self._check_size()
         self._orders: tuple[tuple[int, Indices], ...] = ()
-
-    @property
-    def promise(self) -> Promise:
-        return self.source.promise
 
     def samples(self, i: int) -> Indices:
         """The numbers, in the source, of the samples of batch i."""
@@ -97,8 +87,6 @@ class Loader:
         plain = self.workers == 0 and self.augment is None and in_memory(self.source)
         if device_of(self.source).type != "cpu" or (plain and (self.device is None or self.device.type == "cpu")):
             prepared = prefetch(task, numbers, ahead=0)
-        elif self.processes:  # pinned by the consumer, since pinned memory cannot leave its process
-            prepared = prefetch(task, numbers, ahead=self.ahead, workers=self.workers, processes=True)
         else:
             pinned = lambda number: self._pin(task(number))  # noqa: E731
             prepared = prefetch(pinned, numbers, ahead=self.ahead, workers=self.workers)
@@ -150,118 +138,40 @@ class Loader:
                 "use a smaller batch size"
             )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_orders": ()}
 
-
-# Results of a pure function in order, prepared ahead by threads or processes that never outlive their reader.
-
-Task = Callable[[int], Batch]
+# Results of a function in order, prepared ahead by threads that never outlive their reader.
 
 
 def prefetch(
-    task: Task, numbers: Iterable[int], *, ahead: int = 2, workers: int = 0, processes: bool = False
+    task: Callable[[int], Batch], numbers: Iterable[int], *, ahead: int = 2, workers: int = 0
 ) -> Generator[Batch, None, None]:
     """Yields `task(n)` for each number in order, with up to `max(ahead, workers)` of them under way.
 
-    Without workers one thread works ahead; with `ahead=0` as well, nothing does. What a task raises comes out here as
-    a DataError that names the batch. Closing the generator waits for the tasks under way and ends all its threads and
-    processes.
+    Without workers one thread works ahead; with `ahead=0` as well, none does. What a task raises comes out here as a
+    DataError that names the batch. Closing the generator waits for the tasks under way and ends all its threads.
     """
-    if not ahead and not workers and not processes:
+    if not ahead and not workers:
         for number in numbers:
-            try:
-                batch = task(number)
-            except Exception as error:
-                raise _failed(number, f"{type(error).__name__}: {error}") from error
-            yield batch
+            yield _result(number, partial(task, number))
         return
     upcoming = iter(numbers)
-    waiting: deque[tuple[int, Future[Any]]] = deque()
-    pool, call = _processes(task, max(workers, 1)) if processes else _threads(task, max(workers, 1))
+    waiting: deque[tuple[int, Future[Batch]]] = deque()
+    pool = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="weft-data")
     try:
         for number in islice(upcoming, max(ahead, workers, 1)):
-            waiting.append((number, _submit(pool, call, number)))
+            waiting.append((number, pool.submit(task, number)))
         while waiting:
             number, future = waiting.popleft()
-            batch = _result(number, future)
+            batch = _result(number, future.result)
             for following in islice(upcoming, 1):
-                waiting.append((following, _submit(pool, call, following)))
+                waiting.append((following, pool.submit(task, following)))
             yield batch
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _threads(task: Task, workers: int) -> tuple[Executor, Callable[[int], Any]]:
-    return ThreadPoolExecutor(workers, thread_name_prefix="weft-data"), task
-
-
-def _processes(task: Task, workers: int) -> tuple[Executor, Callable[[int], Any]]:
-    # The task travels once, when a process starts; torch shares the tensors it holds rather than copying them.
-    spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, mp_context=spawn, initializer=_begin, initargs=(task,)), _work
-
-
-def _submit(pool: Executor, call: Callable[[int], Any], number: int) -> Future[Any]:
+def _result(number: int, get: Callable[[], Batch]) -> Batch:
     try:
-        return pool.submit(call, number)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise DataError(
-            f"processes=True needs a source and an augmentation that can be pickled ({error}); use threads instead"
-        ) from error
-    except BrokenProcessPool as error:
-        raise _failed(number, _BROKEN) from error
-
-
-def _result(number: int, future: Future[Any]) -> Batch:
-    try:
-        result = future.result()
-    except BrokenProcessPool as error:
-        raise _failed(number, _BROKEN) from error
+        return get()
     except Exception as error:
-        raise _failed(number, f"{type(error).__name__}: {error}") from error
-    if isinstance(result, bytes):
-        from safetensors.torch import load
-
-        return load(result)
-    if isinstance(result, _Failure):
-        failed = _failed(number, result.what)
-        failed.add_note(result.trace)
-        raise failed
-    batch: Batch = result
-    return batch
-
-
-def _failed(number: int, what: str) -> DataError:
-    return DataError(f"batch {number} could not be prepared: {what}")
-
-
-_BROKEN = "a worker process ended early (a script that uses processes=True needs `if __name__ == '__main__':`)"
-
-
-class _Failure:
-    """What went wrong in a process, as text, since not every exception can be pickled."""
-
-    def __init__(self, what: str, trace: str) -> None:
-        self.what, self.trace = what, trace
-
-
-_task: Task | None = None
-
-
-def _begin(task: Task) -> None:
-    global _task
-    _task = task
-    torch.set_num_threads(1)
-
-
-def _work(number: int) -> bytes | _Failure:
-    # Batches come back as safetensors bytes: torch's shared memory would need this process to outlive its reader.
-    from safetensors.torch import save
-
-    assert _task is not None
-    try:
-        batch = _task(number)
-        return save({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in batch.items()})
-    except Exception as error:
-        return _Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+        raise DataError(f"batch {number} could not be prepared: {type(error).__name__}: {error}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -20,21 +19,10 @@ CHUNK = 256
 """Samples read at a time where all of a source is walked; part of the fingerprint of sources that are read so."""
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """What a source or a foreign loader can be relied on for; `note` says in words what it cannot do."""
-
-    random_access: bool
-    pure: bool
-    note: str = ""
-
-
 @runtime_checkable
 class Source(Protocol):
     """Samples by number. `take` must not change anything, and must give equal batches for equal indices."""
 
-    @property
-    def promise(self) -> Promise: ...
     def __len__(self) -> int: ...
     def take(self, indices: Indices) -> Batch: ...
     def fingerprint(self) -> str: ...
@@ -48,8 +36,6 @@ class Tensors:
     >>> Tensors(x=torch.arange(6).view(3, 2)).take(np.array([2, 0]))["x"].tolist()
     [[4, 5], [0, 1]]
     """
-
-    promise = Promise(random_access=True, pure=True)
 
     def __init__(self, /, **named: torch.Tensor) -> None:
         if not named or any(tensor.dim() == 0 for tensor in named.values()):
@@ -107,7 +93,6 @@ class Subset:
         self.source = source
         self.indices = checked(np.array(indices, dtype=np.int64), len(source))
         self.indices.setflags(write=False)
-        self.promise = source.promise
         self._digest: str | None = None
 
     @property
@@ -141,8 +126,6 @@ class Text:
     >>> Text(torch.arange(7), context=3).take(np.array([1]))
     {'tokens': tensor([[3, 4, 5]]), 'targets': tensor([[4, 5, 6]])}
     """
-
-    promise = Promise(random_access=True, pure=True)
 
     def __init__(self, tokens: torch.Tensor, context: int, stride: int | None = None) -> None:
         stride = context if stride is None else stride

@@ -1,8 +1,9 @@
-"""A foreign DataLoader behind the interface of our own: in order only, and repeatable as far as it lets itself be."""
+"""torch's own data: a Dataset becomes a source, a DataLoader or an IterableDataset a loader of batches by number."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -11,19 +12,24 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from weft.data.dataset import Data
-from weft.data.source import Batch, Indices, Promise, Source, Tensors, checked, hash_batch, hash_samples
+from weft.data.source import Batch, Indices, Source, Tensors, checked, hash_batch, hash_samples
 from weft.errors import DataError
 from weft.utils.rng import key, torch_seeded
+
+log = logging.getLogger("weft.data")
 
 _END = object()
 
 
 class IterableLoader:
-    """Batches of a DataLoader by number, epoch after epoch.
+    """Batches of a DataLoader by number, epoch after epoch; batch sizes are the DataLoader's own.
 
     Before each epoch its generator, and that of its sampler if that has one, is replaced by one keyed by (seed,
-    "epoch", e); each batch is fetched with torch's global generator seeded by (seed, "batch", i) and put back
+    "epoch", e); each batch is fetched with torch's global generator seeded by (seed, "batch", i), which is restored
     afterwards. A batch out of order is reached by replaying: its epoch where the length of one is known, else all.
+
+    Not repeatable are: a sampler or IterableDataset that gives another order every time, transforms that draw from
+    NumPy or ``random``, and the random states of persistent workers.
     """
 
     def __init__(
@@ -42,7 +48,6 @@ class IterableLoader:
         self._cursor: tuple[int, Generator[Batch, None, None]] | None = None
         if self.per_epoch == 0:
             raise DataError("the DataLoader has no batches: its data is smaller than a batch, or empty")
-        self.promise = Promise(random_access=False, pure=False, note=self._note())
 
     def batch(self, i: int) -> Batch:
         """Batch i; cheap only where i follows the batch asked for before."""
@@ -114,27 +119,6 @@ class IterableLoader:
             return batch
         return {name: tensor.to(self.device, non_blocking=tensor.is_pinned()) for name, tensor in batch.items()}
 
-    def _note(self) -> str:
-        known = self.per_epoch is not None
-        notes = [
-            "sequential only",
-            "a resume replays " + ("its epoch from the start" if known else "everything from the start"),
-            "batch sizes are the loader's own, with a short last batch unless it drops it",
-        ]
-        sampler = type(self._sampler).__name__
-        if not known:
-            notes.append(
-                f"the order is that of {type(self.loader.dataset).__name__}, trusted to be the same every time"
-            )
-        elif hasattr(self._sampler, "generator"):
-            notes.append(f"its {sampler} is re-seeded from (seed, epoch); a generator of its own is replaced")
-        elif sampler != "SequentialSampler":
-            notes.append(f"its {sampler} is trusted to give the same order every time")
-        if self.loader.persistent_workers:
-            notes.append("persistent workers keep random states that cannot be replayed")
-        notes.append("transforms that draw from numpy or random are not repeatable")
-        return "; ".join(notes)
-
 
 def named(item: Any, keys: Sequence[str] | None, tensors: bool = False) -> dict[str, Any]:
     """A sample or batch as a mapping; with `tensors`, every value must be one."""
@@ -161,9 +145,6 @@ def named(item: Any, keys: Sequence[str] | None, tensors: bool = False) -> dict[
     return result
 
 
-# Foreign data: a torch Dataset becomes a source, a DataLoader a loader that says what it cannot do.
-
-
 def adapt(
     obj: object,
     keys: Sequence[str] | None = None,
@@ -176,7 +157,7 @@ def adapt(
 
     A map-style Dataset (`len` and `[i]`; a list will do) becomes a Source, a DataLoader an IterableLoader, and an
     IterableDataset an IterableLoader of batches of `batch_size`. Tuples are named by `keys`, else "x", "y"; of mappings
-    the `keys` are picked. `seed` and `device` are for loaders. The promise of the result says what can be relied on.
+    the `keys` are picked. `seed` and `device` are for loaders.
     """
     if isinstance(obj, DataLoader):
         return IterableLoader(obj, keys, seed=seed, device=device)
@@ -210,7 +191,10 @@ def as_data(obj: object, seed: int = 0) -> Data:
 
 
 class Mapped:
-    """A map-style dataset as a source: samples are read one by one and collated by torch's `default_collate`."""
+    """A map-style dataset as a source: samples are read one by one and collated by torch's `default_collate`.
+
+    ``dataset[i]`` must give the same sample every time; a warning is logged where two reads of sample 0 differ.
+    """
 
     def __init__(self, dataset: Any, keys: Sequence[str] | None = None) -> None:
         self.dataset, self.keys = dataset, None if keys is None else tuple(keys)
@@ -219,11 +203,11 @@ class Mapped:
             raise DataError(f"the {type(dataset).__name__} has no samples")
         first = np.zeros(1, dtype=np.int64)
         once, again = self.take(first), self.take(first)
-        equal = all(torch.equal(torch.nan_to_num(once[name]), torch.nan_to_num(again[name])) for name in once)
-        note = "taken to be pure: dataset[i] must give the same sample every time"
-        if not equal:
-            note = "not pure: two reads of sample 0 differ, so runs cannot be repeated; augment in the Loader instead"
-        self.promise = Promise(random_access=True, pure=equal, note=note)
+        if not all(torch.equal(torch.nan_to_num(once[name]), torch.nan_to_num(again[name])) for name in once):
+            log.warning(
+                "two reads of sample 0 of the %s differ, so runs cannot be repeated: augment in the Loader instead",
+                type(dataset).__name__,
+            )
 
     def __len__(self) -> int:
         return len(self.dataset)

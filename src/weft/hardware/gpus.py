@@ -28,6 +28,9 @@ class Kernels:
     """Whether attention in 16 bits is cuDNN's, and not the flash kernel."""
 
 
+CPU = Kernels("cpu", 0, 0, 0, 0, 0, False)
+"""A CPU: none of the GPU's kernels, no workspaces, and nothing outside the tensors."""
+
 # H200: torch 2.11.0+cu130, cuDNN 9.19, driver 580.159: `benchmarks/memory.py --part measure`, results/memory.json.
 KERNELS = {
     value.name: value

@@ -1,9 +1,9 @@
 """Memory before anything runs: what a training step takes on a device, from shapes alone."""
 
 from weft.hardware.gpus import KERNELS, Kernels
-from weft.memory.activation_checkpointing import parts, recompute
 from weft.memory.allocator import AllocatorConfig, CachingAllocator, OutOfMemory
 from weft.memory.estimate import Estimate, estimate
+from weft.nn.checkpointing import recompute, recomputed_parts
 
 __all__ = [
     "KERNELS",
@@ -13,6 +13,6 @@ __all__ = [
     "Kernels",
     "OutOfMemory",
     "estimate",
-    "parts",
     "recompute",
+    "recomputed_parts",
 ]

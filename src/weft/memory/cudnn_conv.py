@@ -1,10 +1,10 @@
-"""Workspaces of cuDNN's convolutions, by the kind of kernel that it takes (`choices`).
+"""Workspaces of cuDNN's convolutions, by the algorithm that it chooses.
 
-On tensor cores a convolution of images that lie channel by channel (NCHW) first turns its operands round, so that its
-workspace is as large as what it reads and writes, with channels filled up to a multiple of eight. Winograd's algorithm
-keeps 36 numbers for each tile of 4 x 4 pixels, Fourier's two planes of frequencies for each channel of each image. A
-gradient of weights is cut into pieces along the pixels, which are summed at the end. Filters of one pixel are products,
-and images of few channels have kernels of their own: these two have rules, read from recorded ones by eye.
+On tensor cores a convolution of NCHW images first copies its operands to NHWC, so its workspace is as large as what it
+reads and writes, with channels padded to a multiple of eight. Winograd's algorithm keeps 36 numbers for each tile of
+4 x 4 pixels, Fourier's two planes of frequencies for each channel of each image. A gradient of weights is split along
+the pixels (split-k), and the parts are summed at the end. Filters of one pixel are matrix products, and images of few
+channels have kernels of their own: the rules for these two were read off recorded workspaces by hand.
 """
 
 from __future__ import annotations
@@ -20,63 +20,67 @@ from weft.hardware.gpus import Kernels
 from weft.memory.tensor_shape import TensorShape
 
 KINDS = ("none", "image", "result", "plain", "both", "winograd", "fourier")
-"""Kernels that take nothing, that turn operands round (one of them, or both, or both but without filling up the image's
-channels), and those of the two algorithms."""
-FEW = 4
+"""Kernels without a workspace, those that copy operands (one of them, or both, or both but without padding the image's
+channels), Winograd's and Fourier's."""
+FEW_CHANNELS = 4
 """Channels of images that have kernels of their own."""
 
 
 def convolution(args: tuple[Any, ...], result: Any, kernels: Kernels) -> list[int]:
     """Of the forward."""
     image, weight, stride, transposed, groups = args[0], args[1], args[3], args[6], args[8]
-    if _own(image, groups):
+    if _without_cudnn(image, groups):
         return []
     if transposed:
         return [_workspace(_shape(result, image, weight, stride), "images")]
-    turned = _turned(image) + _turned(result)
-    if _points(weight) == 1:
-        return [] if math.prod(stride) == 1 and _aligned(image) else [turned]
-    if image.shape[1] <= FEW:
+    copied = _padded_bytes(image) + _padded_bytes(result)
+    if _pixels(weight) == 1:
+        return [] if math.prod(stride) == 1 and _aligned(image) else [copied]
+    if image.shape[1] <= FEW_CHANNELS:
         wide = weight.shape[2] >= 7 and weight.shape[0] >= 32 * image.element_size() / 2
-        return [(image.bytes if image.element_size() == 4 else _turned(image)) + _turned(result)] if wide else []
+        return (
+            [(image.bytes if image.element_size() == 4 else _padded_bytes(image)) + _padded_bytes(result)]
+            if wide
+            else []
+        )
     return [_workspace(_shape(image, result, weight, stride), "forward")]
 
 
 def convolution_backward(args: tuple[Any, ...], result: Any, kernels: Kernels) -> list[int]:
-    """Of the backward: first the gradient of the images, then that of the weights, as far as they are asked for."""
-    grad, image, weight, stride, transposed, groups, asked = (args[place] for place in (0, 1, 2, 4, 7, 9, 10))
-    if _own(image, groups):
+    """Of the backward: first the gradient of the images, then that of the weights, as far as they are wanted for."""
+    grad, image, weight, stride, transposed, groups, wanted = (args[place] for place in (0, 1, 2, 4, 7, 9, 10))
+    if _without_cudnn(image, groups):
         return []
     shape = _shape(grad, image, weight, stride) if transposed else _shape(image, grad, weight, stride)
-    if not transposed and (_points(weight) == 1 or image.shape[1] <= FEW):
-        images, weights = _few(shape, _turned(image) + _turned(grad), image, grad, weight)
+    if not transposed and (_pixels(weight) == 1 or image.shape[1] <= FEW_CHANNELS):
+        images, weights = _few(shape, _padded_bytes(image) + _padded_bytes(grad), image, grad, weight)
     else:
         images, weights = _workspace(shape, "forward" if transposed else "images"), _workspace(shape, "weights")
-    return [images if asked[0] else 0, weights if asked[1] else 0]
+    return [images if wanted[0] else 0, weights if wanted[1] else 0]
 
 
-def _few(shape: Shape, turned: int, image: TensorShape, grad: TensorShape, weight: TensorShape) -> tuple[int, int]:
+def _few(shape: ConvShape, copied: int, image: TensorShape, grad: TensorShape, weight: TensorShape) -> tuple[int, int]:
     """Of the gradients of images and of weights, where a filter has one pixel or an image few channels."""
     half, sums = shape.element == 2, 4 * weight.numel()
     if shape.taps > 1:
-        return turned + weight.bytes, round(1.1 * turned) if half else image.bytes + _turned(grad)
+        return copied + weight.bytes, round(1.1 * copied) if half else image.bytes + _padded_bytes(grad)
     if shape.steps > 1:
-        return turned, turned + sums
+        return copied, copied + sums
     # A product for each image, and then their sum, but for many pixels of few images of few channels in float32.
     narrow = shape.channels <= 40 and shape.filters < 256 and shape.samples < 64 and shape.samples * shape.made >= 24000
     square = shape.channels == 64 and shape.filters <= 64 and shape.seen >= 80 * 80
     each = shape.samples * sums
     weights = (
-        turned
+        copied
         if (narrow or square) and not half
         else each
         if half and _aligned(image)
-        else min(each, round(1.15 * turned))
+        else min(each, round(1.15 * copied))
     )
-    return 0 if _aligned(image) else turned, weights
+    return 0 if _aligned(image) else copied, weights
 
 
-def workspace(shape: Shape, which: str, kind: str, pieces: float) -> int:
+def workspace(shape: ConvShape, which: str, kind: str, pieces: float) -> int:
     """Bytes of a pass with such a kernel; ``pieces`` are the partial sums of a gradient of weights."""
     n, c, o, element = shape.samples, shape.channels, shape.filters, shape.element
     weights = o * c * shape.taps
@@ -91,18 +95,23 @@ def workspace(shape: Shape, which: str, kind: str, pieces: float) -> int:
         return sums
     image, result = (n * -(-channels // 8) * 8 * element for channels in (c, o))
     image, result = image * shape.seen, result * shape.made
-    turned = {"image": image, "result": result, "both": image + result, "plain": n * c * shape.seen * element + result}
-    return turned[kind] + weights * element + sums
+    copied = {
+        "image": image,
+        "result": result,
+        "both": image + result,
+        "plain": n * c * shape.seen * element + result,
+    }
+    return copied[kind] + weights * element + sums
 
 
-def _workspace(shape: Shape, which: str) -> int:
+def _workspace(shape: ConvShape, which: str) -> int:
     # Patches side by side the trees have not seen, and in 16 bits all but gradients of weights are as good without.
     plain = shape.taps == shape.steps or (shape.element == 2 and which != "weights")
-    own = "both" if plain else kind(shape, which)
-    return workspace(shape, which, own, pieces(shape) if which == "weights" else 0.0)
+    own = "both" if plain else algorithm(shape, which)
+    return workspace(shape, which, own, split_k(shape) if which == "weights" else 0.0)
 
 
-def _frequencies(shape: Shape, which: str) -> int:
+def _frequencies(shape: ConvShape, which: str) -> int:
     """Numbers of Fourier's algorithm: images are filled up to a side of 16, 32 or 64, or cut into tiles of 32."""
     n, c, o = shape.samples, shape.channels, shape.filters
     need = math.isqrt(shape.seen) + math.isqrt(shape.taps) - 1
@@ -120,46 +129,45 @@ def _plane(side: int) -> int:
     return side * (side // 2 + 1) * 2
 
 
-def _shape(image: TensorShape, result: TensorShape, weight: TensorShape, stride: Any) -> Shape:
-    return Shape(
-        image.shape[0], image.shape[1], _points(image), result.shape[1], _points(result), _points(weight),
+def _shape(image: TensorShape, result: TensorShape, weight: TensorShape, stride: Any) -> ConvShape:
+    return ConvShape(
+        image.shape[0], image.shape[1], _pixels(image), result.shape[1], _pixels(result), _pixels(weight),
         math.prod(stride), image.element_size(),
     )  # fmt: skip
 
 
-def _own(image: TensorShape, groups: int) -> bool:
+def _without_cudnn(image: TensorShape, groups: int) -> bool:
     """Whether PyTorch's own kernels do it: depthwise ones, or a product for single pixels."""
-    return groups > 1 or image.dim() < 4 or _points(image) == 1
+    return groups > 1 or image.dim() < 4 or _pixels(image) == 1
 
 
-def _turned(tensor: TensorShape) -> int:
+def _padded_bytes(tensor: TensorShape) -> int:
     """Bytes of a copy with the channels filled up."""
-    return tensor.shape[0] * (-(-tensor.shape[1] // 8) * 8) * _points(tensor) * tensor.element_size()
+    return tensor.shape[0] * (-(-tensor.shape[1] // 8) * 8) * _pixels(tensor) * tensor.element_size()
 
 
-def _points(tensor: TensorShape) -> int:
+def _pixels(tensor: TensorShape) -> int:
     return math.prod(tensor.shape[2:])
 
 
 def _aligned(image: TensorShape) -> bool:
-    return _points(image) * image.element_size() % 16 == 0
+    return _pixels(image) * image.element_size() % 16 == 0
 
 
-# What cuDNN does with a convolution, as decision trees that were fitted to what it did on a device.
+# Which algorithm cuDNN chooses, as decision trees that were fitted to what it chose on a device.
 #
-# cuDNN keeps its rules to itself, but follows them: of thousands of random convolutions, the kernels and the
-# workspaces were recorded (`benchmarks/convolutions.py`, which also writes the file that is read here). A tree asks
-# for one property of a convolution after the other, as `Shape.properties` names them, and ends with a kind of kernel,
-# or with the number of partial sums that a gradient of weights is cut into.
+# The kernels and workspaces of thousands of random convolutions were recorded (`benchmarks/convolutions.py`, which
+# also writes the file that is read here). A tree asks for one property of a convolution after the other, as
+# `ConvShape.properties` names them, and ends with an algorithm, or with the split-k of a gradient of weights.
 
 PASSES = ("forward", "images", "weights")
 """The three convolutions of a training step: the forward, the gradient of the images, that of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A convolution; ``seen`` and ``made`` are the pixels of an image and of a result, ``taps`` those of a filter, and
-    ``steps`` the pixels that a stride goes over."""
+class ConvShape:
+    """A convolution. ``seen`` and ``made`` are the pixels of an image and of a result, ``taps`` those of a filter, and
+    ``steps`` those of a stride; the trees know them by these names."""
 
     samples: int
     channels: int
@@ -183,21 +191,21 @@ class Shape:
         }  # fmt: skip
 
 
-def kind(shape: Shape, which: str) -> str:
-    """The kind of kernel of one of the `PASSES`, as `convolutions.workspace` knows them.
+def algorithm(shape: ConvShape, which: str) -> str:
+    """The algorithm of one of the `PASSES`, one of `KINDS`.
 
-    >>> kind(Shape(64, 32, 1024, 32, 1024, 9, 1, 4), "weights")
+    >>> algorithm(ConvShape(64, 32, 1024, 32, 1024, 9, 1, 4), "weights")
     'fourier'
     """
     return str(_leaf(_trees()["kinds"][which][str(shape.element)], shape))
 
 
-def pieces(shape: Shape) -> float:
+def split_k(shape: ConvShape) -> float:
     """How many partial sums, of the size of the weights in float32, a gradient of weights takes."""
     return float(_leaf(_trees()["pieces"][str(shape.element)], shape))
 
 
-def _leaf(tree: Any, shape: Shape) -> Any:
+def _leaf(tree: Any, shape: ConvShape) -> Any:
     known = shape.properties()
     while isinstance(tree, list):
         name, limit, below, above = tree

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from weft.hardware.gpus import Kernels
-from weft.memory import cudnn_rnn
+from weft.memory import recurrent
 
 aten = torch.ops.aten
 
 
 @contextmanager
-def dispatch_as_gpu(kernels: Kernels, adding: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Within the block, operators on (fake) tensors of the CPU take the way that they take on this device; within
-    ``adding``, sums would be formed in place if the tensors held data."""
+def dispatch_as_gpu(kernels: Kernels, in_place_sums: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """A block in which operators on fake tensors of the CPU take the kernels that they take on this device. Within
+    ``in_place_sums``, sums would be formed in place if the tensors held data."""
     kept: list[Tensor] = []
 
     def attention(
@@ -35,7 +35,7 @@ def dispatch_as_gpu(kernels: Kernels, adding: Callable[[], AbstractContextManage
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        way = choose(query, key, value, attn_mask, kernels)
+        way = attention_kernel(query, key, value, attn_mask, kernels)
         if attn_mask is not None and attn_mask.dtype == torch.bool and way != "math":
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask, 0.0)
         operands: tuple[Any, ...]
@@ -51,7 +51,7 @@ def dispatch_as_gpu(kernels: Kernels, adding: Callable[[], AbstractContextManage
             operands = (query, key, value, mask, keeps, dropout_p, is_causal)
             return aten._scaled_dot_product_efficient_attention(*operands, scale=scale)[0]
         operands = (query, key, value, attn_mask, dropout_p, is_causal, None)
-        with adding():
+        with in_place_sums():
             return aten._scaled_dot_product_attention_math(*operands, scale=scale, enable_gqa=enable_gqa)[0]
 
     def dropout(input: Tensor, p: float, train: bool) -> Any:
@@ -72,12 +72,12 @@ def dispatch_as_gpu(kernels: Kernels, adding: Callable[[], AbstractContextManage
         return result if bias is None else result.add_(bias)
 
     own: dict[str, Kernel | None] = {"scaled_dot_product_attention": attention, "dropout": dropout, "linear": linear}
-    own |= {f"{kind}.input": cudnn_rnn.operator(kind, kept) for kind in cudnn_rnn.GATES}
+    own |= {f"{kind}.input": recurrent.operator(kind, kept) for kind in recurrent.GATES}
     with replace_kernels(own, "AutogradCPU"):
         yield
 
 
-def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kernels: Kernels) -> str:
+def attention_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kernels: Kernels) -> str:
     """The kernel of an attention: ``cudnn``, ``flash``, ``efficient`` or ``math`` (cuda/sdp_utils.cpp)."""
     operands = (query, key, value)
     if any(one.dim() != 4 or one.stride(-1) != 1 for one in operands):
@@ -109,7 +109,6 @@ def _padded(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 # CUDA's autocast on fake tensors of the CPU: the same operators are cast as on the device, weights once a step.
 
-
 # The policies of ATen/autocast_mode.h. An operator with a kernel for CUDA's autocast that is on neither list is cast
 # to float32.
 _LOWER = """
@@ -138,8 +137,8 @@ def autocast_as_cuda() -> Iterator[None]:
         cast.clear()
         clear()
 
-    kernels: dict[str, Kernel | None] = dict.fromkeys(operators("CPU"))
-    kernels |= {name: _kernel(name, cast) for name in operators("CUDA")}
+    kernels: dict[str, Kernel | None] = dict.fromkeys(autocast_operators("CPU"))
+    kernels |= {name: _kernel(name, cast) for name in autocast_operators("CUDA")}
     with replace_kernels(kernels, "AutocastCPU"):
         torch.clear_autocast_cache = clear_both
         try:
@@ -149,7 +148,7 @@ def autocast_as_cuda() -> Iterator[None]:
 
 
 @cache
-def operators(backend: str) -> tuple[str, ...]:
+def autocast_operators(backend: str) -> tuple[str, ...]:
     """The operators that autocast has a kernel for on CPU or CUDA in this version of PyTorch."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
@@ -166,7 +165,7 @@ def _kernel(name: str, cast: dict[int, tuple[Tensor, Tensor]]) -> Callable[..., 
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
             if packet in _RESULT and takes_dtype:
                 eligible = isinstance(args[0], Tensor) and args[0].dtype in _FLOATS
-                if kwargs.get("dtype") is None and not _asked(operator, args) and eligible:
+                if kwargs.get("dtype") is None and not _names_dtype(operator, args) and eligible:
                     kwargs["dtype"] = torch.float32
                 return operator(*args, **kwargs)
             if packet in _LOWER:
@@ -185,7 +184,7 @@ def _kernel(name: str, cast: dict[int, tuple[Tensor, Tensor]]) -> Callable[..., 
     return run
 
 
-def _asked(operator: Any, args: tuple[Any, ...]) -> bool:
+def _names_dtype(operator: Any, args: tuple[Any, ...]) -> bool:
     """Whether the caller named a dtype by its place."""
     names = [argument.name for argument in operator._schema.arguments]
     place = names.index("dtype")

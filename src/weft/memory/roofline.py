@@ -1,4 +1,4 @@
-"""The time of a step by the planner's cost model: each traced operator as one kernel of so many FLOP and bytes."""
+"""The time of a step by a roofline model: each traced operator is one kernel of so many FLOP and bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Work = dict[str, list[tuple[float, float]]]
 """By dtype, (FLOP, bytes read and written) of each kernel of a step."""
 
 
-class Counter:
+class WorkCounter:
     """Adds up what operators do; views and operators without tensors are no kernels."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Counter:
         dtype = next((str(t.dtype).removeprefix("torch.") for t in given if t.is_floating_point()), "float32")
         self.work.setdefault(dtype, []).append((flops, float(moved)))
 
-    def over_lists(self, args: tuple[Any, ...]) -> None:
+    def count_foreach(self, args: tuple[Any, ...]) -> None:
         """An optimizer's kernel over lists of tensors."""
         lists = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
         moved = sum(tensor.numel() * tensor.element_size() for tensor in lists)

@@ -1,4 +1,4 @@
-"""A tensor's outline: all that the rules for workspaces look at, and what it is at another batch size."""
+"""A tensor without data or device: all that the rules for workspaces read, at any batch size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """Answers like the tensor that it is of."""
+    """Shape, strides and size of an element, with the methods of the tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -35,13 +35,13 @@ class TensorShape:
         return self.numel() * self.element
 
     def is_contiguous(self) -> bool:
-        return self._lies(range(self.dim()))
+        return self._is_dense_in(range(self.dim()))
 
     def has_channels_last(self) -> bool:
-        """Whether the numbers of a pixel lie side by side, and pixel after pixel."""
-        return self.dim() > 2 and self._lies((0, *range(2, self.dim()), 1))
+        """Whether it is dense in NHWC order."""
+        return self.dim() > 2 and self._is_dense_in((0, *range(2, self.dim()), 1))
 
-    def _lies(self, order: Sequence[int]) -> bool:
+    def _is_dense_in(self, order: Sequence[int]) -> bool:
         step = 1
         for dim in reversed(order):
             if self.shape[dim] != 1 and self.strides[dim] != step:
@@ -50,27 +50,27 @@ class TensorShape:
         return True
 
 
-def sketched(value: Any) -> Any:
-    """Arguments or results of an operator with sketches in place of the tensors."""
+def to_shapes(value: Any) -> Any:
+    """Arguments or results of an operator with a `TensorShape` in place of every tensor."""
     if isinstance(value, Tensor):
         return TensorShape(tuple(value.shape), value.stride(), value.element_size())
     if isinstance(value, (tuple, list)):
-        return tuple(sketched(one) for one in value)
+        return tuple(to_shapes(one) for one in value)
     return value
 
 
-def combined(values: Sequence[Any], shares: Sequence[int], whole: int) -> Any:
-    """The sum of so many shares, of which there are ``whole``, of each value; what is no number is as in the first.
+def weighted_sum(values: Sequence[Any], shares: Sequence[int], whole: int) -> Any:
+    """The sum of the values, each weighted by its share of ``whole``; what is not a number is as in the first value.
 
-    >>> combined([(2, "a"), (4, "a")], [-1, 2], 1)
+    >>> weighted_sum([(2, "a"), (4, "a")], [-1, 2], 1)
     (6, 'a')
     """
     first = values[0]
     if isinstance(first, TensorShape):
-        shape = combined([one.shape for one in values], shares, whole)
-        return TensorShape(shape, combined([one.strides for one in values], shares, whole), first.element)
+        shape = weighted_sum([one.shape for one in values], shares, whole)
+        return TensorShape(shape, weighted_sum([one.strides for one in values], shares, whole), first.element)
     if isinstance(first, tuple):
-        return tuple(combined(each, shares, whole) for each in zip(*values, strict=True))
+        return tuple(weighted_sum(each, shares, whole) for each in zip(*values, strict=True))
     if isinstance(first, int) and not isinstance(first, bool) and any(one != first for one in values):
         total = sum(one * share for one, share in zip(values, shares, strict=True))
         return max(0, (2 * total + whole) // (2 * whole))

@@ -1,4 +1,4 @@
-"""What a step allocates and frees, in order, as a value that can be replayed at any batch size."""
+"""The allocation timeline: what a step allocates and frees, in order, as a value that an allocator can replay."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 PHASES = ("setup", "forward", "backward", "optimizer")
-PARTS = ("weights", "gradients", "optimizer", "batch", "activations", "workspaces")
+CATEGORIES = ("weights", "gradients", "optimizer", "batch", "activations", "workspaces")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """An operator with workspaces, which begin with this block, and sketches of its arguments and results."""
+class OperatorCall:
+    """An operator with workspaces, the first of which is ``block``, and the shapes of its arguments and results."""
 
     block: int
     name: str
@@ -22,29 +22,29 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class AllocationTimeline:
-    """``order`` holds n + 1 where block n is allocated, -(n + 1) where it is freed, and 0 where a phase begins.
+    """``events`` holds n + 1 where block n is allocated, -(n + 1) where it is freed, and 0 where a phase begins.
 
-    The phases are the set-up, and then forward, backward and optimizer of each step. ``sizes`` are the bytes of each
-    block, ``parts`` and ``modules`` what it is of; a block of 0 bytes is none. ``calls`` are the operators whose
+    The phases are the set-up, and then forward, backward and optimizer of each step. Every block has a size in bytes, a
+    category and the module that it belongs to; a block of 0 bytes is not allocated. ``calls`` are the operators whose
     workspaces are among the blocks.
     """
 
-    order: tuple[int, ...]
+    events: tuple[int, ...]
     sizes: tuple[int, ...]
-    parts: tuple[str, ...]
+    categories: tuple[str, ...]
     modules: tuple[str, ...]
     phases: tuple[str, ...]
-    calls: tuple[Call, ...] = ()
+    calls: tuple[OperatorCall, ...] = ()
 
     def __len__(self) -> int:
         return len(self.sizes)
 
 
-def in_place(order: Sequence[int], sums: dict[int, tuple[int, ...]]) -> tuple[list[int], dict[int, int]]:
-    """The order without the sums that a GPU forms in place, and for each of these blocks the one whose place it takes.
+def sum_in_place(order: Sequence[int], sums: dict[int, tuple[int, ...]]) -> tuple[list[int], dict[int, int]]:
+    """The events without the sums that are formed in place, and for each of these blocks the one that it stays in.
 
-    The autograd engine adds a gradient to an earlier one in place where nobody else holds it, but never with fake
-    tensors: there the sum is a new block, and a summand is freed right after. ``sums`` gives the summands of each.
+    The autograd engine adds a gradient to an earlier one in place where nothing else refers to it, but never with fake
+    tensors: there the sum is a new block, and a summand is freed right after. ``sums`` has the summands of each sum.
     """
     taken: dict[int, int] = {}
     kept: list[int] = []
@@ -76,54 +76,68 @@ def in_place(order: Sequence[int], sums: dict[int, tuple[int, ...]]) -> tuple[li
     return named, {block: first(block) for block in taken}
 
 
-# A tape with more steps: holes that one step leaves may fit the next one badly, and what is reserved grows.
+# A timeline with more steps: holes that one step leaves may not fit the next one, and the reserved memory grows.
 
 
 STEPS = 3
-"""Steps after which what is reserved is looked at."""
+"""Steps that are simulated."""
 
 
-def repeat_last_step(tape: AllocationTimeline, steps: int = STEPS) -> AllocationTimeline:
-    """The tape of two steps with the second repeated, until there are so many; the same tape where the second does not
-    end as it began."""
-    second = _second(tape)
+def repeat_last_step(timeline: AllocationTimeline, steps: int = STEPS) -> AllocationTimeline:
+    """The timeline of two steps with the second repeated until there are ``steps``.
+
+    It is returned as it is where the second step does not end with the blocks with which it began.
+    """
+    second = _second_step(timeline)
     if second is None:
-        return tape
-    begin = [place for place, event in enumerate(tape.order) if event == 0][second - 1]
-    found = _carried(tape, begin)
+        return timeline
+    begin = [place for place, event in enumerate(timeline.events) if event == 0][second - 1]
+    found = _carried_over(timeline, begin)
     if found is None:
-        return tape
-    order, sizes, parts, modules = list(tape.order), list(tape.sizes), list(tape.parts), list(tape.modules)
-    now = {block: block for block in range(len(tape))}  # what stands for each block of the second step by now
+        return timeline
+    order, sizes, categories, modules = (
+        list(timeline.events),
+        list(timeline.sizes),
+        list(timeline.categories),
+        list(timeline.modules),
+    )
+    now = {block: block for block in range(len(timeline))}  # what stands for each block of the second step by now
     for _ in range(steps - 2):
         now |= {old: now[new] for old, new in found.items()}
-        for event in tape.order[begin:]:
+        for event in timeline.events[begin:]:
             block = abs(event) - 1
             if event > 0:
                 now[block] = len(sizes)
-                sizes.append(tape.sizes[block])
-                parts.append(tape.parts[block])
-                modules.append(tape.modules[block])
+                sizes.append(timeline.sizes[block])
+                categories.append(timeline.categories[block])
+                modules.append(timeline.modules[block])
             order.append(0 if event == 0 else now[block] + 1 if event > 0 else -now[block] - 1)
-    phases = (*tape.phases, *tape.phases[second:] * (steps - 2))
+    phases = (*timeline.phases, *timeline.phases[second:] * (steps - 2))
     return replace(
-        tape, order=tuple(order), sizes=tuple(sizes), parts=tuple(parts), modules=tuple(modules), phases=phases
+        timeline,
+        events=tuple(order),
+        sizes=tuple(sizes),
+        categories=tuple(categories),
+        modules=tuple(modules),
+        phases=phases,
     )
 
 
-def _second(tape: AllocationTimeline) -> int | None:
+def _second_step(timeline: AllocationTimeline) -> int | None:
     """The phase with which the second step begins."""
-    ends = [place for place, phase in enumerate(tape.phases) if phase == "optimizer"]
-    return ends[0] + 1 if len(ends) == 2 and ends[0] + 1 < len(tape.phases) else None
+    ends = [place for place, phase in enumerate(timeline.phases) if phase == "optimizer"]
+    return ends[0] + 1 if len(ends) == 2 and ends[0] + 1 < len(timeline.phases) else None
 
 
-def _carried(tape: AllocationTimeline, begin: int) -> dict[int, int] | None:
-    """For each block that the second step frees but has not made, the one of its own that the next step frees
-    instead: those that it leaves, in the order in which they were made."""
-    made = [event - 1 for event in tape.order[begin:] if event > 0]
-    freed = {-event - 1 for event in tape.order[begin:] if event < 0}
-    older = [event - 1 for event in tape.order[:begin] if event - 1 in freed]
+def _carried_over(timeline: AllocationTimeline, begin: int) -> dict[int, int] | None:
+    """For each older block that the second step frees, the block of its own that the next step frees instead.
+
+    These are the blocks that the second step leaves, in the order of their allocation.
+    """
+    made = [event - 1 for event in timeline.events[begin:] if event > 0]
+    freed = {-event - 1 for event in timeline.events[begin:] if event < 0}
+    older = [event - 1 for event in timeline.events[:begin] if event - 1 in freed]
     left = [block for block in made if block not in freed]
-    if [tape.sizes[block] for block in older] != [tape.sizes[block] for block in left]:
+    if [timeline.sizes[block] for block in older] != [timeline.sizes[block] for block in left]:
         return None
     return dict(zip(older, left, strict=True))

@@ -1,4 +1,4 @@
-"""A dispatch mode that writes down what every operator of a step allocates, and when it is freed."""
+"""A dispatch mode that records what every operator of a step allocates, and when it is freed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.hardware.gpus import Kernels
-from weft.memory.roofline import Counter
-from weft.memory.tensor_shape import sketched
-from weft.memory.timeline import AllocationTimeline, Call, in_place
+from weft.hardware.gpus import CPU, Kernels
+from weft.memory import recurrent
+from weft.memory.roofline import WorkCounter
+from weft.memory.tensor_shape import to_shapes
+from weft.memory.timeline import AllocationTimeline, OperatorCall, sum_in_place
 from weft.memory.workspaces import has_rule, workspaces
 
-STEPS = 100.0
-"""What an optimizer reads of a tensor is taken to be so much, such as its count of steps: RAdam takes more from its
-sixth step on."""
+OPTIMIZER_STEPS = 100.0
+"""What an optimizer is told when it reads a tensor, such as its count of steps: RAdam allocates more from its sixth
+step on."""
 _PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.addmv.", "aten.mv.", "aten._cudnn_rnn")
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes a tape. It lies over a fake mode; ``phase`` and ``module`` say what is going on, and are set from outside.
+    """Records an allocation timeline. It is entered over a fake mode; the caller sets ``phase`` and ``module``.
 
-    Optimizers' kernels over lists of tensors are not run at all: only what they return is made.
+    The foreach kernels of optimizers are not run at all: only their results are made.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -35,39 +36,39 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kernels = kernels
         self.phase = "setup"
         self.module = ""
-        self.assumed: list[str] = []
-        self.counter: Counter | None = None
-        """Where the work of operators is added up, if it is."""
-        self._order: list[int] = []
+        self.assumptions: list[str] = []
+        self.counter: WorkCounter | None = None
+        """Adds up the work of operators, if given."""
+        self._events: list[int] = []
         self._sizes: list[int] = []
-        self._parts: list[str] = []
+        self._categories: list[str] = []
         self._modules: list[str] = []
         self._phases: list[str] = ["setup"]
-        self._calls: list[Call] = []
+        self._calls: list[OperatorCall] = []
         self._blocks: dict[int, int] = {}  # by storage
         self._sums: dict[int, tuple[int, ...]] = {}
         self._adding = False
         self._seen: set[tuple[str, bool]] = set()  # lasting workspaces: by kind and whether of the backward's thread
 
-    def begin(self, phase: str) -> None:
+    def begin_phase(self, phase: str) -> None:
         self.phase = phase
-        self._order.append(0)
+        self._events.append(0)
         self._phases.append(phase)
 
-    def own(self, tensor: Tensor, part: str, module: str = "") -> None:
-        """A tensor that is there from now on as this part."""
+    def register(self, tensor: Tensor, part: str, module: str = "") -> None:
+        """Assigns a tensor, new or known, to a category and a module."""
         place = self._blocks.get(tensor.untyped_storage()._cdata)
         if place is None:
             self._see(tensor, part, module)
         else:
-            self._parts[place], self._modules[place] = part, module
+            self._categories[place], self._modules[place] = part, module
 
-    def tape(self) -> AllocationTimeline:
-        order, taken = in_place(self._order, self._sums)
+    def timeline(self) -> AllocationTimeline:
+        order, taken = sum_in_place(self._events, self._sums)
         for block, old in taken.items():
-            if self._parts[block] != "activations":
-                self._parts[old], self._modules[old] = self._parts[block], self._modules[block]
-        kinds = (tuple(self._parts), tuple(self._modules), tuple(self._phases))
+            if self._categories[block] != "activations":
+                self._categories[old], self._modules[old] = self._categories[block], self._modules[block]
+        kinds = (tuple(self._categories), tuple(self._modules), tuple(self._phases))
         return AllocationTimeline(tuple(order), tuple(self._sizes), *kinds, tuple(self._calls))
 
     def __torch_dispatch__(
@@ -75,13 +76,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         name, kwargs = str(func), kwargs or {}
         if name.startswith(("aten._foreach_", "aten._fused_")):
-            result = _over_lists(name, args)
+            result = _foreach_result(name, args)
             if self.counter is not None:
-                self.counter.over_lists(args)
+                self.counter.count_foreach(args)
         elif name == "aten._local_scalar_dense.default":
             return self._scalar(func, args)
         else:
             result = func(*args, **kwargs)
+            if func is torch.ops.aten.mkldnn_rnn_layer.default and args[-1] and torch.is_grad_enabled():
+                result = (*result[:3], recurrent.onednn_kept(args))
         if self.phase == "optimizer":
             for tensor in _tensors(result):
                 if tensor.dim():  # the counts of steps lie in host memory
@@ -90,29 +93,35 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = _tensors(result)
         if name == "aten.native_dropout.default":  # the kernel makes its mask first
             made.reverse()
-        start = len(self._order)
+        start = len(self._events)
         fresh = [place for tensor in made if (place := self._see(tensor, "activations")) is not None]
-        if name.startswith(_PRODUCTS):
-            self._lasting("product", self.kernels.blas)
-            if name.startswith("aten.addmm."):
-                self._lasting("biased", self.kernels.blas_biased)
         if name == "aten.add.Tensor" and (self.phase == "backward" or self._adding) and fresh:
-            self._sum(fresh[0], args)
-        if has_rule(name):
-            first = len(self._sizes)
-            call = Call(first, name, sketched(args), sketched(result))
-            self._calls.append(call)
-            for size in workspaces(name, call.args, call.result, self.kernels):
-                self._add(size, "workspaces", self.module)
-            copies, *after = ((block + 1, -block - 1) for block in range(first, len(self._sizes)))
-            done = self._order[start:]
-            # The images' gradient is done before the weights' is begun.
-            early = 1 if name == "aten.convolution_backward.default" and args[10][0] else len(done)
-            rest = [event for pair in after[1:] for event in pair]
-            self._order[start:] = [copies[0], *done[:early], *after[0], *done[early:], *rest, copies[1]]
+            self._note_sum(fresh[0], args)
+        if self.kernels != CPU:
+            self._workspaces(name, args, result, start)
         if self.counter is not None:
             self.counter(func, args, kwargs, result)
         return result
+
+    def _workspaces(self, name: str, args: tuple[Any, ...], result: Any, start: int) -> None:
+        """What a GPU's kernel takes beside its results, whose blocks begin at ``start`` in the order."""
+        if name.startswith(_PRODUCTS):
+            self._keep_workspace("product", self.kernels.blas)
+            if name.startswith("aten.addmm."):
+                self._keep_workspace("biased", self.kernels.blas_biased)
+        if not has_rule(name):
+            return
+        first = len(self._sizes)
+        call = OperatorCall(first, name, to_shapes(args), to_shapes(result))
+        self._calls.append(call)
+        for size in workspaces(name, call.args, call.result, self.kernels):
+            self._add(size, "workspaces", self.module)
+        copies, *after = ((block + 1, -block - 1) for block in range(first, len(self._sizes)))
+        done = self._events[start:]
+        # The images' gradient is done before the weights' is begun.
+        early = 1 if name == "aten.convolution_backward.default" and args[10][0] else len(done)
+        rest = [event for pair in after[1:] for event in pair]
+        self._events[start:] = [copies[0], *done[:early], *after[0], *done[early:], *rest, copies[1]]
 
     def _see(self, tensor: Tensor, part: str, module: str | None = None) -> int | None:
         storage = tensor.untyped_storage()
@@ -120,37 +129,37 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._blocks or not storage.nbytes():
             return None
         place = self._blocks[key] = len(self._sizes)
-        self._order.append(place + 1)
+        self._events.append(place + 1)
         self._add(storage.nbytes(), part, self.module if module is None else module)
-        # PyTorch keeps the Python object of a storage for as long as the storage itself: they end together.
+        # PyTorch keeps the Python object of a storage for as long as the storage itself, so they end together.
         weakref.finalize(storage, self._forget, key).atexit = False
         return place
 
     def _add(self, size: int, part: str, module: str) -> None:
         self._sizes.append(size)
-        self._parts.append(part)
+        self._categories.append(part)
         self._modules.append(module)
 
     def _forget(self, key: int) -> None:
-        self._order.append(-self._blocks.pop(key) - 1)
+        self._events.append(-self._blocks.pop(key) - 1)
 
     @contextmanager
-    def adding(self) -> Iterator[None]:
-        """Within the block, what is added to a tensor would be added in place if it held data."""
+    def in_place_sums(self) -> Iterator[None]:
+        """A block in which sums would be formed in place if the tensors held data."""
         self._adding, before = True, self._adding
         try:
             yield
         finally:
             self._adding = before
 
-    def _lasting(self, kind: str, size: int) -> None:
-        """A library's workspace: made with the first call of each thread, and kept."""
+    def _keep_workspace(self, kind: str, size: int) -> None:
+        """A library's workspace: allocated by the first call of each thread, and kept."""
         if (kind, self.phase == "backward") not in self._seen:
             self._seen.add((kind, self.phase == "backward"))
-            self._order.append(len(self._sizes) + 1)
+            self._events.append(len(self._sizes) + 1)
             self._add(size, "workspaces", "")
 
-    def _sum(self, result: int, args: tuple[Any, ...]) -> None:
+    def _note_sum(self, result: int, args: tuple[Any, ...]) -> None:
         pair = [a for a in args[:2] if isinstance(a, Tensor)]
         if self._adding:
             pair = pair[:1]
@@ -162,16 +171,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _scalar(self, func: Any, args: tuple[Any, ...]) -> Any:
         if self.phase == "optimizer":
-            return STEPS
+            return OPTIMIZER_STEPS
         try:
             return func(*args)
         except Exception:
-            self.assumed.append(f"a value that module '{self.module}' asks for is taken as 1")
-            return made_up(args[0].dtype)
+            self.assumptions.append(f"a value that module '{self.module}' asks for is taken as 1")
+            return placeholder_value(args[0].dtype)
 
 
-def made_up(kind: torch.dtype) -> bool | float | int:
-    """What stands for a value that is asked for and that nobody knows."""
+def placeholder_value(kind: torch.dtype) -> bool | float | int:
+    """Stands for a value that a step reads from a tensor without data."""
     return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
 
 
@@ -181,7 +190,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _over_lists(name: str, args: tuple[Any, ...]) -> Any:
+def _foreach_result(name: str, args: tuple[Any, ...]) -> Any:
     if name.split(".")[1].endswith("_"):
         return None
     if name.startswith("aten._foreach_norm"):

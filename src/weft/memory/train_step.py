@@ -15,36 +15,40 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.errors import PlanError, WeftError, nearest
-from weft.hardware.gpus import Kernels
-from weft.memory.activation_checkpointing import recompute
+from weft.hardware.gpus import CPU, Kernels
 from weft.memory.gpu_dispatch import autocast_as_cuda, dispatch_as_gpu
-from weft.memory.roofline import Counter, Work
+from weft.memory.roofline import Work, WorkCounter
 from weft.memory.timeline import AllocationTimeline
 from weft.memory.tracer import Tracer
 from weft.nn import fake
-from weft.nn.fake import clear_polluted_caches, parts_of
+from weft.nn.batch import call_model, loss_of, tensors_in
+from weft.nn.checkpointing import recompute
+from weft.nn.fake import clear_polluted_caches
 
 # Kernels of the whole process are replaced while a step is traced: one trace at a time.
-_ALONE = threading.RLock()
+_TRACE_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The tape of two steps, the operators of the second, and what had to be assumed."""
+    """The timeline of two steps, the work of the second, and values that were assumed."""
 
-    tape: AllocationTimeline
+    timeline: AllocationTimeline
     work: Work
-    assumed: tuple[str, ...]
+    assumptions: tuple[str, ...]
 
 
-def trace(training: Training, batch: Any, size: int | None = None, other: int | None = None, steps: int = 2) -> Trace:
-    """Two steps of the training with this batch, with ``other`` samples in place of ``size`` if given; or the first
-    alone, which is all that the sizes of blocks depend on."""
-    tracer, counter = Tracer(training.kernels), Counter()
+def trace(
+    training: TrainingSpec, batch: Any, size: int | None = None, other: int | None = None, steps: int = 2
+) -> Trace:
+    """Traces two steps with this batch, with ``other`` samples in place of ``size`` if given; or the first step alone,
+    which has all blocks of the second."""
+    tracer, counter = Tracer(training.kernels), WorkCounter()
     with ExitStack() as stack:
-        stack.enter_context(_ALONE)
-        stack.enter_context(dispatch_as_gpu(training.kernels, tracer.adding))
-        stack.enter_context(autocast_as_cuda())
+        stack.enter_context(_TRACE_LOCK)
+        if training.kernels != CPU:
+            stack.enter_context(dispatch_as_gpu(training.kernels, tracer.in_place_sums))
+            stack.enter_context(autocast_as_cuda())
         stack.enter_context(fake.hide_fake_tensors())
         stack.enter_context(clear_polluted_caches(training.model, training.loss, training.step))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -64,62 +68,66 @@ def trace(training: Training, batch: Any, size: int | None = None, other: int | 
             raise PlanError(
                 f"the step cannot be traced without data: {type(error).__name__}{where}: {str(error)[:300]}"
             ) from error
-        found = tracer.tape()
-    return Trace(found, counter.work, tuple(dict.fromkeys(tracer.assumed)))
+        found = tracer.timeline()
+    return Trace(found, counter.work, tuple(dict.fromkeys(tracer.assumptions)))
 
 
-def _steps(training: Training, model: nn.Module, batch: Any, tracer: Tracer, counter: Counter, count: int) -> None:
+def _steps(
+    training: TrainingSpec, model: nn.Module, batch: Any, tracer: Tracer, counter: WorkCounter, count: int
+) -> None:
     recurrent = {name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)}
-    for name, group in groupby(fake.in_order(model), key=itemgetter(0)):
+    for name, group in groupby(fake.tensors_in_order(model), key=itemgetter(0)):
         weights = [tensor for _, tensor in group]
         # A recurrent module's weights are moved one by one, and then into the block that they share.
-        moved = [torch.empty_like(tensor) for tensor in weights] if name in recurrent else []
+        moved = (
+            [torch.empty_like(tensor) for tensor in weights] if name in recurrent and training.kernels != CPU else []
+        )
         for tensor in weights:
-            tracer.own(tensor, "weights", name)
+            tracer.register(tensor, "weights", name)
         del moved
-    for tensor in tensors(batch):
-        tracer.own(tensor, "batch")
+    for tensor in tensors_in(batch):
+        tracer.register(tensor, "batch")
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(training, parameters)
-    names = {id(parameter): name for name, parameter in _named(model)}
+    names = {id(parameter): name for name, parameter in _named_parameters(model)}
     original = optimizer.step
     phases: dict[str, Any] = {}
 
     def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        tracer.begin("backward")
+        tracer.begin_phase("backward")
         tracer.module = ""
         phases["backward"](tensor, *args, **kwargs)
         for parameter in parameters:
             if parameter.grad is not None:
-                tracer.own(parameter.grad, "gradients", names.get(id(parameter), ""))
-        tracer.begin("forward")  # of the next micro-batch, if there is one
+                tracer.register(parameter.grad, "gradients", names.get(id(parameter), ""))
+        tracer.begin_phase("forward")  # of the next micro-batch, if there is one
 
     def update(*args: Any, **kwargs: Any) -> Any:
-        tracer.begin("optimizer")
+        tracer.begin_phase("optimizer")
         result = original(*args, **kwargs)
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, Tensor) and value.dim():
-                    tracer.own(value, "optimizer", names.get(id(parameter), ""))
+                    tracer.register(value, "optimizer", names.get(id(parameter), ""))
         return result
 
     phases["backward"] = torch.Tensor.backward
     optimizer.step = update  # type: ignore[method-assign]
     torch.Tensor.backward = backward  # type: ignore[assignment, method-assign]
     try:
-        with _modules(model, tracer):
+        with _track_modules(model, tracer):
             for number in range(count):
                 tracer.counter = counter if number else None
-                tracer.begin("forward")
-                (training.step or usual_step(training))(model, optimizer, batch)
+                tracer.begin_phase("forward")
+                (training.step or default_step(training))(model, optimizer, batch)
                 if tracer.phase != "optimizer":
-                    tracer.begin("optimizer")
+                    tracer.begin_phase("optimizer")
     finally:
         torch.Tensor.backward = phases["backward"]  # type: ignore[method-assign]
 
 
 @contextmanager
-def _modules(model: nn.Module, tracer: Tracer) -> Iterator[None]:
+def _track_modules(model: nn.Module, tracer: Tracer) -> Iterator[None]:
     """Within the block the tracer knows which module's forward is running."""
     stack: list[str] = []
     handles = []
@@ -144,13 +152,13 @@ def _modules(model: nn.Module, tracer: Tracer) -> Iterator[None]:
             handle.remove()
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             yield name, parameter
 
 
-# How a model trains, as a value: its loss and optimizer, in which dtype, and the usual step of these.
+# How a model trains, as a value: loss, optimizer, dtype and step.
 
 Loss = Callable[[Any, Any], Tensor]
 Step = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
@@ -158,12 +166,11 @@ OPTIMIZERS = {
     "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop,
     "adagrad": torch.optim.Adagrad,
 }  # fmt: skip
-_TARGETS = ("label", "targets", "y")
 _DTYPES = {"float32": None, "fp32": None, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSpec:
     """How a model trains, apart from the batch."""
 
     model: nn.Module
@@ -188,8 +195,8 @@ class Training:
             raise PlanError(f"a step accumulates at least 1 micro-batch, not {self.accumulate}")
 
 
-def usual_step(training: Training) -> Step:
-    """The usual step: gradients are dropped before the forward, and nobody keeps outputs or loss."""
+def default_step(training: TrainingSpec) -> Step:
+    """The usual step: gradients are dropped before the forward, and outputs and loss are not kept."""
     low = _DTYPES[training.dtype]
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
@@ -197,7 +204,10 @@ def usual_step(training: Training) -> Step:
         for _ in range(training.accumulate):
             context: AbstractContextManager[Any] = torch.autocast("cpu", low) if low else nullcontext()
             with context:
-                value = _loss(training, model, batch)
+                # In one expression: a name would keep the outputs alive during the backward.
+                value = loss_of(
+                    call_model(model, batch, training.inputs, targets=training.loss is None), batch, training.loss
+                )
             value.backward()  # type: ignore[no-untyped-call]
             del value
         optimizer.step()
@@ -205,31 +215,8 @@ def usual_step(training: Training) -> Step:
     return step
 
 
-def _loss(training: Training, model: nn.Module, batch: Any) -> Tensor:
-    loss = training.loss
-    if isinstance(batch, (tuple, list)):
-        outputs = model(*batch)
-    elif not isinstance(batch, Mapping):  # a tensor, or a dataclass as a whole
-        outputs = model(batch)
-    elif training.inputs is not None:
-        outputs = model(*(batch[name] for name in training.inputs))
-    elif loss is None:
-        outputs = model(**batch)
-    else:
-        outputs = model(*(value for name, value in batch.items() if name not in _TARGETS))
-    if loss is not None:
-        return loss(outputs, batch)
-    found = getattr(outputs, "loss", None)
-    if isinstance(found, Tensor):
-        return found
-    first = next(tensors(outputs), None)
-    if first is None:
-        raise PlanError(f"the model gives a {type(outputs).__name__} in which no tensor is found: give a loss")
-    return first if not first.dim() else first.float().mean()
-
-
-def make_optimizer(training: Training, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer as it works on a GPU: over lists of tensors, unless it was told otherwise."""
+def make_optimizer(training: TrainingSpec, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer as it works on the device: on a GPU over lists of tensors, unless it was told otherwise."""
     if isinstance(training.optimizer, str):
         kind, options = OPTIMIZERS[training.optimizer.lower()], {"lr": 1e-3} | dict(training.options)
         try:
@@ -240,15 +227,6 @@ def make_optimizer(training: Training, parameters: list[nn.Parameter]) -> torch.
     else:
         made = training.optimizer(parameters)
     for group in made.param_groups:
-        if group.get("foreach", False) is None and not group.get("fused"):
+        if training.kernels != CPU and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
     return made
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for _, one in parts_of(value):
-            yield from tensors(one)

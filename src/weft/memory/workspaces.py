@@ -1,7 +1,7 @@
-"""Bytes that a GPU's kernels take beside their results, operator by operator.
+"""Bytes that a GPU's kernels allocate beside their results, operator by operator.
 
-Each rule follows what the kernel's launcher asks of the allocator in PyTorch's sources, or, for cuDNN's convolutions,
-what was seen on the device (`benchmarks/memory.py`).
+Each rule follows what the kernel's launcher requests in PyTorch's sources, or, for cuDNN's convolutions, what was
+recorded on the device (`benchmarks/memory.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Arguments = tuple[Any, ...]
 
 SLOTS = 3
 """Workspaces of an operator that has a rule: copies of its operands, which it makes before its results and keeps to the
-end, and two that come after the results, one after the other; those that it does not need are of 0 bytes."""
+end, and two that follow the results, one after the other; those that it does not need have 0 bytes."""
 
 
 def has_rule(name: str) -> bool:
@@ -28,7 +28,7 @@ def has_rule(name: str) -> bool:
 
 
 def workspaces(name: str, args: Arguments, result: Any, kernels: Kernels) -> tuple[int, ...]:
-    """The workspaces of an operator that has a rule, from sketches of its arguments and results."""
+    """The workspaces of an operator that has a rule, from the shapes of its arguments and results."""
     rule, operands = _RULES[name.split(".")[1]]
     given = [args[place] for place in operands if isinstance(args[place], TensorShape)]
     either = name.startswith("aten.convolution")  # takes channels first or last, if all lies the same way

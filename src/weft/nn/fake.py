@@ -7,7 +7,7 @@ import gc
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import _lru_cache_wrapper
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from weft.errors import PlanError
+from weft.nn.batch import batch_items
 
 
 def fake_model(model: nn.Module) -> nn.Module:
@@ -28,7 +29,7 @@ def fake_model(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
-                _flat(module, memo)
+                _flatten_rnn(module, memo)
         for parameter in model.parameters():
             if id(parameter) not in memo:
                 memo[id(parameter)] = nn.Parameter(_like(parameter), parameter.requires_grad)
@@ -41,10 +42,10 @@ def fake_model(model: nn.Module) -> nn.Module:
         raise PlanError(f"the model cannot be copied: {said}; build it anew on the 'meta' device") from error
 
 
-def in_order(model: nn.Module, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors_in_order(model: nn.Module, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers with their modules' names, in the order in which ``model.to(device)`` moves them."""
     for child, module in model.named_children():
-        yield from in_order(module, f"{name}.{child}" if name else child)
+        yield from tensors_in_order(module, f"{name}.{child}" if name else child)
     for own in (*model._parameters.values(), *model._buffers.values()):
         if own is not None:
             yield name, own
@@ -52,7 +53,7 @@ def in_order(model: nn.Module, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def hide_fake_tensors() -> Iterator[None]:
-    """Within the block, models of transformers take the way that they take with data, not that of an export."""
+    """A block in which models of transformers do what they do with data, not what they do in an export."""
     module = sys.modules.get("transformers.utils.import_utils")
     if module is None or not hasattr(module, "is_fake_tensor"):
         yield
@@ -80,33 +81,10 @@ def fake_batch(batch: Any, size: int | None = None, other: int | None = None) ->
         return type(batch)(*values) if named else tuple(values) if isinstance(batch, tuple) else values
     if is_dataclass(batch):
         made = copy.copy(batch)
-        for name, value in parts_of(batch):
+        for name, value in batch_items(batch):
             object.__setattr__(made, name, fake_batch(value, size, other))  # frozen ones too
         return made
     return batch
-
-
-def parts_of(value: Any) -> list[tuple[Any, Any]]:
-    """What lies in a mapping, a tuple, a list or a dataclass, by key, place or name; nothing in anything else."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, (tuple, list)):
-        return list(enumerate(value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in fields(value)]
-    return []
-
-
-def batch_size(batch: Any) -> int:
-    """The first dimension of the batch's first tensor; `PlanError` if it has none."""
-    if isinstance(batch, Tensor):
-        if batch.dim():
-            return batch.shape[0]
-    else:
-        for _, value in parts_of(batch):
-            if isinstance(value, Tensor) or parts_of(value):
-                return batch_size(value)
-    raise PlanError("the batch holds no tensor with a first dimension to count samples by")
 
 
 def _check(model: nn.Module) -> None:
@@ -130,7 +108,7 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
-def _flat(module: nn.RNNBase, memo: dict[int, Any]) -> None:
+def _flatten_rnn(module: nn.RNNBase, memo: dict[int, Any]) -> None:
     own = [weight for weight in module._flat_weights if weight is not None]
     flat = torch.empty(sum(weight.numel() for weight in own), dtype=own[0].dtype)
     start = 0
@@ -140,20 +118,22 @@ def _flat(module: nn.RNNBase, memo: dict[int, Any]) -> None:
         start += weight.numel()
 
 
-# Caches of a model's code, which a trace would leave full of fake tensors.
+# Caches of a model's code, which a trace would leave with fake tensors in them.
 
 _OTHERS = ("torch", "numpy", "weft", "builtins")
 """Packages that keep no tensor in their caches."""
-DEEP = 5
+MAX_DEPTH = 5
 _NEVER = (type, FunctionType, ModuleType)
 
 
 @contextmanager
 def clear_polluted_caches(*code: Any) -> Iterator[None]:
-    """Afterwards, caches of ``functools`` that got tensors without data within the block are empty: in the Python
-    modules that the classes of models and the functions are from, and those that they import from. Nobody knows of
-    others."""
-    found = _caches({home for one in code for home in _homes(one)})
+    """Empties the ``functools`` caches that got tensors without data within the block.
+
+    These are searched in the Python modules that define the given models and functions, and in those that they import
+    from; other caches cannot be found.
+    """
+    found = _caches({home for one in code for home in _modules_of(one)})
     before = [cache.cache_info().misses for cache in found]
     try:
         yield
@@ -166,7 +146,7 @@ def clear_polluted_caches(*code: Any) -> Iterator[None]:
 def _holds_fakes(cache: Any) -> bool:
     """Whether a tensor without data is in it, or in what is in it, a few levels deep."""
     level, seen = [cache], {id(cache)}
-    for _ in range(DEEP):
+    for _ in range(MAX_DEPTH):
         below = [one for one in gc.get_referents(*level) if not isinstance(one, _NEVER) and id(one) not in seen]
         if any(isinstance(one, FakeTensor) or (isinstance(one, Tensor) and one.is_meta) for one in below):
             return True
@@ -175,20 +155,20 @@ def _holds_fakes(cache: Any) -> bool:
     return False
 
 
-def _homes(code: Any) -> set[str]:
+def _modules_of(code: Any) -> set[str]:
     parts = [type(part) for part in code.modules()] if isinstance(code, nn.Module) else [code]
     own = {str(getattr(part, "__module__", "")) for part in parts}
-    return own | {str(getattr(value, "__module__", "")) for name in own for value in _names(name)}
+    return own | {str(getattr(value, "__module__", "")) for name in own for value in _callables_in(name)}
 
 
-def _names(home: str) -> list[Any]:
+def _callables_in(home: str) -> list[Any]:
     if home not in sys.modules or home.split(".")[0] in _OTHERS:
         return []
     return [value for value in vars(sys.modules[home]).values() if isinstance(value, type) or callable(value)]
 
 
-def _caches(homes: set[str]) -> list[Any]:
-    values = [value for home in homes for value in _names(home)]
+def _caches(modules: set[str]) -> list[Any]:
+    values = [value for home in modules for value in _callables_in(home)]
     # Of a class, methods too, which may be static.
     methods = [own for value in values if isinstance(value, type) for own in vars(value).values()]
     inner = [getattr(value, "__func__", value) for value in (*values, *methods)]

@@ -1,4 +1,4 @@
-"""What a module holds beside its weights: what of it changed, and what can be saved of it as JSON and tensors."""
+"""The state of a module beyond its weights: what of it changed, and how it is saved as JSON and tensors."""
 
 from __future__ import annotations
 
@@ -15,54 +15,46 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from weft.errors import CheckpointError
+from weft.nn.batch import tensors_in
 
 SAVED = frozenset(
     {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32}
     | {torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32}
     | {torch.float64, torch.complex32, torch.complex64, torch.complex128}
 )
-"""Types of the tensors that are saved."""
+"""Dtypes of the tensors that can be saved."""
 
-_BARE = frozenset(vars(nn.Module()))
+_BARE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_THINGS = (nn.Module, type, RemovableHandle)
+_BY_IDENTITY = (nn.Module, type, RemovableHandle)
 _ABSENT = object()
 
 
 def attributes_of(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Those that a bare module does not have, and that are not made anew before every forward."""
-    left = {*_BARE, *recomputed(part)}
+    """The attributes that a bare module does not have, without those that weight norms recompute."""
+    left = {*_BARE_ATTRIBUTES, *weight_norm_attributes(part)}
     return ((name, value) for name, value in vars(part).items() if name not in left)
 
 
-def recomputed(part: nn.Module) -> list[str]:
-    """The attributes of a part that weight norms of the old kind make anew of its weights before every forward."""
+def weight_norm_attributes(part: nn.Module) -> list[str]:
+    """The attributes of a part that weight norms of the old kind recompute before every forward."""
     return [hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
 
 
-def registered(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The weights and buffers, by name."""
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, by name."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def unkept(model: nn.Module) -> dict[str, Tensor]:
+def non_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a state_dict leaves out."""
     left = {joined(name, one) for name, part in model.named_modules() for one in part._non_persistent_buffers_set}
     return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in left}
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_of(item)
-
-
 def storage(tensor: Tensor) -> object:
-    """Equal for tensors that lie in the same memory; of no meaning for one that has not been made yet."""
+    """Equal for tensors that share memory; an identity alone for lazy and sparse tensors."""
     return id(tensor) if is_lazy(tensor) or tensor.layout != torch.strided else tensor.untyped_storage()._cdata
 
 
@@ -71,9 +63,9 @@ def joined(name: str, attribute: str) -> str:
 
 
 class Snapshot:
-    """Named values as they are now. Numbers and texts are known by value, tensors and functions by which they are.
+    """Named values at one moment. Numbers and texts are compared by value, tensors and functions by identity.
 
-    With ``writes`` a tensor that was written into where it lies is another one. What cannot be told has changed.
+    With ``writes`` a tensor that was written to in place has changed. What cannot be compared has changed.
     """
 
     def __init__(self, values: Iterable[tuple[Hashable, Any]], writes: bool = False) -> None:
@@ -85,17 +77,17 @@ class Snapshot:
     __hash__ = None  # type: ignore[assignment]
 
     def changed(self, before: Snapshot) -> Iterator[Any]:
-        """The names of what differs from what it was before, also of what was not there or is gone."""
+        """The names of what differs from before, was added or was removed."""
         for name in dict.fromkeys((*self._seen, *before._seen)):
             if self._seen.get(name, _ABSENT) != before._seen.get(name, _ABSENT):
                 yield name
 
 
 class ModuleState(Snapshot):
-    """All that a module and its loss hold, and with ``beside`` what else a forward may find.
+    """All that a module and its loss hold, and with ``beside`` what else a forward may read.
 
-    Buffers may be written into where they lie, with ``writes`` nothing else may. What a global variable holds is not
-    seen.
+    In-place writes to buffers do not count as changes; with ``writes``, those to other tensors do. Global variables are
+    not seen.
     """
 
     def __init__(self, model: nn.Module, loss: Any, beside: Mapping[str, Any], writes: bool = False) -> None:
@@ -111,23 +103,23 @@ class ModuleState(Snapshot):
         self._seen |= Snapshot(tensors)._seen
 
     def first_changed(self, before: ModuleState, besides: Container[tuple[str, str]] = ()) -> str | None:
-        """The name of something that changed, but for attributes that are expected to, each a part and a name."""
+        """The first name that changed, ``besides`` attributes that are expected to, given as (part, attribute)."""
         return next((joined(*name) for name in self.changed(before) if name not in besides), None)
 
 
-class Remainder:
-    """Remembers how a model was built, to tell later what training changed that its state_dict does not have.
+class ExtraState:
+    """What training changes of a model that its state_dict does not have, compared with the model as it was built.
 
-    Of attributes, numbers, texts and tensors are told, and lists, tuples and dictionaries of these.
+    Of attributes, numbers, texts and tensors are saved, and lists, tuples and dictionaries of these.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = Snapshot(unkept(model).items(), writes=True)
+        self._buffers = Snapshot(non_persistent_buffers(model).items(), writes=True)
         self._attributes = Snapshot(_savable(model), writes=True)
 
     def changed(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The buffers and the attributes that are not as they were, by qualified name."""
-        buffers, attributes = unkept(model), dict(_savable(model))
+        """The buffers and attributes that changed, by qualified name."""
+        buffers, attributes = non_persistent_buffers(model), dict(_savable(model))
         written = Snapshot(buffers.items(), writes=True).changed(self._buffers)
         changed = Snapshot(attributes.items(), writes=True).changed(self._attributes)
         return (
@@ -139,30 +131,30 @@ class Remainder:
 def restore(
     model: nn.Module, weights: Mapping[str, Any], buffers: Mapping[str, Tensor], attributes: Mapping[str, Any]
 ) -> None:
-    """Puts back the state_dict of a model, and what was told as changed beside it."""
+    """Restores the state_dict of a model, and what `ExtraState.changed` gave beside it."""
     for name, value in attributes.items():
         part, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(part), attribute, value)
     changing = {joined(name, one) for name, part in model.named_modules() for one in part._buffers}
     for name, value in (*weights.items(), *buffers.items()):
         if name in changing:
-            _fit(model, name, value)
+            _replace_buffer(model, name, value)
     given = model.state_dict()  # for the versions of its layers' formats, which weights alone do not tell
     given.clear()
     given.update(weights)
     model.load_state_dict(given)
     with torch.no_grad():
-        for name, buffer in unkept(model).items():
+        for name, buffer in non_persistent_buffers(model).items():
             if name in buffers:
                 buffer.copy_(buffers[name])
 
 
-def encoded(value: Any, tensors: MutableMapping[str, Tensor], name: str) -> Any:
+def to_plain(value: Any, tensors: MutableMapping[str, Tensor], name: str) -> Any:
     """A value as JSON, to its last bit; its tensors are put beside it, under names that begin with ``name``.
 
     CheckpointError for what is neither a number, a text, a tensor nor a list, tuple or dictionary of these.
 
-    >>> encoded({"a": (1, 0.5)}, {}, "")
+    >>> to_plain({"a": (1, 0.5)}, {}, "")
     {'dict': [['a', {'tuple': [1, {'float': '0x1.0000000000000p-1'}]}]]}
     """
     if value is None or type(value) in (bool, int, str):
@@ -172,9 +164,9 @@ def encoded(value: Any, tensors: MutableMapping[str, Tensor], name: str) -> Any:
     if type(value) is complex:
         return {"complex": [value.real.hex(), value.imag.hex()]}
     if type(value) in (list, tuple):
-        return {type(value).__name__: [encoded(item, tensors, name) for item in value]}
+        return {type(value).__name__: [to_plain(item, tensors, name) for item in value]}
     if isinstance(value, dict):
-        pairs = [[encoded(key, tensors, name), encoded(item, tensors, name)] for key, item in value.items()]
+        pairs = [[to_plain(key, tensors, name), to_plain(item, tensors, name)] for key, item in value.items()]
         return {"dict": pairs}
     if type(value) is Tensor and value.dtype in SAVED and value.layout == torch.strided and not value.is_meta:
         key = f"{name}#{len(tensors)}"
@@ -186,8 +178,8 @@ def encoded(value: Any, tensors: MutableMapping[str, Tensor], name: str) -> Any:
     )
 
 
-def decoded(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    """What was encoded; tensors that did not lie on the host are put on the device."""
+def from_plain(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
+    """The value that `to_plain` encoded; tensors that were not on the host are moved to the device."""
     if not isinstance(value, dict):
         return value
     if "float" in value:
@@ -197,28 +189,28 @@ def decoded(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> 
     if "tensor" in value:
         return tensors[value["tensor"]].to("cpu" if value["host"] else device)
     if "dict" in value:
-        return {decoded(key, tensors, device): decoded(item, tensors, device) for key, item in value["dict"]}
+        return {from_plain(key, tensors, device): from_plain(item, tensors, device) for key, item in value["dict"]}
     (kind, inner), *_ = value.items()
-    items = [decoded(item, tensors, device) for item in inner]
+    items = [from_plain(item, tensors, device) for item in inner]
     return items if kind == "list" else tuple(items)
 
 
 def _savable(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes that can be saved and hold no weight or buffer, which would then be two."""
-    storages = {storage(tensor) for _, tensor in registered(model)}
+    """The attributes that can be saved and share no memory with a parameter or buffer."""
+    storages = {storage(tensor) for _, tensor in named_tensors(model)}
     for name, part in model.named_modules():
         for attribute, value in attributes_of(part):
             try:
-                json.dumps(encoded(value, {}, ""))
+                json.dumps(to_plain(value, {}, ""))
             except (CheckpointError, RecursionError):
                 continue
             # Nor what was computed of the weights, as weight norms do before every forward.
-            if not any(storage(tensor) in storages or tensor.requires_grad for tensor in tensors_of(value)):
+            if not any(storage(tensor) in storages or tensor.requires_grad for tensor in tensors_in(value)):
                 yield joined(name, attribute), value
 
 
-def _fit(model: nn.Module, name: str, value: Tensor) -> None:
-    """Makes a buffer anew that is not yet there, or of another shape or type."""
+def _replace_buffer(model: nn.Module, name: str, value: Tensor) -> None:
+    """Replaces a buffer that is missing, lazy, or of another shape or dtype."""
     part, _, attribute = name.rpartition(".")
     holder = model.get_submodule(part)
     before = holder._buffers[attribute]
@@ -231,21 +223,21 @@ def _seen(value: Any, writes: bool) -> Any:
     if isinstance(value, _PLAIN):
         return type(value), repr(value)
     if isinstance(value, Tensor):
-        return _Same(value), -1 if not writes or value.is_inference() else value._version
-    if isinstance(value, _THINGS) or callable(value):
-        return _Same(value)
+        return _Identity(value), -1 if not writes or value.is_inference() else value._version
+    if isinstance(value, _BY_IDENTITY) or callable(value):
+        return _Identity(value)
     try:
         if isinstance(value, Mapping):
             return [(_seen(name, writes), _seen(item, writes)) for name, item in value.items()]
         if isinstance(value, list | tuple):
             return [_seen(item, writes) for item in value]
         return pickle.dumps(value)
-    except Exception:  # what cannot be told must count as changed
+    except Exception:  # what cannot be compared counts as changed
         return object()
 
 
-class _Same:
-    """Equal for one and the same thing while that is there; it keeps nothing alive that can be watched."""
+class _Identity:
+    """Compares by identity while the object lives; it keeps nothing alive that can be referred to weakly."""
 
     def __init__(self, thing: Any) -> None:
         self._thing: Callable[[], Any]
@@ -255,6 +247,6 @@ class _Same:
             self._thing = lambda: thing
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and (mine := self._thing()) is not None and mine is other._thing()
+        return isinstance(other, _Identity) and (mine := self._thing()) is not None and mine is other._thing()
 
     __hash__ = None  # type: ignore[assignment]

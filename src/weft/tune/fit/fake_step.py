@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.memory.tracer import STEPS, made_up
+from weft.memory.tracer import OPTIMIZER_STEPS, placeholder_value
 from weft.utils.live_memory import LiveStorages
 
 aten = torch.ops.aten
@@ -57,11 +57,11 @@ class FakeStorages(LiveStorages):  # type: ignore[no-untyped-call]
 
     def _scalar(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if self._updating:
-            return STEPS
+            return OPTIMIZER_STEPS
         try:
             return func(*args)
         except Exception:
-            return made_up(args[0].dtype)
+            return placeholder_value(args[0].dtype)
 
 
 def lstm_keeps(steps: int, samples: int, features: int, width: int, dtype: torch.dtype) -> int:

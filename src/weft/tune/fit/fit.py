@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from weft.engine.rng import HostSeeder, get_rng_state
 from weft.errors import PlanError, TuneError
-from weft.nn.state import Remainder, encoded
+from weft.nn.state import ExtraState, to_plain
 from weft.space import Value
 from weft.tune.fit.loss_model import LossModule, build_meta, example_batch
 from weft.tune.fit.peaks import StepMemory, paused, step_memory
@@ -243,7 +243,7 @@ def kept_outside(setting: TrialConfig) -> str | None:
     drawing = HostSeeder(setting.seed, torch.device("cpu"))
     with suppress(Exception), drawing.preserved():
         model(*setting.enter(batch))
-        remainder, extra = Remainder(model), _extra(model)
+        remainder, extra = ExtraState(model), _extra(model)
         model(*setting.enter(batch))
         now = _extra(model)
         changed = [*remainder.changed(model)[1], *(name for name in now if now[name] != extra.get(name))]
@@ -257,7 +257,7 @@ def _extra(model: nn.Module) -> dict[str, tuple[str, list[Any]]]:
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             tensors: dict[str, Tensor] = {}
-            text = json.dumps(encoded(value, tensors, ""))
+            text = json.dumps(to_plain(value, tensors, ""))
             found[name] = text, [tensor.tolist() for tensor in tensors.values()]
     return found
 

@@ -70,7 +70,7 @@ def step_memory(setting: TrialConfig, way: Way, device: str, *, accumulate: bool
     judged = judging(setting, _optimizer(setting), known(device))
     sizes = (resident(setting.data()), setting.batch_size, _sample(batch))
     waiting = setting.batch_size * _sample(batch) if paused(setting) else 0
-    return _Estimated(found, *sizes, graphs, judged, waiting + left_by_backwards(found.tape(setting.batch_size)[0]))
+    return _Estimated(found, *sizes, graphs, judged, waiting + left_by_backwards(found.timeline(setting.batch_size)[0]))
 
 
 def paused(setting: TrialConfig) -> bool:
@@ -114,7 +114,7 @@ class _Estimated:
             found = max(found, judged.at(samples) + beside)
         if not self.graphs or found > SMALL:
             return found
-        apart = reserved_apart(*self.estimate.tape(samples)) + self._beside(samples)
+        apart = reserved_apart(*self.estimate.timeline(samples)) + self._beside(samples)
         if judged is not None:
             apart = max(apart, judged.apart(samples) + beside)
         return max(found, apart) + samples * self.sample
@@ -327,7 +327,7 @@ class EvaluationMemory:
     def apart(self, samples: int) -> int:
         """Where steps are captured, with which judging shares a pool of memory."""
         one = self._at(samples)
-        return reserved_apart(*one.tape(one.batch))
+        return reserved_apart(*one.timeline(one.batch))
 
     def fits(self, samples: int, room: int) -> bool:
         return room > 0 and self._at(samples).fits(room, context=False)
@@ -358,13 +358,13 @@ def judging(
 def left_by_backwards(tape: AllocationTimeline) -> int:
     """Bytes that libraries keep for the thread of backwards: they lie there while a trial is judged, too."""
     phase, kept = 0, dict[int, int]()
-    for event in tape.order:
+    for event in tape.events:
         block = abs(event) - 1
         if event == 0:
             phase += 1
         elif event < 0:
             kept.pop(block, None)
-        elif tape.phases[phase] == "backward" and tape.parts[block] == "workspaces":
+        elif tape.phases[phase] == "backward" and tape.categories[block] == "workspaces":
             kept[block] = tape.sizes[block]
     return sum(kept.values())
 

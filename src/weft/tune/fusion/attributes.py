@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
-from weft.nn.state import attributes_of, joined, registered, storage, tensors_of
+from weft.nn.batch import tensors_in
+from weft.nn.state import attributes_of, joined, named_tensors, storage
 from weft.tune.fusion.dropout import DROPOUT_PLACEHOLDER
 from weft.tune.recipe import DROPOUTS, dropouts
 
@@ -32,7 +33,7 @@ def attributes(model: nn.Module) -> dict[str, str]:
     left = {(id(part), name) for part, name in dropouts(model)}
     left |= {(id(part), "inplace") for part in model.modules() if type(part) in _OMITTED}
     names: dict[int, str] = {id(part): name for name, part in model.named_modules()}
-    names |= {id(tensor): name for name, tensor in registered(model)}
+    names |= {id(tensor): name for name, tensor in named_tensors(model)}
     found: dict[str, str] = {}
     for name, part in model.named_modules():
         if type(part) not in _OMITTED:
@@ -61,12 +62,12 @@ def difference(shared: Mapping[str, str], own: Mapping[str, str], rate: float | 
 
 def aliased(model: nn.Module) -> str | None:
     """The name of an attribute that holds a weight or a buffer as a plain tensor, which lanes would not find there."""
-    storages = {storage(tensor) for _, tensor in registered(model)}
+    storages = {storage(tensor) for _, tensor in named_tensors(model)}
     for name, part in model.named_modules():
         for attribute, value in attributes_of(part):
             if isinstance(part, nn.RNNBase) and attribute == "_flat_weights":  # which torch keeps up to date
                 continue
-            if any(storage(tensor) in storages for tensor in tensors_of(value)):
+            if any(storage(tensor) in storages for tensor in tensors_in(value)):
                 return joined(name, attribute)
     return None
 

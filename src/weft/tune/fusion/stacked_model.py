@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from weft.nn.state import registered, unkept
+from weft.nn.state import named_tensors, non_persistent_buffers
 from weft.tune.fusion.attributes import aliased, attributes, difference
 from weft.tune.fusion.dropout import DROPOUT_PLACEHOLDER
 from weft.tune.fusion.optimizers import StackedOptimizer
@@ -34,7 +34,7 @@ def unfit(module: nn.Module) -> str | None:
     """Why a module cannot be that of several lanes, by what it holds; None if it can."""
     if (name := aliased(module)) is not None:
         return f"'{name}' holds a weight or a buffer under another name, where lanes would not find it"
-    known = {id(tensor) for _, tensor in registered(module)}
+    known = {id(tensor) for _, tensor in named_tensors(module)}
     for name, value in module.state_dict(keep_vars=True).items():
         if id(value) not in known:
             return f"'{name}' of its state_dict is neither a weight nor a buffer"
@@ -76,7 +76,9 @@ class StackedModel:
         self.fixed = {name: torch.stack([one[name] for one in built]).to(device) for name in built[0]}
         self.optimizer = StackedOptimizer([setting.optimizer for setting in settings], self.matrix)
         self._written: frozenset[str] = frozenset()
-        self._versions = {name: self.fixed[name]._version for name in unkept(self.module) if name in self.fixed}
+        self._versions = {
+            name: self.fixed[name]._version for name in non_persistent_buffers(self.module) if name in self.fixed
+        }
         self._expose()
 
     def joined(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -120,7 +122,7 @@ class StackedModel:
 
     def weights(self, lane: int) -> dict[str, Tensor]:
         """As the ``state_dict`` of the lane's own module."""
-        first = {id(tensor): name for name, tensor in registered(self.module)}
+        first = {id(tensor): name for name, tensor in named_tensors(self.module)}
         return {
             name: self._tensor(first[id(tensor)])[lane]
             for name, tensor in self.module.state_dict(keep_vars=True).items()

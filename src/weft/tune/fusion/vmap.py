@@ -13,7 +13,7 @@ from torch.func import functional_call, vmap
 from weft.data import Batch
 from weft.engine.rng import host
 from weft.errors import TuneError
-from weft.nn.state import ModuleState, recomputed
+from weft.nn.state import ModuleState, weight_norm_attributes
 from weft.trainer.evaluate import Scores
 from weft.tune.fusion.dropout import DropoutCall, apply_masks, record_calls
 from weft.tune.recipe import TrialConfig
@@ -114,7 +114,7 @@ class _Watched(nn.Module):
     def forward(self, inputs: tuple[Tensor, ...], batch: Batch) -> None:
         before = ModuleState(self.module, self._loss[0], host(), writes=True)
         self._loss[0](self.module(*inputs), batch)
-        anew = {(name, one) for name, part in self.module.named_modules() for one in recomputed(part)}
+        anew = {(name, one) for name, part in self.module.named_modules() for one in weight_norm_attributes(part)}
         self.changed = ModuleState(self.module, self._loss[0], host(), writes=True).first_changed(before, anew)
 
 

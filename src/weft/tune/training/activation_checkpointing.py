@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.engine.batch_stats import running_norms
 from weft.engine.rng import get_rng_state, restored, set_rng_state
-from weft.memory.activation_checkpointing import parts
+from weft.nn.checkpointing import recomputed_parts
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def recomputing(module: nn.Module) -> Iterator[None]:
 
     Outputs, gradients, running statistics and what dropout draws are the same to the last bit.
     """
-    before = [(part, part.__dict__.get("forward")) for part in parts(module)]
+    before = [(part, part.__dict__.get("forward")) for part in recomputed_parts(module)]
     recompute(module)
     try:
         yield
@@ -36,7 +36,7 @@ def recomputing(module: nn.Module) -> Iterator[None]:
 
 def recompute(module: nn.Module) -> None:
     """As ``recomputing``, for good: what ``weft.estimate`` takes, so that it estimates what is done."""
-    for part in parts(module):
+    for part in recomputed_parts(module):
         part.forward = partial(_again, part, part.forward)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CheckpointError
-from weft.nn.state import decoded, encoded
+from weft.nn.state import from_plain, to_plain
 from weft.runs import Checkpoints
 from weft.utils.files import to_json
 
@@ -49,11 +49,11 @@ def save(directory: Path, law: Mapping[str, Any], kept: TrialCheckpoint) -> None
             tensors[f"{_WEIGHT}{name}"] = value
             continue
         try:
-            extra[name] = encoded(value, tensors, f"extra.{name}")
+            extra[name] = to_plain(value, tensors, f"extra.{name}")
         except CheckpointError as problem:
             raise CheckpointError(f"'{name}' of the model's state_dict: {problem}") from None
     tensors |= {f"{_BUFFER}{name}": tensor for name, tensor in kept.buffers.items()}
-    attributes = {name: encoded(value, tensors, f"attributes.{name}") for name, value in kept.attributes.items()}
+    attributes = {name: to_plain(value, tensors, f"attributes.{name}") for name, value in kept.attributes.items()}
     for name, state in kept.states.items():
         tensors |= {f"{_STATE}{name}#{key}": tensor for key, tensor in state.items()}
     tensors[_LOSSES] = kept.losses
@@ -85,9 +85,9 @@ def load_latest(directory: Path, law: Mapping[str, Any], device: torch.device = 
         for name, tensor in found.tensors.items()
     }
     given = found.meta.get("extra", {})
-    weights: dict[str, Any] = {name: decoded(value, tensors, _CPU) for name, value in given.items()}
+    weights: dict[str, Any] = {name: from_plain(value, tensors, _CPU) for name, value in given.items()}
     told = found.meta.get("attributes", {})
-    attributes = {name: decoded(value, tensors, device) for name, value in told.items()}
+    attributes = {name: from_plain(value, tensors, device) for name, value in told.items()}
     buffers: dict[str, Tensor] = {}
     states: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from weft.data import Batch
 from weft.engine.rng import host
 from weft.memory.allocator import AllocatorConfig, CachingAllocator
-from weft.memory.replay import makers
+from weft.memory.replay import allocator_factories
 from weft.memory.timeline import AllocationTimeline, repeat_last_step
 from weft.nn.state import ModuleState
 from weft.tune.recipe import TrialConfig
@@ -323,19 +323,19 @@ def reserved_apart(tape: AllocationTimeline, rules: AllocatorConfig) -> int:
     largest figure counts.
     """
     tape = repeat_last_step(tape)
-    return max(_reserved(tape, make) for make in makers(rules))
+    return max(_reserved(tape, make) for make in allocator_factories(rules))
 
 
 def _reserved(tape: AllocationTimeline, make: Callable[[], CachingAllocator]) -> int:
     outside, inside = make(), make()
     blocks = {}
     phase = most = 0
-    for event in tape.order:
+    for event in tape.events:
         number = abs(event) - 1
         if event == 0:
             phase += 1
         elif event > 0 and tape.sizes[number]:
-            captured = tape.phases[phase] in ("forward", "backward") and tape.parts[number] != "batch"
+            captured = tape.phases[phase] in ("forward", "backward") and tape.categories[number] != "batch"
             pool = inside if captured else outside
             blocks[number] = pool, pool.alloc(tape.sizes[number])
             most = max(most, outside.reserved + inside.reserved)

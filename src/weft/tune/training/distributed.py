@@ -19,7 +19,7 @@ from weft.data import Batch, Loader
 from weft.distributed.store import ControlStore
 from weft.engine.rng import HostSeeder, deterministic
 from weft.errors import TuneError
-from weft.nn.state import restore, unkept
+from weft.nn.state import non_persistent_buffers, restore
 from weft.plan.execute import Staged
 from weft.plan.planner import plan as make_plan
 from weft.tune.fit.loss_model import LossModule
@@ -161,7 +161,7 @@ class _Split:
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The model's state_dict, whole, and the hidden buffers that training changes; on every process."""
-        hidden = unkept(self._whole)
+        hidden = non_persistent_buffers(self._whole)
         extra = {name: value for name, value in self._whole.state_dict().items() if not isinstance(value, Tensor)}
         shared = {name: one for name, one in self.staged.full_state_dict().items() if name not in hidden}
         names = [name for name in self.staged.changing if name in hidden]

@@ -19,7 +19,7 @@ from weft.data import Batch, Data, Loader, Source
 from weft.engine.optimizer import LayerOptimizer
 from weft.engine.rng import HostSeeder, deterministic
 from weft.errors import TuneError
-from weft.nn.state import Remainder, restore
+from weft.nn.state import ExtraState, restore
 from weft.tune.jobs import Fit
 from weft.tune.recipe import TrialConfig, resident
 from weft.tune.training.activation_checkpointing import offloading, recomputing
@@ -128,7 +128,7 @@ class TrialTrainer:
         if self.micro < setting.batch_size and not setting.accumulate_norms:
             refuse_norms(self.model, setting.batch_size, self.micro)
         self.model.to(device)
-        self._remainder = Remainder(self.model)
+        self._remainder = ExtraState(self.model)
         self.updater = Whole(setting.optimizer, {n: p for n, p in self.model.named_parameters() if p.requires_grad})
         self._trained = list(self.updater.parameters.values())
         self.losses = torch.zeros(setting.steps, device=device)

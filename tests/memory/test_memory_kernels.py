@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 
 from weft.hardware.gpus import kernels
-from weft.memory.cudnn_conv import FEW, PASSES, Shape, convolution_backward, kind, pieces, workspace
-from weft.memory.cudnn_rnn import workspace as recurrent
+from weft.memory.cudnn_conv import (
+    FEW_CHANNELS,
+    PASSES,
+    ConvShape,
+    algorithm,
+    convolution_backward,
+    split_k,
+    workspace,
+)
+from weft.memory.recurrent import cudnn_workspace
 from weft.memory.tensor_shape import TensorShape
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -23,9 +31,9 @@ def rows(name: str) -> list[list[str]]:
         return list(csv.reader(file))[1:]
 
 
-def shape(row: list[str]) -> Shape:
+def shape(row: list[str]) -> ConvShape:
     n, c, side, o, made, k, s, element = map(int, row[:8])
-    return Shape(n, c, side * side, o, made * made, k * k, s * s, element)
+    return ConvShape(n, c, side * side, o, made * made, k * k, s * s, element)
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +59,13 @@ def test_trees_tell_workspaces_of_convolutions_that_they_were_not_fitted_to(
     convolutions: list[list[str]], element: str, which: str, least: float
 ) -> None:
     """Within a tenth of what a convolution reads and writes."""
-    others = [row for row in convolutions if int(row[5]) > 1 and int(row[1]) > FEW][::5]
+    others = [row for row in convolutions if int(row[5]) > 1 and int(row[1]) > FEW_CHANNELS][::5]
     close = []
     for row in others:
         if row[7] == element:
             one = shape(row)
             moved = one.element * one.samples * (one.channels * one.seen + one.filters * one.made)
-            told = workspace(one, which, kind(one, which), pieces(one))
+            told = workspace(one, which, algorithm(one, which), split_k(one))
             close.append(abs(told - int(row[8 + PASSES.index(which)])) < 0.1 * moved)
     assert len(close) > 500
     assert sum(close) / len(close) > least
@@ -93,7 +101,7 @@ def recurrent_errors(layers: list[list[str]]) -> list[float]:
             for layer in range(count)
         )
         given: Any = (row[0], samples, steps, width, features, count, ways, element, weights * element)
-        found.append(abs(recurrent(*given) / real - 1))
+        found.append(abs(cudnn_workspace(*given) / real - 1))
     return sorted(found)
 
 

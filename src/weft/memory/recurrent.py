@@ -1,30 +1,32 @@
-"""Recurrent layers as cuDNN runs them: all steps in one operator, which keeps what it needs in one block."""
+"""Recurrent layers as cuDNN and oneDNN run them: all steps in one operator, which keeps what it needs in one block."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 MIB = 2**20
 GATES = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
-"""Values that cuDNN keeps of each cell and step: measured, exact."""
+"""Values that cuDNN keeps for each cell and step: measured, exact."""
 DROPOUT = 6488064
-"""Bytes of the generators' states, made with the first dropout."""
+"""Bytes of the generators' states, allocated by the first dropout."""
 
 
-def reserve(kind: str, cells: int, layers: int, ways: int, element: int, dropout: bool) -> int:
+def cudnn_reserve(kind: str, cells: int, layers: int, ways: int, element: int, dropout: bool) -> int:
     """Bytes kept for the backward; ``cells`` are steps x batch x width, ``ways`` 2 for both directions.
 
-    >>> reserve("lstm", 10 * 4 * 128, 3, 1, 4, False)
+    >>> cudnn_reserve("lstm", 10 * 4 * 128, 3, 1, 4, False)
     348416
     """
     between = ways * (layers - 1) * cells
     return element * (GATES[kind] * layers * ways * cells + between) + 256 + (between // 8 if dropout else 0)
 
 
-LAW = {
+CUDNN_WORKSPACE = {
     ("lstm", 1, False): (3, 1, 2, 11), ("lstm", 1, True): (5, 2, 0, 5),
     ("lstm", 2, False): (0, 3, 6, 24), ("lstm", 2, True): (0, 1, 7, 24),
     ("gru", 1, False): (3, 2, 1, 5), ("gru", 1, True): (3, 1, 2, 5),
@@ -38,18 +40,18 @@ the width. From 402 layers seen on an H200: for one layer or both directions exa
 1 % at the median, and widths of 128 in float32 take up to twice as much."""
 
 
-def workspace(
+def cudnn_workspace(
     kind: str, samples: int, steps: int, width: int, features: int, layers: int, ways: int, element: int, weights: int
 ) -> int:
     """Bytes taken meanwhile, of which ``weights`` are those of the layers."""
-    law = LAW[kind.split("_")[0], ways, layers > 1]
-    each = law[0] * width + law[1] * features + law[2] * max(features, ways * width)
-    numbers = samples * (steps * each + law[3] * layers * width)
+    factors = CUDNN_WORKSPACE[kind.split("_")[0], ways, layers > 1]
+    each = factors[0] * width + factors[1] * features + factors[2] * max(features, ways * width)
+    numbers = samples * (steps * each + factors[3] * layers * width)
     return 8 * MIB * layers * ways + weights + element * numbers
 
 
 def operator(kind: str, kept: list[Tensor]) -> Any:
-    """What takes the place of ``aten::lstm.input`` and its like; ``kept`` holds what outlives the call."""
+    """The kernel that replaces ``aten::lstm.input`` and its like; ``kept`` holds what outlives the call."""
 
     def run(
         input: Tensor,
@@ -65,20 +67,20 @@ def operator(kind: str, kept: list[Tensor]) -> Any:
         states = hx if kind == "lstm" else (hx,)
         low = torch.is_autocast_enabled("cpu")
         if low:  # cuDNN's autocast is of float16, whatever was asked
-            params = _together(params)
+            params = _flatten(params)
             states = [state.to(torch.float16) for state in states]
             input = input.to(torch.float16)
         if dropout and train and not kept:
             kept.append(torch.empty(DROPOUT, dtype=torch.uint8))
         about = (kind, states[0].shape[-1], num_layers, 1 + bidirectional, bool(dropout and train), batch_first)
-        outputs = _Cells.apply(about, input, *params)  # type: ignore[no-untyped-call]
+        outputs = _CudnnRnn.apply(about, input, *params)  # type: ignore[no-untyped-call]
         y = outputs[0].transpose(0, 1) if batch_first else outputs[0]
         return (y, outputs[1], outputs[2]) if kind == "lstm" else (y, outputs[1])
 
     return run
 
 
-def _together(params: list[Tensor]) -> list[Tensor]:
+def _flatten(params: list[Tensor]) -> list[Tensor]:
     """The weights in 16 bits, in one block."""
     flat = torch.empty(sum(one.numel() for one in params), dtype=torch.float16)
     parts, start = [], 0
@@ -99,8 +101,8 @@ class _Cast(torch.autograd.Function):
         return grad.to(ctx.kind), None
 
 
-class _Cells(torch.autograd.Function):
-    """With samples first, cuDNN's operands are copies with the steps first, made anew for each of its three calls."""
+class _CudnnRnn(torch.autograd.Function):
+    """With the batch first, cuDNN's operands are copies with the steps first, made for each of its three calls."""
 
     @staticmethod
     def forward(ctx: Any, about: tuple[Any, ...], x: Tensor, *params: Tensor) -> Any:
@@ -111,9 +113,9 @@ class _Cells(torch.autograd.Function):
         copied = torch.empty_like(x) if turned else None
         y = x.new_empty(steps, batch, ways * hidden)
         states = [x.new_empty(layers * ways, batch, hidden) for _ in range(2 if kind == "lstm" else 1)]
-        ctx.size = workspace(kind, batch, steps, hidden, x.shape[2], layers, ways, size, count * size)
+        ctx.size = cudnn_workspace(kind, batch, steps, hidden, x.shape[2], layers, ways, size, count * size)
         taken = x.new_empty(ctx.size, dtype=torch.uint8)
-        held = x.new_empty(reserve(kind, steps * batch * hidden, layers, ways, size, dropout), dtype=torch.uint8)
+        held = x.new_empty(cudnn_reserve(kind, steps * batch * hidden, layers, ways, size, dropout), dtype=torch.uint8)
         del taken, copied
         ctx.save_for_backward(x, y, held, *params)
         ctx.params, ctx.turned = len(params), turned
@@ -139,3 +141,34 @@ class _Cells(torch.autograd.Function):
             parts.append(flat[start : start + one.numel()].view(one.shape))
             start += one.numel()
         return (None, grad, *parts)
+
+
+# oneDNN's LSTM, which a CPU takes: its fake kernel leaves out what it keeps for the backward.
+
+_SAMPLES = 64
+"""Samples with which oneDNN's blocks of a recurrent layer end with a page, however wide they are."""
+
+
+def onednn_kept(args: tuple[Any, ...]) -> Tensor:
+    """The block that ``mkldnn_rnn_layer`` keeps when it is called with these arguments."""
+    steps, samples, features = args[0].shape
+    return torch.empty(onednn_reserve(steps, samples, features, args[5].shape[-1], args[0].dtype), dtype=torch.uint8)
+
+
+def onednn_reserve(steps: int, samples: int, features: int, width: int, dtype: torch.dtype) -> int:
+    """Bytes that one layer keeps for its backward, in one direction, or a few pages more."""
+    first, second = (_onednn_workspace(count, features, width, dtype) for count in (1, 2))
+    return -(-(first + (steps - 1) * (second - first)) * samples // _SAMPLES) + 5 * 4096
+
+
+@lru_cache(maxsize=1024)
+def _onednn_workspace(steps: int, features: int, width: int, dtype: torch.dtype) -> int:
+    """As the library itself says, of a real layer with few samples."""
+    with _disable_current_modes(), torch.enable_grad():
+        x = torch.zeros(steps, _SAMPLES, features, dtype=dtype)
+        weights = [torch.zeros(4 * width, size, dtype=dtype) for size in (features, width)]
+        biases = [torch.zeros(4 * width, dtype=dtype)] * 2
+        state = torch.zeros(_SAMPLES, width, dtype=dtype)
+        lstm, training = 2, True
+        flags: tuple[Any, ...] = (False, [], lstm, width, 1, True, False, False, training)
+        return int(torch.ops.aten.mkldnn_rnn_layer(x, *weights, *biases, state, state, *flags)[3].nbytes)

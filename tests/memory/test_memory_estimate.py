@@ -17,7 +17,7 @@ import weft
 from weft.errors import PlanError
 from weft.memory import KERNELS, recompute
 from weft.memory.estimate import BatchPolynomial, Estimate, estimate
-from weft.memory.timeline import AllocationTimeline, in_place
+from weft.memory.timeline import AllocationTimeline, sum_in_place
 from weft.memory.workspaces import partial_sums
 
 MIB = 2**20
@@ -282,13 +282,13 @@ class Turned(nn.Module):
 def test_biases_and_masks_are_added_in_place_as_with_tensors_that_hold_data() -> None:
     x = torch.zeros(256, 30, 64)
     found = estimate(Turned(), {"x": x}, optimizer="sgd")
-    tape, _ = found.tape(256)
+    timeline, _ = found.timeline(256)
     squares = 256 * 3 * 64 * 64 * 4
-    forward = tape.order[: tape.order.index(0, tape.order.index(0) + 1)]
-    made = [tape.sizes[event - 1] for event in forward if event > 0]
+    forward = timeline.events[: timeline.events.index(0, timeline.events.index(0) + 1)]
+    made = [timeline.sizes[event - 1] for event in forward if event > 0]
     assert made.count(squares) == 2  # the products, and their softmax
     outputs = 256 * 64 * 30 * 4
-    inside = [tape.sizes[event - 1] for event in forward if event > 0 and tape.modules[event - 1] == "first"]
+    inside = [timeline.sizes[event - 1] for event in forward if event > 0 and timeline.modules[event - 1] == "first"]
     assert inside.count(outputs) == 2  # the copy in order, and the result
 
 
@@ -328,8 +328,8 @@ def test_images_with_their_channels_last_are_not_copied_but_parts_of_others_are(
             return self.layer(x[:, : self.channels]) if self.channels < x.shape[1] else self.layer(x)
 
     def copies(model: nn.Module, x: Tensor) -> int:
-        tape, _ = estimate(model, {"x": x}, optimizer="sgd").tape(16)
-        return sum(tape.sizes[call.block] for call in tape.calls if call.name == "aten.convolution.default")
+        timeline, _ = estimate(model, {"x": x}, optimizer="sgd").timeline(16)
+        return sum(timeline.sizes[call.block] for call in timeline.calls if call.name == "aten.convolution.default")
 
     x = torch.zeros(16, 32, 24, 24)
     assert copies(Cut(32), x) == 0
@@ -343,7 +343,7 @@ def test_values_that_the_model_asks_for_are_said_to_be_assumed() -> None:
             return super().forward(x) * 2 if x.sum() > 0 else super().forward(x)
 
     found = estimate(Asking(4, 4), torch.zeros(2, 4))
-    assert found.assumed == ("a value that module '' asks for is taken as 1",)
+    assert found.assumptions == ("a value that module '' asks for is taken as 1",)
 
 
 @pytest.mark.parametrize(
@@ -494,11 +494,11 @@ def test_optimizers_that_read_their_counts_of_steps_are_traced(kind: Any) -> Non
 
 def test_a_sum_in_the_backward_takes_the_place_of_a_summand_that_ends_with_it() -> None:
     # Blocks 0 and 1 are added to block 2, and 0 is freed right then: on a GPU 2 is 0.
-    assert in_place([1, 2, 3, -1, -2, -3], {2: (0, 1)}) == ([1, 2, -2, -1], {2: 0})
+    assert sum_in_place([1, 2, 3, -1, -2, -3], {2: (0, 1)}) == ([1, 2, -2, -1], {2: 0})
     # Someone else holds both: the sum is a block of its own.
-    assert in_place([1, 2, 3, 4, -1, -2, -3, -4], {2: (0, 1)})[1] == {}
+    assert sum_in_place([1, 2, 3, 4, -1, -2, -3, -4], {2: (0, 1)})[1] == {}
     # A chain of sums stays in the first place.
-    assert in_place([1, 2, 3, -1, -2, 4, 5, -3, -4, -5], {2: (0, 1), 4: (2, 3)}) == (
+    assert sum_in_place([1, 2, 3, -1, -2, 4, 5, -3, -4, -5], {2: (0, 1), 4: (2, 3)}) == (
         [1, 2, -2, 4, -4, -1],
         {2: 0, 4: 0},
     )
@@ -514,8 +514,8 @@ def test_a_curve_goes_through_its_tapes_and_refuses_two_of_a_different_order() -
     squares = {batch: replace(first, sizes=(batch**2, 7)) for batch in (2, 4, 8)}
     parabola = BatchPolynomial(squares, KERNELS["h200"])
     assert [parabola.at(batch).sizes for batch in (2, 3, 8, 1001)] == [(4, 7), (9, 7), (64, 7), (1001**2, 7)]
-    assert line.meets(7, replace(first, sizes=(60, 7)))
-    assert not line.meets(8, squares[8])
+    assert line.predicts(7, replace(first, sizes=(60, 7)))
+    assert not line.predicts(8, squares[8])
     other = AllocationTimeline((1, -1, 2, -2), (10, 7), ("batch",) * 2, ("",) * 2, ("setup",))
     with pytest.raises(PlanError, match="in a different order"):
         BatchPolynomial({2: first, 4: other}, KERNELS["h200"])

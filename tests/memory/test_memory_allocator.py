@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.memory.allocator import (
-    ENDLESS,
+    ADDRESS_SPACE,
     MIB,
     AllocatorConfig,
     CachingAllocator,
     ExpandableAllocator,
-    OneWay,
+    MonotonicAddresses,
     OutOfMemory,
-    Slots,
+    SlotAddresses,
 )
 from weft.memory.timeline import AllocationTimeline, repeat_last_step
 
@@ -118,7 +118,7 @@ class Pages:
         end = len(cells)
         # How far a free stretch could grow counts: to the end of what is bare behind it, or for ever.
         free = sorted(
-            (b - a, a, b - a + (ENDLESS if b == end or b + bare.get(b, 0) == end else bare.get(b, 0)))
+            (b - a, a, b - a + (ADDRESS_SPACE if b == end or b + bare.get(b, 0) == end else bare.get(b, 0)))
             for a, b in self._runs(cells, (0,))
             if b - a >= need
         )
@@ -236,7 +236,7 @@ class Simple:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(SIZES, st.integers(0, 5)), max_size=40))
 def test_it_reserves_and_allocates_exactly_as_the_simpler_one(script: list[tuple[int, int]]) -> None:
-    allocator, simple = CachingAllocator(addresses=OneWay()), Simple()
+    allocator, simple = CachingAllocator(addresses=MonotonicAddresses()), Simple()
     held = {}
     for number, (size, drop) in enumerate(script):
         held[number] = allocator.alloc(size)
@@ -262,18 +262,18 @@ def test_after_all_is_freed_the_whole_device_can_be_had_in_one_piece(expandable:
 
 
 def test_segments_fill_the_holes_of_earlier_slots_the_lowest_first_and_those_that_were_given_back() -> None:
-    slots = Slots()
+    slots = SlotAddresses()
     large, small = slots.place(50 * MIB), slots.place(20 * MIB)
     assert small == large - 32 * MIB
     assert slots.place(12 * MIB) == small + 20 * MIB
     assert slots.place(14 * MIB) == large + 50 * MIB
     assert slots.place(2 * MIB) < small
-    slots.back(large, 50 * MIB)
+    slots.give_back(large, 50 * MIB)
     assert slots.place(40 * MIB) == large
 
 
-def tape_of(*steps: list[int]) -> AllocationTimeline:
-    """A tape of forwards and updates whose events are block numbers, freed where negative; block n has n MiB."""
+def timeline_of(*steps: list[int]) -> AllocationTimeline:
+    """A timeline of forwards and updates whose events are block numbers, freed where negative; block n has n MiB."""
     order, phases = [], ["setup"]
     for number, events in enumerate(steps):
         phases += ["forward", "optimizer"]
@@ -288,14 +288,14 @@ def tape_of(*steps: list[int]) -> AllocationTimeline:
 
 def test_a_third_step_is_the_second_once_more_with_what_that_one_left_in_place_of_what_it_found() -> None:
     """Each step frees what the one before left (12, then 12 again, as block 24 of as many bytes) in its middle."""
-    tape = replace(tape_of([15, 12, -15], [18, -12, 24, -18]), sizes=tuple([12 * MIB] * 24))
-    more = repeat_last_step(tape, 4)
-    assert len(more.phases) == len(tape.phases) + 4
-    assert more.order[: len(tape.order)] == tape.order
-    assert more.order[len(tape.order) :] == (0, 25, -24, 26, -25, 0, 0, 27, -26, 28, -27, 0)
+    timeline = replace(timeline_of([15, 12, -15], [18, -12, 24, -18]), sizes=tuple([12 * MIB] * 24))
+    more = repeat_last_step(timeline, 4)
+    assert len(more.phases) == len(timeline.phases) + 4
+    assert more.events[: len(timeline.events)] == timeline.events
+    assert more.events[len(timeline.events) :] == (0, 25, -24, 26, -25, 0, 0, 27, -26, 28, -27, 0)
     assert set(more.sizes) == {12 * MIB}
     alive: set[int] = set()
-    for event in more.order:
+    for event in more.events:
         if event > 0:
             alive.add(event)
         elif event < 0:
@@ -304,5 +304,5 @@ def test_a_third_step_is_the_second_once_more_with_what_that_one_left_in_place_o
 
 
 def test_a_step_that_leaves_other_blocks_than_it_found_is_not_repeated() -> None:
-    tape = tape_of([15, 12, -15], [18, -12, 14, -18])
-    assert repeat_last_step(tape, 3) is tape
+    timeline = timeline_of([15, 12, -15], [18, -12, 14, -18])
+    assert repeat_last_step(timeline, 3) is timeline

@@ -9,36 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from weft.data.photographs import (
-    PHOTOGRAPHS,
+from photographs import (
     TRAIN,
     VALIDATION,
     Psnr,
     bicubic,
     pair,
-    photograph,
     reduced,
     super_resolution,
 )
+
 from weft.errors import DataError
 
 pytest.importorskip("skimage")
 pytest.importorskip("sklearn")
-
-
-@pytest.mark.parametrize("name", PHOTOGRAPHS)
-def test_every_photograph_is_there_in_colour_without_a_download(name):
-    found = photograph(name)
-    assert found.shape[0] == 3
-    assert min(found.shape[1:]) >= 300
-    assert 0.0 <= found.min() < found.max() <= 1.0
-    assert not torch.equal(found[0], found[1])
-
-
-def test_an_unknown_photograph_is_refused_with_the_nearest_name():
-    with pytest.raises(DataError, match="did you mean 'coffee'"):
-        photograph("cofee")
 
 
 def test_parts_are_split_by_photograph():
@@ -97,27 +81,8 @@ def test_psnr_adds_up_over_batches(first, second, border):
     assert count == parts[0][1] + parts[1][1] == first + second
 
 
-def test_psnr_weighs_colours_as_luma_does():
-    targets = torch.zeros(1, 3, 6, 6)
-    found = []
-    for channel in range(3):
-        outputs = targets.clone()
-        outputs[:, channel] = 0.5
-        found.append(Psnr(0)(outputs, {"targets": targets})[0].item())
-    assert found[1] < found[0] < found[2]  # green counts most, blue least
-
-
 def test_bicubic_is_better_than_repeating_pixels_on_every_photograph():
     for name in VALIDATION:
         low, high = pair(name, 2)
         repeated = low.repeat_interleave(2, -1).repeat_interleave(2, -2)
         assert Psnr()(bicubic(low, 2), {"targets": high})[0] > Psnr()(repeated, {"targets": high})[0] + 1.0
-
-
-def test_sizes_that_cannot_be_are_refused():
-    with pytest.raises(DataError, match="scale >= 2"):
-        super_resolution(1)
-    with pytest.raises(DataError, match="no patches of 400"):
-        super_resolution(2, 400)
-    with pytest.raises(DataError, match=r"\(none\) hold no patches"):
-        super_resolution(validation=())
