@@ -22,7 +22,7 @@ def _batch_norm(call: ShardedCall) -> LocalKernel:
         for axis, (place, size) in enumerate(zip(call.split, call.mesh.sizes, strict=True))
         if place >= 0 and size > 1 and place != image.dims[1]
     )
-    training = not call.has("training") or call.argument("training")
+    training = call.argument("training") if call.has("training") else not call.name.endswith("_no_training")
     if not axes or not training:
         return call.kernel(whole=frozenset(range(1, len(call.operator.outputs))))
     parts = call.mesh.sizes
