@@ -45,7 +45,6 @@ import torch.multiprocessing
 from machine import waiting, write
 from ranks import kendall_tau
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from weft.hardware.machine import Machine
@@ -53,12 +52,12 @@ from weft.plan import baselines
 from weft.plan.calibrate import calibrate
 from weft.plan.candidate import Candidate, Shape, solved
 from weft.plan.capture import Captured, capture
-from weft.plan.execute import Applied, apply, executable
-from weft.plan.execute.wire import Wire
 from weft.plan.graph import PARAMETER, Graph
 from weft.plan.layout import Mesh, Split, splits
 from weft.plan.plan import Cost
 from weft.plan.planner import plan_captured
+from weft.plan.runtime import ParallelModule, parallelize, unsupported
+from weft.plan.runtime.redistribute import MeshCollectives
 from weft.plan.strategy import Strategy
 from weft.plan.tables import Allowed, Training
 from weft.utils.rng import generator
@@ -279,7 +278,7 @@ def named(captured: Captured, machine: Machine, count: int) -> Iterator[Named]:
         # One in four is drawn throughout; of the others from a twentieth to two thirds.
         share = 1.0 if number % 4 == 3 else 0.05 + 0.6 * number / count
         strategy, cost = best(graph, machine, drawn(graph, graph.name, number, min(share, 1.0)))
-        if strategy.splits not in seen and not executable(captured, strategy):
+        if strategy.splits not in seen and not unsupported(captured, strategy):
             seen.add(strategy.splits)
             made += 1
             yield Named(f"{'random' if share == 1.0 else 'restricted'} {number}", strategy, cost)
@@ -291,7 +290,7 @@ def case(name: str, made: Made, machine: Machine, count: int, claim: bool = Fals
     captured = capture(model, batch, name=name)
     found = list(named(captured, machine, count))
     for each in found:
-        if wrong := executable(captured, each.strategy):
+        if wrong := unsupported(captured, each.strategy):
             raise SystemExit(f"{name}, {each.name}: cannot be run: {wrong[0]}")
     return Case(name, model, batch, captured, found, claim)
 
@@ -300,29 +299,29 @@ def case(name: str, made: Made, machine: Machine, count: int, claim: bool = Fals
 def silence() -> Iterator[None]:
     """Collectives that send nothing: what a process has stands for what the others have."""
 
-    def own(wire: Wire, taken: Tensor, given: Tensor, axis: int) -> None:
+    def own(collectives: MeshCollectives, taken: Tensor, given: Tensor, axis: int) -> None:
         part = min(len(taken), len(given))
         taken.view(-1, part).copy_(given.view(-1, part)[: 1 if part < len(given) else None])
 
     instead: dict[str, Any] = {
-        "_all_reduce": lambda wire, tensor, axis: None,
+        "_all_reduce": lambda collectives, tensor, axis: None,
         **dict.fromkeys(("_all_gather", "_reduce_scatter", "_all_to_all"), own),
     }
-    kept = {name: getattr(Wire, name) for name in instead}
+    kept = {name: getattr(MeshCollectives, name) for name in instead}
     for name, method in instead.items():
-        setattr(Wire, name, method)
+        setattr(MeshCollectives, name, method)
     try:
         yield
     finally:
         for name, method in kept.items():
-            setattr(Wire, name, method)
+            setattr(MeshCollectives, name, method)
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
     """A model under a strategy, with its optimizer."""
 
-    module: Applied
+    module: ParallelModule
     optimizer: torch.optim.Optimizer
     batch: tuple[Tensor, Tensor]
 
@@ -330,14 +329,14 @@ class Runner:
         """Seconds of a step on this process, begun by all at once, and of those that it waited for a core."""
         dist.barrier()
         waited, began = waiting(), time.perf_counter()
-        self.module(*self.batch).backward()
+        self.module(self.batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return time.perf_counter() - began, waiting() - waited
 
 
 def runner(of: Case, each: Named) -> Runner:
-    module = apply(of.captured, each.strategy, init_device_mesh("cpu", each.strategy.mesh.sizes), weights=of.model)
+    module = parallelize(of.captured, each.strategy, weights=of.model)
     return Runner(module, torch.optim.SGD(module.parameters(), lr=1e-6), of.batch)
 
 

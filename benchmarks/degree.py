@@ -32,10 +32,10 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing import start_processes
 from tune_models import recipe
 
-from weft.plan.execute import Staged
-from weft.plan.execute.exchange import Exchange
-from weft.plan.execute.wire import Wire
 from weft.plan.planner import plan
+from weft.plan.runtime import ParallelModule
+from weft.plan.runtime.p2p import StageP2P
+from weft.plan.runtime.redistribute import MeshCollectives
 from weft.tune.fit.fit import fit
 from weft.tune.fit.loss_model import LossModule, example_batch
 from weft.tune.jobs import Fit
@@ -86,10 +86,11 @@ class Clock:
 def clocked() -> Iterator[Clock]:
     """Within the block, steps and what they send are timed."""
     clock = Clock()
-    sends = [(Wire, f"_{name}") for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")]
-    sends += [(Exchange, "_take"), (Exchange, "_give"), (Exchange, "finish"), (Staged, "_told")]
+    sends = [(MeshCollectives, f"_{name}") for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")]
+    sends += [(StageP2P, "_receive"), (StageP2P, "_send"), (StageP2P, "wait_for_sends")]
+    sends += [(ParallelModule, "_broadcast_loss")]
     places = [(kind, name, clock.counting) for kind, name in sends]
-    places += [(Staged, "step", clock.step), (TrialTrainer, "_step", clock.step)]
+    places += [(ParallelModule, "step", clock.step), (TrialTrainer, "_step", clock.step)]
     before = [(kind, name, getattr(kind, name)) for kind, name, _ in places]
     for (kind, name, wrap), (_, _, original) in zip(places, before, strict=True):
         setattr(kind, name, wrap(original))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.errors import PlanError
-from weft.plan.capture import Captured, bias_operand, capture, draws, localise, summed
+from weft.plan.capture import Captured, capture
 from weft.plan.capture.program import WAYS
 from weft.plan.graph import Operator
 from weft.utils.rng import torch_seeded
@@ -113,8 +113,6 @@ def test_a_perceptron_has_the_graph_that_one_would_draw() -> None:
     assert [entry.module for entry in graph.operators[-3:]] == ["up", "", "down"]
     assert graph.results == (6,)
     assert graph.notes == ()
-    assert (bias_operand(linear), bias_operand(find(captured, "linear_1"))) == (2, None)
-    assert summed(linear) == {2}
 
 
 def test_parameters_split_freely_and_what_no_parameter_reaches_is_whole() -> None:
@@ -275,14 +273,10 @@ def test_nothing_is_computed_drawn_or_changed() -> None:
     capture(model, torch.zeros(2, 3, 6, 6))
     assert torch.equal(torch.get_rng_state(), state)
     assert captured.graph.flops > 2 * 2 * 2.0**40
-    assert [entry.kind for entry in captured.graph.operators if draws_of(captured, entry.name)] == ["random"]
+    assert [entry.kind for entry in captured.graph.operators].count("random") == 1
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert all(weight.grad is None for weight in model.parameters())
-
-
-def draws_of(captured: Captured, name: str) -> bool:
-    return draws(next(node for node in captured.nodes.nodes if node.name == name))
 
 
 def test_no_gradient_flows_through_what_is_detached() -> None:
@@ -306,30 +300,6 @@ def test_no_gradient_flows_through_what_is_detached() -> None:
     assert trained == {"own.weight", "own.bias"}
     run(captured, model, torch.randn(4, 6))[captured.results[0]].backward()
     assert {name for name, weight in model.named_parameters() if weight.grad is not None} == trained
-
-
-def test_arguments_of_a_part_are_those_of_the_part() -> None:
-    captured = capture(Net(), torch.zeros(4, 3, 6, 6))
-    node = next(node for node in captured.nodes.nodes if node.name == "conv2d_1")
-    entry = find(captured, "conv2d_1")
-    place = [dim.name for dim in entry.dims].index("g")
-    assert entry.dims[place].parts == 4
-    assert localise(node, entry, {place: 2})[0][-1] == 2
-    assert localise(node, entry, {})[0][-1] == 4
-
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = nn.Linear(6, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.own(x).view(x.shape[0], -1, 4)
-
-    captured = capture(Heads(), torch.zeros(6, 6))
-    node = next(node for node in captured.nodes.nodes if node.name == "view")
-    entry = find(captured, "view")
-    assert [(dim.size, dim.parts) for dim in entry.dims] == [(6, 6), (8, 2), (4, 1)]
-    assert localise(node, entry, {0: 3, 1: 2})[0][1] == [2, 1, 4]
 
 
 def small_model(name: str) -> tuple[nn.Module, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -13,14 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 import weft
 from weft import zoo
-from weft.plan.capture import Captured, bias_operand, capture, draws, localise, tensors
+from weft.plan.capture import Captured, capture
 from weft.plan.capture.program import WAYS
 from weft.plan.capture.rules.view import groups
-from weft.plan.graph import Operator
+from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh, gradient_layout
+from weft.plan.runtime.local_ops import local_kernel
+from weft.plan.runtime.lowering import resolve_partials
+from weft.plan.runtime.program import CapturedProgram, ShardedCall, fill_operands, operands
+from weft.plan.runtime.random_ops import is_random
+from weft.plan.runtime.redistribute import MeshCollectives
 from weft.utils.rng import generator, torch_seeded
 
 
@@ -30,20 +36,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def value(source: fx.Node, operands: Iterator[Tensor], values: Mapping[str, Any]) -> Any:
-    """The next operand, or a number that another node made."""
-    return next(operands) if any(True for _ in tensors(source)) else values[source.name]
-
-
-def apply(node: fx.Node, arguments: Any, operands: list[Tensor], values: Mapping[str, Any]) -> list[Tensor]:
-    """The results of the node's operator for these operands."""
-    used = iter(operands)
-    args, kwargs = fx.node.map_arg(arguments, lambda source: value(source, used, values))
-    result = node.target(*args, **kwargs)
-    found = result if isinstance(result, (list, tuple)) else [result]
-    return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
 
 def placeholders(captured: Captured, model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -67,82 +59,100 @@ def run_whole(captured: Captured, model: nn.Module, batch: Any) -> dict[str, Any
     return values
 
 
-def cut(tensor: Tensor, dims: tuple[int | None, ...], place: int, count: int, number: int) -> Tensor:
-    """Part ``number`` of ``count`` of a tensor that has the dimension; else all of it."""
-    return tensor.chunk(count, dims.index(place))[number].contiguous() if place in dims else tensor
+class ThreadCollectives(MeshCollectives):
+    """The collectives that kernels call, between threads that each compute one part."""
+
+    def __init__(self, rank: int, count: int, slots: list[Any], barrier: Barrier) -> None:
+        self.sizes, self.coordinate, self.device = (count,), (rank,), torch.device("cpu")
+        self.slots, self.barrier = slots, barrier
+
+    def _all_reduce(self, tensor: Tensor, axis: int) -> None:
+        tensor.copy_(torch.stack(self._exchange(tensor)).sum(0))
+
+    def _all_gather(self, taken: Tensor, given: Tensor, axis: int) -> None:
+        taken.copy_(torch.cat(self._exchange(given)))
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        self.slots[self.coordinate[0]] = tensor.clone()
+        self.barrier.wait(60)
+        found = list(self.slots)
+        self.barrier.wait(60)
+        return found
 
 
-def joined(parts: list[Tensor], dims: tuple[int | None, ...], place: int) -> Tensor:
-    return torch.cat(parts, dims.index(place)) if place in dims else torch.stack(parts).sum(0).to(parts[0].dtype)
+def cut(tensor: Tensor, laid: Layout, count: int, number: int) -> Tensor:
+    """One device's part of a tensor that lies so on a mesh of one axis."""
+    return tensor.chunk(count, laid[0])[number].contiguous() if laid[0] >= 0 else tensor
 
 
-def shares(
-    node: fx.Node, entry: Operator, operands: list[Tensor], place: int, count: int
-) -> tuple[dict[str, Any], float]:
-    """Which arguments a part has others of, and by what its first result counts, where parts are added up."""
-    if place in entry.outputs[0].dims:
-        return {}, 1.0
-    if entry.kind == "mean_loss":  # a part may hold no row that counts: its mean would not be a number, its sum is 0
-        labels = operands[1]
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        number = names.index("ignore_index")
-        ignored = node.args[number] if len(node.args) > number else node.kwargs.get("ignore_index", -100)
-        rows = labels.shape[0] if labels.is_floating_point() else int((labels != ignored).sum())
-        return {"reduction": 2}, 1.0 / rows
-    return {}, 1.0 / count if entry.kind == "mean" else 1.0
+def joined(parts: list[Tensor], laid: Layout) -> Tensor:
+    """The whole of what the devices hold."""
+    if laid[0] == PARTIAL:
+        return torch.stack(parts).sum(0).to(parts[0].dtype)
+    if laid[0] >= 0:
+        return torch.cat(parts, laid[0])
+    assert all(torch.equal(part, parts[0]) for part in parts), "parts that should be alike differ"
+    return parts[0]
 
 
-def backward(results: list[Tensor], sent: list[Tensor | None], operands: list[Tensor]) -> list[Tensor | None]:
+def computed(run: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Tensor]) -> list[Tensor]:
+    """What a kernel gives for these operands."""
+    used = iter(leaves)
+    args, kwargs = fill_operands([args, kwargs], lambda operand: next(used))
+    result = run(args, kwargs)
+    return list(result) if isinstance(result, (list, tuple)) else [result]
+
+
+def backward(results: list[Tensor], sent: list[Tensor | None], leaves: list[Tensor]) -> list[Tensor | None]:
     """The gradient of each operand that wants one."""
     pairs = [(one, two) for one, two in zip(results, sent, strict=True) if two is not None and one.requires_grad]
-    wanted = [operand for operand in operands if operand.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not pairs or not wanted:
-        return [None] * len(operands)
+        return [None] * len(leaves)
     found = iter(torch.autograd.grad([one for one, _ in pairs], wanted, [two for _, two in pairs], allow_unused=True))
-    return [next(found) if operand.requires_grad else None for operand in operands]
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
 def in_parts(
-    node: fx.Node,
-    entry: Operator,
-    operands: list[Tensor],
-    place: int,
-    count: int,
-    sent: list[Tensor | None],
-    values: Mapping[str, Any],
+    call: ShardedCall, whole: list[Tensor], sent: list[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Results and gradients of the operands, put together from the parts of one dimension."""
-    bias = bias_operand(entry) if place not in entry.outputs[0].dims else None
-    changed, weight = shares(node, entry, operands, place, count)
-    args, kwargs = localise(node, entry, {place: count})
-    for name, other in changed.items():
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        at = names.index(name)
-        args, kwargs = (
-            ((*args[:at], other, *args[at + 1 :]), kwargs) if at < len(args) else (args, {**kwargs, name: other})
-        )
-    results: list[list[Tensor]] = []
-    gradients: list[list[Tensor | None]] = []
-    for number in range(count):
-        local = [
-            cut(operand, read.tensor.dims, place, count, number).detach().requires_grad_(read.tensor.gradient)
-            for operand, read in zip(operands, entry.reads, strict=True)
-        ]
-        used = [part / count if index == bias else part for index, part in enumerate(local)]
-        found = apply(node, (args, kwargs), used, values)
-        if weight != 1.0:
-            found[0] = found[0] * weight
-        results.append([part.detach() for part in found])
-        given = [
-            None if whole is None else cut(whole, made.dims, place, count, number)
-            for whole, made in zip(sent, entry.outputs, strict=True)
-        ]
-        gradients.append(backward(found, given, local))
+    """Results and gradients of the operands, put together from the parts that the runtime's kernel computes."""
+    how, count, read = local_kernel(call), call.mesh.devices, list(operands([call.args, call.kwargs]))
+    assert [each.tensor for each in operands([how.args, how.kwargs])] == [each.tensor for each in read]
+    used = sorted(call.used_outputs)
+    laid = [resolve_partials(call.result_placements(n), n in how.whole) for n in used]
+    slots: list[Any] = [None] * count
+    barrier = Barrier(count)
+
+    def part(number: int) -> tuple[list[Tensor], list[Tensor | None]]:
+        collectives = ThreadCollectives(number, count, slots, barrier)
+        try:
+            leaves = [
+                cut(value, call.operand_placements(operand), count, number)
+                .detach()
+                .clone()
+                .requires_grad_(operand.tensor.gradient)
+                for value, operand in zip(whole, read, strict=True)
+            ]
+            found = computed(lambda args, kwargs: how.run(collectives, args, kwargs), how.args, how.kwargs, leaves)
+            # The gradient of a partial sum is that of the sum.
+            given = [
+                None if gradient is None else cut(gradient, each, count, number)
+                for gradient, each in zip(sent, laid, strict=True)
+            ]
+            results = [found[n] for n in used]
+            return [each.detach() for each in results], backward(results, given, leaves)
+        except Exception:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(count) as pool:
+        parts = list(pool.map(part, range(count)))
     backs: list[Tensor | None] = []
-    for index, read in enumerate(entry.reads):
-        parts = [part for part in (found[index] for found in gradients) if part is not None]
-        backs.append(joined(parts, read.tensor.dims, place) if len(parts) == count else None)
-    return [joined([part[n] for part in results], made.dims, place) for n, made in enumerate(entry.outputs)], backs
+    for index, operand in enumerate(read):
+        own = [gradients[index] for _, gradients in parts if gradients[index] is not None]
+        backs.append(joined(own, gradient_layout(operand.tensor, call.split)) if len(own) == count else None)
+    return [joined([results[n] for results, _ in parts], each) for n, each in enumerate(laid)], backs
 
 
 def close(mine: Tensor, whole: Tensor) -> bool:
@@ -170,46 +180,42 @@ def differences(
 def check(
     captured: Captured, values: Mapping[str, Any], seen: set[str] | None = None, module: str = ""
 ) -> tuple[int, list[str]]:
-    """How many (operator, dimension) pairs were run in parts, and those that came out wrong. Operators that draw random
-    numbers, and the images of a batch norm in training, are for a runner to get right."""
+    """How many (operator, dimension) pairs were run in parts as plans run them, and those that came out wrong. What
+    operators draw at random is looked at with processes, which have a generator each."""
     seen = set() if seen is None else seen
     wrong: list[str] = []
-    checked = 0
-    for node in captured.nodes.nodes:
-        if node.op != "call_function" or node.name not in captured.places:
-            continue
-        entry = captured.graph.operators[captured.places[node.name]]
-        if module not in ("", entry.module):
-            continue
-        constants = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if not isinstance(leaf, fx.Node)]
+    checked, program = 0, CapturedProgram(captured)
+    held = {captured.values[name]: value for name, value in values.items() if name in captured.values}
+    for place, node in program.calls():
+        entry = captured.graph.operators[place]
+        plain = program.call(place, node, (REPLICATED,), Mesh((1,)))
+        constants = fill_operands([plain.args, plain.kwargs], lambda operand: None)
         key = repr((entry.target, entry.dims, [read.tensor for read in entry.reads], entry.outputs, constants))
-        if all(dim.parts == 1 for dim in entry.dims) or draws(node) or "empty" in entry.target or key in seen:
+        if module not in ("", entry.module) or all(dim.parts == 1 for dim in entry.dims) or key in seen:
+            continue
+        if is_random(plain) or "empty" in entry.target:
             continue
         seen.add(key)
-        operands = [values[source.name].detach() for source in tensors((node.args, node.kwargs))]
-        fresh = [
-            operand.clone().requires_grad_(read.tensor.gradient)
-            for operand, read in zip(operands, entry.reads, strict=True)
-        ]
-        whole = apply(node, (node.args, dict(node.kwargs)), fresh, values)
+        read = list(operands([plain.args, plain.kwargs]))
+        leaves = [held[each.source, each.output].detach().clone() for each in read]
+        fresh = [leaf.clone().requires_grad_(each.tensor.gradient) for leaf, each in zip(leaves, read, strict=True)]
+        every = computed(lambda args, kwargs, node=node: node.target(*args, **kwargs), plain.args, plain.kwargs, fresh)
+        used = sorted(plain.used_outputs)
+        whole = [every[n] for n in used]
         with torch_seeded("cotangent"):
             sent = [
-                torch.randn_like(out) if made.gradient else None for out, made in zip(whole, entry.outputs, strict=True)
+                torch.randn_like(out) if entry.outputs[n].gradient else None for out, n in zip(whole, used, strict=True)
             ]
         gradients = backward(whole, sent, fresh)
-        for place, dim in enumerate(entry.dims):
-            if dim.parts == 1 or (entry.kind == "batch_norm" and dim.name == "n"):
-                continue
+        for number, dim in enumerate(entry.dims):
             divisors = [count for count in range(2, dim.parts + 1) if dim.parts % count == 0]
             few = [count for count in divisors if count <= 12] or divisors[:1]
-            for count in {few[0], few[-1]}:
+            for count in {*few[:1], *few[-1:]}:
                 checked += 1
                 label = f"{entry.name} ({entry.target}) over {dim.name} in {count}"
                 try:
-                    results, backs = in_parts(node, entry, operands, place, count, sent, values)
-                except (
-                    Exception
-                ) as problem:  # an operator that cannot run on a part is as wrong as one that runs wrongly
+                    results, backs = in_parts(program.call(place, node, (number,), Mesh((count,))), leaves, sent)
+                except Exception as problem:  # to run in parts not at all is as wrong as to run wrongly
                     wrong.append(f"{label}: {problem!r}")
                     continue
                 wrong += [f"{label}: {what}" for what in differences(results, whole, backs, gradients)]

@@ -254,29 +254,28 @@ def _messages(watch: Stopwatch, count: int) -> Iterator[tuple[str, int, float, f
     """Rows to fit: every collective, in its turn, of tensors that are cut along their first or second axis."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from weft.plan.execute.passage import Kind, Move
-    from weft.plan.execute.wire import Wire
     from weft.plan.layout import PARTIAL, REPLICATED
+    from weft.plan.runtime.redistribute import Collective, CollectiveStep, MeshCollectives
 
-    wire = Wire(init_device_mesh(watch.device, (count,)))
-    moves = [Move(Kind.ALL_REDUCE, 0, PARTIAL, REPLICATED)]
+    collectives = MeshCollectives(init_device_mesh(watch.device, (count,)))
+    steps = [CollectiveStep(Collective.ALL_REDUCE, 0, PARTIAL, REPLICATED)]
     for axis in (0, 1):
-        moves.append(Move(Kind.REDUCE_SCATTER, 0, PARTIAL, axis))
-        moves.append(Move(Kind.ALL_GATHER, 0, axis, REPLICATED))
-        moves.append(Move(Kind.ALL_TO_ALL, 0, axis, 1 - axis))
+        steps.append(CollectiveStep(Collective.REDUCE_SCATTER, 0, PARTIAL, axis))
+        steps.append(CollectiveStep(Collective.ALL_GATHER, 0, axis, REPLICATED))
+        steps.append(CollectiveStep(Collective.ALL_TO_ALL, 0, axis, 1 - axis))
     for power in range(10, 25 if watch.device == "cpu" else 27, 4 if watch.quick else 2):
         side = max(1, round((2**power / 4) ** 0.5 / count)) * count
-        times: list[list[float]] = [[] for _ in moves]
+        times: list[list[float]] = [[] for _ in steps]
         for _ in range(4 if power > 20 else 12):
-            for move, taken in zip(moves, times, strict=True):
-                part = 1 if move.kind is not Kind.ALL_GATHER else count
-                shape = (side // part, side) if move.old == 0 else (side, side // part)
+            for step, taken in zip(steps, times, strict=True):
+                part = 1 if step.kind is not Collective.ALL_GATHER else count
+                shape = (side // part, side) if step.old == 0 else (side, side // part)
                 tensor = torch.ones(shape, device=watch.device)
                 watch.slowest(0.0)  # all are here
                 watch.wait()
                 begin = time.perf_counter()
-                wire.carry(tensor, (move,))
+                collectives.move(tensor, (step,))
                 watch.wait()
                 taken.append(time.perf_counter() - begin)
-        for move, taken in zip(moves, times, strict=True):
-            yield str(move.kind), count, 4.0 * side * side, undisturbed(taken[1:])  # the first one connects
+        for step, taken in zip(steps, times, strict=True):
+            yield str(step.kind), count, 4.0 * side * side, undisturbed(taken[1:])  # the first one connects

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import PlanError
 from weft.hardware.machine import Machine
 from weft.plan.graph import Graph
 from weft.plan.layout import REPLICATED, Mesh, Split
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from weft.plan.capture import Captured
-    from weft.plan.execute import Applied, Staged
+    from weft.plan.runtime import ParallelModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,50 +98,33 @@ class Plan:
         """Why weft cannot run this plan; empty where it can."""
         if self.captured is None:
             return ["the plan is not bound to a model: plan it, or load it with the model"]
-        if self.in_steps:
-            from weft.plan.execute import staged_reasons
+        from weft.plan.runtime import unsupported
 
-            return staged_reasons(self.captured, self.strategy, self.stage)
-        from weft.plan.execute import executable
-
-        return executable(self.captured, self.strategy)
-
-    @property
-    def in_steps(self) -> bool:
-        """Whether it has stages or micro-batches, or recomputes: then whole steps are run, not single forwards."""
-        return self.stages > 1 or self.microbatches > 1 or self.recompute
+        return unsupported(
+            self.captured, self.strategy, self.stage, whole_steps=self.stages > 1 or self.microbatches > 1
+        )
 
     def apply(
-        self, model: nn.Module, mesh: DeviceMesh | None = None, *, batch: Any = None, loss: Any = None, **options: Any
-    ) -> Applied | Staged:
-        """The model, unchanged, on the devices of a mesh; every process makes the same call.
+        self,
+        model: nn.Module,
+        batch: Any = None,
+        loss: Any = None,
+        mesh: DeviceMesh | None = None,
+        *,
+        timeout: float = 300.0,
+    ) -> ParallelModule:
+        """The model, itself unchanged, on the devices of the plan; every process makes the same call.
 
-        A plan with stages, micro-batches or recomputation gives a ``Staged`` module, whose ``step(batch)`` leaves the
-        gradients; ``mesh`` then has the stages as its first axis, or is made. With micro-batches, ``batch`` and
-        ``loss`` are those that it was planned with, since one micro-batch is captured anew. A plan without any of them
-        gives an ``Applied`` module, to be called as the model is, or ``Staged`` where ``batch`` is given. Options are
-        those of ``execute.apply_stages`` and ``execute.apply``.
+        The module's ``step(batch)`` gives the loss and leaves the gradients. Where the plan has one stage and one
+        micro-batch, it may be called with a batch as well, and gives what the model does. With micro-batches, ``batch``
+        and ``loss`` are those that it was planned with, since one micro-batch is captured anew. ``mesh`` has the shape
+        of the plan's, with several stages these as its first axis; without it, all processes are used in order. A
+        process that does not answer for ``timeout`` seconds is taken for lost. Raises PlanError where the plan cannot
+        be run.
         """
-        if reasons := self.reasons():
-            raise PlanError(f"this plan cannot be run: {reasons[0]}")
-        assert self.captured is not None
-        if self.in_steps or batch is not None:
-            from weft.plan.execute import apply_stages, microbatch_of
+        from weft.plan.runtime import apply_plan
 
-            found, strategy, stage = microbatch_of(self, self.captured, model, batch, loss)
-            chosen = {"weights": model, "recompute": self.recompute, "mesh": mesh, **options}
-            return apply_stages(found, strategy, stage, self.microbatches, **chosen)
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-
-        from weft.plan.execute import apply
-
-        if mesh is None:
-            if (world := dist.get_world_size()) != self.devices:
-                raise PlanError(f"the plan is for {self.devices} processes, and there are {world}")
-            kind = next((p.device.type for p in model.parameters()), "cpu")
-            mesh = init_device_mesh(kind, self.mesh.sizes)
-        return apply(self.captured, self.strategy, mesh, weights=model, **options)
+        return apply_plan(self, model, batch, loss, mesh, timeout)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values. ``splits`` may be edited by hand: for each operator the dimension that each mesh axis cuts."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -35,6 +35,11 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _see(self, tensor: Tensor, watch: bool) -> None:
         if is_lazy(tensor):  # a weight that has no shape before its first batch
+            return
+        if is_traceable_wrapper_subclass(tensor):  # a DTensor: it takes what its local part takes
+            for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+                if isinstance(part, Tensor):
+                    self._see(part, watch)
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

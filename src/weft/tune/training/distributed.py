@@ -20,7 +20,6 @@ from weft.distributed.store import ControlStore
 from weft.engine.rng import HostSeeder, deterministic
 from weft.errors import TuneError
 from weft.nn.state import non_persistent_buffers, restore
-from weft.plan.execute import Staged
 from weft.plan.planner import plan as make_plan
 from weft.tune.fit.loss_model import LossModule
 from weft.tune.jobs import Fit
@@ -109,9 +108,8 @@ class _Split:
         )
         sizes = (planned.stages, *planned.mesh.sizes)
         mesh = init_device_mesh(device.type, sizes if planned.stages > 1 else sizes[1:])
-        made = planned.apply(self._whole, mesh, batch=self._whole.tensors(batch))
-        assert isinstance(made, Staged)
-        self.staged = made
+        made = planned.apply(self._whole, self._whole.tensors(batch), mesh=mesh)
+        self.parallel = made
         trained = {name: p for name, p in made.named_parameters() if p.requires_grad}
         # The parts themselves: optimizers that work element by element need not know of what they are parts.
         self._parts = {name: nn.Parameter(_local(p.detach())) for name, p in trained.items()}
@@ -128,7 +126,7 @@ class _Split:
                 self._told(report, setting.steps, kept.values)
                 return self._result(kept.values)
         first = 0 if kept is None else kept.step
-        held = [*self._parts.values(), *self.staged.buffers()]
+        held = [*self._parts.values(), *self.parallel.buffers()]
         with ExitStack() as stack:
             stack.enter_context(seeder.preserved())
             stack.enter_context(self._cap.counted(held))
@@ -163,13 +161,15 @@ class _Split:
         """The model's state_dict, whole, and the hidden buffers that training changes; on every process."""
         hidden = non_persistent_buffers(self._whole)
         extra = {name: value for name, value in self._whole.state_dict().items() if not isinstance(value, Tensor)}
-        shared = {name: one for name, one in self.staged.full_state_dict().items() if name not in hidden}
-        names = [name for name in self.staged.changing if name in hidden]
-        beyond = self.staged.everywhere(names, lambda name: self.staged.whole(self.staged.get_buffer(name)))
+        shared = {name: one for name, one in self.parallel.full_state_dict().items() if name not in hidden}
+        names = [name for name in self.parallel.changing if name in hidden]
+        beyond = self.parallel.gather_full(
+            names, lambda name: self.parallel.full_tensor(self.parallel.get_buffer(name))
+        )
         return {**extra, **shared}, beyond
 
     def _step(self, step: int, batch: Batch, seeder: HostSeeder) -> None:
-        loss = self.staged.step(self._whole.tensors(batch), lambda number: seeder.set(step, number, "model"))
+        loss = self.parallel.step(self._whole.tensors(batch), lambda number: seeder.set(step, number, "model"))
         self.losses[step] = loss.detach().float().cpu()
         for name, shard in self._shards.items():
             self._parts[name].grad = None if shard.grad is None else _local(shard.grad)
@@ -225,14 +225,14 @@ class _Split:
         }
         for key in sorted({key for state in known.values() for key in state}):
             names = sorted(name for name, state in known.items() if key in state and not state[key])
-            gathered = self.staged.everywhere(names, lambda name, key=key: self._gathered(name, own[name][key]))  # type: ignore[misc]
+            gathered = self.parallel.gather_full(names, lambda name, key=key: self._gathered(name, own[name][key]))  # type: ignore[misc]
             for name, tensor in gathered.items():
                 found[name][key] = tensor
         return found
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
         shard: Any = self._shards[name]
-        return self.staged.whole(DTensor.from_local(part, shard.device_mesh, shard.placements, run_check=False))
+        return self.parallel.full_tensor(DTensor.from_local(part, shard.device_mesh, shard.placements, run_check=False))
 
     def _spread(self, name: str, state: Any) -> dict[str, Tensor]:
         """This process's part of a saved state."""

@@ -39,8 +39,7 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int],
 @rule("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as _reshape_alias")
 def reshape(call: Call) -> Space | None:
     """The outermost axes of a group are cut alike: 768 into 12 heads of 64 is cut by whole heads. Inner axes are
-    whole. The sizes that such an operator is given must be those of the part (see
-    :func:`~weft.plan.capture.local.localise`)."""
+    whole."""
     before, after = call.operands[0].shape, call.results[0].shape
     if 0 in before or call.operands[0].dtype != call.results[0].dtype or len(call.operands) > 1:
         return None

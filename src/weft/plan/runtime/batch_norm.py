@@ -1,4 +1,4 @@
-"""Batch normalisation over a batch that is cut: the statistics are those of all parts."""
+"""Batch normalisation over a batch that is split: the statistics are those of all parts."""
 
 from __future__ import annotations
 
@@ -8,35 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.plan.execute.flow import summed
-from weft.plan.execute.site import Local, Site, Unfit
-from weft.plan.execute.wire import Wire
+from weft.plan.runtime.program import CannotShard, LocalKernel, ShardedCall
+from weft.plan.runtime.redistribute import MeshCollectives, all_reduce
 
 SYNCHRONISED = ("_native_batch_norm_legit_functional", "_native_batch_norm_legit", "native_batch_norm")
 _FIXED = ("_native_batch_norm_legit_no_training", "batch_norm")
 
 
-def _batch_norm(site: Site) -> Local:
-    image = site.argument("input").tensor
+def _batch_norm(call: ShardedCall) -> LocalKernel:
+    image = call.argument("input").tensor
     axes = tuple(
         axis
-        for axis, (place, size) in enumerate(zip(site.split, site.mesh.sizes, strict=True))
+        for axis, (place, size) in enumerate(zip(call.split, call.mesh.sizes, strict=True))
         if place >= 0 and size > 1 and place != image.dims[1]
     )
-    training = not site.has("training") or site.argument("training")
+    training = call.argument("training") if call.has("training") else not call.name.endswith("_no_training")
     if not axes or not training:
-        return site.local(whole=frozenset(range(1, len(site.operator.outputs))))
-    parts = site.mesh.sizes
-    at = {name: site.index(name) for name in ("input", "weight", "bias", "momentum", "eps")}
-    running = [site.index(name) for name in ("running_mean", "running_var") if site.has(name)]
+        return call.kernel(whole=frozenset(range(1, len(call.operator.outputs))))
+    parts = call.mesh.sizes
+    at = {name: call.index(name) for name in ("input", "weight", "bias", "momentum", "eps")}
+    running = [call.index(name) for name in ("running_mean", "running_var") if call.has(name)]
 
-    def run(wire: Wire, args: list[Any], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    def run(collectives: MeshCollectives, args: list[Any], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
         x = args[at["input"]]
         count = x.numel() // x.shape[1]
         for axis in axes:
             count *= parts[axis]
         return _normalised(
-            wire,
+            collectives,
             axes,
             count,
             x,
@@ -46,11 +45,11 @@ def _batch_norm(site: Site) -> Local:
             args[at["eps"]],
         )
 
-    return site.local(run, whole=frozenset(range(1, len(site.operator.outputs))))
+    return call.kernel(run, whole=frozenset(range(1, len(call.operator.outputs))))
 
 
 def _normalised(
-    wire: Wire,
+    collectives: MeshCollectives,
     axes: tuple[int, ...],
     count: int,
     x: Tensor,
@@ -63,9 +62,9 @@ def _normalised(
     others = [axis for axis in range(x.dim()) if axis != 1]
     shape = [-1 if axis == 1 else 1 for axis in range(x.dim())]
     wide = x if x.dtype == torch.float64 else x.float()
-    mean = summed(wide.sum(others), wire, axes) / count
+    mean = all_reduce(wide.sum(others), collectives, axes) / count
     centred = wide - mean.view(shape)
-    variance = summed(centred.square().sum(others), wire, axes) / count
+    variance = all_reduce(centred.square().sum(others), collectives, axes) / count
     scale = (variance + eps).rsqrt()
     out = centred * scale.view(shape)
     weight, bias = affine
@@ -80,20 +79,20 @@ def _normalised(
     return (out.to(x.dtype), mean, scale, *new)
 
 
-def _fixed(site: Site) -> Local:
-    if site.name == "batch_norm" and site.argument("training") and site.argument("running_mean") is not None:
-        raise Unfit("it changes its running statistics in place, and parts of them are copies")
-    return _batch_norm(site)
+def _fixed(call: ShardedCall) -> LocalKernel:
+    if call.name == "batch_norm" and call.argument("training") and call.argument("running_mean") is not None:
+        raise CannotShard("it changes its running statistics in place, and parts of them are copies")
+    return _batch_norm(call)
 
 
-def _instance_norm(site: Site) -> Local:
-    images = site.argument("input").tensor.dims[0]
-    if site.parts(images) > 1 and site.argument("running_mean") is not None and site.argument("use_input_stats"):
-        raise Unfit("it changes its running statistics in place, and parts of them are copies")
-    return site.local()
+def _instance_norm(call: ShardedCall) -> LocalKernel:
+    images = call.argument("input").tensor.dims[0]
+    if call.parts(images) > 1 and call.argument("running_mean") is not None and call.argument("use_input_stats"):
+        raise CannotShard("it changes its running statistics in place, and parts of them are copies")
+    return call.kernel()
 
 
-RULES: dict[str, Callable[[Site], Local]] = {
+BATCH_NORM_RULES: dict[str, Callable[[ShardedCall], LocalKernel]] = {
     **dict.fromkeys(SYNCHRONISED, _batch_norm),
     **dict.fromkeys(_FIXED, _fixed),
     "instance_norm": _instance_norm,

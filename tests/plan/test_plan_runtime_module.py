@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -23,12 +24,10 @@ from torch.utils import _pytree as pytree
 
 from weft.errors import PlanError
 from weft.plan.capture import Captured, capture
-from weft.plan.execute import Applied, apply
-from weft.plan.execute.passage import Kind
-from weft.plan.execute.recipe import Pass
-from weft.plan.execute.wire import Wire
 from weft.plan.graph import PARAMETER, Dim, Operator
 from weft.plan.layout import REPLICATED, Mesh, Split, splits
+from weft.plan.runtime import ParallelModule, parallelize
+from weft.plan.runtime.redistribute import MeshCollectives
 from weft.plan.strategy import Strategy
 from weft.utils.rng import generator
 
@@ -173,7 +172,10 @@ class Case:
 def run(model: nn.Module, batch: Any) -> list[Tensor]:
     """The tensors that a model returns, the loss first; the gradient of all of them is taken."""
     torch.manual_seed(SEED)
-    out = model(**batch) if isinstance(batch, dict) else model(*batch)
+    if isinstance(model, ParallelModule):
+        out = model(batch)
+    else:
+        out = model(**batch) if isinstance(batch, dict) else model(*batch)
     found = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
     (found[0] * 1.5 + found[1].square().mean()).backward()
     return found
@@ -212,10 +214,14 @@ def same(told: str, found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{told}: {text}")
 
 
-def check(name: str, strategy: Strategy, mesh: DeviceMesh, told: str, step: bool = False, **options: Any) -> Applied:
+def applied(name: str, strategy: Strategy, mesh: DeviceMesh, weights: Any = None) -> ParallelModule:
+    return parallelize(case(name).captured, strategy, mesh=mesh, weights=weights)
+
+
+def check(name: str, strategy: Strategy, mesh: DeviceMesh, told: str, step: bool = False) -> ParallelModule:
     """Applies a strategy, runs a step, and compares every element of everything with one device."""
     expected = case(name)
-    module = apply(expected.captured, strategy, mesh, **options)
+    module = applied(name, strategy, mesh)
     for number, (found, whole) in enumerate(zip(run(module, expected.batch), expected.results, strict=True)):
         same(f"{told}: result {number}", found.detach(), whole)
     named = dict(module.named_parameters())
@@ -225,7 +231,7 @@ def check(name: str, strategy: Strategy, mesh: DeviceMesh, told: str, step: bool
         assert (gradient is None) == (whole is None), f"{told}: {key}"
         if gradient is not None and whole is not None:
             assert isinstance(gradient, DTensor)
-            same(f"{told}: gradient of {key}", module.whole(gradient), whole)
+            same(f"{told}: gradient of {key}", module.full_tensor(gradient), whole)
     for key, value in module.named_buffers():
         if key in expected.buffers:
             same(f"{told}: buffer {key}", value.float(), expected.buffers[key].float())
@@ -355,111 +361,67 @@ def test_every_strategy_gives_what_one_device_gives(tmp_path: Path, sizes: tuple
     on_processes(mesh.devices, tmp_path, work)
 
 
-def kinds(module: Applied) -> Counter[Kind]:
-    steps = [step for step in module._recipe.steps if isinstance(step, Pass)]
-    return Counter(move.kind for step in steps for move in step.moves)
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """The collectives that this process takes part in, by their kinds."""
+    kinds = ("_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all")
+    before, found = {kind: getattr(MeshCollectives, kind) for kind in kinds}, Counter[str]()
+
+    def counting(kind: str) -> Callable[..., None]:
+        def call(self: MeshCollectives, *given: Any) -> None:
+            found[kind[1:]] += 1
+            before[kind](self, *given)
+
+        return call
+
+    for kind in kinds:
+        setattr(MeshCollectives, kind, counting(kind))
+    try:
+        yield found
+    finally:
+        for kind, method in before.items():
+            setattr(MeshCollectives, kind, method)
 
 
 def test_what_is_sent_is_what_the_strategy_is_known_for(tmp_path: Path) -> None:
     mesh = Mesh((2,))
     case("perceptron")
+    sent = {
+        # The loss and its labels are added up, the scores are gathered, and each parameter's gradient is added up.
+        "data parallel": ({"all_reduce": 2, "all_gather": 1}, {"all_reduce": 7}),
+        # Each of seven parameters that can be cut is gathered, and the gradients of six that learn are scattered. Three
+        # are gathered again for the backward, which needs neither biases nor the first weight.
+        "fully sharded": (
+            {"all_reduce": 2, "all_gather": 1 + 7},
+            {"all_reduce": 1, "all_gather": 3, "reduce_scatter": 6},
+        ),
+    }
 
     def work(rank: int) -> None:
         devices = init_device_mesh("cpu", (2,))
-        captured = case("perceptron").captured
-        # The loss is added up and the scores are gathered; nothing else is sent forward.
-        plain = apply(captured, data_parallel("perceptron", mesh), devices)
-        assert kinds(plain) - Counter({Kind.CUT: 99}) == Counter({Kind.ALL_REDUCE: 1, Kind.ALL_GATHER: 1})
-        # Besides, each parameter that can be cut is gathered, and its gradient scattered.
-        strategy = fully_sharded("perceptron", mesh)
-        sharded = apply(captured, strategy, devices)
-        cut = sum(
-            isinstance(value.data, DTensor) and value.to_local().shape != value.shape for value in sharded.parameters()
-        )
-        assert cut == 7
-        assert kinds(sharded)[Kind.ALL_GATHER] == 1 + cut
-        backs = [
-            move.kind
-            for step in sharded._recipe.steps
-            if isinstance(step, Pass)
-            for back in step.backs
-            for move in back
-        ]
-        assert Counter(backs)[Kind.REDUCE_SCATTER] == 7
+        for told, strategy in (("data parallel", data_parallel), ("fully sharded", fully_sharded)):
+            module = applied("perceptron", strategy("perceptron", mesh), devices)
+            with counted() as forward:
+                loss, scores = module(case("perceptron").batch)
+            with counted() as backward:
+                (loss * 1.5 + scores.square().mean()).backward()
+            assert (forward, backward) == sent[told], told
 
     on_processes(2, tmp_path, work)
 
 
-def test_the_rest_of_what_an_applied_model_can_do(tmp_path: Path) -> None:
+def test_the_rest_of_what_a_parallel_module_does(tmp_path: Path) -> None:
     for name in ("perceptron", "text", "gpt2"):
         case(name)
     mesh = Mesh((2, 2))
-
-    def each_gives_its_part(devices: DeviceMesh) -> None:
-        for name in ("text", "gpt2"):
-            expected = case(name)
-            module = apply(expected.captured, mixed(name, mesh), devices, local_batch=True)
-            part, parts = module.batch_part
-            assert (part, parts) == (devices.get_coordinate()[0], 2)
-            leaves, tree = pytree.tree_flatten(expected.batch)
-            own = tree.unflatten([leaf.chunk(parts)[part] if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-            for found, whole in zip(run(module, own), expected.results, strict=True):
-                same(f"{name}, local batch", found.detach(), whole)
-            for key, value in module.named_parameters():
-                whole = expected.gradients[key]
-                assert whole is not None
-                same(f"{name}, local batch: {key}", module.whole(value.grad), whole)
-            with pytest.raises(PlanError, match=r"of which this process gives part \d of 2"):
-                run(module, expected.batch)
-
-    def results_stay_where_they_are(devices: DeviceMesh) -> None:
-        expected = case("perceptron")
-        module = apply(expected.captured, data_parallel("perceptron", mesh), devices, gather=False)
-        loss, scores = module(*expected.batch)
-        assert not isinstance(loss, DTensor)
-        assert isinstance(scores, DTensor)
-        assert scores.to_local().shape == (2, 4)
-        same("scores", scores.detach().full_tensor(), expected.results[1])
-        (loss * 1.5 + scores.square().mean().full_tensor()).backward()
-        for key, value in module.named_parameters():
-            whole = expected.gradients[key]
-            assert (value.grad is None) == (whole is None)
-            if whole is not None:
-                same(f"results as they lie: {key}", module.whole(value.grad), whole)
-
-    def gathered_again_for_the_backward(devices: DeviceMesh) -> None:
-        asked: list[int] = []
-        plain = Wire._all_gather
-        try:
-            Wire._all_gather = lambda self, *given: (asked.append(1), plain(self, *given))[1]  # type: ignore[method-assign]
-            counts = []
-            for again in (False, True):
-                expected = case("text")
-                module = apply(expected.captured, fully_sharded("text", mesh), devices, regather=again)
-                torch.manual_seed(SEED)
-                loss, scores = module(*expected.batch)
-                forward = len(asked)
-                (loss * 1.5 + scores.square().mean()).backward()
-                counts.append((forward, len(asked) - forward))
-                asked.clear()
-                for key, value in module.named_parameters():
-                    whole = expected.gradients[key]
-                    assert whole is not None
-                    same(f"regather={again}: {key}", module.whole(value.grad), whole)
-                asked.clear()
-            assert counts[0] == (counts[1][0], 0)
-            assert counts[1][1] > 0
-        finally:
-            Wire._all_gather = plain  # type: ignore[method-assign]
 
     def weights_go_and_come(devices: DeviceMesh) -> None:
         expected = case("gpt2")
         before = {key: value.clone() for key, value in expected.model.state_dict().items()}
         doubled = {key: value * 2 for key, value in before.items()}
-        module = apply(expected.captured, mixed("gpt2", mesh), devices, weights=doubled)
+        module = applied("gpt2", mixed("gpt2", mesh), devices, doubled)
         assert module.state_dict().keys() == before.keys()
-        plain = module.unshard(copy.deepcopy(expected.model))
-        assert all(value.equal(doubled[key]) for key, value in plain.state_dict().items())
+        assert all(value.equal(doubled[key]) for key, value in module.full_state_dict().items())
         optimizer(module).step()
         run(module, expected.batch)
         optimizer(module).step()
@@ -469,46 +431,43 @@ def test_the_rest_of_what_an_applied_model_can_do(tmp_path: Path) -> None:
     def first_process_has_the_say(devices: DeviceMesh, rank: int) -> None:
         expected = case("perceptron")
         other = {key: value + rank for key, value in expected.model.state_dict().items()}
-        module = apply(expected.captured, at_random("perceptron", mesh, 0), devices, weights=other)
+        module = applied("perceptron", at_random("perceptron", mesh, 0), devices, other)
         state = expected.model.state_dict()
         assert all(value.equal(state[key]) for key, value in module.full_state_dict().items())
 
     def many_steps_are_those_of_one_device(devices: DeviceMesh) -> None:
         expected = case("perceptron")
-        module, single = apply(expected.captured, mixed("perceptron", mesh), devices), copy.deepcopy(expected.model)
+        module, single = applied("perceptron", mixed("perceptron", mesh), devices), copy.deepcopy(expected.model)
         steps = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (module, single)]
         for _ in range(5):
-            for model, step in zip((module, single), steps, strict=True):
-                step.zero_grad()
-                model(*expected.batch)[0].backward()
-                torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.1)
-                step.step()
+            steps[1].zero_grad()
+            single(*expected.batch)[0].backward()
+            norm = torch.nn.utils.clip_grad_norm_([p for p in single.parameters() if p.requires_grad], 0.1)
+            module.step(expected.batch)
+            same("norm", module.clip_grad_norm_(0.1).float(), norm)
+            for each in steps:
+                each.step()
         for key, value in single.state_dict().items():
             same(f"after five steps: {key}", module.full_state_dict()[key], value)
 
     def refusals(devices: DeviceMesh, rank: int) -> None:
         expected = case("text")
-        with pytest.raises(PlanError, match="for a mesh of 4, but the devices form one of 2x2"):
-            apply(expected.captured, data_parallel("text", Mesh((4,))), devices)
-        module = apply(expected.captured, mixed("text", mesh), devices)
+        with pytest.raises(PlanError, match="make one of 1x4"):
+            applied("text", data_parallel("text", Mesh((4,))), devices)
+        module = applied("text", mixed("text", mesh), devices)
         torch.manual_seed(rank)
-        with pytest.raises(PlanError, match="generators differ: seed torch alike"):
-            module(*expected.batch)
+        with pytest.raises(PlanError, match="seed torch alike"):
+            module(expected.batch)
         x, y = expected.batch
         with pytest.raises(PlanError, match=r"argument 0 was captured as torch.int64 of shape \(4, 8\)"):
-            module(x[:2], y)
+            module((x[:2], y))
         with pytest.raises(PlanError, match="called with None"):
-            module(x)
+            module((x,))
         with pytest.raises(PlanError, match="captured without a tensor as argument 2"):
-            module(x, y, x)
-        with pytest.raises(PlanError, match="names an axis that a mesh of 2x2 lacks"):
-            apply(expected.captured, mixed("text", mesh), devices, local_batch=(2,))
+            module((x, y, x))
 
     def work(rank: int) -> None:
         devices = init_device_mesh("cpu", (2, 2))
-        each_gives_its_part(devices)
-        results_stay_where_they_are(devices)
-        gathered_again_for_the_backward(devices)
         weights_go_and_come(devices)
         first_process_has_the_say(devices, rank)
         many_steps_are_those_of_one_device(devices)

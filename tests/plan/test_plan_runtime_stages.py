@@ -27,17 +27,16 @@ from torch.nn import functional
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.plan.capture import Captured, capture
-from weft.plan.execute import Staged, apply_stages
-from weft.plan.execute.batch import microbatches
-from weft.plan.execute.reading import Value
-from weft.plan.execute.schedule import Op, schedule
-from weft.plan.execute.sections import Crossing, Section, sections
-from weft.plan.execute.transfer import transferred
-from weft.plan.execute.wire import Wire
 from weft.plan.graph import INPUT, PARAMETER, Dim, Graph, Operator, Read
 from weft.plan.graph import Tensor as Shape
 from weft.plan.layout import REPLICATED, Mesh, Split, splits
 from weft.plan.planner import plan_captured
+from weft.plan.runtime import ParallelModule, RunOptions, parallelize
+from weft.plan.runtime.apply import transfer_splits
+from weft.plan.runtime.module import StageOp, one_forward_one_backward
+from weft.plan.runtime.program import ValueRef, split_batch
+from weft.plan.runtime.redistribute import MeshCollectives
+from weft.plan.runtime.stages import StageEdge, StageSection, stage_sections
 from weft.plan.strategy import Strategy
 from weft.utils.rng import generator
 
@@ -163,7 +162,7 @@ def case(name: str, count: int = 1) -> Case:
     single = copy.deepcopy(model)
     torch.manual_seed(SEED)
     total = torch.zeros(())
-    for part in microbatches(batch, ROWS, count):
+    for part in split_batch(batch, ROWS, count):
         out = single(**part) if isinstance(part, dict) else single(*part)
         loss = out if isinstance(out, Tensor) else out.loss
         (loss / count).backward()
@@ -217,13 +216,13 @@ def _rows(operator: Operator) -> int:
 def micro(name: str, count: int) -> Captured:
     """One of so many micro-batches, captured once for all plans."""
     model, batch = made(name)
-    return whole(name) if count == 1 else capture(model, microbatches(batch, ROWS, count)[0])
+    return whole(name) if count == 1 else capture(model, split_batch(batch, ROWS, count)[0])
 
 
 def ready(name: str, plan: Plan) -> tuple[Captured, Strategy, tuple[int | None, ...]]:
     """What a plan's processes run, as ``microbatch_of`` gives it."""
     found = micro(name, plan.microbatches)
-    moved, stage = transferred(plan.graph, plan.splits, plan.stage, found.graph, plan.mesh)
+    moved, stage = transfer_splits(plan.graph, plan.splits, plan.stage, found.graph, plan.mesh)
     return found, Strategy(plan.mesh, moved), stage
 
 
@@ -231,7 +230,7 @@ def same(told: str, found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{told}: {text}")
 
 
-def check(module: Staged, expected: Case, told: str) -> None:
+def check(module: ParallelModule, expected: Case, told: str) -> None:
     """A step, compared with one device in every element; then a step of the optimizer."""
     steps = optimizer(module)
     torch.manual_seed(SEED)
@@ -243,7 +242,7 @@ def check(module: Staged, expected: Case, told: str) -> None:
         assert (value.grad is None) == (wanted is None), f"{told}: {key}"
         if wanted is not None and value.grad is not None:
             assert isinstance(value.grad, DTensor)
-            same(f"{told}: gradient of {key}", module.whole(value.grad), wanted)
+            same(f"{told}: gradient of {key}", module.full_tensor(value.grad), wanted)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, sorted(held))
     assert {key for keys in every for key in keys} == set(expected.gradients), told
@@ -294,7 +293,7 @@ def test_stages_and_micro_batches_give_what_one_device_gives(
 
     def work(rank: int) -> None:
         for told, count, expected, (captured, strategy, stage) in cases:
-            check(apply_stages(captured, strategy, stage, count, weights=expected.model), expected, told)
+            check(parallelize(captured, strategy, stage, RunOptions(count), weights=expected.model), expected, told)
 
     on_processes(stages * Mesh(mesh).devices, tmp_path, work)
 
@@ -311,7 +310,7 @@ def test_micro_batches_of_one_sample_run_though_their_program_is_another(tmp_pat
         4,
         tmp_path,
         lambda rank: check(
-            apply_stages(captured, strategy, stage, ROWS, weights=expected.model), expected, "one by one"
+            parallelize(captured, strategy, stage, RunOptions(ROWS), weights=expected.model), expected, "one by one"
         ),
     )
 
@@ -357,25 +356,25 @@ def test_a_plan_is_applied_to_a_model_and_trains_it_as_one_device_would(tmp_path
         with pytest.raises(PlanError, match="4 micro-batches, one of which must be captured: pass batch="):
             plan.apply(model)
         with pytest.raises(PlanError, match="give the batch and the loss that it was planned with"):
-            plan.apply(model, batch=batch)
-        with pytest.raises(PlanError, match="the plan is for 1 processes, and there are 2"):
+            plan.apply(model, batch)
+        with pytest.raises(PlanError, match="the plan is for 1 processes"):
             alone.apply(model)
         other = init_device_mesh("cpu", (2,))
         with pytest.raises(PlanError, match="2 stages of a mesh of 1, but the devices form one of 2; make one of 2x1"):
-            plan.apply(model, other, batch=batch, loss=squared)
-        module = plan.apply(model, init_device_mesh("cpu", (2, 1)), batch=batch, loss=squared)
-        assert isinstance(module, Staged)
+            plan.apply(model, batch, squared, other)
+        module = plan.apply(model, batch, squared, init_device_mesh("cpu", (2, 1)))
+        assert isinstance(module, ParallelModule)
         assert (module.stage, len(module.ops)) == (rank, 8)
         with pytest.raises(PlanError, match=r"call step\(batch\)"):
-            module(*batch)
-        with pytest.raises(PlanError, match=r"argument 0 was captured as torch.float32 of shape \(2, 8\) for a micro"):
+            module(batch)
+        with pytest.raises(PlanError, match=r"argument 0 was captured as torch.float32 of shape \(2, 8\)"):
             module.step((batch[0][:4], batch[1]))
         own = torch.optim.AdamW(module.parameters(), lr=0.01)
         for loss, norm in zip(losses, norms, strict=True):
             same("loss", module.step(batch), loss)
-            same("norm", module.clip(0.5).float(), norm)
+            same("norm", module.clip_grad_norm_(0.5).float(), norm)
             own.step()
-        found = module.unshard(copy.deepcopy(model)).state_dict()
+        found = module.full_state_dict()
         for key, value in single.state_dict().items():
             same(f"after four steps: {key}", found[key], value)
 
@@ -390,12 +389,12 @@ def test_a_plan_of_one_stage_and_one_batch_takes_steps_too_where_a_batch_is_give
     expected.backward()
 
     def work(rank: int) -> None:
-        module = plan.apply(model, batch=batch, loss=squared)
-        assert isinstance(module, Staged)
+        module = plan.apply(model, batch, squared)
+        assert isinstance(module, ParallelModule)
         same("loss", module.step(batch), expected.detach())
         for key, value in single.named_parameters():
             assert value.grad is not None
-            same(key, module.whole(module.get_parameter(key).grad), value.grad)
+            same(key, module.full_tensor(module.get_parameter(key).grad), value.grad)
 
     on_processes(1, tmp_path, work)
 
@@ -411,7 +410,7 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
         with torch.no_grad():
             for value in other.parameters():
                 value.add_(rank)
-        module = apply_stages(captured, strategy, stage, 4, weights=other)
+        module = parallelize(captured, strategy, stage, RunOptions(4), weights=other)
         steps = torch.optim.AdamW(module.parameters(), lr=0.1)
         weight: Any = module.get_parameter("embed.weight")
         every = [torch.empty_like(weight.to_local()) for _ in range(4)]
@@ -427,23 +426,26 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
         gradients = [value for value in expected.gradients.values() if value is not None]
         norm = torch.linalg.vector_norm(torch.cat([value.flatten() for value in gradients]))
         for limit in (float(norm) / 4, float(norm) * 4):
-            module = apply_stages(captured, strategy, stage, 4, weights=expected.model)
+            module = parallelize(captured, strategy, stage, RunOptions(4), weights=expected.model)
             module.step(expected.batch)
-            same("norm", module.clip(limit).float(), norm)
+            same("norm", module.clip_grad_norm_(limit).float(), norm)
             for key, value in module.named_parameters():
                 wanted = expected.gradients[key]
                 assert wanted is not None
-                same(f"clipped: {key}", module.whole(value.grad), wanted * min(1, limit / float(norm)))
+                same(f"clipped: {key}", module.full_tensor(value.grad), wanted * min(1, limit / float(norm)))
 
     def gradients_travel_once_a_step(rank: int) -> None:
-        module = apply_stages(captured, strategy, stage, 4, weights=expected.model)
+        module = parallelize(captured, strategy, stage, RunOptions(4), weights=expected.model)
         asked: list[int] = []
-        before = Wire._all_reduce
-        Wire._all_reduce = lambda self, tensor, axis: (asked.append(tensor.numel()), before(self, tensor, axis))[1]  # type: ignore[method-assign]
+        before = MeshCollectives._all_reduce
+        MeshCollectives._all_reduce = lambda self, tensor, axis: (
+            asked.append(tensor.numel()),
+            before(self, tensor, axis),
+        )[1]  # type: ignore[method-assign]
         try:
             module.step(expected.batch)
         finally:
-            Wire._all_reduce = before  # type: ignore[method-assign]
+            MeshCollectives._all_reduce = before  # type: ignore[method-assign]
         sizes = Counter(value.numel() for value in module.parameters())
         if module.stage == 0:
             assert Counter(asked) == sizes
@@ -453,23 +455,26 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
 
     def layers_are_computed_again(rank: int) -> None:
         def kept(again: bool) -> int:
-            module, sizes = apply_stages(*drops, 4, weights=dropping.model, recompute=again), []
+            module, sizes = (
+                parallelize(*drops, RunOptions(4, again, reshard_after_forward=False), weights=dropping.model),
+                [],
+            )
             with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.nbytes), t)[1], lambda t: t):
                 module.step(dropping.batch)
             return sum(sizes)
 
         torch.manual_seed(SEED)
         assert kept(True) < kept(False)
-        check(apply_stages(*drops, 4, weights=dropping.model, recompute=True), dropping, "recomputed")
+        check(parallelize(*drops, RunOptions(4, recompute=True), weights=dropping.model), dropping, "recomputed")
 
     def refusals(rank: int) -> None:
-        module = apply_stages(*drops, 4, weights=dropping.model)
+        module = parallelize(*drops, RunOptions(4), weights=dropping.model)
         torch.manual_seed(rank)
         with pytest.raises(PlanError, match="generators differ: seed torch alike"):
             module.step(dropping.batch)
         one = planned("text", 2, 4, (1,))
         with pytest.raises(PlanError, match=r"for 2 processes \(2 stages of a mesh of 1\), and there are 4"):
-            apply_stages(*ready("text", one), 4, weights=expected.model)
+            parallelize(*ready("text", one), RunOptions(4), weights=expected.model)
         # The first stage is told another cut than the second.
         moved = list(stage)
         if rank < 2:
@@ -478,7 +483,7 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
             )
             moved[border] = 1
         with pytest.raises(PlanError, match=r"do not agree on what they send|was lost"):
-            apply_stages(captured, strategy, moved, 4, weights=expected.model, timeout=10)
+            parallelize(captured, strategy, moved, RunOptions(4), weights=expected.model, timeout=10)
 
     def work(rank: int) -> None:
         shared_weights_stay_equal(rank)
@@ -497,7 +502,7 @@ def test_a_lost_process_is_told_and_not_waited_for_for_ever(tmp_path: Path, way:
     expected = case("perceptron")
 
     def work(rank: int) -> None:
-        module = apply_stages(captured, strategy, stage, 4, weights=expected.model, timeout=3)
+        module = parallelize(captured, strategy, stage, RunOptions(4), weights=expected.model, timeout=3)
         module.step(expected.batch)
         if rank == 1:
             if way == "gone":
@@ -520,43 +525,43 @@ def test_a_plan_that_cannot_be_run_says_why() -> None:
     batch = (torch.randn(ROWS, 8), torch.randn(ROWS, 8))
     plan = plan_captured(capture(Silent(), batch), "cpu", devices=2, stages=2, microbatches=2, compare=False)
     assert plan.reasons()[0].startswith("'Silent' returns no loss, which micro-batches and stages need")
-    with pytest.raises(PlanError, match="this plan cannot be run: 'Silent' returns no loss"):
-        plan.apply(Silent(), batch=batch)
+    with pytest.raises(PlanError, match="'Silent' returns no loss"):
+        plan.apply(Silent(), batch)
     with pytest.raises(PlanError, match="a batch of 8 is not 3 equal micro-batches"):
-        microbatches(batch, ROWS, 3)
+        split_batch(batch, ROWS, 3)
 
 
 def test_a_batch_is_cut_where_it_has_rows_and_given_whole_elsewhere() -> None:
     rows, table = torch.arange(6).view(6, 1), torch.arange(4)
-    parts = microbatches({"rows": rows, "table": table, "flag": True}, 6, 3)
+    parts = split_batch({"rows": rows, "table": table, "flag": True}, 6, 3)
     assert [part["rows"].flatten().tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]  # type: ignore[index, call-overload]
     assert all(part["table"] is table and part["flag"] is True for part in parts)  # type: ignore[index, call-overload]
-    assert [part.flatten().tolist() for part in microbatches(rows, 6, 2)] == [[0, 1, 2], [3, 4, 5]]  # type: ignore[union-attr]
-    assert [len(part) for part in microbatches((rows, None), 6, 2)] == [2, 2]
+    assert [part.flatten().tolist() for part in split_batch(rows, 6, 2)] == [[0, 1, 2], [3, 4, 5]]  # type: ignore[union-attr]
+    assert [len(part) for part in split_batch((rows, None), 6, 2)] == [2, 2]
 
 
 def test_a_schedule_drawn_by_hand() -> None:
-    assert [" ".join(map(str, schedule(stage, 3, 4))) for stage in range(3)] == [
+    assert [" ".join(map(str, one_forward_one_backward(stage, 3, 4))) for stage in range(3)] == [
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
         "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
         "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
     ]
-    assert " ".join(map(str, schedule(0, 4, 1))) == "0F0 0B0"
+    assert " ".join(map(str, one_forward_one_backward(0, 4, 1))) == "0F0 0B0"
     with pytest.raises(PlanError, match="no such schedule"):
-        schedule(2, 2, 1)
+        one_forward_one_backward(2, 2, 1)
 
 
 @given(st.integers(1, 6), st.integers(1, 9))
 def test_a_schedule_never_stops_holds_no_more_than_it_may_and_is_as_short_as_can_be(stages: int, count: int) -> None:
-    orders = [list(schedule(stage, stages, count)) for stage in range(stages)]
+    orders = [list(one_forward_one_backward(stage, stages, count)) for stage in range(stages)]
     for stage, ops in enumerate(orders):
-        assert sorted(ops) == sorted(Op(stage, kind, number) for kind in "FB" for number in range(count))  # type: ignore[arg-type]
+        assert sorted(ops) == sorted(StageOp(stage, kind, number) for kind in "FB" for number in range(count))  # type: ignore[arg-type]
         flying = most = 0
         for op in ops:
             flying += 1 if op.kind == "F" else -1
             most = max(most, flying)
         assert most == min(count, stages - stage)
-    done: set[Op] = set()
+    done: set[StageOp] = set()
     ticks = 0
     while any(orders):
         ready = [ops[0] for ops in orders if ops and _needs(ops[0], stages) <= done]
@@ -568,11 +573,11 @@ def test_a_schedule_never_stops_holds_no_more_than_it_may_and_is_as_short_as_can
     assert ticks == 2 * (count + stages - 1)
 
 
-def _needs(op: Op, stages: int) -> set[Op]:
+def _needs(op: StageOp, stages: int) -> set[StageOp]:
     if op.kind == "F":
-        return {Op(op.stage - 1, "F", op.microbatch)} if op.stage else set()
-    own = Op(op.stage, "F", op.microbatch)
-    return {own, Op(op.stage + 1, "B", op.microbatch)} if op.stage + 1 < stages else {own}
+        return {StageOp(op.stage - 1, "F", op.microbatch)} if op.stage else set()
+    own = StageOp(op.stage, "F", op.microbatch)
+    return {own, StageOp(op.stage + 1, "B", op.microbatch)} if op.stage + 1 < stages else {own}
 
 
 def node(name: str, *sources: int, gradient: bool = True, kind: str = "x") -> Operator:
@@ -598,19 +603,19 @@ def drawn() -> tuple[Graph, tuple[int | None, ...]]:
 
 def test_sections_drawn_by_hand() -> None:
     graph, stage = drawn()
-    found = sections(graph, stage, range(2, 8), [Value(7, 0)], {})
-    first, second = Value(3, 0), Value(5, 0)
-    sign = Crossing(Value(4, 0), 1, 2, False)  # computed where it is first read, and not where the plan has it
-    up = [Crossing(first, 0, 1, True), Crossing(first, 0, 2, True), Crossing(second, 1, 2, True)]
+    found = stage_sections(graph, stage, range(2, 8), [ValueRef(7, 0)], {})
+    first, second = ValueRef(3, 0), ValueRef(5, 0)
+    sign = StageEdge(ValueRef(4, 0), 1, 2, False)  # computed where it is first read, and not where the plan has it
+    up = [StageEdge(first, 0, 1, True), StageEdge(first, 0, 2, True), StageEdge(second, 1, 2, True)]
     assert found == (
-        Section(frozenset({2, 3}), frozenset({0, 1}), (), (), tuple(up[:2])),
-        Section(frozenset({2, 4, 5}), frozenset({1}), (), (up[0],), (sign, up[2])),
-        Section(frozenset({2, 7}), frozenset({0, 1}), (Value(7, 0),), (up[1], sign, up[2]), ()),
+        StageSection(frozenset({2, 3}), frozenset({0, 1}), (), (), tuple(up[:2])),
+        StageSection(frozenset({2, 4, 5}), frozenset({1}), (), (up[0],), (sign, up[2])),
+        StageSection(frozenset({2, 7}), frozenset({0, 1}), (ValueRef(7, 0),), (up[1], sign, up[2]), ()),
     )
-    at_random = sections(graph, stage, range(2, 8), [Value(7, 0)], {}, random={2})
+    at_random = stage_sections(graph, stage, range(2, 8), [ValueRef(7, 0)], {}, random={2})
     assert [2 in each.operators for each in at_random] == [True, False, False]
     with pytest.raises(PlanError, match="operator 'sign' of stage 0 reads 'first' of stage 1, which comes later"):
-        sections(graph, (0, 0, 0, 1, 1, 0, 1, 2), range(2, 8), [Value(7, 0)], {})
+        stage_sections(graph, (0, 0, 0, 1, 1, 0, 1, 2), range(2, 8), [ValueRef(7, 0)], {})
 
 
 def test_a_buffer_changes_in_the_one_stage_that_reads_it() -> None:
@@ -622,12 +627,12 @@ def test_a_buffer_changes_in_the_one_stage_that_reads_it() -> None:
         node("last", 3),
     )
     graph = Graph("counting", operators)
-    found = sections(graph, (0, 0, 1, 0, 1), range(2, 5), [Value(4, 0)], {})
+    found = stage_sections(graph, (0, 0, 1, 0, 1), range(2, 5), [ValueRef(4, 0)], {})
     assert [each.leaves for each in found] == [{0, 1}, set()]
-    one = sections(graph, (0, 0, 0, 0, 1), range(2, 5), [Value(4, 0)], {0: Value(2, 0)})
-    assert [each.ends for each in one] == [(Value(2, 0),), (Value(4, 0),)]
+    one = stage_sections(graph, (0, 0, 0, 0, 1), range(2, 5), [ValueRef(4, 0)], {0: ValueRef(2, 0)})
+    assert [each.ends for each in one] == [(ValueRef(2, 0),), (ValueRef(4, 0),)]
     with pytest.raises(PlanError, match="buffer 'count' changes in stage 1 and is read in stage 0"):
-        sections(graph, (0, 0, 1, 0, 1), range(2, 5), [Value(4, 0)], {0: Value(2, 0)})
+        stage_sections(graph, (0, 0, 1, 0, 1), range(2, 5), [ValueRef(4, 0)], {0: ValueRef(2, 0)})
 
 
 @given(st.data())
@@ -644,7 +649,7 @@ def test_every_stage_has_what_it_reads_and_nothing_with_a_gradient_is_computed_t
     stage = [0] * leaves + cuts
     stage[-1] = last
     graph = Graph("any", tuple(operators))
-    found = sections(graph, stage, range(leaves, count), [Value(count - 1, 0)], {})
+    found = stage_sections(graph, stage, range(leaves, count), [ValueRef(count - 1, 0)], {})
     assert len(found) == last + 1
     for number, section in enumerate(found):
         came = {each.value.source for each in section.receives}
@@ -669,8 +674,8 @@ def test_splits_follow_the_axes_of_a_program_with_other_dimensions() -> None:
 
     before, after = reshape(("a", "b", "c"), (0, 1, 2), (4, 4, 4)), reshape(("b", "c"), (None, 0, 1), (1, 4, 4))
     mesh = Mesh((2, 2))
-    assert transferred(before, [(0, -1), (2, 1)], (0, 1), after, mesh) == (((0, -1), (1, 0)), (0, 1))
-    assert transferred(before, [(-1, -1), (0, 2)], (0, 1), after, mesh) == (((-1, -1), (-1, 1)), (0, 1))
+    assert transfer_splits(before, [(0, -1), (2, 1)], (0, 1), after, mesh) == (((0, -1), (1, 0)), (0, 1))
+    assert transfer_splits(before, [(-1, -1), (0, 2)], (0, 1), after, mesh) == (((-1, -1), (-1, 1)), (0, 1))
     other = Graph("g", (before.operators[0], replace(before.operators[1], target="permute")))
     with pytest.raises(PlanError, match=r"a micro-batch runs 'v' \(reshape\) where the plan has 'v' \(permute\)"):
-        transferred(other, [(-1, -1)] * 2, (0, 1), before, mesh)
+        transfer_splits(other, [(-1, -1)] * 2, (0, 1), before, mesh)

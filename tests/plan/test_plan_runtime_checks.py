@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from weft.plan.capture import Captured, capture
-from weft.plan.execute import executable
 from weft.plan.graph import Dim, Operator
 from weft.plan.layout import REPLICATED, Mesh, Split
+from weft.plan.runtime import unsupported
 from weft.plan.strategy import Strategy
 
 
@@ -58,32 +58,32 @@ def all_free(net: Captured, place: int) -> Captured:
 
 def test_computing_everything_on_every_device_can_always_be_run() -> None:
     net = captured()
-    assert executable(net, strategy(net, Mesh((2,)))) == []
-    assert executable(net, strategy(net, Mesh((5, 3, 2)))) == []
+    assert unsupported(net, strategy(net, Mesh((2,)))) == []
+    assert unsupported(net, strategy(net, Mesh((5, 3, 2)))) == []
 
 
 def test_a_split_that_leaves_a_part_for_every_device_can_be_run() -> None:
     net = captured()
     place = place_of(net, "linear")
     for name in ("m0", "n", "k"):
-        assert executable(net, strategy(net, Mesh((2,)), {place: (dim(net, place, name),)})) == []
+        assert unsupported(net, strategy(net, Mesh((2,)), {place: (dim(net, place, name),)})) == []
 
 
 def test_a_strategy_for_another_graph_is_refused() -> None:
     net = captured()
     short = Strategy(Mesh((2,)), ((REPLICATED,),) * 3)
-    assert executable(net, short) == [f"the strategy has 3 splits for the {len(net.graph)} operators of 'Net'"]
+    assert unsupported(net, short) == [f"the strategy has 3 splits for the {len(net.graph)} operators of 'Net'"]
 
 
 def test_a_mesh_axis_without_devices_is_refused() -> None:
     net = captured()
-    assert executable(net, strategy(net, Mesh((2, 0)))) == ["a mesh of 2x0 has an axis without devices"]
+    assert unsupported(net, strategy(net, Mesh((2, 0)))) == ["a mesh of 2x0 has an axis without devices"]
 
 
 def test_a_split_with_too_few_entries_is_refused() -> None:
     net = captured()
     place = place_of(net, "linear")
-    (reason,) = executable(net, strategy(net, Mesh((2, 2)), {place: (0,)}))
+    (reason,) = unsupported(net, strategy(net, Mesh((2, 2)), {place: (0,)}))
     assert (
         reason == "operator 'linear' (aten.linear.default): the split (0,) has 1 entries for the 2 axes of the mesh 2x2"
     )
@@ -92,7 +92,7 @@ def test_a_split_with_too_few_entries_is_refused() -> None:
 def test_a_split_of_a_dimension_that_is_not_there_is_refused() -> None:
     net = captured()
     place = place_of(net, "linear")
-    (reason,) = executable(net, strategy(net, Mesh((2,)), {place: (9,)}))
+    (reason,) = unsupported(net, strategy(net, Mesh((2,)), {place: (9,)}))
     assert reason == "operator 'linear' (aten.linear.default): the split (9,) names dimension 9 of 4"
 
 
@@ -100,7 +100,7 @@ def test_a_split_that_does_not_divide_is_refused_for_every_operator_that_has_one
     net = captured()
     linear, square = place_of(net, "linear"), place_of(net, "square")
     chosen = {linear: (dim(net, linear, "m1"),), square: (2,)}
-    reasons = executable(net, strategy(net, Mesh((4,)), chosen))
+    reasons = unsupported(net, strategy(net, Mesh((4,)), chosen))
     assert len(reasons) == 2
     assert reasons[0].startswith("operator 'linear' (aten.linear.default): 'm1' cannot be split into 4 equal parts")
 
@@ -111,7 +111,7 @@ def test_parts_whose_results_do_not_add_up_are_refused() -> None:
     net = all_free(net, place)
     last = net.graph.operators[place].reads[0].tensor.dims[-1]
     assert last is not None
-    (reason,) = executable(net, strategy(net, Mesh((2,)), {place: (last,)}))
+    (reason,) = unsupported(net, strategy(net, Mesh((2,)), {place: (last,)}))
     assert reason.startswith("operator 'amax' (aten.amax.default): the results of parts of ")
     assert reason.endswith("do not add up to the whole")
 
@@ -120,17 +120,17 @@ def test_parts_of_the_queries_of_causal_attention_are_refused() -> None:
     net = captured()
     place = place_of(net, "scaled_dot_product_attention")
     net = all_free(net, place)
-    (reason,) = executable(net, strategy(net, Mesh((2,)), {place: (dim(net, place, "q"),)}))
+    (reason,) = unsupported(net, strategy(net, Mesh((2,)), {place: (dim(net, place, "q"),)}))
     assert "the mask is causal" in reason
-    assert executable(net, strategy(net, Mesh((2,)), {place: (dim(net, place, "h"),)})) == []
+    assert unsupported(net, strategy(net, Mesh((2,)), {place: (dim(net, place, "h"),)})) == []
 
 
 def test_a_draw_that_cannot_be_cut_is_refused() -> None:
     net = capture(nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True).train(), torch.randn(4, 6, 4))
     place = place_of(net, "lstm")
-    (reason,) = executable(net, strategy(net, Mesh((2,)), {place: (dim(net, place, "b"),)}))
+    (reason,) = unsupported(net, strategy(net, Mesh((2,)), {place: (dim(net, place, "b"),)}))
     assert reason == "operator 'lstm' (aten.lstm.input): it draws at random, and its draw cannot be cut"
-    assert executable(net, strategy(net, Mesh((2,)))) == []
+    assert unsupported(net, strategy(net, Mesh((2,)))) == []
 
 
 def test_a_kernel_that_does_not_take_parts_is_refused() -> None:
@@ -143,7 +143,7 @@ def test_a_kernel_that_does_not_take_parts_is_refused() -> None:
     # As if each output had the axis along which the tensor is taken apart.
     outputs = tuple(replace(each, dims=operator.reads[0].tensor.dims) for each in operator.outputs)
     net = with_operator(net, place, replace(operator, outputs=outputs))
-    (reason,) = executable(net, strategy(net, Mesh((2,)), {place: (last,)}))
+    (reason,) = unsupported(net, strategy(net, Mesh((2,)), {place: (last,)}))
     assert "its part has the shape" in reason
 
 
@@ -153,7 +153,7 @@ def test_an_operator_that_works_in_place_is_refused() -> None:
     before = node.target
     node.target = torch.ops.aten.square_.default
     try:
-        (reason,) = executable(net, strategy(net, Mesh((2,))))
+        (reason,) = unsupported(net, strategy(net, Mesh((2,))))
         assert reason.endswith("it changes its operands in place, and parts of them are copies")
     finally:
         node.target = before

@@ -1,0 +1,7 @@
+"""Running a plan on torch.distributed: a captured model on a mesh of devices, or in stages of such meshes."""
+
+from weft.plan.runtime.apply import apply_plan, parallelize
+from weft.plan.runtime.checks import unsupported
+from weft.plan.runtime.module import ParallelModule, RunOptions
+
+__all__ = ["ParallelModule", "RunOptions", "apply_plan", "parallelize", "unsupported"]

@@ -1,0 +1,202 @@
+"""From a plan to the processes that run it.
+
+The plan's graph of a micro-batch is derived from that of the whole batch. A program of fewer samples may still differ:
+a model may treat a single sample apart in what has no gradient, and an axis of one is no dimension of a reshape. So one
+micro-batch is captured by itself, and the plan's splits are carried over to its program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.errors import PlanError
+from weft.plan.batches import batch_size
+from weft.plan.capture import Captured, capture
+from weft.plan.graph import Graph, Operator
+from weft.plan.layout import REPLICATED, Mesh, Split
+from weft.plan.runtime.checks import invalid_split, unsupported_operators
+from weft.plan.runtime.module import ParallelModule, RunOptions
+from weft.plan.runtime.p2p import ProcessGrid, Stages, name_lost_peer
+from weft.plan.runtime.parameters import storage_owners
+from weft.plan.runtime.program import CapturedProgram, ValueRef, split_batch
+from weft.plan.runtime.stages import StageGraph
+from weft.plan.strategy import Strategy
+
+if TYPE_CHECKING:
+    from weft.plan.plan import Plan
+
+
+def apply_plan(
+    plan: Plan, model: nn.Module, batch: Any, loss: Any, mesh: DeviceMesh | None, timeout: float
+) -> ParallelModule:
+    """The model on the processes of a plan, as ``Plan.apply`` says."""
+    if plan.captured is None:
+        raise PlanError("the plan is not bound to a model: plan it, or load it with the model")
+    captured, strategy, stage = capture_microbatch(plan, plan.captured, model, batch, loss)
+    return parallelize(
+        captured,
+        strategy,
+        stage,
+        RunOptions(plan.microbatches, plan.recompute),
+        weights=model,
+        mesh=mesh,
+        timeout=timeout,
+    )
+
+
+def parallelize(
+    captured: Captured,
+    strategy: Strategy,
+    stage: Sequence[int | None] | None = None,
+    options: RunOptions | None = None,
+    *,
+    weights: nn.Module | Mapping[str, Tensor] | None = None,
+    mesh: DeviceMesh | None = None,
+    timeout: float = 300.0,
+) -> ParallelModule:
+    """A captured model on processes, all of which make the same call. ``captured`` is of one micro-batch, and ``stage``
+    says where each of its operators runs, if not all in one stage.
+
+    Device d of stage s, counted along the strategy's mesh, is process s * devices + d, or as a ``mesh`` says that has
+    the stages as its first axis. Values are those of ``weights`` (a model like the captured one, or its state), else
+    those that the model was captured with; those of a parameter come from the first process of the first stage that
+    holds it. A process that does not answer for ``timeout`` seconds is taken for lost. Raises PlanError where the
+    strategy cannot be run.
+    """
+    options, stage = options or RunOptions(), stage or [0] * len(captured.graph)
+    if wrong := unsupported_operators(captured, strategy):
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise PlanError(f"this plan cannot be run: {wrong[0]}{more}")
+    program = CapturedProgram(captured)
+    whole_steps = max(each or 0 for each in stage) > 0 or options.microbatches > 1
+    stage_graph = StageGraph.of(program, strategy, stage, whole_steps)
+    ranks = _ranks(len(stage_graph.sections), strategy, mesh)
+    kind = mesh.device_type if mesh is not None else _device_type(weights)
+    tied = _tied(program, stage_graph, weights)
+    with name_lost_peer(lambda: "the start"):
+        grid = ProcessGrid.of(ranks, strategy.mesh, kind, tied.values(), timedelta(seconds=timeout))
+        return ParallelModule(program, strategy, stage_graph, grid, weights, tied, options)
+
+
+def _ranks(stages: int, strategy: Strategy, mesh: DeviceMesh | None) -> torch.Tensor:
+    """The processes, a row for each stage."""
+    devices = strategy.mesh.devices
+    wanted = (stages, *strategy.mesh.sizes)
+    if mesh is not None:
+        if tuple(mesh.shape) != wanted and (stages > 1 or tuple(mesh.shape) != wanted[1:]):
+            raise PlanError(
+                f"the plan is for {stages} stages of a mesh of {strategy.mesh}, but the devices form one of "
+                f"{'x'.join(map(str, mesh.shape))}; make one of {'x'.join(map(str, wanted))}, or give none"
+            )
+        return mesh.mesh.cpu().reshape(stages, devices)
+    if not dist.is_initialized():
+        raise PlanError("no processes: call torch.distributed.init_process_group first, for example under torchrun")
+    if dist.get_world_size() != stages * devices:
+        raise PlanError(
+            f"the plan is for {stages * devices} processes ({stages} stages of a mesh of {strategy.mesh}), and there "
+            f"are {dist.get_world_size()}"
+        )
+    return torch.arange(stages * devices).reshape(stages, devices)
+
+
+def _device_type(weights: nn.Module | Mapping[str, Tensor] | None) -> str:
+    tensors = weights.parameters() if isinstance(weights, nn.Module) else (weights or {}).values()
+    return next((tensor.device.type for tensor in tensors), "cpu")
+
+
+def _tied(
+    program: CapturedProgram, stage_graph: StageGraph, weights: nn.Module | Mapping[str, Tensor] | None
+) -> dict[ValueRef, Stages]:
+    """The parameters that several stages hold, with these stages."""
+    holders: dict[ValueRef, set[int]] = {}
+    for value, owner in storage_owners(program, weights).items():
+        found = holders.setdefault(owner, set())
+        found.update(number for number, each in enumerate(stage_graph.sections) if value.source in each.leaves)
+    return {owner: tuple(sorted(stages)) for owner, stages in holders.items() if len(stages) > 1}
+
+
+def capture_microbatch(
+    plan: Plan, whole: Captured, model: nn.Module, batch: Any, loss: Any
+) -> tuple[Captured, Strategy, tuple[int | None, ...]]:
+    """One micro-batch of a plan, captured, with its splits and stages. ``whole`` is of the whole batch; ``batch`` and
+    ``loss`` are as they were then. Raises PlanError where they are not."""
+    if plan.microbatches == 1:
+        return whole, plan.strategy, plan.stage
+    if batch is None:
+        raise PlanError(
+            f"this plan has {plan.microbatches} micro-batches, one of which must be captured: pass batch= as it was "
+            "planned with, and loss= if there was one"
+        )
+    first = split_batch(batch, batch_size(whole.graph), plan.microbatches)[0]
+    found = capture(model, first, loss=loss, name=plan.model)
+    splits, stage = transfer_splits(plan.graph, plan.splits, plan.stage, found.graph, plan.mesh)
+    return found, Strategy(plan.mesh, splits), stage
+
+
+def transfer_splits(
+    planned: Graph, splits: Sequence[Split], stage: Sequence[int], found: Graph, mesh: Mesh
+) -> tuple[tuple[Split, ...], tuple[int | None, ...]]:
+    """The split and the stage of each operator of ``found``. Operators through which gradients flow must be those of
+    the plan in its order, else PlanError; others are found by their names, and have no stage where the plan lacks
+    them."""
+    ours = [place for place, each in enumerate(found.operators) if _learns(each)]
+    theirs = [place for place, each in enumerate(planned.operators) if _learns(each)]
+    for own, other in zip(ours, theirs, strict=False):
+        _refuse_other(found.operators[own], planned.operators[other])
+    if len(ours) != len(theirs):
+        raise PlanError(
+            f"a micro-batch of '{planned.name}' has {len(ours)} operators with gradients, and the plan {len(theirs)}: "
+            "give the batch and the loss that it was planned with"
+        )
+    pairs = dict(zip(ours, theirs, strict=True))
+    named = {(each.name, each.target): place for place, each in enumerate(planned.operators) if not _learns(each)}
+    whole: Split = (REPLICATED,) * len(mesh.sizes)
+    new: list[Split] = []
+    stages: list[int | None] = []
+    for place, operator in enumerate(found.operators):
+        old = pairs.get(place, named.get((operator.name, operator.target)))
+        stages.append(None if old is None else stage[old])
+        new.append(whole if old is None else _split(planned.operators[old], operator, splits[old], mesh))
+    return tuple(new), tuple(stages)
+
+
+def _learns(operator: Operator) -> bool:
+    return any(tensor.gradient for tensor in operator.outputs)
+
+
+def _refuse_other(own: Operator, other: Operator) -> None:
+    if own.target != other.target:
+        raise PlanError(
+            f"a micro-batch runs '{own.name}' ({own.target}) where the plan has '{other.name}' ({other.target}): "
+            "give the batch and the loss that it was planned with"
+        )
+
+
+def _split(old: Operator, new: Operator, split: Split, mesh: Mesh) -> Split:
+    """The split of the same axes; a mesh axis that cannot cut them is left out."""
+    if [dim.name for dim in old.dims] != [dim.name for dim in new.dims]:
+        split = tuple(_dim(old, new, place) if place >= 0 else place for place in split)
+    for axis in reversed(range(len(split))):
+        if invalid_split(new, split, mesh) is None:
+            break
+        split = (*split[:axis], REPLICATED, *split[axis + 1 :])
+    return split
+
+
+def _dim(old: Operator, new: Operator, place: int) -> int:
+    """The dimension that cuts the same axis of a tensor."""
+    before = (*old.outputs, *(read.tensor for read in old.reads))
+    after = (*new.outputs, *(read.tensor for read in new.reads))
+    for mine, other in zip(before, after, strict=False):
+        if place in mine.dims and len(mine.dims) == len(other.dims):
+            found = other.dims[mine.dims.index(place)]
+            if found is not None:
+                return found
+    return REPLICATED

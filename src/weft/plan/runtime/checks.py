@@ -1,0 +1,137 @@
+"""Whether a strategy can be run: every reason why not, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.errors import PlanError
+from weft.plan.capture import Captured
+from weft.plan.graph import Operator
+from weft.plan.layout import Mesh, Split, local_shape
+from weft.plan.runtime.local_ops import local_kernel
+from weft.plan.runtime.program import (
+    CannotShard,
+    CapturedProgram,
+    LocalKernel,
+    Operand,
+    ShardedCall,
+    fill_operands,
+    operands,
+)
+from weft.plan.runtime.redistribute import ShapeOnlyCollectives
+from weft.plan.runtime.stages import StageGraph
+from weft.plan.strategy import Strategy
+
+
+def unsupported(
+    captured: Captured, strategy: Strategy, stage: Sequence[int | None] | None = None, whole_steps: bool = False
+) -> list[str]:
+    """Why a strategy cannot be run; empty if it can. ``stage`` says where each operator runs, if not in one stage; with
+    ``whole_steps`` the program must have a loss, as stages, micro-batches and recomputation need."""
+    if found := unsupported_operators(captured, strategy):
+        return found
+    try:
+        StageGraph.of(CapturedProgram(captured), strategy, stage or [0] * len(captured.graph), whole_steps)
+    except PlanError as problem:
+        return [str(problem)]
+    return []
+
+
+def unsupported_operators(captured: Captured, strategy: Strategy) -> list[str]:
+    """The reasons that lie in single operators, one for each that cannot be run."""
+    graph, mesh = captured.graph, strategy.mesh
+    if any(size < 1 for size in mesh.sizes):
+        return [f"a mesh of {mesh} has an axis without devices"]
+    if len(strategy.splits) != len(graph):
+        return [f"the strategy has {len(strategy.splits)} splits for the {len(graph)} operators of '{graph.name}'"]
+    found = [
+        f"operator '{each.name}' ({each.target}): {reason}"
+        for each, split in zip(graph.operators, strategy.splits, strict=True)
+        if (reason := invalid_split(each, split, mesh))
+    ]
+    if found:
+        return found
+    try:
+        program = CapturedProgram(captured)
+        seen: dict[str, str | None] = {}
+        for place, node in program.calls():
+            call = program.call(place, node, strategy.splits[place], mesh)
+            if reason := _cannot_shard(call, seen):
+                found.append(f"operator '{call.operator.name}' ({call.operator.target}): {reason}")
+    except PlanError as problem:
+        found.append(str(problem))
+    return found
+
+
+def invalid_split(operator: Operator, split: Split, mesh: Mesh) -> str | None:
+    """Why a split is none of this operator on this mesh."""
+    if len(split) != len(mesh.sizes):
+        return f"the split {split} has {len(split)} entries for the {len(mesh.sizes)} axes of the mesh {mesh}"
+    for place in set(split):
+        if place < 0:
+            continue
+        if place >= len(operator.dims):
+            return f"the split {split} names dimension {place} of {len(operator.dims)}"
+        parts = 1
+        for size, each in zip(mesh.sizes, split, strict=True):
+            parts *= size if each == place else 1
+        dim = operator.dims[place]
+        if dim.parts % parts:
+            return f"'{dim.name}' cannot be split into {parts} equal parts, whose number must divide {dim.parts}"
+        for tensor in (*(read.tensor for read in operator.reads), *operator.outputs):
+            for size, has in zip(tensor.shape, tensor.dims, strict=True):
+                if has == place and size % parts:
+                    return f"an axis of {size} cannot be cut into {parts} equal parts along '{dim.name}'"
+    return None
+
+
+def _cannot_shard(call: ShardedCall, seen: dict[str, str | None]) -> str | None:
+    try:
+        made = local_kernel(call)
+    except CannotShard as problem:
+        return str(problem)
+    if not call.is_split:
+        return None
+    key = _fingerprint(call, made)
+    if key not in seen:
+        seen[key] = _wrong_shape(call, made)
+    return seen[key]
+
+
+def _wrong_shape(call: ShardedCall, made: LocalKernel) -> str | None:
+    """Computes the part without data: it must come out as the part of the result that it should be."""
+
+    def empty_part(operand: Operand) -> torch.Tensor:
+        shape = local_shape(operand.tensor.shape, call.operand_placements(operand), call.mesh)
+        return torch.empty(shape, dtype=operand.dtype, device="meta")
+
+    try:
+        with torch.no_grad():
+            got = made.run(
+                ShapeOnlyCollectives(call.mesh.sizes),
+                fill_operands(made.args, empty_part),
+                fill_operands(made.kwargs, empty_part),
+            )
+    except Exception as problem:
+        return f"its kernel does not take parts ({str(problem).splitlines()[0] if str(problem) else problem!r})"
+    for output, result in enumerate(got if isinstance(got, (tuple, list)) else (got,)):
+        if (
+            isinstance(result, torch.Tensor)
+            and output in call.used_outputs
+            and tuple(result.shape) != call.shape(output)
+        ):
+            return f"its part has the shape {tuple(result.shape)}, not {call.shape(output)}"
+    return None
+
+
+def _fingerprint(call: ShardedCall, made: LocalKernel) -> str:
+    """All that the shapes of a part depend on, so that equal layers are looked at once."""
+    shapes = [
+        (local_shape(each.tensor.shape, call.operand_placements(each), call.mesh), str(each.dtype))
+        for each in operands([made.args, made.kwargs])
+    ]
+    results = [call.shape(output) for output in sorted(call.used_outputs)]
+    plain = fill_operands([made.args, made.kwargs], lambda operand: None)
+    return repr((str(call.target), shapes, results, plain, call.split))

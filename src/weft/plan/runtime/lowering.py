@@ -1,0 +1,357 @@
+"""The captured program under a strategy as a flat list of instructions for one device, in segments to recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh, gradient_layout
+from weft.plan.runtime.local_ops import local_kernel
+from weft.plan.runtime.program import (
+    CapturedProgram,
+    Kernel,
+    LocalKernel,
+    Operand,
+    ShardedCall,
+    ValueRef,
+    fill_operands,
+    operands,
+)
+from weft.plan.runtime.random_ops import is_random, skip_draw
+from weft.plan.runtime.redistribute import (
+    CollectiveSteps,
+    MeshCollectives,
+    ReshardAfterForward,
+    redistribute,
+    redistribution_steps,
+)
+from weft.plan.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """Holds a value while it is needed."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Redistribute:
+    """Brings a value to how readers want it: one target for each way that their gradients lie. With ``reshard``, what
+    the backward needs of it is redistributed once more instead of being kept."""
+
+    source: int
+    steps: CollectiveSteps
+    grad_steps: tuple[CollectiveSteps, ...]
+    targets: tuple[int, ...]
+    reshard: bool = False
+    frees: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> Iterable[int]:
+        return (self.source,)
+
+    def run(self, registers: list[Any], collectives: MeshCollectives) -> None:
+        for target, value in zip(
+            self.targets, redistribute(registers[self.source], collectives, self.steps, self.grad_steps), strict=True
+        ):
+            registers[target] = value
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Computes this device's part of an operator; ``targets`` says where each output that is read goes."""
+
+    name: str
+    compute: Kernel
+    args: list[Any]
+    kwargs: dict[str, Any]
+    targets: tuple[tuple[int, int], ...]
+    frees: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> Iterable[int]:
+        return [register.number for register in _registers([self.args, self.kwargs])]
+
+    def run(self, registers: list[Any], collectives: MeshCollectives) -> None:
+        out = self.compute(collectives, _read(self.args, registers), _read(self.kwargs, registers))
+        several = isinstance(out, (tuple, list))
+        for output, target in self.targets:
+            registers[target] = out[output] if several else out
+
+
+Instruction = Redistribute | Compute
+
+
+@dataclass(frozen=True, slots=True)
+class LocalProgram:
+    """The instructions, and the registers of the values that are there before the first and after the last."""
+
+    registers: int
+    instructions: tuple[Instruction, ...]
+    inputs: Mapping[ValueRef, int]
+    results: Mapping[ValueRef, int]
+    random: bool
+    reshards: bool  # whether an instruction does
+
+
+def lower(
+    captured: CapturedProgram,
+    strategy: Strategy,
+    inputs: Mapping[ValueRef, Layout],
+    results: Sequence[ValueRef],
+    keep_sharded: Collection[ValueRef] = (),
+    only: Collection[int] | None = None,
+    reshard: Collection[ValueRef] = (),
+) -> LocalProgram:
+    """The instructions from the inputs, which lie as said, to the results: those in ``keep_sharded`` are split or whole
+    as they come out (never partial sums), all others whole on every device. With ``only``, the operators at these
+    places alone are computed; of the others, the random ones are drawn and thrown away, so that the generator goes on
+    as if they were. What is redistributed of the inputs in ``reshard`` is not kept for the backward."""
+    mesh = strategy.mesh
+    whole: Layout = (REPLICATED,) * len(mesh.sizes)
+    calls = [(place, captured.call(place, node, strategy.splits[place], mesh)) for place, node in captured.calls()]
+    made = [(place, call, local_kernel(call)) for place, call in calls if only is None or place in only]
+    layouts = dict(inputs)
+    for place, call, how in made:
+        for output in range(len(call.operator.outputs)):
+            layouts[ValueRef(place, output)] = resolve_partials(call.result_placements(output), output in how.whole)
+    requested: dict[tuple[ValueRef, Layout], list[Layout]] = {}  # to the ways in which gradients come back
+    for _, call, how in made:
+        for operand in operands([how.args, how.kwargs]):
+            _request(requested, ValueRef(operand.source, operand.output), *_operand_request(call, operand))
+    ends = {
+        value: resolve_partials(layouts[value], value in keep_sharded) if value in keep_sharded else whole
+        for value in results
+    }
+    for value, wanted in ends.items():
+        _request(requested, value, wanted, wanted)
+    lowering = _Lowering(mesh, layouts, requested, frozenset(reshard))
+    begin = {value: lowering.register(value) for value in inputs}
+    ours = {place: (call, how) for place, call, how in made}
+    for place, call in calls:
+        if place in ours:
+            lowering.compute(place, *ours[place])
+        elif is_random(call):
+            lowering.instructions.append(Compute(f"{call.operator.name} elsewhere", skip_draw(call), [], {}, ()))
+    final = {value: lowering.fetch(value, wanted, wanted) for value, wanted in ends.items()}
+    instructions = _with_frees(lowering.instructions, frozenset(final.values()))
+    random = any(is_random(call) for _, call in calls)
+    reshards = any(isinstance(each, Redistribute) and each.reshard for each in instructions)
+    return LocalProgram(lowering.count, instructions, begin, final, random, reshards)
+
+
+def resolved_placements(
+    captured: CapturedProgram, strategy: Strategy, values: Collection[ValueRef]
+) -> dict[ValueRef, Layout]:
+    """How some values come to lie, with their partial sums added up."""
+    found: dict[ValueRef, Layout] = {}
+    for place, node in captured.calls():
+        for value in values:
+            if value.source == place:
+                found[value] = resolve_partials(
+                    captured.call(place, node, strategy.splits[place], strategy.mesh).result_placements(value.output),
+                    True,
+                )
+    return found
+
+
+def resolve_partials(placements: Layout, whole: bool) -> Layout:
+    """The placements, with ``whole`` those after partial sums were added up."""
+    return tuple(REPLICATED if whole and place == PARTIAL else place for place in placements)
+
+
+def _operand_request(call: ShardedCall, operand: Operand) -> tuple[Layout, Layout]:
+    return call.operand_placements(operand), gradient_layout(operand.tensor, call.split)
+
+
+def _request(
+    requested: dict[tuple[ValueRef, Layout], list[Layout]], value: ValueRef, wanted: Layout, gradient: Layout
+) -> None:
+    known = requested.setdefault((value, wanted), [])
+    if gradient not in known:
+        known.append(gradient)
+
+
+class _Lowering:
+    """Lays out the instructions in order; a redistribution is made once, just before its first reader."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        layouts: Mapping[ValueRef, Layout],
+        requested: Mapping[tuple[ValueRef, Layout], list[Layout]],
+        reshard: frozenset[ValueRef],
+    ) -> None:
+        self.mesh, self.layouts, self.requested, self.reshard = mesh, layouts, requested, reshard
+        self.instructions: list[Instruction] = []
+        self.count = 0
+        self._registers: dict[ValueRef, int] = {}
+        self._fetched: dict[tuple[ValueRef, Layout], dict[Layout, int]] = {}
+
+    def register(self, value: ValueRef) -> int:
+        if value not in self._registers:
+            self._registers[value] = self._new()
+        return self._registers[value]
+
+    def fetch(self, value: ValueRef, wanted: Layout, gradient: Layout) -> int:
+        """The register of a value as a reader wants it."""
+        key = (value, wanted)
+        if key not in self._fetched:
+            held = self.layouts[value]
+            # The gradient of a partial sum is that of the sum: whole where the value is partial.
+            home = resolve_partials(held, True)
+            steps = redistribution_steps(held, wanted, self.mesh)
+            grad_steps = {each: redistribution_steps(each, home, self.mesh) for each in self.requested[key]}
+            if not steps and not any(grad_steps.values()):
+                self._fetched[key] = dict.fromkeys(grad_steps, self.register(value))
+            else:
+                targets = {each: self._new() for each in grad_steps}
+                made = Redistribute(
+                    self.register(value),
+                    steps,
+                    tuple(grad_steps.values()),
+                    tuple(targets.values()),
+                    bool(steps) and value in self.reshard,
+                )
+                self.instructions.append(made)
+                self._fetched[key] = targets
+        return self._fetched[key][gradient]
+
+    def compute(self, place: int, call: ShardedCall, how: LocalKernel) -> None:
+        def register(operand: Operand) -> Register:
+            return Register(self.fetch(ValueRef(operand.source, operand.output), *_operand_request(call, operand)))
+
+        args, kwargs = fill_operands(how.args, register), fill_operands(how.kwargs, register)
+        targets = tuple((output, self.register(ValueRef(place, output))) for output in sorted(call.used_outputs))
+        self.instructions.append(Compute(call.operator.name, how.run, args, kwargs, targets))
+
+    def _new(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+
+def _with_frees(instructions: Sequence[Instruction], kept: frozenset[int]) -> tuple[Instruction, ...]:
+    """The instructions, each with the registers that nobody reads after it."""
+    out: list[Instruction] = []
+    later = set(kept)
+    for instruction in reversed(instructions):
+        done = sorted({register for register in (*instruction.reads, *_targets(instruction)) if register not in later})
+        later.update(done)
+        out.append(replace(instruction, frees=tuple(done)))
+    return tuple(reversed(out))
+
+
+def _registers(value: Any) -> Iterable[Register]:
+    if isinstance(value, Register):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _registers(each)
+    elif isinstance(value, dict):
+        yield from _registers(list(value.values()))
+
+
+def _read(value: Any, registers: list[Any]) -> Any:
+    kind = type(value)
+    if kind is Register:
+        return registers[value.number]
+    if kind is list:
+        return [_read(each, registers) for each in value]
+    if kind is tuple:
+        return tuple(_read(each, registers) for each in value)
+    if kind is dict:
+        return {name: _read(each, registers) for name, each in value.items()}
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Instructions that follow each other: the registers that they read from before, and those that are read after."""
+
+    instructions: tuple[Instruction, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    recompute: bool  # whether the backward computes them once more
+
+    def run(self, registers: list[Any], collectives: MeshCollectives, resharding: ReshardAfterForward) -> None:
+        if not self.recompute or not self.outputs or not torch.is_grad_enabled():
+            for instruction in self.instructions:
+                instruction.run(registers, collectives)
+                if isinstance(instruction, Redistribute) and instruction.reshard:
+                    whole, part = registers[instruction.targets[0]], registers[instruction.source]
+                    resharding.gathered(whole, part, instruction.steps, len(instruction.targets))
+                for register in instruction.frees:
+                    if isinstance(registers[register], Tensor):
+                        resharding.freed(registers[register])
+                    registers[register] = None
+            return
+        results = checkpoint(
+            self._alone(len(registers), collectives),
+            *(registers[register] for register in self.inputs),
+            use_reentrant=False,
+        )
+        for register in {register for instruction in self.instructions for register in instruction.frees}:
+            registers[register] = None
+        for register, value in zip(self.outputs, results, strict=True):
+            registers[register] = value
+
+    def _alone(self, count: int, collectives: MeshCollectives) -> Callable[..., tuple[Tensor, ...]]:
+        def run(*values: Any) -> tuple[Tensor, ...]:
+            registers: list[Any] = [None] * count
+            for register, value in zip(self.inputs, values, strict=True):
+                registers[register] = value
+            for instruction in self.instructions:
+                instruction.run(registers, collectives)
+                for register in instruction.frees:
+                    registers[register] = None
+            return tuple(registers[register] for register in self.outputs)
+
+        return run
+
+
+def segments(
+    program: LocalProgram, instructions: Sequence[Instruction], layers: Mapping[str, str] | None
+) -> tuple[Segment, ...]:
+    """The instructions in segments: one for each run of a layer's calls, and of those that belong to none. A
+    redistribution belongs to the call that it is made for. ``layers``: a call's name -> its layer; without it nothing
+    is computed again."""
+    names: list[str] = []
+    following = ""
+    for instruction in reversed(instructions):
+        if isinstance(instruction, Compute):
+            following = (layers or {}).get(instruction.name, "")
+        names.append(following)
+    names.reverse()
+    later = set(program.results.values())
+    after: list[frozenset[int]] = []  # of each instruction: the registers that are read after it
+    for instruction in reversed(instructions):
+        after.append(frozenset(later))
+        later.update(instruction.reads)
+    after.reverse()
+    found = []
+    for name, group in groupby(range(len(instructions)), key=lambda number: names[number]):
+        numbers = list(group)
+        members = tuple(instructions[number] for number in numbers)
+        made: set[int] = set()
+        reads: dict[int, None] = {}
+        for instruction in members:
+            reads.update(dict.fromkeys(register for register in instruction.reads if register not in made))
+            made.update(_targets(instruction))
+        outputs = tuple(sorted(made & after[numbers[-1]]))
+        found.append(Segment(members, tuple(reads), outputs, bool(name)))
+    return tuple(found)
+
+
+def _targets(instruction: Instruction) -> tuple[int, ...]:
+    return (
+        instruction.targets
+        if isinstance(instruction, Redistribute)
+        else tuple(register for _, register in instruction.targets)
+    )

@@ -1,0 +1,220 @@
+"""The tensors of a model on a mesh: parameters as DTensors, stored as a strategy says, and buffers whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.export import ExportedProgram
+
+from weft.errors import PlanError
+from weft.plan.capture import Captured
+from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh
+from weft.plan.runtime.lowering import Instruction, LocalProgram, Redistribute
+from weft.plan.runtime.program import CapturedProgram, ValueRef
+from weft.plan.runtime.redistribute import MeshCollectives, redistribution_steps
+from weft.plan.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensors:
+    """The names of the tensors that a program reads, and how each lies."""
+
+    parameters: Mapping[ValueRef, str]
+    buffers: Mapping[ValueRef, str]
+    layouts: Mapping[ValueRef, Layout]
+
+
+def register_tensors(
+    module: nn.Module,
+    program: CapturedProgram,
+    strategy: Strategy,
+    mesh: DeviceMesh,
+    device: torch.device,
+    given: nn.Module | Mapping[str, Tensor] | None,
+    only: Collection[int] | None = None,
+) -> ModelTensors:
+    """Registers the model's tensors on a module under their own names, with the values of the mesh's first process.
+
+    A parameter with two names is stored once, as the first of its operators says. With ``only``, the tensors at these
+    places of the graph alone are registered.
+    """
+    captured = program.captured
+    found = _values(captured, given)
+    whole: Layout = (REPLICATED,) * len(strategy.mesh.sizes)
+    owner_of = storage_owners(program, given)
+    made: dict[ValueRef, nn.Parameter] = {}
+    parameters: dict[ValueRef, str] = {}
+    layouts: dict[ValueRef, Layout] = {}
+    for node, name in captured.parameters.items():
+        used = captured.tied.get(node, node)
+        value = program.value(used)
+        if only is not None and value.source not in only:
+            continue
+        owner = owner_of[value]
+        placements = strategy.result(captured.graph, owner.source)
+        if owner not in made:
+            trained = captured.graph.operators[owner.source].outputs[0].gradient
+            made[owner] = _parameter(_found(found, captured.parameters[used]), mesh, device, placements, trained)
+        _place(module, name, made[owner])
+        parameters[value], layouts[value] = name, placements
+    buffers: dict[ValueRef, str] = {}
+    kept = persistent_buffers(captured)
+    for node, name in captured.buffers.items():
+        value = program.value(node)
+        if only is not None and value.source not in only:
+            continue
+        _place(module, name, _spread(_found(found, name), mesh, device), name in kept)
+        buffers[value], layouts[value] = name, whole
+    for number, (node, constant) in enumerate(captured.constants.items()):
+        value = program.value(node)
+        if only is not None and value.source not in only:
+            continue
+        _place(module, f"_constant_{number}", _spread(constant, mesh, device), False)
+        buffers[value], layouts[value] = f"_constant_{number}", whole
+    return ModelTensors(parameters, buffers, layouts)
+
+
+def storage_owners(
+    program: CapturedProgram, given: nn.Module | Mapping[str, Tensor] | None
+) -> dict[ValueRef, ValueRef]:
+    """For each parameter of the program the one that it is stored as: the first that shares its memory."""
+    captured = program.captured
+    found = _values(captured, given)
+    first: dict[tuple[int, tuple[int, ...]], ValueRef] = {}
+    out: dict[ValueRef, ValueRef] = {}
+    for node in captured.parameters:
+        used = captured.tied.get(node, node)
+        value = program.value(used)
+        out[value] = first.setdefault(_identity(_found(found, captured.parameters[used])), value)
+    return out
+
+
+def dtensor_placements(placements: Layout) -> list[Placement]:
+    """A layout as DTensor spells it."""
+    return [
+        Partial() if place == PARTIAL else Replicate() if place == REPLICATED else Shard(place) for place in placements
+    ]
+
+
+def full_tensor(value: Tensor, collectives: MeshCollectives) -> Tensor:
+    """A tensor that may be a DTensor, whole on every process of a mesh; all of them must call it."""
+    if not isinstance(value, DTensor):
+        return value
+    held = tuple(each.dim if isinstance(each, Shard) else REPLICATED for each in value.placements)
+    return collectives.move(
+        value.to_local(), redistribution_steps(held, (REPLICATED,) * len(collectives.sizes), Mesh(collectives.sizes))
+    )
+
+
+def _identity(source: Tensor) -> tuple[int, tuple[int, ...]]:
+    return source.data_ptr() if source.numel() else id(source), tuple(source.shape)
+
+
+def _parameter(
+    source: Tensor, mesh: DeviceMesh, device: torch.device, placements: Layout, trained: bool
+) -> nn.Parameter:
+    spread = distribute_tensor(source.detach().to(device), mesh, dtensor_placements(placements))
+    # A copy: where nothing is cut, it would be the model's own memory.
+    own = DTensor.from_local(spread.to_local().clone(), mesh, dtensor_placements(placements), run_check=False)
+    return nn.Parameter(own, requires_grad=trained)
+
+
+def _spread(source: Tensor, mesh: DeviceMesh, device: torch.device) -> Tensor:
+    spread = distribute_tensor(source.detach().to(device), mesh, dtensor_placements((REPLICATED,) * mesh.ndim))
+    return spread.to_local().clone()
+
+
+def _values(captured: Captured, given: nn.Module | Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    if isinstance(given, nn.Module):
+        named = (*given.named_parameters(remove_duplicate=False), *given.named_buffers(remove_duplicate=False))
+        return dict(named)
+    program = captured.program
+    held = {**program.constants, **program.state_dict} if isinstance(program, ExportedProgram) else {}
+    return {**held, **(given or {})}
+
+
+def _found(values: Mapping[str, Tensor], name: str) -> Tensor:
+    found = values.get(name)
+    if not isinstance(found, Tensor) or found.is_meta:
+        raise PlanError(f"the model was captured without data, so '{name}' has no value: pass weights=model with data")
+    return found
+
+
+def persistent_buffers(captured: Captured) -> frozenset[str]:
+    """The buffers that belong to the model's state."""
+    if isinstance(captured.program, ExportedProgram):
+        return frozenset(captured.program.state_dict)
+    return frozenset(captured.buffers.values())
+
+
+def _place(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:
+    """Registers a parameter or buffer under a dotted name."""
+    *folders, name = path.split(".")
+    for folder in folders:
+        if folder not in root._modules:
+            root.add_module(folder, nn.Module())
+        root = root.get_submodule(folder)
+    if isinstance(value, nn.Parameter):
+        root.register_parameter(name, value)
+    else:
+        root.register_buffer(name, value, persistent=persistent)
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredGradSync:
+    """Gradients of parameters that travel once a step: summed over the micro-batches where they come out, then moved.
+
+    This is for redistributions that move nothing forward, such as that of a parameter that is whole on every device
+    and whose gradients come out as partial sums. What is gathered forward is given back for each micro-batch, since its
+    sum would take as much memory as the whole. ``instructions`` have the names of their parameters; during a step the
+    object holds what their targets hold.
+    """
+
+    instructions: tuple[tuple[Redistribute, str], ...]
+    _held: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: LocalProgram, names: Mapping[int, str]) -> DeferredGradSync:
+        """``names``: the register of a parameter -> its name."""
+        found = [
+            step
+            for step in program.instructions
+            if isinstance(step, Redistribute) and step.source in names and not step.steps
+        ]
+        return cls(tuple((step, names[step.source]) for step in found))
+
+    def others(self, program: LocalProgram) -> tuple[Instruction, ...]:
+        """The instructions that each micro-batch runs."""
+        ours = {id(step) for step, _ in self.instructions}
+        return tuple(step for step in program.instructions if id(step) not in ours)
+
+    def begin(self, module: nn.Module) -> None:
+        """The parameters as they are in this step."""
+        for step, name in self.instructions:
+            parameter: Any = module.get_parameter(name)
+            for target in step.targets:
+                self._held[target] = parameter.to_local().detach().requires_grad_(parameter.requires_grad)
+
+    def fill(self, registers: list[Any]) -> None:
+        for target, value in self._held.items():
+            registers[target] = value
+
+    def end(self, module: nn.Module, collectives: MeshCollectives, mesh: DeviceMesh) -> None:
+        """Brings the sums home, and adds them to what the parameters have."""
+        for step, name in self.instructions:
+            parameter: Any = module.get_parameter(name)
+            total = None if parameter.grad is None else parameter.grad.to_local()
+            for target, grad_steps in zip(step.targets, step.grad_steps, strict=True):
+                gradient = self._held[target].grad
+                if gradient is not None:
+                    gradient = collectives.move(gradient, grad_steps)
+                    total = gradient if total is None else total + gradient
+            if total is not None:
+                parameter.grad = DTensor.from_local(total, mesh, parameter.placements, run_check=False)
+        self._held.clear()

@@ -1,0 +1,384 @@
+"""The captured program as the runtime reads it: its values, its inputs and results, and each call under a split."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from weft.errors import PlanError
+from weft.plan.capture import Captured
+from weft.plan.capture.batch import Batch
+from weft.plan.graph import Graph, Operator, Read
+from weft.plan.graph import Tensor as GraphTensor
+from weft.plan.layout import PARTIAL, Layout, Mesh, Split, layout, local_shape, result_layout
+from weft.plan.runtime.redistribute import MeshCollectives
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRef:
+    """A tensor of the program: an output of the operator at a place of the graph."""
+
+    source: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedProgram:
+    """A captured program whose calls are looked at one by one. ``device`` is where tensors are made that the program
+    makes, if not where it was captured."""
+
+    captured: Captured
+    device: torch.device | None = None
+
+    @property
+    def graph(self) -> Graph:
+        return self.captured.graph
+
+    @property
+    def root(self) -> fx.GraphModule:
+        program = self.captured.program
+        return program if isinstance(program, fx.GraphModule) else program.graph_module
+
+    def calls(self) -> Iterator[tuple[int, fx.Node]]:
+        """The calls in order, each with its operator's place; the picking of one of several results is none."""
+        for node in self.captured.nodes.nodes:
+            if node.op == "call_function" and node.target is not operator.getitem:
+                if node.name not in self.captured.places:
+                    raise PlanError(
+                        f"'{node.name}' ({node.target}) is in the program but not in the graph; capture anew"
+                    )
+                yield self.captured.places[node.name], node
+
+    def value(self, node: str) -> ValueRef:
+        """Which operator's output a node stands for."""
+        if node not in self.captured.values:
+            raise PlanError(f"'{node}' is read in the program but is not in the graph; capture anew")
+        return ValueRef(*self.captured.values[node])
+
+    def dtypes(self) -> dict[ValueRef, torch.dtype]:
+        """The types of all values."""
+        nodes = [node for node in self.captured.nodes.nodes if node.name in self.captured.values]
+        return {self.value(each.name): _dtype(each) for each in nodes if isinstance(each.meta.get("val"), Tensor)}
+
+    def call(self, place: int, node: fx.Node, split: Split, mesh: Mesh) -> ShardedCall:
+        """A call with its arguments in the order of the schema, and operands in place of nodes."""
+        reads = _Reads(self.graph.operators[place])
+
+        def operand(each: fx.Node) -> Any:
+            if each.op == "get_attr" and each.name not in self.captured.places:
+                return _placed(_attribute(self.root, str(each.target)), self.device)
+            value = self.value(each.name)
+            found = reads.take(value)
+            return Operand(value.source, value.output, found.tensor, _dtype(each), _strides(each))
+
+        args, kwargs = _bound(node)
+        outputs = {user.args[1] for user in node.users if user.target is operator.getitem} or {0}
+        return ShardedCall(
+            self.graph.operators[place],
+            split,
+            mesh,
+            node.target,
+            [_replaced(each, operand, self.device) for each in args],
+            {name: _replaced(each, operand, self.device) for name, each in kwargs.items()},
+            frozenset(int(output) for output in outputs if isinstance(output, int)),
+        )
+
+
+class _Reads:
+    """An operator's operands, taken in order. One that is named twice may be listed once."""
+
+    def __init__(self, reader: Operator) -> None:
+        self.reader, self.left = reader, list(reader.reads)
+
+    def take(self, value: ValueRef) -> Read:
+        for reads in (self.left, self.reader.reads):
+            for read in reads:
+                if (read.source, read.output) == (value.source, value.output):
+                    if reads is self.left:
+                        self.left.remove(read)
+                    return read
+        raise PlanError(f"operator '{self.reader.name}' reads a tensor that the graph does not know; capture anew")
+
+
+def _replaced(value: Any, operand: Callable[[fx.Node], Any], device: torch.device | None) -> Any:
+    if isinstance(value, fx.Node):
+        return operand(value)
+    if isinstance(value, torch.device):
+        return device or value
+    if isinstance(value, (list, tuple)):
+        return [_replaced(each, operand, device) for each in value]
+    if isinstance(value, dict):
+        return {name: _replaced(each, operand, device) for name, each in value.items()}
+    return value
+
+
+def _attribute(root: Any, path: str) -> Any:
+    for name in path.split("."):
+        root = getattr(root, name)
+    return root
+
+
+def _placed(value: Any, device: torch.device | None) -> Any:
+    """A part of the program that is called as a whole, or a constant, on the device."""
+    if device is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, fx.GraphModule):
+        value = copy.deepcopy(value).to(device)
+        for module in value.modules():
+            if isinstance(module, fx.GraphModule):
+                for node in module.graph.nodes:
+                    node.args = fx.node.map_aggregate(node.args, lambda each: _on(each, device))
+                    node.kwargs = fx.node.map_aggregate(node.kwargs, lambda each: _on(each, device))
+                module.recompile()
+    return value
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return device if isinstance(value, torch.device) else value
+
+
+def _bound(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments by position with the defaults of the schema, so that a rule finds each by its name."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return list(node.args), dict(node.kwargs)
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for argument in node.target._schema.arguments[len(args) :]:
+        if argument.kwarg_only:
+            break
+        args.append(kwargs.pop(argument.name, argument.default_value))
+    return args, kwargs
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    found = node.meta.get("val")
+    return found.dtype if isinstance(found, torch.Tensor) else torch.get_default_dtype()
+
+
+def _strides(node: fx.Node) -> tuple[int, ...] | None:
+    found = node.meta.get("val")
+    return tuple(found.stride()) if isinstance(found, torch.Tensor) and found.layout == torch.strided else None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramInput:
+    """A tensor of the batch: its place among the arguments or its keyword, and what it was when captured."""
+
+    key: int | str
+    value: ValueRef
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def check(self, given: Any) -> Tensor:
+        """Refuses what is not like the captured input."""
+        if not isinstance(given, Tensor):
+            raise PlanError(
+                f"the model was captured with a tensor as argument {self.key!r}, but is called with {given!r}"
+            )
+        if tuple(given.shape) != self.shape or given.dtype != self.dtype:
+            raise PlanError(
+                f"argument {self.key!r} was captured as {self.dtype} of shape {self.shape}, "
+                f"but is {given.dtype} of shape {tuple(given.shape)}; give it so, or capture anew"
+            )
+        return given
+
+
+@dataclass(frozen=True, slots=True)
+class CallSignature:
+    """Inputs in the order of the program; outputs are values, or constants in a tuple of one, in the form ``tree``."""
+
+    inputs: tuple[ProgramInput, ...]
+    outputs: tuple[ValueRef | tuple[Any], ...]
+    tree: Any
+
+    @classmethod
+    def of(cls, program: CapturedProgram) -> CallSignature:
+        captured = program.captured
+        held = {node.name: node.meta["val"] for node in captured.nodes.nodes if node.name in captured.inputs}
+        inputs = tuple(
+            ProgramInput(key, program.value(node), tuple(held[node].shape), held[node].dtype)
+            for node, key in captured.inputs.items()
+        )
+        exported = captured.program
+        if isinstance(exported, ExportedProgram):
+            found, tree = exported.graph_signature.user_outputs, exported.call_spec.out_spec
+        else:
+            one = captured.results[0] if len(captured.results) == 1 else list(captured.results)
+            found, tree = pytree.tree_flatten(one)
+        outputs = tuple(program.value(each) if isinstance(each, str) else (each,) for each in found)
+        return cls(inputs, outputs, tree)
+
+    def tensors(self, batch: Batch) -> list[Any]:
+        """What is given for each input. What was no tensor when captured is part of the program, and not looked at."""
+        given: dict[int | str, Any]
+        if isinstance(batch, Tensor):
+            given = {0: batch}
+        else:
+            given = dict(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
+        known = {each.key for each in self.inputs}
+        for key, value in given.items():
+            if isinstance(value, Tensor) and key not in known:
+                raise PlanError(f"the model was captured without a tensor as argument {key!r}; capture it with one")
+        return [given.get(each.key) for each in self.inputs]
+
+    def result(self, leaves: list[Any]) -> Any:
+        return pytree.tree_unflatten(leaves, self.tree)
+
+
+Kernel = Callable[[MeshCollectives, list[Any], dict[str, Any]], Any]
+
+
+class CannotShard(Exception):
+    """Why an operator cannot compute its part; the message is a reason for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """The place of a tensor among the arguments of a call: which value it is, and how the operator sees it."""
+
+    source: int
+    output: int
+    tensor: GraphTensor
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None = None  # of the whole value, where they are known
+
+
+@dataclass(frozen=True, slots=True)
+class LocalKernel:
+    """How an operator computes its part: ``run`` with these arguments, whose operands are one device's parts. The
+    outputs in ``whole`` come out whole where their dimensions alone would make them partial sums."""
+
+    run: Kernel
+    args: list[Any]
+    kwargs: dict[str, Any]
+    whole: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedCall:
+    """A call of the program with its arguments in the order of the schema, defaults included."""
+
+    operator: Operator
+    split: Split
+    mesh: Mesh
+    target: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    used_outputs: frozenset[int] = field(default=frozenset({0}))  # the outputs that somebody reads
+
+    @property
+    def name(self) -> str:
+        """Of the operator without its overload: ``linear`` for ``aten.linear.default``."""
+        if isinstance(self.target, torch._ops.OpOverload):
+            return self.target._schema.name.removeprefix("aten::")
+        return str(getattr(self.target, "__name__", self.target))
+
+    @property
+    def is_split(self) -> bool:
+        return any(place >= 0 and size > 1 for place, size in zip(self.split, self.mesh.sizes, strict=True))
+
+    def kernel(self, run: Kernel | None = None, whole: frozenset[int] = frozenset(), **changes: Any) -> LocalKernel:
+        """This call with some arguments replaced, and computed by ``run`` if given."""
+        args = list(self.args)
+        for name, value in changes.items():
+            args[self.index(name)] = value
+        return LocalKernel(run or plain_kernel(self.target), args, self.kwargs, whole)
+
+    def index(self, name: str) -> int:
+        """Where an argument of the schema stands."""
+        return next(place for place, argument in enumerate(self.target._schema.arguments) if argument.name == name)
+
+    def has(self, name: str) -> bool:
+        return isinstance(self.target, torch._ops.OpOverload) and any(
+            argument.name == name and not argument.kwarg_only for argument in self.target._schema.arguments
+        )
+
+    def argument(self, name: str) -> Any:
+        return self.args[self.index(name)]
+
+    def parts(self, place: int | None) -> int:
+        """Into how many parts a dimension is split."""
+        return math.prod(size for size, split in zip(self.mesh.sizes, self.split, strict=True) if split == place)
+
+    def operand_placements(self, operand: Operand) -> Layout:
+        return layout(operand.tensor, self.split)
+
+    def result_placements(self, output: int = 0) -> Layout:
+        return result_layout(self.operator.outputs[output], self.split)
+
+    def shape(self, output: int = 0) -> tuple[int, ...]:
+        """Of this device's part of an output."""
+        return local_shape(self.operator.outputs[output].shape, self.result_placements(output), self.mesh)
+
+    def partial_axes(self, output: int = 0) -> tuple[int, ...]:
+        """The mesh axes along which an output comes out as partial sums."""
+        return tuple(
+            axis
+            for axis, (place, size) in enumerate(zip(self.result_placements(output), self.mesh.sizes, strict=True))
+            if place == PARTIAL and size > 1
+        )
+
+    def partial_count(self, output: int = 0) -> int:
+        return math.prod(self.mesh.sizes[axis] for axis in self.partial_axes(output))
+
+
+def plain_kernel(target: Any) -> Kernel:
+    def run(collectives: MeshCollectives, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return target(*args, **kwargs)
+
+    return run
+
+
+def operands(value: Any) -> Iterator[Operand]:
+    """The operands in an argument, lists included, in order."""
+    if isinstance(value, Operand):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from operands(item)
+    elif isinstance(value, dict):
+        yield from operands(list(value.values()))
+
+
+def fill_operands(value: Any, give: Any) -> Any:
+    """A copy of arguments in which every operand is replaced by what ``give`` has for it."""
+    if isinstance(value, Operand):
+        return give(value)
+    if isinstance(value, list):
+        return [fill_operands(each, give) for each in value]
+    if isinstance(value, tuple):
+        return tuple(fill_operands(each, give) for each in value)
+    if isinstance(value, dict):
+        return {name: fill_operands(each, give) for name, each in value.items()}
+    return value
+
+
+def split_batch(batch: Batch, rows: int, count: int) -> list[Batch]:
+    """A batch of so many rows in equal parts, in order. Tensors whose first axis is not that long are in each part."""
+
+    def part(value: Any, number: int) -> Any:
+        if isinstance(value, Tensor) and value.shape[:1] == (rows,):
+            return value.tensor_split(count)[number]
+        return value
+
+    if rows % count:
+        raise PlanError(f"a batch of {rows} is not {count} equal micro-batches")
+    parts: list[Batch] = []
+    for number in range(count):
+        if isinstance(batch, Tensor):
+            parts.append(part(batch, number))
+        elif isinstance(batch, Mapping):
+            parts.append({key: part(value, number) for key, value in batch.items()})
+        else:
+            parts.append(tuple(part(value, number) for value in batch))
+    return parts

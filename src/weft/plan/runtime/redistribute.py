@@ -1,0 +1,301 @@
+"""Redistribution of tensors over a mesh: the collectives from one layout to another, with their gradients.
+
+``redistribution_steps`` says which collectives lead from one layout to another, ``MeshCollectives`` runs them, and
+``redistribute`` makes them differentiable. ``ReshardAfterForward`` frees gathered parameters until the backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh
+
+
+class Collective(StrEnum):
+    """What a step does, from the one that makes later steps cheapest to the one that makes them dearest."""
+
+    CUT = "cut"  # whole -> cut: each keeps its part, nothing is sent
+    REDUCE_SCATTER = "reduce_scatter"  # partial sums -> cut
+    ALL_REDUCE = "all_reduce"  # partial sums -> whole
+    ALL_TO_ALL = "all_to_all"  # cut along one tensor axis -> cut along another
+    ALL_GATHER = "all_gather"  # cut -> whole
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveStep:
+    """One collective among the devices along one mesh axis; ``old`` and ``new`` are entries of a layout."""
+
+    kind: Collective
+    axis: int
+    old: int
+    new: int
+
+
+CollectiveSteps = tuple[CollectiveStep, ...]
+
+
+def redistribution_steps(held: Layout, wanted: Layout, mesh: Mesh) -> CollectiveSteps:
+    """The steps from one layout to another that is not partial.
+
+    A tensor axis that several mesh axes cut is cut by the outer one first, so an inner cut can be made or undone only
+    while the outer ones are as they will be, or stay as they are.
+
+    >>> [str(step.kind) for step in redistribution_steps((PARTIAL, 0), (0, REPLICATED), Mesh((2, 2)))]
+    ['all_gather', 'reduce_scatter']
+    """
+    current, steps = list(held), []
+    while tuple(current) != wanted:
+        step = next(
+            step for kind in Collective for axis in range(len(current)) if (step := _legal(kind, axis, current, wanted))
+        )
+        current[step.axis] = step.new
+        if mesh.sizes[step.axis] > 1:
+            steps.append(step)
+    return tuple(steps)
+
+
+def _legal(kind: Collective, axis: int, current: list[int], wanted: Layout) -> CollectiveStep | None:
+    """The step of this kind along this mesh axis, where it can be made now and brings the layout nearer."""
+    old, new = current[axis], wanted[axis]
+
+    def settled(place: int) -> bool:
+        """The outer mesh axes cut this tensor axis as they shall in the end."""
+        return all((current[outer] == place) == (wanted[outer] == place) for outer in range(axis))
+
+    def innermost(place: int) -> bool:
+        return place not in current[axis + 1 :]
+
+    can_cut = new >= 0 and settled(new) and innermost(new)
+    if kind is Collective.CUT:
+        fits = old == REPLICATED and can_cut
+    elif kind is Collective.REDUCE_SCATTER:
+        fits = old == PARTIAL and can_cut
+    elif kind is Collective.ALL_REDUCE:
+        fits = old == PARTIAL and new == REPLICATED
+    elif kind is Collective.ALL_TO_ALL:
+        fits = old >= 0 and old != new and can_cut and innermost(old)
+    else:
+        fits = old >= 0 and (old != new or not settled(old)) and innermost(old)
+        new = REPLICATED
+    return CollectiveStep(kind, axis, old, new) if fits else None
+
+
+# Renamed after torch 2.11; the old names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class MeshCollectives:
+    """This device's place in a mesh, and what it exchanges with the devices along each axis."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        self.sizes = tuple(mesh.shape)
+        self.coordinate = tuple(coordinate)
+        self.device = _device(mesh.device_type)
+        self._groups: list[Any] = [mesh.get_group(axis) for axis in range(len(self.sizes))]
+
+    def move(self, tensor: Tensor, steps: Sequence[CollectiveStep]) -> Tensor:
+        """The part that this device holds after the steps. Not differentiable."""
+        for step in steps:
+            tensor = self._move(tensor, step)
+        return tensor
+
+    def all_reduce(self, tensor: Tensor, axes: Sequence[int]) -> Tensor:
+        """The sum over the devices along the mesh axes, on each of them. Not differentiable."""
+        if axes:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        for axis in axes:
+            self._all_reduce(tensor, axis)
+        return tensor
+
+    def shard(self, tensor: Tensor, axis: int, place: int) -> Tensor:
+        """This device's part along a mesh axis of a tensor that is whole along it."""
+        return tensor.tensor_split(self.sizes[axis], place)[self.coordinate[axis]]
+
+    def _move(self, tensor: Tensor, step: CollectiveStep) -> Tensor:
+        size = self.sizes[step.axis]
+        if step.kind is Collective.CUT:
+            return self.shard(tensor, step.axis, step.new).contiguous()
+        if step.kind is Collective.ALL_REDUCE:
+            return self.all_reduce(tensor, (step.axis,))
+        if step.kind is Collective.REDUCE_SCATTER:
+            given = _stacked(tensor, step.new, size)
+            taken = torch.empty_like(given[0])
+            self._reduce_scatter(taken.view(-1), given.view(-1), step.axis)
+            return taken
+        if tensor.dtype == torch.bool:  # not every backend sends it
+            return self._move(tensor.view(torch.uint8), step).view(torch.bool)
+        if step.kind is Collective.ALL_TO_ALL:
+            given = _stacked(tensor, step.new, size)
+            taken = torch.empty_like(given)
+            self._all_to_all(taken.view(-1), given.view(-1), step.axis)
+        else:
+            given = tensor.contiguous()
+            taken = given.new_empty((size, *given.shape))
+            self._all_gather(taken.view(-1), given.view(-1), step.axis)
+        return taken.movedim(0, step.old).flatten(step.old, step.old + 1).contiguous()
+
+    def _all_reduce(self, tensor: Tensor, axis: int) -> None:
+        dist.all_reduce(tensor, group=self._groups[axis])
+
+    def _all_gather(self, taken: Tensor, given: Tensor, axis: int) -> None:
+        _all_gather(taken, given, group=self._groups[axis])
+
+    def _reduce_scatter(self, taken: Tensor, given: Tensor, axis: int) -> None:
+        _reduce_scatter(taken, given, group=self._groups[axis])
+
+    def _all_to_all(self, taken: Tensor, given: Tensor, axis: int) -> None:
+        dist.all_to_all_single(taken, given, group=self._groups[axis])
+
+
+class ShapeOnlyCollectives(MeshCollectives):
+    """A mesh without devices, through which only shapes go."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self.coordinate = (0,) * len(sizes)
+        self.device = torch.device("meta")
+
+    def _all_reduce(self, tensor: Tensor, axis: int) -> None: ...
+    def _all_gather(self, taken: Tensor, given: Tensor, axis: int) -> None: ...
+    def _reduce_scatter(self, taken: Tensor, given: Tensor, axis: int) -> None: ...
+    def _all_to_all(self, taken: Tensor, given: Tensor, axis: int) -> None: ...
+
+
+def _stacked(tensor: Tensor, place: int, size: int) -> Tensor:
+    """The parts along a tensor axis, one after the other."""
+    shape = tensor.shape
+    parts = tensor.reshape(*shape[:place], size, shape[place] // size, *shape[place + 1 :])
+    return parts.movedim(place, 0).contiguous()
+
+
+def _device(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def redistribute(
+    tensor: Tensor, collectives: MeshCollectives, steps: CollectiveSteps, grad_steps: Sequence[CollectiveSteps]
+) -> tuple[Tensor, ...]:
+    """The tensor after the steps, once for each way in ``grad_steps`` that a reader's gradient lies.
+
+    Readers that want a tensor alike may leave their gradients differently: whole, or as partial sums. Each of
+    ``grad_steps`` brings one of them to how the tensor itself lies, where they are added.
+    """
+    if not (tensor.requires_grad and torch.is_grad_enabled()) or not (steps or any(grad_steps)):
+        return (collectives.move(tensor, steps),) * len(grad_steps)
+    outcome: tuple[Tensor, ...] = _Redistribute.apply(tensor, collectives, steps, tuple(grad_steps))  # type: ignore[no-untyped-call]
+    return outcome
+
+
+def all_reduce(tensor: Tensor, collectives: MeshCollectives, axes: Sequence[int]) -> Tensor:
+    """The sum over the devices along the mesh axes, on each of them; each of them uses it for its own part."""
+    if not axes:
+        return tensor
+    outcome: Tensor = _AllReduce.apply(tensor, collectives, tuple(axes))  # type: ignore[no-untyped-call]
+    return outcome
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        collectives: MeshCollectives,
+        steps: CollectiveSteps,
+        grad_steps: tuple[CollectiveSteps, ...],
+    ) -> tuple[Tensor, ...]:
+        ctx.collectives, ctx.grad_steps = collectives, grad_steps
+        ctx.set_materialize_grads(False)
+        moved = collectives.move(tensor, steps)
+        return tuple(moved.view_as(moved) for _ in grad_steps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        total = None
+        for gradient, steps in zip(gradients, ctx.grad_steps, strict=True):
+            if gradient is not None:
+                gradient = ctx.collectives.move(gradient, steps)
+                total = gradient if total is None else total + gradient
+        return total, None, None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, collectives: MeshCollectives, axes: tuple[int, ...]) -> Tensor:
+        ctx.collectives, ctx.axes = collectives, axes
+        return collectives.all_reduce(tensor, axes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # Each device's gradient says how its own part of the result depends on the sum.
+        return ctx.collectives.all_reduce(gradient, ctx.axes), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardedView:
+    """A view of a gathered parameter, to be had from this device's part of it."""
+
+    part: Tensor
+    steps: CollectiveSteps
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+class ReshardAfterForward:
+    """Frees gathered parameters after their last use in a forward, as FSDP does; the backward gathers them again.
+
+    It knows which gathered parameters are alive. Of what autograd would keep of them it keeps this device's part.
+    """
+
+    def __init__(self, collectives: MeshCollectives) -> None:
+        self._collectives = collectives
+        self._alive: dict[int, tuple[Tensor, CollectiveSteps]] = {}  # by the address of the gathered storage
+        self._uses: Counter[int] = Counter()
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """The context in which the forward runs."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def gathered(self, whole: Tensor, part: Tensor, steps: CollectiveSteps, uses: int) -> None:
+        """``whole`` was made of ``part``, and is in so many registers."""
+        address = whole.untyped_storage().data_ptr()
+        self._alive[address] = (part.detach(), steps)
+        self._uses[address] = uses
+
+    def freed(self, value: Tensor) -> None:
+        """A register let go of the tensor, whose memory may soon be another one's."""
+        address = value.untyped_storage().data_ptr()
+        if address in self._alive:
+            self._uses[address] -= 1
+            if not self._uses[address]:
+                del self._alive[address]
+
+    def _pack(self, tensor: Tensor) -> Tensor | _ShardedView:
+        found = self._alive.get(tensor.untyped_storage().data_ptr()) if self._alive else None
+        if found is None:
+            return tensor
+        return _ShardedView(*found, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+    def _unpack(self, kept: Tensor | _ShardedView) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        whole = self._collectives.move(kept.part, kept.steps)
+        return whole.as_strided(kept.shape, kept.strides, kept.offset)

@@ -1,0 +1,313 @@
+"""What each stage of a plan computes, which tensors it holds, and which values it receives and sends.
+
+What has no gradient and comes from inputs and constants alone, such as masks and positions, is computed anew in every
+stage that reads it. Every other value is computed in one stage and sent straight to each stage that reads it, also over
+the stages between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.errors import PlanError
+from weft.plan.graph import Graph
+from weft.plan.layout import REPLICATED, Layout, local_shape
+from weft.plan.runtime.lowering import LocalProgram, Segment, lower, resolved_placements, segments
+from weft.plan.runtime.parameters import DeferredGradSync, ModelTensors
+from weft.plan.runtime.program import CallSignature, CannotShard, CapturedProgram, ValueRef
+from weft.plan.runtime.random_ops import is_random, skip_draw
+from weft.plan.strategy import Strategy
+from weft.plan.tables import layer_of
+
+
+@dataclass(frozen=True, slots=True)
+class StageEdge:
+    """A value that one stage computes and a later one reads."""
+
+    value: ValueRef
+    source: int
+    target: int
+    gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageSection:
+    """A stage's part of a graph, as places in it: operators that it computes, and what it holds or is given from the
+    start. ``ends`` are values that are wanted for themselves. Edges are in the order in which they are sent."""
+
+    operators: frozenset[int]
+    leaves: frozenset[int]
+    ends: tuple[ValueRef, ...]
+    receives: tuple[StageEdge, ...]
+    sends: tuple[StageEdge, ...]
+
+
+def stage_sections(
+    graph: Graph,
+    stage: Sequence[int | None],
+    calls: Collection[int],
+    ends: Sequence[ValueRef],
+    updates: Mapping[int, ValueRef],
+    random: Collection[int] = (),
+) -> tuple[StageSection, ...]:
+    """The sections of all stages, which compute the ends and what these need.
+
+    ``stage`` says where an operator is computed, if it matters; ``calls`` are the places that are computed at all;
+    ``updates``: the place of a buffer -> its next value; ``random`` draw at random, so that they are computed once.
+    Raises PlanError where an operator would read from a later stage, or a buffer change in another one.
+    """
+    count = max(each for each in stage if each is not None) + 1
+    free = _free(graph, calls, updates, random)
+    at = _settled(graph, stage, calls, free)
+    wanted = [*ends, *updates.values()]
+    needed = _needed(graph, [value.source for value in wanted])
+    homes = {value: at[value.source] if value.source in at else stage[value.source] or 0 for value in wanted}
+    found: list[tuple[set[int], set[int], set[ValueRef]]] = []
+    for number in range(count):
+        queue = [place for place in calls if place in needed and place not in free and at[place] == number]
+        queue += [value.source for value, home in homes.items() if home == number]
+        operators: set[int] = set()
+        leaves: set[int] = set()
+        foreign: set[ValueRef] = set()
+        while queue:
+            place = queue.pop()
+            if place not in calls:
+                leaves.add(place)
+            elif place not in operators:
+                operators.add(place)
+                for read in graph.operators[place].reads:
+                    if read.source in calls and read.source not in free and at[read.source] != number:
+                        foreign.add(ValueRef(read.source, read.output))
+                    else:
+                        queue.append(read.source)
+        found.append((operators, leaves, foreign))
+    for place, value in updates.items():
+        found[homes[value]][1].add(place)
+    _house(graph, stage, calls, [leaves for _, leaves, _ in found])
+    for place, value in updates.items():
+        holders = [number for number, (_, leaves, _) in enumerate(found) if place in leaves]
+        if any(number != homes[value] for number in holders):
+            raise PlanError(
+                f"buffer '{graph.operators[place].target}' changes in stage {homes[value]} and is read in stage "
+                f"{next(number for number in holders if number != homes[value])}: ask for fewer stages"
+            )
+    edges = sorted(
+        (
+            StageEdge(value, at[value.source], number, graph.operators[value.source].outputs[value.output].gradient)
+            for number, (_, _, foreign) in enumerate(found)
+            for value in foreign
+        ),
+        key=lambda each: (each.source, each.target, each.value.source, each.value.output),
+    )
+    return tuple(
+        StageSection(
+            frozenset(operators),
+            frozenset(leaves),
+            tuple(value for value, home in homes.items() if home == number),
+            tuple(each for each in edges if each.target == number),
+            tuple(each for each in edges if each.source == number),
+        )
+        for number, (operators, leaves, _) in enumerate(found)
+    )
+
+
+def _free(
+    graph: Graph, calls: Collection[int], updates: Mapping[int, ValueRef], random: Collection[int]
+) -> frozenset[int]:
+    """What every stage can have for itself: no gradient, no draw, and nothing that changes, in all it comes from."""
+    free: set[int] = set()
+    for place, operator in enumerate(graph.operators):
+        if any(tensor.gradient for tensor in operator.outputs) or place in random:
+            continue
+        if all(read.source in free for read in operator.reads) if place in calls else place not in updates:
+            free.add(place)
+    return frozenset(free)
+
+
+def _settled(
+    graph: Graph, stage: Sequence[int | None], calls: Collection[int], free: Collection[int]
+) -> dict[int, int]:
+    """The stage of every operator that is computed once: that of the plan, but without gradient no later than where it
+    is first read."""
+    last = max(each for each in stage if each is not None)
+    at = {place: _given(stage[place], last) for place in calls if place not in free}
+    for place in reversed(range(len(graph))):
+        if place in at:
+            for read in graph.operators[place].reads:
+                if read.source in at and not any(each.gradient for each in graph.operators[read.source].outputs):
+                    at[read.source] = min(at[read.source], at[place])
+    for place in at:
+        for read in graph.operators[place].reads:
+            if read.source in at and at[read.source] > at[place]:
+                raise PlanError(
+                    f"operator '{graph.operators[place].name}' of stage {at[place]} reads "
+                    f"'{graph.operators[read.source].name}' of stage {at[read.source]}, which comes later: plan anew"
+                )
+    return at
+
+
+def _given(stage: int | None, otherwise: int) -> int:
+    return otherwise if stage is None else stage
+
+
+def _needed(graph: Graph, ends: Sequence[int]) -> frozenset[int]:
+    needed = set(ends)
+    for place in reversed(range(len(graph))):
+        if place in needed:
+            needed.update(read.source for read in graph.operators[place].reads)
+    return frozenset(needed)
+
+
+def _house(graph: Graph, stage: Sequence[int | None], calls: Collection[int], leaves: list[set[int]]) -> None:
+    """What nobody reads stays where the plan has it, so that nothing of the model is lost."""
+    held = set().union(*leaves)
+    for place in range(len(graph)):
+        if place not in calls and place not in held:
+            leaves[_given(stage[place], 0)].add(place)
+
+
+@dataclass(frozen=True, slots=True)
+class StageGraph:
+    """The loss of the program if it has one, the buffers that it changes with their next values, and what each stage
+    does."""
+
+    loss: ValueRef | None
+    changes: dict[str, ValueRef]
+    sections: tuple[StageSection, ...]
+
+    @classmethod
+    def of(
+        cls, program: CapturedProgram, strategy: Strategy, stage: Sequence[int | None], whole_steps: bool = True
+    ) -> StageGraph:
+        """Raises PlanError where the stages cannot be run, or for ``whole_steps`` where there is no loss."""
+        captured, signature = program.captured, CallSignature.of(program)
+        loss = _loss(captured.graph, signature)
+        if loss is None and whole_steps:
+            raise PlanError(
+                f"'{captured.graph.name}' returns no loss, which micro-batches and stages need: plan it with loss=..., "
+                "or give it labels"
+            )
+        changes = {name: program.value(node) for node, name in captured.mutated.items()}
+        places = {name: program.value(node).source for node, name in captured.buffers.items()}
+        random = set()
+        calls = set()
+        for place, node in program.calls():
+            calls.add(place)
+            call = program.call(place, node, strategy.splits[place], strategy.mesh)
+            if not is_random(call):
+                continue
+            random.add(place)
+            if max(each or 0 for each in stage):
+                try:
+                    skip_draw(call)
+                except CannotShard as problem:
+                    told = f"operator '{call.operator.name}' ({call.operator.target}): {problem}"
+                    raise PlanError(f"{told}, so other stages cannot keep pace: ask for stages=1") from problem
+        updates = {places[name]: value for name, value in changes.items()}
+        ends = [value for value in signature.outputs if isinstance(value, ValueRef)] if loss is None else [loss]
+        return cls(loss, changes, stage_sections(captured.graph, stage, calls, ends, updates, random))
+
+
+def _loss(graph: Graph, signature: CallSignature) -> ValueRef | None:
+    """The first number among the results that a gradient flows through."""
+    for value in signature.outputs:
+        if isinstance(value, ValueRef):
+            tensor = graph.operators[value.source].outputs[value.output]
+            if tensor.gradient and tensor.elements == 1:
+                return value
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class P2PTensor:
+    """One device's part of a value that is sent from stage to stage."""
+
+    edge: StageEdge
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What one process computes of a micro-batch: segments of instructions, less those that are taken once a step, and
+    what comes from and goes to other stages."""
+
+    program: LocalProgram
+    grad_sync: DeferredGradSync
+    segments: tuple[Segment, ...]
+    receives: tuple[P2PTensor, ...]
+    sends: tuple[P2PTensor, ...]
+
+    @classmethod
+    def of(
+        cls,
+        program: CapturedProgram,
+        strategy: Strategy,
+        stage_graph: StageGraph,
+        stage: int,
+        weights: ModelTensors,
+        recompute: bool,
+        reshard_after_forward: bool,
+    ) -> StagePlan:
+        """One stage's part of whole steps."""
+        graph, section = program.graph, stage_graph.sections[stage]
+        whole: Layout = (REPLICATED,) * len(strategy.mesh.sizes)
+        sent = [each.value for each in section.sends]
+        placements = resolved_placements(program, strategy, {*(each.value for each in section.receives), *sent})
+        # A buffer's next value is wanted whole where it is made, and is sent so.
+        placements.update({value: whole for value in stage_graph.changes.values() if value in placements})
+        inputs = {
+            **weights.layouts,
+            **{each.value: whole for each in CallSignature.of(program).inputs if each.value.source in section.leaves},
+            **{each.value: placements[each.value] for each in section.receives},
+        }
+        lowered = lower(
+            program,
+            strategy,
+            inputs,
+            tuple(dict.fromkeys((*section.ends, *sent))),
+            keep_sharded=frozenset(sent) - frozenset(section.ends),
+            only=section.operators,
+            reshard=weights.parameters if reshard_after_forward else (),
+        )
+        grad_sync = DeferredGradSync.of(lowered, {lowered.inputs[v]: name for v, name in weights.parameters.items()})
+        dtypes = program.dtypes()
+
+        def item(each: StageEdge) -> P2PTensor:
+            tensor = graph.operators[each.value.source].outputs[each.value.output]
+            return P2PTensor(each, local_shape(tensor.shape, placements[each.value], strategy.mesh), dtypes[each.value])
+
+        return cls(
+            lowered,
+            grad_sync,
+            segments(lowered, grad_sync.others(lowered), _layers(graph) if recompute else None),
+            tuple(item(each) for each in section.receives),
+            tuple(item(each) for each in section.sends),
+        )
+
+
+def forward_program(
+    program: CapturedProgram,
+    strategy: Strategy,
+    changes: Mapping[str, ValueRef],
+    weights: ModelTensors,
+    recompute: bool,
+    reshard_after_forward: bool,
+) -> tuple[LocalProgram, tuple[Segment, ...]]:
+    """One forward of a single stage, whose results are all whole on every device; autograd takes gradients home."""
+    signature, whole = CallSignature.of(program), (REPLICATED,) * len(strategy.mesh.sizes)
+    lowered = lower(
+        program,
+        strategy,
+        {**weights.layouts, **{each.value: whole for each in signature.inputs}},
+        (*(value for value in signature.outputs if isinstance(value, ValueRef)), *changes.values()),
+        reshard=weights.parameters if reshard_after_forward else (),
+    )
+    return lowered, segments(lowered, lowered.instructions, _layers(program.graph) if recompute else None)
+
+
+def _layers(graph: Graph) -> dict[str, str]:
+    return {each.name: layer_of(each.module) for each in graph.operators}
