@@ -50,21 +50,19 @@ from torch.nn import functional
 from weft.hardware.machine import Machine
 from weft.plan import baselines
 from weft.plan.calibrate import calibrate
-from weft.plan.candidate import Candidate, Shape, solved
-from weft.plan.capture import Captured, capture
+from weft.plan.capture import CapturedModel, capture
+from weft.plan.configurations import ParallelConfig, SolvedConfig, solve_config
+from weft.plan.costs import PlanCost, SplitFilter, TrainingSpec
 from weft.plan.graph import PARAMETER, Graph
-from weft.plan.layout import Mesh, Split, splits
-from weft.plan.plan import Cost
 from weft.plan.planner import plan_captured
 from weft.plan.runtime import ParallelModule, parallelize, unsupported
 from weft.plan.runtime.redistribute import MeshCollectives
-from weft.plan.strategy import Strategy
-from weft.plan.tables import Allowed, Training
+from weft.plan.sharding import Mesh, OpSplit, ShardingStrategy, splits
 from weft.utils.rng import generator
 
 PROCESSES = 2
 FLAT = Mesh((PROCESSES,))
-TRAINING = Training(state=0.0)  # plain SGD
+TRAINING = TrainingSpec(optimizer_bytes=0.0)  # plain SGD
 PAPER = {"alexnet": {"1080Ti": 1.65, "2080Ti": 3.54}, "rnnlm": {"1080Ti": 1.85, "2080Ti": 2.02}}  # Fig. 6, p = 4
 
 
@@ -191,8 +189,8 @@ class Named:
     """A strategy by a name, with what it is predicted to cost."""
 
     name: str
-    strategy: Strategy
-    cost: Cost
+    strategy: ShardingStrategy
+    cost: PlanCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,19 +200,19 @@ class Case:
     name: str
     model: nn.Module
     batch: tuple[Tensor, Tensor]
-    captured: Captured
+    captured: CapturedModel
     named: list[Named]
     claim: bool
 
 
-def one_weird_trick(graph: Graph, mesh: Mesh) -> Allowed:
+def one_weird_trick(graph: Graph, mesh: Mesh) -> SplitFilter:
     """Convolutions, and what belongs to them, have parts of the batch; the linear layers are cut, as Krizhevsky did."""
     data = baselines.data_parallel(graph, mesh)
     linear = {place for place, operator in enumerate(graph.operators) if operator.kind == "matmul"}
     theirs = {read.source for place in linear for read in graph.operators[place].reads}
     later = {place for place in range(len(graph)) if place > min(linear, default=0)}
 
-    def allowed(place: int, split: Split) -> bool:
+    def allowed(place: int, split: OpSplit) -> bool:
         operator = graph.operators[place]
         if place in linear:
             return all(dim >= 0 and operator.dims[dim].name in ("n", "k") for dim in split)
@@ -225,7 +223,7 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> Allowed:
     return allowed
 
 
-def experts(graph: Graph) -> tuple[Mesh, Allowed] | None:
+def experts(graph: Graph) -> tuple[Mesh, SplitFilter] | None:
     """What an expert does with two devices: Megatron's cuts of a transformer, Krizhevsky's of AlexNet."""
     kinds = {operator.kind for operator in graph.operators}
     if "attention" in kinds:
@@ -237,20 +235,22 @@ def experts(graph: Graph) -> tuple[Mesh, Allowed] | None:
     return None
 
 
-def chosen(candidate: Candidate) -> Strategy:
-    picked = zip(candidate.tables.splits, candidate.pick, strict=True)
-    return Strategy(candidate.shape.mesh, tuple(own[k] for own, k in picked))
+def chosen(candidate: SolvedConfig) -> ShardingStrategy:
+    picked = zip(candidate.tables.splits, candidate.assignment, strict=True)
+    return ShardingStrategy(candidate.config.mesh, tuple(own[k] for own, k in picked))
 
 
-def best(graph: Graph, machine: Machine, rule: Allowed | None, mesh: Mesh = FLAT) -> tuple[Strategy, Cost]:
-    found = solved(Shape(graph, mesh, 1, TRAINING), machine, math.inf, rule)
+def best(
+    graph: Graph, machine: Machine, rule: SplitFilter | None, mesh: Mesh = FLAT
+) -> tuple[ShardingStrategy, PlanCost]:
+    found = solve_config(ParallelConfig(graph, mesh, 1, TRAINING), machine, math.inf, rule)
     return chosen(found), found.cost
 
 
-def drawn(graph: Graph, name: str, number: int, share: float) -> Allowed:
+def drawn(graph: Graph, name: str, number: int, share: float) -> SplitFilter:
     """A rule that draws the split of this share of the operators, and leaves the others free."""
     numbers = generator("applied", name, number)
-    fixed: dict[int, Split] = {}
+    fixed: dict[int, OpSplit] = {}
     for place, operator in enumerate(graph.operators):
         able = list(splits(operator, FLAT))
         if numbers.random() < share and len(able) > 1:
@@ -258,7 +258,7 @@ def drawn(graph: Graph, name: str, number: int, share: float) -> Allowed:
     return lambda place, split: fixed.get(place, split) == split
 
 
-def named(captured: Captured, machine: Machine, count: int) -> Iterator[Named]:
+def named(captured: CapturedModel, machine: Machine, count: int) -> Iterator[Named]:
     """So many different strategies that can be run: the planner's, those of others, and drawn ones."""
     graph = captured.graph
     settled: dict[str, Any] = {"stages": 1, "microbatches": 1, "recompute": False, "compare": False, "mesh": FLAT.sizes}
@@ -418,9 +418,9 @@ def rows(of: Case, found: dict[str, list[list[float]]]) -> Iterator[dict[str, An
             "model": of.name,
             "strategy": each.name,
             "mesh": str(each.strategy.mesh),
-            "predicted_ms": each.cost.step * 1e3,
+            "predicted_ms": each.cost.step_time * 1e3,
             "measured_ms": step * 1e3,
-            "error": each.cost.step / step - 1,
+            "error": each.cost.step_time / step - 1,
             "least_ms": min(steps) * 1e3,
             "all_ms": statistics.median(found["steps"][number]) * 1e3,
             "waited_ms": statistics.median(found["waited"][number]) * 1e3,
@@ -457,7 +457,7 @@ def claim(of: Case, found: dict[str, list[list[float]]]) -> dict[str, Any]:
         "model": of.name,
         "parameters": sum(parameter.numel() for parameter in of.model.parameters()),
         "batch": len(of.batch[0]),
-        "predicted": of.named[1].cost.step / of.named[0].cost.step,
+        "predicted": of.named[1].cost.step_time / of.named[0].cost.step_time,
         "measured": statistics.median(data) / statistics.median(planned),
         "quartiles": statistics.quantiles(ratios, n=4),
         "plan_ms": statistics.median(planned) * 1e3,

@@ -123,9 +123,9 @@ def split(made: TrialConfig) -> Fit:
     """Over both devices, as the planner would, whatever the memory."""
     batch = example_batch(made, made.batch_size, "cpu")
     whole = LossModule(made, made.bare(), tuple(batch))
-    found = plan(whole, whole.tensors(batch), "cpu", devices=2, compare=False, seconds=20.0)
+    found = plan(whole, whole.tensors(batch), "cpu", devices=2, compare=False, time_limit=20.0)
     parts = found.microbatches
-    return Fit("split", made.batch_size // parts, parts, 2, 0, found.cost.step, "", found.to_json())
+    return Fit("split", made.batch_size // parts, parts, 2, 0, found.cost.step_time, "", found.to_json())
 
 
 def chosen(every: Sequence[tuple[dict[str, Any], Fit]]) -> list[Placed]:

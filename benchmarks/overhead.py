@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from machine import write
 from torch import Tensor, nn
+from weft.trainer.run_setup import open_run, to_memory_format
 
 import weft
 from weft.data import Augment, Data, ShiftFlip, Tensors, digits
 from weft.engine.rng import deterministic
 from weft.trainer.config import make_settings
-from weft.trainer.run_setup import open_run, to_memory_format
 from weft.trainer.trainer import Trainer
 from weft.zoo import digits_conv, digits_mlp, nas_bench_macro
 

@@ -1,6 +1,7 @@
 """The planner's solver on PaSE's own tables and on large graphs: optimum, CPU time, memory, and a Markov chain beside.
 
     python benchmarks/planner.py [--quick] [--tables DIR] [--json FILE]
+    python benchmarks/planner.py --limits [--json FILE]
 
 Each row is solved in a process of its own, on one thread: ``seconds`` is the median CPU time of five solutions from
 the tables (the first, with nothing warm, is ``first``), ``peak_mib`` the most memory that the process ever held,
@@ -10,11 +11,15 @@ less CPU than PaSE in the geometric mean over Inception and Transformer; Incepti
 in 2 s and 1 GiB; 96 layers on 1024 devices within a minute, proven or within 1 %. The chain walks as long as the solver
 took, and as long as PaSE took or 10 s, from data parallelism where the graph is PaSE's; its ``gap`` is
 (cost - optimum) / optimum.
+
+``--limits`` solves the rows with a limit on the weights alone, once each: with everything, and without each of the
+steps that follow the pricing of the weights. ``worse`` is how much higher the cost is than with everything.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -23,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +37,8 @@ from numpy.typing import NDArray
 from pase import tables as pase_tables
 from pase.markov_chain import markov_chain
 
-from weft.plan.solve import Problem, solve
+from weft.plan.solver import Problem, solve
+from weft.plan.solver.close_gap import BeamResult
 from weft.utils import rng
 
 Table = NDArray[np.float64]
@@ -110,7 +116,7 @@ def from_layers(case: Case) -> Problem:
     problem = Problem(tuple(unary), pairs)
     if "limit" not in case:
         return problem
-    heavy = Problem(problem.unary, pairs, tuple(loads)).weight(solve(problem).pick)
+    heavy = Problem(problem.unary, pairs, tuple(loads)).weight(solve(problem).assignment)
     light = math.fsum(float(load.min()) for load in loads)
     return Problem(problem.unary, pairs, tuple(loads), light + case["limit"] * (heavy - light))
 
@@ -122,8 +128,8 @@ def from_model(case: Case) -> Problem:
 
     from weft.hardware.machine import machine
     from weft.plan.capture.captured import capture
-    from weft.plan.layout import Mesh
-    from weft.plan.tables import Training, tables
+    from weft.plan.costs import TrainingSpec, tables
+    from weft.plan.sharding import Mesh
 
     with torch.device("meta"):
         batch = {"input_ids": torch.zeros(case["p"], 128, dtype=torch.long)}
@@ -136,12 +142,23 @@ def from_model(case: Case) -> Problem:
             config = GPT2Config(n_layer=case["layers"], n_embd=1536, n_head=16, use_cache=False)
             model = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
         graph = capture(model, batch).graph
-    found = tables(graph, Mesh(tuple(case["mesh"])), machine("h100"), Training(dtype="bfloat16"))
+    found = tables(graph, Mesh(tuple(case["mesh"])), machine("h100"), TrainingSpec(dtype="bfloat16"))
     if "limit" not in case:
         return found.problem()
-    heavy = found.weight(solve(found.problem()).pick)
+    heavy = found.weight(solve(found.problem()).assignment)
     light = math.fsum(float(memory.min()) for memory in found.memory)
     return found.problem(light + case["limit"] * (heavy - light))
+
+
+def leave_out(step: str) -> None:
+    """Solves without one of the steps that follow the pricing of the weights."""
+    limited: Any = importlib.import_module("weft.plan.solver.solve")
+    if "beam" in step:
+        limited.beam_search = lambda *_: BeamResult(None, 0.0)
+    if "cases" in step:
+        limited.branch_on_vertex = lambda _, found, *__: found
+    if "layers" in step:
+        limited.crossover_by_price = lambda _, __, ___, best, ____: best
 
 
 BUILD: dict[str, Callable[[Case], Problem]] = {
@@ -244,11 +261,27 @@ def _chain_of(case: Case, problem: Problem) -> tuple[Problem, tuple[int, ...] | 
     return problem, (0,) * len(problem.unary) if case["from"] == "model" else None
 
 
+def limits(case: Case) -> Case:
+    """One row with a limit, solved once, perhaps without a step."""
+    leave_out(case["without"])
+    problem = BUILD[case["from"]](case)
+    started = time.process_time(), time.monotonic()
+    found = solve(problem)
+    return {
+        **{key: case[key] for key in ("graph", "limit", "without")},
+        "cost": found.cost,
+        "gap": found.gap,
+        "method": found.method,
+        "seconds": time.process_time() - started[0],
+        "elapsed": time.monotonic() - started[1],
+    }
+
+
 def _peak_mib() -> float:
     """The most memory this process held. What getrusage says starts from what the process that started it held."""
     status = Path("/proc/self/status")
     if status.is_file():
-        held = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        held = next(stage_order for stage_order in status.read_text().splitlines() if stage_order.startswith("VmHWM"))
         return int(held.split()[1]) / 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -261,6 +294,24 @@ def apart(case: Case, quick: bool) -> Case:
         raise SystemExit(f"{case['graph']} (p = {case.get('p')}) failed:\n{done.stderr}")
     row: Case = json.loads(done.stdout.splitlines()[-1])
     return row
+
+
+def without_each(quick: bool) -> Iterator[Case]:
+    """The rows with a limit, with everything and without each step."""
+    for case in cases(quick, None):
+        if "limit" not in case:
+            continue
+        whole = math.nan
+        for step in ("", "beam", "cases", "layers", "beam, layers"):
+            row = apart(case | {"without": step}, quick)
+            whole = row["cost"] if not step else whole
+            row["worse"] = row["cost"] / whole - 1
+            print(
+                f"{row['graph']:20} <{row['limit']:<5} without {step or '-':8} cost {row['cost']:<18.12g} "
+                f"{row['worse']:+8.3%} gap {row['gap']:8.3%} {row['seconds']:8.2f} s",
+                flush=True,
+            )
+            yield row
 
 
 def summary(rows: list[Case]) -> Case:
@@ -284,13 +335,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer devices, layers and repetitions")
     parser.add_argument("--tables", metavar="DIR", help="a folder with pairs of tables, and results.json beside them")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--limits", action="store_true", help="rows with a limit alone, also without each step")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
-        print(json.dumps(solved(json.loads(options.row), options.quick)))
+        case = json.loads(options.row)
+        print(json.dumps(limits(case) if "without" in case else solved(case, options.quick)))
         return
     from machine import write  # imports torch, which a row does without
 
+    if options.limits:
+        write(options.json, rows=list(without_each(options.quick)))
+        return
     print(
         f"{'graph':24} {'p':>5} {'vertices':>8} {'configs':>7} {'cost':>18} {'gap':>8} {'seconds':>9} {'MiB':>6}"
         f" {'over PaSE':>9}  chain: start, same time, longer"

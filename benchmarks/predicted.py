@@ -127,9 +127,9 @@ def compared(name: str, batch: int, machine: Machine, options: argparse.Namespac
             "batch": batch,
             "dtype": dtype,
             "operators": len(captured.graph),
-            "predicted_ms": planned.cost.step * 1e3,
+            "predicted_ms": planned.cost.step_time * 1e3,
             "measured_ms": took * 1e3,
-            "error": planned.cost.step / took - 1,
+            "error": planned.cost.step_time / took - 1,
         }
 
 

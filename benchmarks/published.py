@@ -24,7 +24,7 @@ from machine import write
 from pase import AS_PUBLISHED, CORRECTED, Corrections, tables
 
 from weft.hardware.machine import machine
-from weft.plan.solve import Problem, solve
+from weft.plan.solver import Problem, solve
 
 DEVICES = (4, 8, 16, 32, 64)
 
@@ -52,7 +52,7 @@ def compared(network: str, preset: str, p: int, fix: Corrections) -> dict[str, A
         found[model] = problem, solve(problem)
     data = of.data_parallel()  # the configurations, and so the picks, are the same in both models
     (old, published), (new, corrected) = found[AS_PUBLISHED], found[fix]
-    over = new.cost(published.pick) / corrected.cost
+    over = new.cost(published.assignment) / corrected.cost
     return {
         "network": network,
         "machine": preset,
@@ -60,7 +60,7 @@ def compared(network: str, preset: str, p: int, fix: Corrections) -> dict[str, A
         **rates,
         "published": old.cost(data) / published.cost,
         "corrected": new.cost(data) / corrected.cost,
-        "published_plan": new.cost(data) / new.cost(published.pick),
+        "published_plan": new.cost(data) / new.cost(published.assignment),
         "over_optimum": over - 1,
         "optimal": published.optimal and corrected.optimal,
         "data_devices": min(int(rows[k].prod()) for rows, k in zip(of.configs, data, strict=True)),

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
-
 from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh
+
 from weft.plan.runtime.parameters import dtensor_placements
 from weft.plan.runtime.redistribute import MeshCollectives, redistribute, redistribution_steps
 

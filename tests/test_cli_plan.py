@@ -55,7 +55,7 @@ def weft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 def test_a_model_of_the_users_own_is_planned_saved_and_loaded(tmp_path: Path, weft: Weft) -> None:
     (tmp_path / "own.py").write_text(MODEL)
-    shown = weft("plan", "own:build", "--devices", "4", "--machine", "a100", "--save", "plan.json", "--seconds", "9")
+    shown = weft("plan", "own:build", "--devices", "4", "--machine", "a100", "--save", "plan.json", "--time-limit", "9")
     assert shown.returncode == 0, shown.stderr
     for word in (
         "Sequential on 4 x A100",
@@ -63,11 +63,10 @@ def test_a_model_of_the_users_own_is_planned_saved_and_loaded(tmp_path: Path, we
         "fully sharded",
         "expert",
         "can be run",
-        "no other way",
         "plan.json",
     ):
         assert word in shown.stdout
-    again = weft("plan", "own.py:build", "--devices", "4", "--machine", "a100", "--load", "plan.json", "--json")
+    again = weft("plan", "own.py:build", "--devices", "4", "--machine", "a100", "--from-plan", "plan.json", "--json")
     assert again.returncode == 0, again.stderr
     found, saved = json.loads(again.stdout), json.loads((tmp_path / "plan.json").read_text())
     assert found["splits"] == saved["splits"]
@@ -86,7 +85,7 @@ def test_a_model_of_transformers_is_planned_from_its_configuration(tmp_path: Pat
         "4",
         "--length",
         "16",
-        "--keep",
+        "--constrain",
         "lm_head=n",
         "--json",
     )
@@ -106,8 +105,8 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, weft: Weft) -> None:
         ("plan", "gpt3", "--devices", "2"): "'gpt3' is no model that transformers has",
         ("plan", "own:build", "--devices", "2", "--machine", "machine.json"): "machine.json",
         ("plan", "own:build", "--devices", "2", "--memory", "1KiB"): "no plan fits on 2 devices",
-        ("plan", "own:build", "--devices", "2", "--keep", "0"): "--keep takes a module",
-        ("plan", "own:build", "--devices", "2", "--seconds", "-1"): "greater than or equal to 0",
+        ("plan", "own:build", "--devices", "2", "--constrain", "0"): "--constrain takes a module",
+        ("plan", "own:build", "--devices", "2", "--time-limit", "-1"): "greater than or equal to 0",
         ("plan", "own:build", "--devices", "2", "--memry", "1KiB"): "unknown option '--memry'",
         ("plan", "own:build", "--devices", "2", "--data.path=x"): "'--data.path=x' is a setting of a config.toml",
     }

@@ -69,6 +69,9 @@ def known(function: Any) -> set[str]:
     """The options that a function or a class takes, those of the configs among them where it takes any."""
     parameters = inspect.signature(function).parameters.values()
     names = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
+    if "options" in names and getattr(function, "__module__", "").startswith("weft.plan"):
+        with contextlib.suppress(LookupError):  # the old tree has none
+            names |= {each.name for each in fields(first("weft.plan.options:PlanOptions"))}
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         for config in (getattr(weft, name, None) for name in CONFIGS):
             names |= {each.name for each in fields(config)} if is_dataclass(config) else set()

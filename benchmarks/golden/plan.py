@@ -95,7 +95,7 @@ def loaded(folder: Path) -> dict[str, Any]:
     before.save(folder / "plan.json")
     model, batch = wide_gpt2()
     try:
-        load = first("weft.plan:load", "weft.plan.api:load")
+        load = first("weft.plan.planner:load", "weft.plan:load")
     except LookupError:
         return told(call(first("weft.plan.planner:plan"), model, batch, "h100", devices=4, load=folder / "plan.json"))
     return told(load(folder / "plan.json", model, batch))

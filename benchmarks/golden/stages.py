@@ -23,7 +23,7 @@ THREE = ("exact-m2-iid", "bounded", "gpt", "elastic")
 MORE: dict[str, tuple[str, dict[str, Any]]] = {  # of one run only
     "2-split": ("exact-m2-iid", {"stages": 2, "split_backward": True}),
     "2-narrow": ("delayed", {"stages": 2, "max_in_flight": 1}),
-    "2-offload": ("lagged", {"stages": 2, "offload": "560KiB"}),
+    "2-offload": ("lagged", {"stages": 2, "offload": "720KiB"}),
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.errors import PlanError
-from weft.plan.solve import Problem
+from weft.plan.solver import Problem
 from weft.utils import rng
 
 _BATCH = 256

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from stages import clipped
 from torch import Tensor
 
-from stages import clipped
 from weft.engine.consistency import parse_consistency
 from weft.engine.optimizer import Optimizer
 from weft.engine.reference import SequentialReference

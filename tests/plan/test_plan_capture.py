@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.errors import PlanError
-from weft.plan.capture import Captured, capture
+from weft.plan.capture import CapturedModel, capture
 from weft.plan.capture.program import WAYS
 from weft.plan.graph import Operator
 from weft.utils.rng import torch_seeded
@@ -55,11 +55,11 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def find(captured: Captured, name: str) -> Operator:
+def find(captured: CapturedModel, name: str) -> Operator:
     return captured.graph.operators[captured.places[name]]
 
 
-def placeholders(captured: Captured, model: nn.Module, batch: Any) -> dict[str, Any]:
+def placeholders(captured: CapturedModel, model: nn.Module, batch: Any) -> dict[str, Any]:
     """A tensor for each placeholder of the program: parameters and buffers, constants, and the batch's tensors."""
     own, state = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
     return {
@@ -70,7 +70,7 @@ def placeholders(captured: Captured, model: nn.Module, batch: Any) -> dict[str, 
     }
 
 
-def run(captured: Captured, model: nn.Module, batch: Any) -> dict[str, Any]:
+def run(captured: CapturedModel, model: nn.Module, batch: Any) -> dict[str, Any]:
     values = placeholders(captured, model, batch)
     for node in captured.nodes.nodes:
         if node.op == "call_function":

@@ -18,15 +18,15 @@ from torch.nn import functional as F
 
 import weft
 from weft import zoo
-from weft.plan.capture import Captured, capture
+from weft.plan.capture import CapturedModel, capture
 from weft.plan.capture.program import WAYS
 from weft.plan.capture.rules.view import groups
-from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh, gradient_layout
 from weft.plan.runtime.local_ops import local_kernel
 from weft.plan.runtime.lowering import resolve_partials
 from weft.plan.runtime.program import CapturedProgram, ShardedCall, fill_operands, operands
 from weft.plan.runtime.random_ops import is_random
 from weft.plan.runtime.redistribute import MeshCollectives
+from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, gradient_placements
 from weft.utils.rng import generator, torch_seeded
 
 
@@ -38,7 +38,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def placeholders(captured: Captured, model: nn.Module, batch: Any) -> dict[str, Any]:
+def placeholders(captured: CapturedModel, model: nn.Module, batch: Any) -> dict[str, Any]:
     """A tensor for each placeholder of the program: parameters and buffers, constants, and the batch's tensors."""
     own, state = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
     return {
@@ -49,7 +49,7 @@ def placeholders(captured: Captured, model: nn.Module, batch: Any) -> dict[str, 
     }
 
 
-def run_whole(captured: Captured, model: nn.Module, batch: Any) -> dict[str, Any]:
+def run_whole(captured: CapturedModel, model: nn.Module, batch: Any) -> dict[str, Any]:
     """The value of every node, computed on one device."""
     values = placeholders(captured, model, batch)
     for node in captured.nodes.nodes:
@@ -80,12 +80,12 @@ class ThreadCollectives(MeshCollectives):
         return found
 
 
-def cut(tensor: Tensor, laid: Layout, count: int, number: int) -> Tensor:
+def cut(tensor: Tensor, laid: Placements, count: int, number: int) -> Tensor:
     """One device's part of a tensor that lies so on a mesh of one axis."""
     return tensor.chunk(count, laid[0])[number].contiguous() if laid[0] >= 0 else tensor
 
 
-def joined(parts: list[Tensor], laid: Layout) -> Tensor:
+def joined(parts: list[Tensor], laid: Placements) -> Tensor:
     """The whole of what the devices hold."""
     if laid[0] == PARTIAL:
         return torch.stack(parts).sum(0).to(parts[0].dtype)
@@ -151,7 +151,7 @@ def in_parts(
     backs: list[Tensor | None] = []
     for index, operand in enumerate(read):
         own = [gradients[index] for _, gradients in parts if gradients[index] is not None]
-        backs.append(joined(own, gradient_layout(operand.tensor, call.split)) if len(own) == count else None)
+        backs.append(joined(own, gradient_placements(operand.tensor, call.split)) if len(own) == count else None)
     return [joined([results[n] for results, _ in parts], each) for n, each in enumerate(laid)], backs
 
 
@@ -178,7 +178,7 @@ def differences(
 
 
 def check(
-    captured: Captured, values: Mapping[str, Any], seen: set[str] | None = None, module: str = ""
+    captured: CapturedModel, values: Mapping[str, Any], seen: set[str] | None = None, module: str = ""
 ) -> tuple[int, list[str]]:
     """How many (operator, dimension) pairs were run in parts as plans run them, and those that came out wrong. What
     operators draw at random is looked at with processes, which have a generator each."""
@@ -415,19 +415,19 @@ class Cases(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def cases() -> tuple[Captured, dict[str, Any]]:
+def cases() -> tuple[CapturedModel, dict[str, Any]]:
     model, batch = Cases(), torch.zeros(1)
     captured = capture(model, batch)
     return captured, run_whole(captured, model, batch)
 
 
-def test_no_operator_of_the_cases_is_without_a_rule(cases: tuple[Captured, dict[str, Any]]) -> None:
+def test_no_operator_of_the_cases_is_without_a_rule(cases: tuple[CapturedModel, dict[str, Any]]) -> None:
     assert cases[0].graph.unknown == {}
     assert cases[0].way == "export"
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_operator_in_parts_is_the_operator(cases: tuple[Captured, dict[str, Any]], name: str) -> None:
+def test_an_operator_in_parts_is_the_operator(cases: tuple[CapturedModel, dict[str, Any]], name: str) -> None:
     captured, values = cases
     module = f"cases.{list(CASES).index(name)}"
     own = [entry for entry in captured.graph.operators if entry.module == module and entry.reads]

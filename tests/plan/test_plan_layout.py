@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.plan.graph import Dim, Operator, Read, Tensor
-from weft.plan.layout import (
+from weft.plan.sharding import (
     PARTIAL,
     REPLICATED,
     Mesh,
-    gradient_layout,
-    layout,
+    gradient_placements,
     local_shape,
-    result_layout,
+    operand_placements,
+    result_placements,
     shards,
     splits,
 )
@@ -34,12 +34,24 @@ def product(m: int, n: int, k: int) -> Operator:
 def test_a_product_split_by_rows_columns_and_sums_lies_as_drawn_by_hand() -> None:
     x, w = (read.tensor for read in product(8, 8, 8).reads)
     y = product(8, 8, 8).outputs[0]
-    assert (layout(x, (M,)), layout(w, (M,)), result_layout(y, (M,))) == ((0,), (REPLICATED,), (0,))
-    assert (layout(x, (N,)), layout(w, (N,)), result_layout(y, (N,))) == ((REPLICATED,), (1,), (1,))
-    assert (layout(x, (K,)), layout(w, (K,)), result_layout(y, (K,))) == ((1,), (0,), (PARTIAL,))
+    assert (operand_placements(x, (M,)), operand_placements(w, (M,)), result_placements(y, (M,))) == (
+        (0,),
+        (REPLICATED,),
+        (0,),
+    )
+    assert (operand_placements(x, (N,)), operand_placements(w, (N,)), result_placements(y, (N,))) == (
+        (REPLICATED,),
+        (1,),
+        (1,),
+    )
+    assert (operand_placements(x, (K,)), operand_placements(w, (K,)), result_placements(y, (K,))) == (
+        (1,),
+        (0,),
+        (PARTIAL,),
+    )
     # A device that has its rows alone has its rows' part of the weights' gradient.
-    assert (gradient_layout(w, (M,)), gradient_layout(x, (M,))) == ((PARTIAL,), (0,))
-    assert gradient_layout(w, (REPLICATED,)) == (REPLICATED,)
+    assert (gradient_placements(w, (M,)), gradient_placements(x, (M,))) == ((PARTIAL,), (0,))
+    assert gradient_placements(w, (REPLICATED,)) == (REPLICATED,)
 
 
 def test_only_equal_parts_are_splits() -> None:
@@ -58,5 +70,5 @@ def test_parts_of_every_split_make_up_the_whole(m: int, n: int, k: int, sizes: l
     operator, mesh = product(m, n, k), Mesh(tuple(sizes))
     for split in splits(operator, mesh):
         for tensor in (*(read.tensor for read in operator.reads), *operator.outputs):
-            laid = result_layout(tensor, split)
+            laid = result_placements(tensor, split)
             assert math.prod(local_shape(tensor.shape, laid, mesh)) * shards(laid, mesh) == tensor.elements

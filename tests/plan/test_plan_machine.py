@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.hardware.machine import Device, Level, Machine, machine
+from weft.hardware.machine import DeviceSpec, Link, Machine, machine
 from weft.hardware.presets import PRESETS
 
 SMALL = Machine(
     "small",
-    Device({"float32": 1e12, "bfloat16": 4e12}, ((1e6, 0.1), (1e8, 0.5)), 1e11, 8e9, 1e-6),
-    (Level("node", 4, 100e9, 1e-6), Level("rack", 2, 10e9, 5e-6), Level("hall", None, 1e9, 9e-6)),
+    DeviceSpec({"float32": 1e12, "bfloat16": 4e12}, ((1e6, 0.1), (1e8, 0.5)), 1e11, 8e9, 1e-6),
+    (Link("node", 4, 100e9, 1e-6), Link("rack", 2, 10e9, 5e-6), Link("hall", None, 1e9, 9e-6)),
 )
 
 
@@ -79,7 +79,7 @@ def test_the_link_of_an_axis_by_hand(sizes: tuple[int, ...], axis: int, bandwidt
 def test_groups_that_do_not_fit_a_node_share_the_busiest_link() -> None:
     # nodes of 4: [0 1 2 3][4 5 6 7][8]; groups of three: 0 1 2, 3 4 5, 6 7 8. The second node's link carries two.
     assert SMALL.axis_link((3, 3), 1) == (1e9 * 8, 9e-6)
-    assert replace(SMALL, levels=SMALL.levels[:1] + (Level("hall", None, 1e9, 0.0),)).axis_link((3, 3), 1) == (
+    assert replace(SMALL, levels=SMALL.levels[:1] + (Link("hall", None, 1e9, 0.0),)).axis_link((3, 3), 1) == (
         2e9,
         1e-6,
     )

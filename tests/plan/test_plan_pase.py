@@ -114,9 +114,12 @@ def test_parallel_tensors_are_all_counted_once_corrected() -> None:
 @pytest.mark.parametrize("name", ["edges", "gather", "batch_norm", "slices", "units"])
 def test_each_correction_changes_only_what_it_names(name: str) -> None:
     touched = {"edges": "transformer", "gather": "rnnlm", "batch_norm": "inception3"}.get(name, "alexnet")
-    spared = {"edges": "rnnlm", "gather": "alexnet", "batch_norm": "transformer"}.get(name)
+    shared_parameter_savings = {"edges": "rnnlm", "gather": "alexnet", "batch_norm": "transformer"}.get(name)
     fix = Corrections(**{name: True})
-    for network_name, same in ((touched, False), *([(spared, True)] if spared else [])):
+    for network_name, same in (
+        (touched, False),
+        *([(shared_parameter_savings, True)] if shared_parameter_savings else []),
+    ):
         before, after = tables(network_name, 4), tables(network_name, 4, corrected=fix)
         unary = all((a == b).all() for a, b in zip(before[0], after[0], strict=True))
         pairs = all((before[1][pair] == after[1][pair]).all() for pair in before[1])

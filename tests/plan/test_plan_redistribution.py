@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.hardware import collectives
-from weft.hardware.machine import Device, Level, Machine
-from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh
-from weft.plan.redistribution import Redistribution, meshes, settled
+from weft.hardware.machine import DeviceSpec, Link, Machine
+from weft.plan.redistribution import Redistribution, grad_placements, meshes
+from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements
 
 SIZE = 1 << 20
-DEVICE = Device({"float32": 1e13}, ((1e6, 0.1), (1e9, 0.8)), 1e12, 1e10, 5e-6)
-MACHINE = Machine("test", DEVICE, (Level("node", 4, 1e11, 2e-6), Level("net", None, 1e10, 1e-5)))
+DEVICE = DeviceSpec({"float32": 1e13}, ((1e6, 0.1), (1e9, 0.8)), 1e12, 1e10, 5e-6)
+MACHINE = Machine("test", DEVICE, (Link("node", 4, 1e11, 2e-6), Link("net", None, 1e10, 1e-5)))
 
 
-def one(mesh: Mesh, source: Layout, target: Layout) -> float:
+def one(mesh: Mesh, source: Placements, target: Placements) -> float:
     return float(Redistribution(mesh, MACHINE).table(SIZE, [source], [target])[0, 0])
 
 
@@ -66,8 +66,10 @@ def test_a_table_has_the_cost_of_each_pair() -> None:
 PLACES = st.sampled_from([PARTIAL, REPLICATED, 0, 1])
 
 
-@given(st.tuples(PLACES, PLACES), st.tuples(PLACES, PLACES).map(settled))
-def test_what_lies_right_already_costs_nothing_and_nothing_is_below_that(source: Layout, target: Layout) -> None:
+@given(st.tuples(PLACES, PLACES), st.tuples(PLACES, PLACES).map(grad_placements))
+def test_what_lies_right_already_costs_nothing_and_nothing_is_below_that(
+    source: Placements, target: Placements
+) -> None:
     cost = one(Mesh((2, 4)), source, target)
     assert cost >= 0
     if source in (target, (REPLICATED, REPLICATED)):

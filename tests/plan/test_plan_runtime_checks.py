@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from weft.plan.capture import Captured, capture
+from weft.plan.capture import CapturedModel, capture
 from weft.plan.graph import Dim, Operator
-from weft.plan.layout import REPLICATED, Mesh, Split
 from weft.plan.runtime import unsupported
-from weft.plan.strategy import Strategy
+from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy
 
 
 class Net(nn.Module):
@@ -26,29 +25,29 @@ class Net(nn.Module):
         return seen.amax(-1).square().sum(-1).view(8)
 
 
-def captured() -> Captured:
+def captured() -> CapturedModel:
     return capture(Net(), torch.randn(4, 6, 8))
 
 
-def place_of(net: Captured, name: str) -> int:
+def place_of(net: CapturedModel, name: str) -> int:
     return next(place for place, each in enumerate(net.graph.operators) if each.name == name)
 
 
-def strategy(net: Captured, mesh: Mesh, chosen: dict[int, Split] | None = None) -> Strategy:
+def strategy(net: CapturedModel, mesh: Mesh, chosen: dict[int, OpSplit] | None = None) -> ShardingStrategy:
     whole = (REPLICATED,) * len(mesh.sizes)
-    return Strategy(mesh, tuple((chosen or {}).get(place, whole) for place in range(len(net.graph))))
+    return ShardingStrategy(mesh, tuple((chosen or {}).get(place, whole) for place in range(len(net.graph))))
 
 
-def with_operator(net: Captured, place: int, operator: Operator) -> Captured:
+def with_operator(net: CapturedModel, place: int, operator: Operator) -> CapturedModel:
     operators = (*net.graph.operators[:place], operator, *net.graph.operators[place + 1 :])
     return replace(net, graph=replace(net.graph, operators=operators))
 
 
-def dim(net: Captured, place: int, name: str) -> int:
+def dim(net: CapturedModel, place: int, name: str) -> int:
     return next(number for number, each in enumerate(net.graph.operators[place].dims) if each.name == name)
 
 
-def all_free(net: Captured, place: int) -> Captured:
+def all_free(net: CapturedModel, place: int) -> CapturedModel:
     """As if the operator's rule let all its dimensions be split."""
     operator = net.graph.operators[place]
     return with_operator(
@@ -71,7 +70,7 @@ def test_a_split_that_leaves_a_part_for_every_device_can_be_run() -> None:
 
 def test_a_strategy_for_another_graph_is_refused() -> None:
     net = captured()
-    short = Strategy(Mesh((2,)), ((REPLICATED,),) * 3)
+    short = ShardingStrategy(Mesh((2,)), ((REPLICATED,),) * 3)
     assert unsupported(net, short) == [f"the strategy has 3 splits for the {len(net.graph)} operators of 'Net'"]
 
 

@@ -23,12 +23,11 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from weft.errors import PlanError
-from weft.plan.capture import Captured, capture
+from weft.plan.capture import CapturedModel, capture
 from weft.plan.graph import PARAMETER, Dim, Operator
-from weft.plan.layout import REPLICATED, Mesh, Split, splits
 from weft.plan.runtime import ParallelModule, parallelize
 from weft.plan.runtime.redistribute import MeshCollectives
-from weft.plan.strategy import Strategy
+from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy, splits
 from weft.utils.rng import generator
 
 SEED = 5
@@ -162,7 +161,7 @@ class Case:
 
     model: nn.Module
     batch: Any
-    captured: Captured
+    captured: CapturedModel
     results: list[Tensor]
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
@@ -185,7 +184,7 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def freed(captured: Captured) -> Captured:
+def freed(captured: CapturedModel) -> CapturedModel:
     """Rows may be split in losses that weigh their classes, too."""
     operators = [
         replace(each, dims=tuple(Dim.free(dim.name, dim.size) if dim.name[0] == "n" else dim for dim in each.dims))
@@ -214,11 +213,11 @@ def same(told: str, found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{told}: {text}")
 
 
-def applied(name: str, strategy: Strategy, mesh: DeviceMesh, weights: Any = None) -> ParallelModule:
+def applied(name: str, strategy: ShardingStrategy, mesh: DeviceMesh, weights: Any = None) -> ParallelModule:
     return parallelize(case(name).captured, strategy, mesh=mesh, weights=weights)
 
 
-def check(name: str, strategy: Strategy, mesh: DeviceMesh, told: str, step: bool = False) -> ParallelModule:
+def check(name: str, strategy: ShardingStrategy, mesh: DeviceMesh, told: str, step: bool = False) -> ParallelModule:
     """Applies a strategy, runs a step, and compares every element of everything with one device."""
     expected = case(name)
     module = applied(name, strategy, mesh)
@@ -244,7 +243,7 @@ def check(name: str, strategy: Strategy, mesh: DeviceMesh, told: str, step: bool
     return module
 
 
-def by_rule(name: str, mesh: Mesh, rule: Callable[[Operator, int], Split]) -> Strategy:
+def by_rule(name: str, mesh: Mesh, rule: Callable[[Operator, int], OpSplit]) -> ShardingStrategy:
     """A split for each operator: that of the rule where it is one, on the mesh axes where it can be."""
     graph = case(name).captured.graph
     found = []
@@ -255,7 +254,7 @@ def by_rule(name: str, mesh: Mesh, rule: Callable[[Operator, int], Split]) -> St
             last = max(axis for axis, dim in enumerate(wanted) if dim != REPLICATED)
             wanted = (*wanted[:last], REPLICATED, *wanted[last + 1 :])
         found.append(wanted)
-    return Strategy(mesh, tuple(found))
+    return ShardingStrategy(mesh, tuple(found))
 
 
 def batch_dim(operator: Operator) -> int:
@@ -282,12 +281,12 @@ def width_dim(operator: Operator) -> int:
     return last if last is not None and operator.dims[last].parts > 1 else REPLICATED
 
 
-def data_parallel(name: str, mesh: Mesh) -> Strategy:
+def data_parallel(name: str, mesh: Mesh) -> ShardingStrategy:
     return by_rule(name, mesh, lambda operator, _: (batch_dim(operator),) * len(mesh.sizes))
 
 
-def fully_sharded(name: str, mesh: Mesh) -> Strategy:
-    def rule(operator: Operator, _: int) -> Split:
+def fully_sharded(name: str, mesh: Mesh) -> ShardingStrategy:
+    def rule(operator: Operator, _: int) -> OpSplit:
         if operator.kind != PARAMETER:
             return (batch_dim(operator),) * len(mesh.sizes)
         able = [place for place, dim in enumerate(operator.dims) if dim.parts % mesh.devices == 0]
@@ -296,22 +295,22 @@ def fully_sharded(name: str, mesh: Mesh) -> Strategy:
     return by_rule(name, mesh, rule)
 
 
-def tensor_parallel(name: str, mesh: Mesh) -> Strategy:
+def tensor_parallel(name: str, mesh: Mesh) -> ShardingStrategy:
     return by_rule(name, mesh, lambda operator, _: (width_dim(operator),) * len(mesh.sizes))
 
 
-def mixed(name: str, mesh: Mesh) -> Strategy:
+def mixed(name: str, mesh: Mesh) -> ShardingStrategy:
     return by_rule(name, mesh, lambda operator, _: (batch_dim(operator), width_dim(operator)))
 
 
-def at_random(name: str, mesh: Mesh, draw: int) -> Strategy:
+def at_random(name: str, mesh: Mesh, draw: int) -> ShardingStrategy:
     """Any split of each operator, apart from one draw to the next in how many are split at all."""
     numbers = generator(name, str(mesh), draw)
     found = []
     for operator in case(name).captured.graph.operators:
         allowed = list(splits(operator, mesh))
         found.append(allowed[int(numbers.integers(len(allowed)))] if numbers.random() > draw % 3 / 4 else allowed[0])
-    return Strategy(mesh, tuple(found))
+    return ShardingStrategy(mesh, tuple(found))
 
 
 def on_processes(count: int, store: Path, work: Callable[..., None]) -> None:
@@ -321,7 +320,7 @@ def on_processes(count: int, store: Path, work: Callable[..., None]) -> None:
 
 def _begin(rank: int, count: int, store: str, work: Callable[[int], None]) -> None:
     torch.set_num_threads(1)
-    patience = timedelta(seconds=120)
+    patience = timedelta(time_limit=120)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=patience)
     try:
         work(rank)
@@ -330,7 +329,7 @@ def _begin(rank: int, count: int, store: str, work: Callable[[int], None]) -> No
         dist.destroy_process_group()
 
 
-def strategies(name: str, mesh: Mesh, draws: int) -> Iterator[tuple[str, Strategy]]:
+def strategies(name: str, mesh: Mesh, draws: int) -> Iterator[tuple[str, ShardingStrategy]]:
     yield "fully sharded", fully_sharded(name, mesh)
     if len(mesh.sizes) == 2:
         yield "mixed", mixed(name, mesh)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh
 from weft.plan.runtime.redistribute import Collective, CollectiveStep, redistribution_steps
+from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements
 
 Array = NDArray[np.float64]
 Parts = dict[tuple[int, ...], Array]
@@ -20,7 +20,7 @@ def devices(mesh: Mesh) -> list[tuple[int, ...]]:
     return list(product(*(range(size) for size in mesh.sizes)))
 
 
-def laid_out(whole: Array, laid: Layout, mesh: Mesh) -> Parts:
+def laid_out(whole: Array, laid: Placements, mesh: Mesh) -> Parts:
     """What each device holds, by the definition: the outer mesh axis cuts first, and summands add up to the whole."""
     parts = {}
     for device in devices(mesh):

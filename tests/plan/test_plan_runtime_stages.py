@@ -26,10 +26,9 @@ from torch.nn import functional
 
 from weft.errors import PlanError
 from weft.plan import Plan
-from weft.plan.capture import Captured, capture
+from weft.plan.capture import CapturedModel, capture
 from weft.plan.graph import INPUT, PARAMETER, Dim, Graph, Operator, Read
 from weft.plan.graph import Tensor as Shape
-from weft.plan.layout import REPLICATED, Mesh, Split, splits
 from weft.plan.planner import plan_captured
 from weft.plan.runtime import ParallelModule, RunOptions, parallelize
 from weft.plan.runtime.apply import transfer_splits
@@ -37,7 +36,7 @@ from weft.plan.runtime.module import StageOp, one_forward_one_backward
 from weft.plan.runtime.program import ValueRef, split_batch
 from weft.plan.runtime.redistribute import MeshCollectives
 from weft.plan.runtime.stages import StageEdge, StageSection, stage_sections
-from weft.plan.strategy import Strategy
+from weft.plan.sharding import ShardingStrategy
 from weft.utils.rng import generator
 
 SEED, ROWS = 5, 8
@@ -50,7 +49,7 @@ class Perceptron(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
         self.head, self.scale = nn.Linear(8, 4), nn.Parameter(torch.tensor(1.5))
-        self.frozen, self.idle = nn.Parameter(torch.linspace(0.5, 2, 4), requires_grad=False), nn.Linear(2, 2)
+        self.frozen, self.unused_devices = nn.Parameter(torch.linspace(0.5, 2, 4), requires_grad=False), nn.Linear(2, 2)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         seen = [x]
@@ -150,7 +149,7 @@ def made(name: str) -> tuple[nn.Module, Any]:
 
 
 @cache
-def whole(name: str) -> Captured:
+def whole(name: str) -> CapturedModel:
     model, batch = made(name)
     return capture(model, batch)
 
@@ -194,7 +193,7 @@ def planned(name: str, stages: int, count: int, mesh: tuple[int, ...]) -> Plan:
 def resplit(plan: Plan, how: str) -> Plan:
     """The plan with other splits: along the batch, or any at random."""
     numbers = generator(how, plan.model, str(plan.mesh), plan.stages)
-    found: list[Split] = []
+    found: list[OpSplit] = []
     for operator in plan.graph.operators:
         allowed = list(splits(operator, plan.mesh))
         wanted = (_rows(operator),) * len(plan.mesh.sizes)
@@ -213,17 +212,17 @@ def _rows(operator: Operator) -> int:
 
 
 @cache
-def micro(name: str, count: int) -> Captured:
+def micro(name: str, count: int) -> CapturedModel:
     """One of so many micro-batches, captured once for all plans."""
     model, batch = made(name)
     return whole(name) if count == 1 else capture(model, split_batch(batch, ROWS, count)[0])
 
 
-def ready(name: str, plan: Plan) -> tuple[Captured, Strategy, tuple[int | None, ...]]:
+def ready(name: str, plan: Plan) -> tuple[CapturedModel, ShardingStrategy, tuple[int | None, ...]]:
     """What a plan's processes run, as ``microbatch_of`` gives it."""
     found = micro(name, plan.microbatches)
     moved, stage = transfer_splits(plan.graph, plan.splits, plan.stage, found.graph, plan.mesh)
-    return found, Strategy(plan.mesh, moved), stage
+    return found, ShardingStrategy(plan.mesh, moved), stage
 
 
 def same(told: str, found: Tensor, expected: Tensor) -> None:
@@ -260,7 +259,7 @@ def on_processes(count: int, store: Path, work: Callable[..., None]) -> None:
 
 def _begin(rank: int, count: int, store: str, work: Callable[[int], None]) -> None:
     torch.set_num_threads(1)
-    patience = timedelta(seconds=120)
+    patience = timedelta(time_limit=120)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=patience)
     try:
         work(rank)
@@ -284,7 +283,7 @@ def test_stages_and_micro_batches_give_what_one_device_gives(
     cases = []
     for name in MODELS:
         plan = planned(name, stages, count, mesh)
-        assert (plan.stages, plan.microbatches, plan.reasons()) == (stages, count, [])
+        assert (plan.stages, plan.microbatches, plan.unsupported()) == (stages, count, [])
         plans = {"planned": plan}
         if mesh != (1,):
             plans |= {how: resplit(plan, how) for how in ("rows", "random")}
@@ -331,7 +330,7 @@ class Plain(nn.Module):
 
 
 @cache
-def plain() -> tuple[nn.Module, tuple[Tensor, Tensor], Captured]:
+def plain() -> tuple[nn.Module, tuple[Tensor, Tensor], CapturedModel]:
     torch.manual_seed(1)
     model, batch = Plain(), (torch.randn(ROWS, 8), torch.randn(ROWS, 8))
     return model, batch, capture(model, batch, loss=squared)
@@ -524,7 +523,7 @@ def test_a_plan_that_cannot_be_run_says_why() -> None:
 
     batch = (torch.randn(ROWS, 8), torch.randn(ROWS, 8))
     plan = plan_captured(capture(Silent(), batch), "cpu", devices=2, stages=2, microbatches=2, compare=False)
-    assert plan.reasons()[0].startswith("'Silent' returns no loss, which micro-batches and stages need")
+    assert plan.unsupported()[0].startswith("'Silent' returns no loss, which micro-batches and stages need")
     with pytest.raises(PlanError, match="'Silent' returns no loss"):
         plan.apply(Silent(), batch)
     with pytest.raises(PlanError, match="a batch of 8 is not 3 equal micro-batches"):

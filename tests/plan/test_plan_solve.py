@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pase.markov_chain import markov_chain
 
 from weft.errors import PlanError
-from weft.plan.solve import OverLimit, Problem, solve
+from weft.plan.solver import OverLimit, Problem, solve
 from weft.utils import rng
 
 KINDS = ("path", "tree", "cycle", "dense", "sparse", "layers")
@@ -25,9 +25,9 @@ def near(one: float, other: float) -> bool:
 def brute(problem: Problem) -> tuple[float, float]:
     """The least cost within the limit and the least weight of an allowed pick, inf where there is none."""
     best = least = math.inf
-    for pick in itertools.product(*[range(len(costs)) for costs in problem.unary]):
-        if (cost := problem.cost(pick)) < math.inf:
-            weight = problem.weight(pick)
+    for assignment in itertools.product(*[range(len(costs)) for costs in problem.unary]):
+        if (cost := problem.cost(assignment)) < math.inf:
+            weight = problem.weight(assignment)
             least = min(least, weight)
             if weight <= problem.limit:
                 best = min(best, cost)
@@ -78,17 +78,17 @@ def agrees(problem: Problem, entries: int) -> None:
     best, least = brute(problem)
     if math.isinf(best):
         with pytest.raises(PlanError) as refused:
-            solve(problem, entries=entries, gap=0.0)
+            solve(problem, entries=entries, tolerance=0.0)
         assert isinstance(refused.value, OverLimit) == (least < math.inf)
         if isinstance(refused.value, OverLimit):
             assert near(refused.value.least, least)
         return
-    found = solve(problem, entries=entries, gap=0.0)
-    assert near(problem.cost(found.pick), found.cost)
+    found = solve(problem, entries=entries, tolerance=0.0)
+    assert near(problem.cost(found.assignment), found.cost)
     assert near(found.cost, best)
     assert found.bound <= best + 1e-9 * max(1.0, abs(best))
     assert near(found.bound, best)
-    assert near(problem.weight(found.pick), found.weight)
+    assert near(problem.weight(found.assignment), found.weight)
     assert found.weight <= problem.limit
 
 
@@ -97,8 +97,8 @@ def test_two_layers_that_would_each_do_best_alone_agree_when_moving_costs_more()
     alone = (np.array([0.0, 3.0]), np.array([2.0, 0.0]))
     moved = {(0, 1): np.array([[0.0, 9.0], [9.0, 0.0]])}
     found = solve(Problem(alone, moved))
-    assert (found.pick, found.cost, found.bound, found.optimal) == ((split, split), 2.0, 2.0, True)
-    assert solve(Problem(alone, {})).pick == (split, whole)
+    assert (found.assignment, found.cost, found.bound, found.optimal) == ((split, split), 2.0, 2.0, True)
+    assert solve(Problem(alone, {})).assignment == (split, whole)
 
 
 def test_a_limit_is_kept_and_costs_what_the_cheapest_pick_within_it_costs():
@@ -141,7 +141,7 @@ def test_a_pick_is_within_the_gap_that_is_asked_for_and_its_bound_never_above_th
         if math.isinf(best):
             continue
         for entries in (1, 6):
-            found = solve(problem, entries=entries, gap=gap)
+            found = solve(problem, entries=entries, tolerance=gap)
             assert found.weight <= problem.limit
             assert found.bound <= best + 1e-9 * max(1.0, abs(best))
             assert found.cost >= best - 1e-9 * max(1.0, abs(best))
@@ -156,7 +156,7 @@ def test_layers_that_all_read_one_tensor_are_within_a_hundredth_though_they_are_
     hubs = {(hub, i): draw.gamma(2.0, 0.3, (24, 12)) for hub in (0, 1) for i in range(2, len(sizes))}
     weights = tuple(draw.gamma(2.0, 1.0, size) for size in sizes)
     free = Problem(unary, {**chain, **hubs}, weights)
-    heavy, light = free.weight(solve(free).pick), math.fsum(float(own.min()) for own in weights)
+    heavy, light = free.weight(solve(free).assignment), math.fsum(float(own.min()) for own in weights)
     found = solve(Problem(unary, free.pairs, weights, light + 0.3 * (heavy - light)), entries=1 << 10)
     assert found.method == "bounds, weights priced"
     assert found.gap <= 0.01
@@ -250,7 +250,7 @@ def test_a_markov_chain_is_never_below_the_optimum_and_its_history_only_falls():
         ((np.array([0.0, math.nan]),), {}, None, "not a number"),
         ((np.zeros(2),) * 2, {(0, 1): np.full((2, 2), -math.inf)}, None, "not a number or -inf"),
         ((np.full(2, math.inf),), {}, None, "configuration of vertex 0 is forbidden"),
-        ((np.zeros(2),) * 2, {(0, 1): np.full((2, 2), math.inf)}, None, "every pick is forbidden"),
+        ((np.zeros(2),) * 2, {(0, 1): np.full((2, 2), math.inf)}, None, "is forbidden"),
     ],
 )
 def test_a_problem_that_is_none_is_refused(unary, pairs, weights, says):
@@ -260,4 +260,4 @@ def test_a_problem_that_is_none_is_refused(unary, pairs, weights, says):
 
 def test_a_problem_without_vertices_costs_nothing():
     found = solve(Problem((), {}))
-    assert (found.pick, found.cost, found.optimal) == ((), 0.0, True)
+    assert (found.assignment, found.cost, found.optimal) == ((), 0.0, True)

@@ -12,24 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.plan.solve import Problem
-from weft.plan.solve import minimum as blocks
-from weft.plan.solve.beam import beam
-from weft.plan.solve.branch import narrowed
-from weft.plan.solve.classes import Classes
-from weft.plan.solve.divide import divided
-from weft.plan.solve.dual import Dual
-from weft.plan.solve.edges import compressed
-from weft.plan.solve.elimination import Network, effort, eliminate, same
-from weft.plan.solve.local import neighbours, polished
-from weft.plan.solve.price import Minimum, Priced, costs_at, priced
-from weft.plan.solve.splice import changed, spliced
+from weft.plan.solver import Problem
+from weft.plan.solver import elimination as blocks
+from weft.plan.solver.branch_and_bound import restricted
+from weft.plan.solver.close_gap import beam_search, branch_on_vertex
+from weft.plan.solver.compression import PartitionCache, compress
+from weft.plan.solver.dual_bound import DualBound
+from weft.plan.solver.elimination import Network, eliminate, elimination_work, share_equal
+from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, costs_at, lagrangian
+from weft.plan.solver.local_search import crossover, crossover_by_price, local_search, neighbours
 from weft.utils import rng
 
 
 def costs_of_all(problem: Problem) -> dict[tuple[int, ...], float]:
     picks = itertools.product(*[range(len(costs)) for costs in problem.unary])
-    return {pick: problem.cost(pick) for pick in picks}
+    return {assignment: problem.cost(assignment) for assignment in picks}
 
 
 def graph(seed: int, count: int = 6, size: int = 3, weigh: bool = False) -> Problem:
@@ -42,7 +39,7 @@ def graph(seed: int, count: int = 6, size: int = 3, weigh: bool = False) -> Prob
 
 def test_rows_and_columns_that_are_equal_are_one_class_each():
     table = np.array([[1.0, 2.0, 1.0], [3.0, 4.0, 3.0], [1.0, 2.0, 1.0]])
-    small, rows, columns = Classes().compressed(table)
+    small, rows, columns = PartitionCache().compressed(table)
     assert rows.labels == (0, 1, 0)
     assert columns.labels == (0, 1, 0)
     assert small.tolist() == [[1.0, 2.0], [3.0, 4.0]]
@@ -50,7 +47,7 @@ def test_rows_and_columns_that_are_equal_are_one_class_each():
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=20))
 def test_a_join_tells_apart_exactly_what_either_does_and_is_the_same_object_from_both_sides(labels):
-    classes = Classes()
+    classes = PartitionCache()
     one, other = classes.part([a for a, _ in labels]), classes.part([b for _, b in labels])
     joined = classes.join(one, other)
     assert joined is classes.join(other, one)
@@ -65,7 +62,7 @@ def test_equal_tables_are_compressed_once_and_others_apart():
     table = rng.generator("equal").random((40, 40))
     other = table.copy()
     other[39, 39] += 1.0  # where no sample is taken
-    edges = compressed({(0, 1): table, (1, 2): table.copy(), (2, 3): other})
+    edges = compress({(0, 1): table, (1, 2): table.copy(), (2, 3): other})
     assert edges.tables[0] is edges.tables[1]
     assert edges.tables[2] is not edges.tables[0]
 
@@ -83,7 +80,7 @@ def test_the_least_of_a_sum_in_blocks_is_the_least_of_the_sum(seed: int, shape: 
     whole = sum(terms[1:], terms[0]).min(axis=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "BLOCK", block)
-        found = blocks.lowest(list(terms), tuple(shape))
+        found = blocks.min_sum(list(terms), tuple(shape))
     assert found.shape == whole.shape
     np.testing.assert_allclose(found, whole, rtol=1e-12)
 
@@ -91,11 +88,11 @@ def test_the_least_of_a_sum_in_blocks_is_the_least_of_the_sum(seed: int, shape: 
 def test_an_order_never_makes_a_table_above_what_is_allowed_and_says_what_is_left():
     draw = rng.generator("order")
     pairs = {(i, j): draw.random((4, 4)) for j in range(6) for i in range(j)}
-    network = Network(6, compressed(pairs), 4**3)
+    network = Network(6, compress(pairs), 4**3)
     assert network.order.entries <= 4**3
     assert not network.fits
     assert {step.vertex for step in network.order.steps} | set(network.order.left) == set(range(6))
-    assert Network(6, compressed(pairs), 4**5).fits
+    assert Network(6, compress(pairs), 4**5).fits
 
 
 def test_in_a_ring_of_equal_layers_only_as_many_steps_are_computed_as_it_takes_to_double_up():
@@ -103,9 +100,13 @@ def test_in_a_ring_of_equal_layers_only_as_many_steps_are_computed_as_it_takes_t
     table, costs = draw.random((5, 5)), draw.random(5)
     for count in (64, 128):
         pairs = {(i, i + 1): table for i in range(count - 1)} | {(0, count - 1): table.T}
-        network = Network(count, compressed(pairs), 1 << 20)
-        assert effort(network, same([costs.copy() for _ in range(count)])) <= 3 * 5**3 * math.log2(count)
-        assert effort(network, [costs.copy() for _ in range(count)]) == network.order.work > (count - 4) * 5**3
+        network = Network(count, compress(pairs), 1 << 20)
+        assert elimination_work(network, share_equal([costs.copy() for _ in range(count)])) <= 3 * 5**3 * math.log2(
+            count
+        )
+        assert (
+            elimination_work(network, [costs.copy() for _ in range(count)]) == network.order.work > (count - 4) * 5**3
+        )
 
 
 @settings(max_examples=40, deadline=None)
@@ -114,16 +115,16 @@ def test_a_dual_bound_only_rises_never_passes_the_optimum_and_keeps_every_optima
     problem = graph(seed)
     costs = costs_of_all(problem)
     best = min(costs.values())
-    dual = Dual(problem.unary, compressed(problem.pairs))
+    dual = DualBound(problem.unary, compress(problem.pairs))
     before = -math.inf
     for sweep in range(12):
-        pick = dual.sweep(sweep % 2 == 0, best + 1e-9)
+        assignment = dual.sweep(sweep % 2 == 0, best + 1e-9)
         assert before - 1e-9 <= dual.bound <= best + 1e-9
-        assert costs[tuple(pick)] >= best
+        assert costs[tuple(assignment)] >= best
         before = dual.bound
-    for pick, cost in costs.items():
+    for assignment, cost in costs.items():
         if cost <= best + 1e-12:
-            assert all(alive[k] for alive, k in zip(dual.alive, pick, strict=True))
+            assert all(alive[k] for alive, k in zip(dual.alive, assignment, strict=True))
 
 
 def test_on_a_tree_two_sweeps_prove_the_optimum():
@@ -131,29 +132,33 @@ def test_on_a_tree_two_sweeps_prove_the_optimum():
     problem = Problem(
         tuple(draw.random(4) for _ in range(7)), {((j - 1) // 2, j): draw.random((4, 4)) for j in range(1, 7)}
     )
-    dual = Dual(problem.unary, compressed(problem.pairs))
+    dual = DualBound(problem.unary, compress(problem.pairs))
     dual.sweep(True, math.inf)
-    pick = dual.sweep(False, math.inf)
+    assignment = dual.sweep(False, math.inf)
     best = min(costs_of_all(problem).values())
     assert math.isclose(dual.bound, best, rel_tol=1e-12)
     assert math.isclose(problem.cost(dual.sweep(True, math.inf)), best, rel_tol=1e-12)
-    assert len(pick) == 7
+    assert len(assignment) == 7
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 3, 1000]), st.sampled_from([0.0, 0.1, 1.0]))
 def test_a_beam_finds_the_optimum_or_says_below_which_excess_it_dropped_some(seed: int, rows: int, price: float):
     problem = graph(seed, weigh=True)
-    allowed = {pick: cost for pick, cost in costs_of_all(problem).items() if problem.weight(pick) <= problem.limit}
+    allowed = {
+        assignment: cost
+        for assignment, cost in costs_of_all(problem).items()
+        if problem.weight(assignment) <= problem.limit
+    }
     best = min(allowed.values())
-    network = Network(6, compressed(problem.pairs), 1 << 20)
+    network = Network(6, compress(problem.pairs), 1 << 20)
     done = eliminate(network, costs_at(problem, price))
     bound = done.value - price * problem.limit
-    found = beam(done, problem.weights, problem.limit, price, best - bound + 5.0, rows)
+    found = beam_search(done, problem.weights, problem.limit, price, best - bound + 5.0, rows)
     cost = math.inf
-    if found.pick is not None:
-        assert problem.weight(found.pick) <= problem.limit
-        cost = problem.cost(found.pick)
+    if found.assignment is not None:
+        assert problem.weight(found.assignment) <= problem.limit
+        cost = problem.cost(found.assignment)
     assert cost >= best - 1e-9
     assert min(cost, bound + found.dropped) <= best + 1e-9
     if rows == 1000:
@@ -166,12 +171,12 @@ def test_a_beam_finds_the_optimum_or_says_below_which_excess_it_dropped_some(see
 def test_local_changes_keep_the_limit_and_never_cost_more(seed: int):
     problem = graph(seed, weigh=True)
     light = [int(weights.argmin()) for weights in problem.weights]
-    better = polished(problem, light, neighbours(problem), rounds=100)
+    better = local_search(problem, light, neighbours(problem), rounds=100)
     assert problem.weight(better) <= problem.limit
     assert problem.cost(better) <= problem.cost(light) + 1e-12
     for vertex, choice in itertools.product(range(6), range(3)):
-        changed = [*better[:vertex], choice, *better[vertex + 1 :]]
-        assert problem.weight(changed) > problem.limit or problem.cost(changed) >= problem.cost(better) - 1e-9
+        other = [*better[:vertex], choice, *better[vertex + 1 :]]
+        assert problem.weight(other) > problem.limit or problem.cost(other) >= problem.cost(better) - 1e-9
 
 
 def test_two_picks_are_spliced_at_the_best_layer_with_what_each_layer_reads():
@@ -180,11 +185,11 @@ def test_two_picks_are_spliced_at_the_best_layer_with_what_each_layer_reads():
     pairs = {edge: cost * (1 - np.eye(2)) for edge, cost in edges.items()}
     weights = (np.array([2.0, 0.0]),) * 6
     problem = Problem((np.array([0.0, 1.0]),) * 6, pairs, weights, limit=7.0)
-    assert spliced(problem, [1] * 6, [0] * 6) in ([0, 1, 0, 0, 1, 1], [1, 0, 1, 1, 0, 0])
-    assert spliced(replace(problem, limit=11.0), [1] * 6, [0] * 6) in ([0, 1, 0, 0, 1, 1], [1, 0, 1, 1, 0, 0])
-    assert spliced(replace(problem, limit=12.0), [1] * 6, [0] * 6) == [0] * 6
+    assert crossover(problem, [1] * 6, [0] * 6) in ([0, 1, 0, 0, 1, 1], [1, 0, 1, 1, 0, 0])
+    assert crossover(replace(problem, limit=11.0), [1] * 6, [0] * 6) in ([0, 1, 0, 0, 1, 1], [1, 0, 1, 1, 0, 0])
+    assert crossover(replace(problem, limit=12.0), [1] * 6, [0] * 6) == [0] * 6
     pairs[3, 4] = np.array([[0.0, math.inf], [math.inf, 0.0]])
-    assert spliced(Problem(problem.unary, pairs, weights, limit=1.0), [1] * 6, [0] * 6) == [1] * 6
+    assert crossover(Problem(problem.unary, pairs, weights, limit=1.0), [1] * 6, [0] * 6) == [1] * 6
 
 
 def test_layers_that_all_change_at_one_price_are_changed_one_after_the_other_until_the_limit_is_kept():
@@ -197,10 +202,12 @@ def test_layers_that_all_change_at_one_price_are_changed_one_after_the_other_unt
         (np.array([3.0, 0.0]),) * layers,
         limit=30.0,
     )
-    network = Network(layers, compressed(problem.pairs), 1 << 20)
-    pick = changed(problem, lambda costs: eliminate(network, costs).pick(), 1 / 3, [1] * layers, lambda cost: False)
-    assert problem.cost(pick) == 12.0
-    assert problem.weight(pick) == 30.0
+    network = Network(layers, compress(problem.pairs), 1 << 20)
+    assignment = crossover_by_price(
+        problem, lambda costs: eliminate(network, costs).assignment(), 1 / 3, [1] * layers, lambda cost: False
+    )
+    assert problem.cost(assignment) == 12.0
+    assert problem.weight(assignment) == 30.0
 
 
 def test_a_choice_that_decides_for_all_layers_is_bounded_case_by_case():
@@ -214,32 +221,32 @@ def test_a_choice_that_decides_for_all_layers_is_bounded_case_by_case():
         limit=12.0,
     )
 
-    def minimum(part: Problem) -> Minimum:
-        network = Network(len(part.unary), compressed(part.pairs), 1 << 20)
+    def minimum(part: Problem) -> Minimizer:
+        network = Network(len(part.unary), compress(part.pairs), 1 << 20)
 
-        def least(costs: list[np.ndarray]) -> Priced:
+        def least(costs: list[np.ndarray]) -> BoundedSolution:
             done = eliminate(network, costs)
-            return Priced(done.pick(), done.value, done.value, 0.0, done)
+            return BoundedSolution(done.assignment(), done.value, done.value, 0.0, done)
 
         return least
 
     def lightest(part: Problem) -> list[int]:
-        pick = [len(costs) - 1 for costs in part.unary]
-        if part.weight(pick) > part.limit or math.isinf(part.cost(pick)):
+        assignment = [len(costs) - 1 for costs in part.unary]
+        if part.weight(assignment) > part.limit or math.isinf(part.cost(assignment)):
             raise PlanError("heavy")
-        return pick
+        return assignment
 
-    found = priced(problem, minimum(problem), lightest(problem))
+    found = lagrangian(problem, minimum(problem), lightest(problem))
     assert (found.cost, found.bound) == (12.0, 6.0)
-    found = divided(problem, found, minimum, lightest, 0.0, math.inf)
+    found = branch_on_vertex(problem, found, minimum, lightest, 0.0, math.inf)
     assert (found.cost, found.bound) == (12.0, 12.0)
 
 
 def test_a_narrowed_problem_costs_what_the_whole_one_does():
     problem = graph(3, weigh=True)
     kept = [np.array([0, 2])] * 6
-    small = narrowed(problem, kept)
-    for pick in itertools.product(range(2), repeat=6):
-        whole = [int(index[k]) for index, k in zip(kept, pick, strict=True)]
-        assert small.cost(pick) == problem.cost(whole)
-        assert small.weight(pick) == problem.weight(whole)
+    small = restricted(problem, kept)
+    for assignment in itertools.product(range(2), repeat=6):
+        whole = [int(index[k]) for index, k in zip(kept, assignment, strict=True)]
+        assert small.cost(assignment) == problem.cost(whole)
+        assert small.weight(assignment) == problem.weight(whole)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pase import tables
 
-from weft.plan.solve import Problem, solve
+from weft.plan.solver import Problem, solve
 
 Require = Callable[[str, bool, str], None]
 
@@ -34,7 +34,7 @@ def test_the_tables_that_pase_wrote_are_solved_to_its_optimum(require: Require, 
     found = solve(Problem(unary, pairs))
     assert found.cost == known["optimal_cost_dense_elim"]
     assert found.optimal
-    assert Problem(unary, pairs).cost(found.pick) == found.cost
+    assert Problem(unary, pairs).cost(found.assignment) == found.cost
 
 
 @pytest.mark.parametrize(

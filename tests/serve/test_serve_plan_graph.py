@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.plan.capture import Captured, capture
+from weft.plan.capture import CapturedModel, capture
+from weft.plan.costs import PlanCost
 from weft.plan.graph import Dim, Graph, Operator, Read
 from weft.plan.graph import Tensor as Value
-from weft.plan.layout import Mesh
-from weft.plan.operators import op_costs, operators
-from weft.plan.plan import Cost, Plan
+from weft.plan.plan import Plan
 from weft.plan.planner import plan_captured
-from weft.plan.saved import read_splits
+from weft.plan.saved import op_costs, operators, read_splits
+from weft.plan.sharding import Mesh
 from weft.serve.views import plan_layers as layers
 from weft.serve.views.plan import MOST, TOO_LARGE, shown
 from weft.serve.views.plan_graph import WHOLE, columns, layer_costs, split_label, stage_memory
@@ -78,7 +78,7 @@ def nodes(graph: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def captured() -> Captured:
+def captured() -> CapturedModel:
     def loss(output: Tensor, batch: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), batch.flatten())
 
@@ -87,8 +87,8 @@ def captured() -> Captured:
 
 
 @pytest.fixture(scope="module")
-def made(captured: Captured) -> Plan:
-    return plan_captured(captured, "2080ti", devices=4, stages=1, mesh=(2, 2), keep={"layers.*.up": "n"})
+def made(captured: CapturedModel) -> Plan:
+    return plan_captured(captured, "2080ti", devices=4, stages=1, mesh=(2, 2), constraints={"layers.*.up": "n"})
 
 
 def with_splits(plan: Plan, given: dict[str, tuple[str, ...]]) -> Plan:
@@ -251,8 +251,8 @@ def plan_all_batch(plan: Plan) -> Plan:
 
 def test_what_is_not_proven_is_told(made: Plan) -> None:
     found = shown(made.to_saved(), "plan")
-    assert (found["untried"], found["gap"], found["within"]) == (0, pytest.approx(0.0, abs=1e-12), made.within)
-    short = replace(made, untried=7, cost=replace(made.cost, bound=made.cost.step / 1.05))
+    assert (found["untried"], found["gap"], found["within"]) == (0, pytest.approx(0.0, abs=1e-12), None)
+    short = replace(made, untried_configs=7, cost=replace(made.cost, lower_bound=made.cost.step_time / 1.05))
     found = shown(short.to_saved(), "plan")
     assert (found["untried"], found["gap"]) == (7, pytest.approx(0.05))
 
@@ -267,7 +267,7 @@ def test_a_graph_that_is_too_large_is_not_drawn() -> None:
     assert (found["graph"], found["note"]) == (None, TOO_LARGE.format(count=MOST))
 
 
-def test_a_plan_of_one_device_is_drawn(captured: Captured) -> None:
+def test_a_plan_of_one_device_is_drawn(captured: CapturedModel) -> None:
     plan = plan_captured(captured, "h100", devices=1)
     found = shown(plan.to_saved(), "one")
     assert [own["label"] for own in found["graph"]["splits"]] == [WHOLE]
@@ -276,7 +276,7 @@ def test_a_plan_of_one_device_is_drawn(captured: Captured) -> None:
     assert any(row["why"].startswith("needs at least 4 devices") for row in found["rows"])
 
 
-def test_a_plan_of_stages_is_drawn_with_the_memory_of_each(captured: Captured) -> None:
+def test_a_plan_of_stages_is_drawn_with_the_memory_of_each(captured: CapturedModel) -> None:
     plan = plan_captured(captured, "a100", devices=4, stages=2, mesh=(2,), microbatches=4, compare=False)
     found = grouped(plan)
     assert {group.stage for group in found} == {0, 1}
@@ -301,11 +301,13 @@ def test_a_plan_of_stages_is_drawn_with_the_memory_of_each(captured: Captured) -
         {},
         {"dtype": "bfloat16"},
         {"optimizer": "sgd"},
-        {"optimizer": "momentum", "overlap": 0.75},
+        {"optimizer": "momentum"},
         {"recompute": True, "microbatches": 2},
     ],
 )
-def test_the_costs_of_operators_add_up_to_those_of_the_plan(captured: Captured, options: dict[str, object]) -> None:
+def test_the_costs_of_operators_add_up_to_those_of_the_plan(
+    captured: CapturedModel, options: dict[str, object]
+) -> None:
     plan = plan_captured(captured, "v100", devices=4, stages=1, compare=False, **options)  # type: ignore[arg-type]
     found = op_costs(plan)
     assert found is not None
@@ -319,8 +321,8 @@ def test_the_costs_of_operators_add_up_to_those_of_the_plan(captured: Captured, 
     assert math.fsum(row["communication"] for row in costs) == pytest.approx(plan.cost.communication, abs=1e-15)
 
 
-def test_costs_that_are_not_known_are_left_out(captured: Captured, made: Plan) -> None:
-    mine = replace(made, machine="mine", computer=None)
+def test_costs_that_are_not_known_are_left_out(captured: CapturedModel, made: Plan) -> None:
+    mine = replace(made, machine="mine", machine_spec=None)
     for plan in (mine, apart(made)):
         assert op_costs(plan) is None
         found = shown(plan.to_saved(), "plan")
@@ -340,7 +342,7 @@ def step(place: int, module: str, *reads: int | None, target: str = "aten.add.Te
 
 
 def by_hand(operators: list[Operator], stages: tuple[int, ...] | None = None) -> Plan:
-    cost = Cost(1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0)
+    cost = PlanCost(1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0)
     count = len(operators)
     stage = stages or (0,) * count
     return Plan(

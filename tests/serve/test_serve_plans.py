@@ -17,7 +17,7 @@ from weft.cli import main
 from weft.cli import plan as planning
 from weft.errors import PlanError, WeftError
 from weft.hardware.machine import machine
-from weft.plan.capture import Captured, capture
+from weft.plan.capture import CapturedModel, capture
 from weft.plan.plan import Plan
 from weft.plan.planner import plan_captured
 from weft.serve.views.plan import DAMAGED, EDITED, NO_OPERATORS, document, listed
@@ -34,7 +34,7 @@ def build():
 
 
 @pytest.fixture(scope="module")
-def captured() -> Captured:
+def captured() -> CapturedModel:
     def loss(output: Tensor, batch: Tensor) -> Tensor:
         return output.square().mean()
 
@@ -44,7 +44,7 @@ def captured() -> Captured:
 
 
 @pytest.fixture(scope="module")
-def made(captured: Captured) -> Plan:
+def made(captured: CapturedModel) -> Plan:
     return plan_captured(captured, "a100", devices=4, stages=1)
 
 
@@ -84,19 +84,19 @@ def test_a_saved_plan_is_told_whole(saved: Path, made: Plan) -> None:
     (memory,) = found["memory"]
     assert memory["device"] == "devices 0 to 3"
     assert sum(memory["parts"].values()) == pytest.approx(made.cost.memory)
-    assert memory["limit"] == made.limit
+    assert memory["limit"] == made.memory_limit
     assert sum(row["compute"] for row in found["layers"]) == pytest.approx(made.cost.compute)
     assert sum(row["communication"] for row in found["layers"]) == pytest.approx(made.cost.communication, abs=1e-12)
     own, *others = found["rows"]
-    assert (own["name"], own["step"], own["plan_is_faster"]) == ("this plan", made.cost.step, None)
-    assert [row["name"] for row in others] == [row.name for row in made.rows]
+    assert (own["name"], own["step"], own["plan_is_faster"]) == ("this plan", made.cost.step_time, None)
+    assert [row["name"] for row in others] == [row.name for row in made.comparisons]
     assert [row["plan_is_faster"] for row in others] == [
-        pytest.approx(row.cost.step / made.cost.step) if row.cost else None for row in made.rows
+        pytest.approx(row.cost.step_time / made.cost.step_time) if row.cost else None for row in made.comparisons
     ]
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
-def test_the_memory_of_each_stage_is_told(tmp_path: Path, captured: Captured) -> None:
+def test_the_memory_of_each_stage_is_told(tmp_path: Path, captured: CapturedModel) -> None:
     path = tmp_path / "staged.json"
     plan_captured(captured, "a100", devices=2, stages=2, microbatches=4).save(path)
     found = document(path)
@@ -120,7 +120,7 @@ def test_a_plan_whose_splits_were_edited_is_not_drawn_as_it_was(saved: Path) -> 
     assert document(edit(saved, change))["note"] == EDITED
 
 
-def test_a_machine_that_is_no_preset_is_priced_as_it_was_planned(tmp_path: Path, captured: Captured) -> None:
+def test_a_machine_that_is_no_preset_is_priced_as_it_was_planned(tmp_path: Path, captured: CapturedModel) -> None:
     own = replace(machine("a100"), name="here")
     plan = plan_captured(captured, own, devices=4, stages=1)
     plan.save(tmp_path / "own.json")
@@ -246,12 +246,12 @@ def test_weft_plan_saves_by_name_where_the_dashboard_looks(
         assert "runs/plans/tiny.json" in said
         assert listed(tmp_path / "runs" / "plans") == [{"name": "tiny", "model": "Sequential", "devices": 4}]
         assert document(tmp_path / "runs" / "plans" / "tiny.json")["graph"]
-        assert weft("--load", "tiny")[0] == 0
+        assert weft("--from-plan", "tiny")[0] == 0
         code, said = weft("--html", "plan.html")
         assert code == 0
         assert "written to plan.html" in said
         assert '"/api/plans/plan"' in (tmp_path / "plan.html").read_text()
-        code, said = weft("--load", "other")
+        code, said = weft("--from-plan", "other")
         assert (code, said.count("\n")) == (2, 1)
     finally:
         sys.modules.pop("own", None)

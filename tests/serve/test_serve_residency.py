@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracefiles import EPOCH
+from weft.serve.views.residency import POINTS, residency
 
 from weft.runs import Run
 from weft.serve.views.pipeline import document, load_trace
-from weft.serve.views.residency import POINTS, residency
 from weft.trace.reader import Trace
 
 Row = tuple[str, str, float, int, int, int, int]

@@ -1,4 +1,4 @@
-"""What ``weft plan`` plans: the model, or the supernet, that the command line names."""
+"""The verbs that split a model over devices: ``weft plan``, and ``weft calibrate`` for the machine it plans for."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from weft.cli.arguments import AsJson, joined, read_target
 from weft.cli.output import console, print_json, show
 from weft.errors import ConfigError, PlanError, nearest
+from weft.utils.units import format_bytes
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from torch import nn
 
-    from weft.config import Config
-    from weft.plan.supernet import ChainPlan
+    from weft.plan.chain import ChainPlan
+    from weft.plan.plan import Plan
     from weft.supernet import Chain
 
 Subject = tuple["nn.Module", Any, Any]
@@ -59,20 +63,6 @@ def place_of(name: str, folder: Path) -> Path:
 def is_supernet(spec: str) -> bool:
     """Whether the command line names the config of a supernet, and not a model."""
     return spec.endswith(".toml")
-
-
-def plan_config(config: Config, folder: Path, machine: str, devices: int, dtype: str | None) -> tuple[ChainPlan, Chain]:
-    """Where the chain that a config names is cut into stages, for a batch of its data."""
-    import numpy as np
-
-    from weft.cli import build
-    from weft.plan.supernet import plan_chain
-    from weft.supernet import initialise
-
-    data = build.data_of(config, folder)
-    chain = initialise(build.supernet_of(config, folder, data), config.train.seed)
-    batch = data.train.take(np.arange(min(config.train.batch_size, len(data.train))))
-    return plan_chain(chain, batch, machine, devices=devices, dtype=dtype or "float32"), chain
 
 
 def _own(spec: str, folder: Path) -> Subject:
@@ -156,9 +146,6 @@ def _batch(model: nn.Module, config: Any, batch: int, length: int) -> dict[str, 
         return {name: ids, "labels": ids} if "labels" in inspect.signature(model.forward).parameters else {name: ids}
 
 
-# The verbs that split a model over devices: `plan` it, and `calibrate` the machine that it is planned for.
-
-
 def plan(
     context: typer.Context,
     model: Annotated[
@@ -169,8 +156,12 @@ def plan(
             metavar="MODEL|CONFIG",
         ),
     ],
-    devices: Annotated[int, typer.Option(help="How many devices.")],
-    machine: Annotated[str, typer.Option(help="A preset, or a file that `weft calibrate` wrote.")] = "h100",
+    devices: Annotated[
+        int | None, typer.Option(help="How many devices; those of the saved plan if it is read.")
+    ] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="A preset, or a file that `weft calibrate` wrote; h100 if not given.")
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(help="What each device has, such as 80GiB; the machine's if not.")
     ] = None,
@@ -181,13 +172,13 @@ def plan(
     stages: Annotated[int | None, typer.Option(help="Pipeline stages; chosen if not given.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Parts of a batch; chosen if not given.")] = None,
     recompute: Annotated[bool | None, typer.Option(help="Recompute activations; chosen if not given.")] = None,
-    keep: Annotated[
+    constrain: Annotated[
         list[str] | None, typer.Option(help="What may be split in a module: 'lm_head=n', '*.wte=replicated'.")
     ] = None,
-    seconds: Annotated[
-        float, typer.Option(help="What the search may take; the plan tells what was left untried.", min=0.0)
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds that the search may take; the plan tells what was left untried.", min=0.0)
     ] = 60.0,
-    load: Annotated[str | None, typer.Option(help="A plan that was saved, to be priced anew.")] = None,
+    from_plan: Annotated[str | None, typer.Option(help="A plan that was saved, to be priced anew.")] = None,
     save: Annotated[
         str | None, typer.Option(help="The file to save the plan in, or a name: runs/plans/NAME.json, for weft serve.")
     ] = None,
@@ -197,38 +188,45 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say how a model is best split over devices, what that takes, and what others would do."""
-    from weft.cli import plan as planning
-    from weft.plan import shown
+    from weft.plan.planner import load
     from weft.plan.planner import plan as make
 
-    rules = {name: rule for name, _, rule in (part.partition("=") for part in keep or [])}
-    if bad := [name for name, rule in rules.items() if not rule]:
-        raise ConfigError(f"--keep takes a module and what may be split there, such as 'lm_head=n', not '{bad[0]}'")
-    if planning.is_supernet(model):
-        _plan_supernet(model, context, machine, devices, dtype, as_json)
+    constraints = {name: rule for name, _, rule in (part.partition("=") for part in constrain or [])}
+    if bad := [name for name, rule in constraints.items() if not rule]:
+        raise ConfigError(f"--constrain takes a module and what may be split there, as 'lm_head=n', not '{bad[0]}'")
+    if devices is None and (from_plan is None or is_supernet(model)):
+        raise ConfigError("say how many devices there are: --devices N")
+    if is_supernet(model):
+        assert devices is not None
+        _plan_supernet(model, context, machine or "h100", devices, dtype, as_json)
         return
     known = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
     if settings := joined(context.args, [*known, "--help"]):
         raise ConfigError(f"'{settings[0]}' is a setting of a config.toml, and '{model}' is none")
-    place = planning.place_of(save, Path()) if save else None
-    source = planning.place_of(load, Path()) if load and not Path(load).is_file() else load
-    net, example, loss = planning.subject(model, batch, length, Path())
-    made = make(
-        net,
-        example,
-        machine,
-        devices=devices,
-        memory=memory,
-        loss=loss,
-        optimizer=optimizer,
-        dtype=dtype,
-        stages=stages,
-        microbatches=microbatches,
-        recompute=recompute,
-        seconds=seconds,
-        keep=rules,
-        load=source,
-    )
+    place = place_of(save, Path()) if save else None
+    net, example, loss = subject(model, batch, length, Path())
+    if from_plan:
+        source = Path(from_plan) if Path(from_plan).is_file() else place_of(from_plan, Path())
+        made = load(source, net, example, loss, machine=machine)
+        if devices not in (None, made.devices + made.unused_devices):
+            raise PlanError(f"the plan is for {made.devices} devices, and {devices} are asked for")
+    else:
+        assert devices is not None
+        made = make(
+            net,
+            example,
+            machine or "h100",
+            devices=devices,
+            loss=loss,
+            memory=memory,
+            optimizer=optimizer,
+            dtype=dtype,
+            stages=stages,
+            microbatches=microbatches,
+            recompute=recompute,
+            time_limit=time_limit,
+            constraints=constraints,
+        )
     if place:
         made.save(place)
     if html:
@@ -236,23 +234,31 @@ def plan(
 
         write_plan(made, Path(html))
     if as_json:
-        print_json({**made.to_json(), "reasons": made.reasons(), **({"html": html} if html else {})})
+        print_json({**made.to_json(), "reasons": made.unsupported(), **({"html": html} if html else {})})
         return
-    shown.show(made, console)
+    show_plan(made, console)
     if place:
-        console.print(f"saved in {place}: edit its splits, and price it with --load {place}", soft_wrap=True)
+        console.print(f"saved in {place}: edit its splits, and price it with --from-plan {place}", soft_wrap=True)
     if html:
         console.print(f"written to {html}: open it in a browser", soft_wrap=True)
 
 
 def _plan_supernet(
-    config: str, context: typer.Context, machine: str, devices: int, dtype: str | None, as_json: bool
+    target: str, context: typer.Context, machine: str, devices: int, dtype: str | None, as_json: bool
 ) -> None:
+    """Where the chain that a config names is cut into stages, for a batch of its data."""
+    import numpy as np
 
-    from weft.plan import shown
+    from weft.cli import build
+    from weft.plan.chain import plan_chain
+    from weft.supernet import initialise
 
-    found, chain = plan_config(*read_target(config, context), machine, devices, dtype)
-    print_json(asdict(found)) if as_json else shown.show_chain(found, chain, console)
+    config, folder = read_target(target, context)
+    data = build.data_of(config, folder)
+    chain = initialise(build.supernet_of(config, folder, data), config.train.seed)
+    batch = data.train.take(np.arange(min(config.train.batch_size, len(data.train))))
+    found = plan_chain(chain, batch, machine, devices=devices, dtype=dtype or "float32")
+    print_json(asdict(found)) if as_json else show_chain(found, chain, console)
 
 
 def calibrate(
@@ -282,4 +288,122 @@ def calibrate(
         {"file": out, **rates, "memory_bandwidth": f"{found.device.bandwidth / 1e9:,.1f} GB/s", **links},
         False,
         found.name,
+    )
+
+
+if TYPE_CHECKING:
+    from weft.plan.chain import ChainPlan
+    from weft.supernet import Chain
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    """The plan as a person reads it: what was chosen, layer by layer, what it costs, and what others would."""
+    cost = plan.cost
+    facts = Table(title=f"{plan.model} on {plan.devices} x {plan.machine}", show_header=False, title_justify="left")
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    facts.add_row("mesh", f"{plan.mesh}" + (f", in each of {plan.stages} stages" if plan.stages > 1 else ""))
+    if plan.unused_devices:
+        told = "a device is idle" if plan.unused_devices == 1 else f"{plan.unused_devices} devices are idle"
+        facts.add_row("", f"{told}: {plan.devices} are faster than {plan.devices + plan.unused_devices}")
+    if plan.microbatches > 1 or plan.recompute:
+        more = ", activations recomputed" if plan.recompute else ""
+        facts.add_row("batch", f"in {plan.microbatches} micro-batches{more}")
+    facts.add_row(
+        "step", f"{_ms(cost.step_time)}: {_ms(cost.compute)} computing, {_ms(cost.communication)} communicating"
+    )
+    if plan.stages > 1:
+        facts.add_row("", f"{_ms(cost.bubble)} filling, draining and waiting for the slowest stage")
+    else:
+        best = "the best with this mesh" if plan.gap < 1e-9 else f"within {plan.gap:.1%} of the best with this mesh"
+        facts.add_row("proof", best)
+    if plan.untried_configs:
+        facts.add_row("", f"the time was up: {plan.untried_configs} other ways to use the devices might be faster")
+    facts.add_row(
+        "memory",
+        f"{format_bytes(int(cost.memory))} of {format_bytes(int(plan.memory_limit))} a device: "
+        f"{format_bytes(int(cost.parameters))} parameters, {format_bytes(int(cost.activations))} activations",
+    )
+    unknown = plan.graph.unknown
+    if unknown:
+        facts.add_row("without rule", ", ".join(f"{name} ({count})" for name, count in sorted(unknown.items())))
+    reasons = plan.unsupported()
+    facts.add_row("can be run", f"no: {reasons[0]}" if reasons else "yes")
+    console.print(facts)
+    console.print(_layers(plan))
+    if plan.comparisons:
+        console.print(_beside(plan))
+
+
+def _layers(plan: Plan) -> Table:
+    """Operators with parameters, alike layers together."""
+    from weft.plan.costs import layer_of
+
+    table = Table("layer", "operator", "split", "times", title="strategy", title_justify="left")
+    table.columns[3].justify = "right"
+    counts: dict[tuple[str, str, str], int] = {}
+    for place, operator in enumerate(plan.graph.operators):
+        if operator.kind in ("parameter", "input", "constant", "view") or not operator.known:
+            continue
+        if operator.flops <= 0 or not any(dim.parts > 1 for dim in operator.dims):
+            continue
+        layer = layer_of(operator.module)
+        shown = operator.module.replace(layer, layer.rsplit(".", 1)[0] + ".*", 1) if layer else operator.module
+        key = (shown, operator.kind, _split(plan, place))
+        counts[key] = counts.get(key, 0) + 1
+    weighty = {
+        key: n for key, n in counts.items() if key[1] in ("matmul", "conv", "attention", "embedding", "mean_loss")
+    }
+    for (layer, kind, split), count in (weighty or counts).items():
+        table.add_row(layer, kind, split, str(count))
+    return table
+
+
+def _split(plan: Plan, place: int) -> str:
+    """Such as ``m/8``, or ``m/4 n/2``."""
+    parts: dict[str, int] = {}
+    for mesh, dim in zip(plan.mesh.sizes, plan.splits[place], strict=True):
+        if dim >= 0:  # else it is whole along this axis
+            name = plan.graph.operators[place].dims[dim].name
+            parts[name] = parts.get(name, 1) * mesh
+    return " ".join(f"{name}/{count}" for name, count in parts.items()) or "whole on each device"
+
+
+def _beside(plan: Plan) -> Table:
+    table = Table(
+        "", "mesh", "step", "memory", "fits", "plan is faster by", title="compared with", title_justify="left"
+    )
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in plan.comparisons:
+        if row.cost is None:
+            table.add_row(row.name, "", row.why, "", "", "")
+            continue
+        fits = "yes" if row.cost.memory <= plan.memory_limit else "no"
+        times = f"{row.cost.step_time / plan.cost.step_time:.2f}x"
+        table.add_row(row.name, row.mesh, _ms(row.cost.step_time), format_bytes(int(row.cost.memory)), fits, times)
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms" if seconds < 10 else f"{seconds:,.3g} s"
+
+
+def show_chain(plan: ChainPlan, chain: Chain, console: Console) -> None:
+    """The stages of a supernet: which blocks, how long, how much memory."""
+    table = Table("stage", "blocks", "expected step", "weights, gradients, state", title_justify="left")
+    table.title = f"{len(chain.blocks)} blocks on {len(plan.seconds)} x {plan.machine}"
+    for column in table.columns[2:]:
+        column.justify = "right"
+    bounds = [0, *plan.cut, len(chain.blocks)]
+    for stage, (first, last) in enumerate(pairwise(bounds)):
+        names = [chain.blocks[first].name, chain.blocks[last - 1].name]
+        shown = names[0] if first == last - 1 else f"{names[0]} to {names[1]}"
+        table.add_row(str(stage), shown, _ms(plan.seconds[stage]), format_bytes(plan.memory[stage]))
+    console.print(table)
+    given = ", ".join(map(str, plan.cut))
+    console.print(
+        f"{plan.balance:.0%} of the time the mean stage computes; use it by weft.train(stages={len(plan.seconds)}, "
+        f"cut=[{given}])",
+        soft_wrap=True,
     )

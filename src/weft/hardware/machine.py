@@ -21,7 +21,7 @@ Seconds = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSpec:
     """One device.
 
     ``peak`` is FLOP/s by the name of a dtype. ``efficiency`` is the fraction of it that one kernel reaches, as points
@@ -57,7 +57,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class Link:
     """One level of a topology: joins ``devices`` units of the level within (devices, at the innermost level; a number
     without bound if None) by links of ``bandwidth`` bytes a second each way for each device, and ``latency`` seconds.
 
@@ -83,8 +83,8 @@ class Machine:
     """Devices of one kind, and the levels of links between them, innermost first."""
 
     name: str
-    device: Device
-    levels: tuple[Level, ...]
+    device: DeviceSpec
+    levels: tuple[Link, ...]
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -173,7 +173,7 @@ def machine(name_or_path: str | Path) -> Machine:
 
 
 @lru_cache(maxsize=4096)
-def _link(levels: tuple[Level, ...], sizes: tuple[int, ...], axis: int) -> tuple[float, float]:
+def _link(levels: tuple[Link, ...], sizes: tuple[int, ...], axis: int) -> tuple[float, float]:
     length, stride = sizes[axis], math.prod(sizes[axis + 1 :])
     count = math.prod(sizes)
     if length == 1:

@@ -5,17 +5,33 @@ Each is a rule that says which splits are allowed; the best plan within the rule
 
 from __future__ import annotations
 
-from weft.plan.batches import batch_dims
-from weft.plan.graph import PARAMETER, Graph
-from weft.plan.layout import REPLICATED, Mesh, Split, splits
-from weft.plan.tables import Allowed, layer_of
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from weft.plan.configurations import ParallelConfig, solve_config
+from weft.plan.costs import PlanCost, SplitFilter, layer_of
+from weft.plan.graph import PARAMETER, Graph, batch_dims
+from weft.plan.options import PlanRequest
+from weft.plan.redistribution import meshes
+from weft.plan.sharding import REPLICATED, Mesh, OpSplit, splits
 
 
-def data_parallel(graph: Graph, mesh: Mesh) -> Allowed:
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Another strategy beside the plan; ``cost`` is None where it does not apply, and ``why`` says so."""
+
+    name: str
+    cost: PlanCost | None
+    mesh: str = ""
+    why: str = ""
+
+
+def data_parallel(graph: Graph, mesh: Mesh) -> SplitFilter:
     """Every device has all parameters and its part of the batch."""
     dims = batch_dims(graph)
 
-    def allowed(place: int, split: Split) -> bool:
+    def allowed(place: int, split: OpSplit) -> bool:
         operator = graph.operators[place]
         dim = dims[place]
         if operator.kind == PARAMETER or dim is None or not _fits(operator.dims[dim].parts, mesh):
@@ -25,7 +41,7 @@ def data_parallel(graph: Graph, mesh: Mesh) -> Allowed:
     return allowed
 
 
-def fully_sharded(graph: Graph, mesh: Mesh) -> Allowed:
+def fully_sharded(graph: Graph, mesh: Mesh) -> SplitFilter:
     """Data parallelism whose parameters, gradients and states are each cut along their first axis that can be; what is
     too small to cut stays whole."""
     same = data_parallel(graph, mesh)
@@ -35,7 +51,7 @@ def fully_sharded(graph: Graph, mesh: Mesh) -> Allowed:
             able = [dim for dim in range(len(operator.dims)) if _fits(operator.dims[dim].parts, mesh)]
             stored[place] = (able[0] if able else REPLICATED,) * len(mesh.sizes)
 
-    def allowed(place: int, split: Split) -> bool:
+    def allowed(place: int, split: OpSplit) -> bool:
         return split == stored[place] if place in stored else same(place, split)
 
     return allowed
@@ -45,7 +61,7 @@ def _fits(parts: int, mesh: Mesh) -> bool:
     return mesh.devices > 1 and parts % mesh.devices == 0
 
 
-def expert(graph: Graph, mesh: Mesh) -> Allowed | None:
+def expert(graph: Graph, mesh: Mesh) -> SplitFilter | None:
     """On a mesh of two axes: the outer one has the batch. Along the inner one, the products of each layer of a
     transformer are cut by heads and hidden units, and what lies between layers is whole, as Megatron does; in a network
     without attention, the linear layers are cut and the convolutions are not, which is the one weird trick of
@@ -61,7 +77,7 @@ def expert(graph: Graph, mesh: Mesh) -> Allowed | None:
         if operator.kind == "norm" or (operator.kind == "conv") or (not attention and operator.kind != "matmul")
     }
 
-    def fits(place: int) -> set[Split]:
+    def fits(place: int) -> set[OpSplit]:
         """The splits that follow the rule, if the operator can follow it."""
         operator, dim = graph.operators[place], dims[place]
         every = set(splits(operator, mesh))
@@ -80,3 +96,24 @@ def expert(graph: Graph, mesh: Mesh) -> Allowed | None:
 
     rule = [fits(place) for place in range(len(graph))]
     return lambda place, split: split in rule[place]
+
+
+def compare_with_others(graph: Graph, request: PlanRequest) -> Iterator[Comparison]:
+    """What others would do with the same devices: the batch whole, one stage, no recomputation."""
+    flat = Mesh((request.devices,))
+    rules = [
+        ("data parallel", flat, data_parallel(graph, flat)),
+        ("fully sharded", flat, fully_sharded(graph, flat)),
+    ]
+    for name, mesh, allowed in rules:
+        found = solve_config(ParallelConfig(graph, mesh, 1, request.training), request.machine, math.inf, allowed)
+        yield Comparison(name, found.cost, str(mesh))
+    best: Comparison | None = None
+    for mesh in meshes(request.devices, 2) if request.devices > 1 else []:
+        rule = expert(graph, mesh)
+        if rule is None:
+            continue
+        cost = solve_config(ParallelConfig(graph, mesh, 1, request.training), request.machine, math.inf, rule).cost
+        if best is None or best.cost is None or cost.step_time < best.cost.step_time:
+            best = Comparison("expert", cost, str(mesh))
+    yield best or Comparison("expert", None, "", "needs at least 4 devices in two mesh axes")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from weft.errors import PlanError
-from weft.hardware.machine import Device, Level, Machine
+from weft.hardware.machine import DeviceSpec, Link, Machine
 
 _ROW = 100  # operators in a row, so that what starts and ends it counts little
 _COPIED = 1 << 26  # bytes, far more than caches hold
@@ -43,13 +43,13 @@ def calibrate(device: str = "cpu", devices: int = 1, quick: bool = False) -> Mac
         raise PlanError(f"cannot calibrate {devices} devices: at least 1" + (f", at most {there}" if there else ""))
     if devices == 1:
         found = _figures(Stopwatch(device, quick))
-        level = Level("memory (not measured between devices)", 1, found["bandwidth"] / 2, 0.0)
+        level = Link("memory (not measured between devices)", 1, found["bandwidth"] / 2, 0.0)
     else:
         found = _processes(device, devices, quick)
-        level = Level("loopback", devices, *fit(found.pop("messages")))
+        level = Link("loopback", devices, *fit(found.pop("messages")))
     curve = tuple((float(flops), float(fraction)) for flops, fraction in found.pop("efficiency"))
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    made = Device(efficiency=curve, capacity=_capacity(device, devices), **found)
+    made = DeviceSpec(efficiency=curve, capacity=_capacity(device, devices), **found)
     return Machine(f"{name} x{devices}, measured", made, (level,))
 
 
@@ -254,8 +254,8 @@ def _messages(watch: Stopwatch, count: int) -> Iterator[tuple[str, int, float, f
     """Rows to fit: every collective, in its turn, of tensors that are cut along their first or second axis."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from weft.plan.layout import PARTIAL, REPLICATED
     from weft.plan.runtime.redistribute import Collective, CollectiveStep, MeshCollectives
+    from weft.plan.sharding import PARTIAL, REPLICATED
 
     collectives = MeshCollectives(init_device_mesh(watch.device, (count,)))
     steps = [CollectiveStep(Collective.ALL_REDUCE, 0, PARTIAL, REPLICATED)]

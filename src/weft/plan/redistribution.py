@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from weft.hardware import collectives
 from weft.hardware.machine import Machine
-from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh
+from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements
 
 Table = NDArray[np.float64]
 
@@ -28,14 +28,14 @@ class Redistribution:
         self._links = [machine.axis_link(mesh.sizes, axis) for axis in range(len(mesh.sizes))]
         self._kept: dict[tuple[object, ...], Table] = {}
 
-    def table(self, size: float, sources: Sequence[Layout], targets: Sequence[Layout]) -> Table:
+    def table(self, size: float, sources: Sequence[Placements], targets: Sequence[Placements]) -> Table:
         """Seconds from every source (a row) to every target (a column) for a tensor of ``size`` bytes in all."""
         key = (size, tuple(sources), tuple(targets))
         if key not in self._kept:
             self._kept[key] = self._table(size, sources, targets)
         return self._kept[key]
 
-    def _table(self, size: float, sources: Sequence[Layout], targets: Sequence[Layout]) -> Table:
+    def _table(self, size: float, sources: Sequence[Placements], targets: Sequence[Placements]) -> Table:
         axes = len(self.mesh.sizes)
         shape = (len(sources), len(targets))
         a = np.array(sources, dtype=np.int64).reshape(len(sources), 1, axes)
@@ -72,7 +72,7 @@ class Redistribution:
         return np.asarray(same & moved, dtype=np.bool_)
 
 
-def settled(laid: Layout) -> Layout:
+def grad_placements(laid: Placements) -> Placements:
     """How the gradient of a result must lie where the result lies so: partial results have whole gradients."""
     return tuple(REPLICATED if place == PARTIAL else place for place in laid)
 

@@ -1,45 +1,107 @@
-"""A saved plan read again, perhaps edited by hand: its form, and its splits for a model."""
+"""What a saved plan holds, and how it is read again, perhaps edited by hand.
+
+A saved plan holds its decisions, its costs, and a row for each operator with what that costs by itself, to be shown.
+The keys are those of format 1, whatever the names of the fields.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from weft.errors import PlanError
-from weft.plan.graph import Graph
-from weft.plan.layout import REPLICATED, Mesh, Split, splits
+from weft.hardware.presets import preset
+from weft.plan.configurations import ParallelConfig, price_assignment
+from weft.plan.costs import PlanCost, Tables, tables
+from weft.plan.graph import PARAMETER, Graph, Tensor, batch_dims
+from weft.plan.sharding import (
+    PARTIAL,
+    REPLICATED,
+    Mesh,
+    OpSplit,
+    Placements,
+    local_shape,
+    operand_placements,
+    result_placements,
+    shards,
+    splits,
+)
+from weft.plan.solver import OverLimit
 from weft.utils.files import read_json
+
+if TYPE_CHECKING:
+    from weft.hardware.machine import Machine
+    from weft.plan.plan import Plan
 
 FORMAT = 1
 
 
+COST_KEYS = {"step_time": "step", "lower_bound": "bound"}
+"""Fields of `PlanCost` that a file calls otherwise."""
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class SavedCost(msgspec.Struct, rename=COST_KEYS):
+    """A `PlanCost` as a file has it."""
+
+    step_time: float
+    compute: float
+    communication: float
+    bubble: float
+    memory: float
+    parameters: float
+    activations: float
+    lower_bound: float
+
+
+class SavedPlan(msgspec.Struct):
+    """What of a saved plan is read again; files of older versions have no ``training`` and no ``machine_spec``."""
+
+    format: int
+    machine: str
+    devices: _Count
+    mesh: list[_Count]
+    microbatches: _Count
+    recompute: bool
+    splits: dict[str, list[str]]
+    stage: dict[str, int]
+    idle: int = 0
+    limit: float | None = None
+    training: dict[str, Any] | None = None
+    machine_spec: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, found: Any, where: str = "what is given") -> SavedPlan:
+        """The values of a saved plan; PlanError where it has not the form of one."""
+        wanted = {each.name for each in msgspec.structs.fields(cls) if each.required}
+        if not isinstance(found, Mapping) or not wanted <= set(found):
+            missing = sorted(wanted - set(found)) if isinstance(found, Mapping) else sorted(wanted)
+            raise PlanError(f"{where} is no plan: it lacks {', '.join(missing)}")
+        if found["format"] != FORMAT:
+            raise PlanError(f"{where} has format {found['format']!r}, and format {FORMAT} is read here: plan again")
+        try:
+            saved = msgspec.convert(dict(found), cls)
+        except msgspec.ValidationError as error:
+            raise PlanError(f"{where} is no plan: {error}") from error
+        if saved.devices % math.prod(saved.mesh):
+            raise PlanError(f"{where} is no plan: {saved.devices} devices are not stages of the mesh {saved.mesh}")
+        return saved
+
+
 def read_plan(path: Path | str) -> dict[str, Any]:
-    """What `Plan.save` wrote, checked for its form; bound to a model by ``weft.plan(..., load=path)``."""
-    return checked(read_json(Path(path)), f"'{path}'")
-
-
-def checked(found: Any, where: str = "what is given") -> dict[str, Any]:
-    """A saved plan, perhaps edited, as it is; raises PlanError where it has not the form of one."""
-    wanted = set(_Saved.__struct_fields__)
-    if not isinstance(found, Mapping) or not wanted <= set(found):
-        missing = sorted(wanted - set(found)) if isinstance(found, Mapping) else sorted(wanted)
-        raise PlanError(f"{where} is no plan: it lacks {', '.join(missing)}")
-    if found["format"] != FORMAT:
-        raise PlanError(f"{where} has format {found['format']!r}, and format {FORMAT} is read here: plan again")
-    try:
-        told = msgspec.convert(dict(found), _Saved)
-    except msgspec.ValidationError as error:
-        raise PlanError(f"{where} is no plan: {error}") from error
-    if told.devices % math.prod(told.mesh):
-        raise PlanError(f"{where} is no plan: {told.devices} devices are not stages of the mesh {told.mesh}")
+    """What `Plan.save` wrote, checked for its form; `weft.plan.load` binds it to a model."""
+    found = read_json(Path(path))
+    SavedPlan.of(found, f"'{path}'")
     return dict(found)
 
 
-def read_splits(graph: Graph, mesh: Mesh, given: Mapping[str, Any]) -> tuple[Split, ...]:
+def read_splits(graph: Graph, mesh: Mesh, given: Mapping[str, Any]) -> tuple[OpSplit, ...]:
     """Splits from the names of dimensions; raises PlanError for an operator or a split that cannot be."""
     places = {operator.name: place for place, operator in enumerate(graph.operators)}
     if unknown := [name for name in given if name not in places]:
@@ -65,17 +127,147 @@ def read_splits(graph: Graph, mesh: Mesh, given: Mapping[str, Any]) -> tuple[Spl
     return tuple(found)
 
 
-_Count = Annotated[int, msgspec.Meta(ge=1)]
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Plain values. ``splits`` may be edited by hand: for each operator the dimension that each mesh axis cuts."""
+    names = [operator.name for operator in plan.graph.operators]
+    return {
+        "format": FORMAT,
+        "model": plan.model,
+        "machine": plan.machine,
+        "devices": plan.devices,
+        "idle": plan.unused_devices,
+        "mesh": list(plan.mesh.sizes),
+        "stages": plan.stages,
+        "microbatches": plan.microbatches,
+        "recompute": plan.recompute,
+        "untried": plan.untried_configs,
+        "limit": None if math.isinf(plan.memory_limit) else plan.memory_limit,
+        "training": {"dtype": plan.training.dtype, "optimizer_bytes": plan.training.optimizer_bytes},
+        "cost": {COST_KEYS.get(name, name): value for name, value in asdict(plan.cost).items()},
+        "splits": {name: list(plan.names(op)) for op, name in enumerate(names)},
+        "stage": dict(zip(names, plan.stage, strict=True)) if plan.stages > 1 else {},
+        "compared": [
+            {
+                "name": row.name,
+                "mesh": row.mesh,
+                "why": row.why,
+                "step": row.cost.step_time if row.cost else None,
+                "memory": row.cost.memory if row.cost else None,
+            }
+            for row in plan.comparisons
+        ],
+    }
 
 
-class _Saved(msgspec.Struct):
-    """What of a saved plan is read again."""
+def to_saved(plan: Plan) -> dict[str, Any]:
+    """What a file holds: the plain values of the plan, the machine, and a row for each operator."""
+    machine = {} if plan.machine_spec is None else {"machine_spec": plan.machine_spec.to_json()}
+    return {**to_json(plan), **machine, "operators": operators(plan)}
 
-    format: int
-    machine: str
-    devices: _Count
-    mesh: list[_Count]
-    microbatches: _Count
-    recompute: bool
-    splits: dict[str, list[str]]
-    stage: dict[str, int]
+
+@dataclass(frozen=True, slots=True)
+class OpCosts:
+    """Of each operator, in the order of the graph: seconds of a step, and bytes of a device.
+
+    ``communication`` is what its reads and their gradients take to move; ``moved`` are the edges, as (source, reader),
+    that move anything. ``weights`` and ``states`` (gradients and the optimizer's) are of parameters, ``activations`` of
+    one micro-batch in flight.
+    """
+
+    compute: tuple[float, ...]
+    communication: tuple[float, ...]
+    moved: frozenset[tuple[int, int]]
+    weights: tuple[float, ...]
+    states: tuple[float, ...]
+    activations: tuple[float, ...]
+
+
+def operators(plan: Plan) -> list[dict[str, Any]]:
+    """A row for each operator: what it is, its split as names of dimensions, what it reads and gives, whole and on a
+    device, and its costs where they are known. A read is ``moved`` where anything goes from one device to another."""
+    costs, batch = op_costs(plan), batch_dims(plan.graph)
+    moved = set(costs.moved) if costs else set()
+    rows = []
+    for place, operator in enumerate(plan.graph.operators):
+        split, dim = plan.splits[place], batch[place]
+        row = {
+            "name": operator.name,
+            "kind": operator.kind,
+            "target": operator.target,
+            "module": operator.module,
+            "known": operator.known,
+            "flops": operator.flops,
+            "dims": [[own.name, own.size] for own in operator.dims],
+            "split": list(plan.names(place)),
+            "batch": None if dim is None else operator.dims[dim].name,
+            "stage": plan.stage[place],
+            "reads": [
+                {
+                    "source": read.source,
+                    # What no gradient flows through is made anew in each stage.
+                    "moved": (read.source, place) in moved
+                    or (plan.stage[read.source] != plan.stage[place] and read.tensor.gradient),
+                    **_tensor(read.tensor, operand_placements(read.tensor, split), plan.mesh),
+                }
+                for read in operator.reads
+            ],
+            "gives": [_tensor(own, result_placements(own, split), plan.mesh) for own in operator.outputs],
+        }
+        if costs:
+            for name in ("compute", "communication", "weights", "states", "activations"):
+                row[name] = getattr(costs, name)[place]
+        rows.append(row)
+    return rows
+
+
+def op_costs(plan: Plan) -> OpCosts | None:
+    """The costs of each operator, on the machine of the plan or the preset that it names; None where they cannot be
+    known: the machine is not, or the costs of the plan are others, as after its splits were edited."""
+    try:
+        found = _tables(plan, plan.machine_spec or preset(plan.machine))
+    except PlanError:
+        return None
+    if found is None:
+        return None
+    communication = [0.0] * len(plan.graph)
+    for (_, reader), table in found.moves.items():
+        communication[reader] += float(table[0, 0])
+    memory = [float(table[0]) for table in found.memory]
+    parameters = [operator.kind == PARAMETER for operator in plan.graph.operators]
+    weights = [
+        operator.outputs[0].bytes / shards(result_placements(operator.outputs[0], split), plan.mesh)
+        if parameter
+        else 0.0
+        for operator, split, parameter in zip(plan.graph.operators, plan.splits, parameters, strict=True)
+    ]
+    return OpCosts(
+        tuple(float(table[0]) for table in found.compute),
+        tuple(communication),
+        frozenset(edge for edge, table in found.moves.items() if table[0, 0] > 0),
+        tuple(weights),
+        tuple(b - w if own else 0.0 for b, w, own in zip(memory, weights, parameters, strict=True)),
+        tuple(0.0 if own else b for b, own in zip(memory, parameters, strict=True)),
+    )
+
+
+def _tensor(tensor: Tensor, laid: Placements, mesh: Mesh) -> dict[str, Any]:
+    here = local_shape(tensor.shape, laid, mesh)
+    return {"shape": list(tensor.shape), "local": list(here), "partial": PARTIAL in laid}
+
+
+def _tables(plan: Plan, machine: Machine) -> Tables | None:
+    """The tables that have each operator's own split alone, if they give the costs of the plan."""
+    made, cost = _priced(plan, machine)
+    pairs = [(getattr(cost, name), getattr(plan.cost, name)) for name in ("compute", "communication", "memory")]
+    return made if all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs) else None
+
+
+def _priced(plan: Plan, machine: Machine) -> tuple[Tables, PlanCost]:
+    own = plan.splits
+    made = tables(plan.graph, plan.mesh, machine, plan.training, lambda at, split: split == own[at], plan.stages)
+    config = ParallelConfig(plan.graph, plan.mesh, plan.stages, plan.training)
+    assignment = (0,) * len(plan.graph)
+    try:
+        return made, price_assignment(config, machine, made, assignment, plan.memory_limit).cost
+    except OverLimit:
+        return made, price_assignment(config, machine, made, assignment, math.inf).cost

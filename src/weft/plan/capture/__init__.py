@@ -2,6 +2,6 @@
 
 from weft.plan.capture.batch import Batch
 from weft.plan.capture.call import tensors
-from weft.plan.capture.captured import Captured, capture
+from weft.plan.capture.captured import CapturedModel, capture
 
-__all__ = ["Batch", "Captured", "capture", "tensors"]
+__all__ = ["Batch", "CapturedModel", "capture", "tensors"]

@@ -17,7 +17,7 @@ from weft.plan.graph import Graph
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedModel:
     """A graph and its program. Operators have the names of the program's nodes, and their reads are in the order in
     which a node's arguments name tensors.
 
@@ -43,7 +43,7 @@ class Captured:
     seconds: float
 
 
-def capture(model: nn.Module, batch: Batch, *, loss: Loss | None = None, name: str | None = None) -> Captured:
+def capture(model: nn.Module, batch: Batch, *, loss: Loss | None = None, name: str | None = None) -> CapturedModel:
     """The graph of a model's forward for this batch, in the mode (training or evaluation) that it is in.
 
     ``batch`` is a tensor, a tuple of positional arguments or a mapping of keyword arguments; ``loss(output, batch)``
@@ -54,7 +54,7 @@ def capture(model: nn.Module, batch: Batch, *, loss: Loss | None = None, name: s
     found = program(model, named, loss)
     graph, values, tied = build(name or type(model).__name__, model, found)
     places = {entry.name: place for place, entry in enumerate(graph.operators)}
-    return Captured(
+    return CapturedModel(
         graph,
         found.program,
         found.graph,

@@ -17,17 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.errors import PlanError
-from weft.plan.batches import batch_size
-from weft.plan.capture import Captured, capture
-from weft.plan.graph import Graph, Operator
-from weft.plan.layout import REPLICATED, Mesh, Split
+from weft.plan.capture import CapturedModel, capture
+from weft.plan.graph import Graph, Operator, batch_size
 from weft.plan.runtime.checks import invalid_split, unsupported_operators
 from weft.plan.runtime.module import ParallelModule, RunOptions
 from weft.plan.runtime.p2p import ProcessGrid, Stages, name_lost_peer
 from weft.plan.runtime.parameters import storage_owners
 from weft.plan.runtime.program import CapturedProgram, ValueRef, split_batch
 from weft.plan.runtime.stages import StageGraph
-from weft.plan.strategy import Strategy
+from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan
@@ -52,8 +50,8 @@ def apply_plan(
 
 
 def parallelize(
-    captured: Captured,
-    strategy: Strategy,
+    captured: CapturedModel,
+    strategy: ShardingStrategy,
     stage: Sequence[int | None] | None = None,
     options: RunOptions | None = None,
     *,
@@ -85,7 +83,7 @@ def parallelize(
         return ParallelModule(program, strategy, stage_graph, grid, weights, tied, options)
 
 
-def _ranks(stages: int, strategy: Strategy, mesh: DeviceMesh | None) -> torch.Tensor:
+def _ranks(stages: int, strategy: ShardingStrategy, mesh: DeviceMesh | None) -> torch.Tensor:
     """The processes, a row for each stage."""
     devices = strategy.mesh.devices
     wanted = (stages, *strategy.mesh.sizes)
@@ -123,8 +121,8 @@ def _tied(
 
 
 def capture_microbatch(
-    plan: Plan, whole: Captured, model: nn.Module, batch: Any, loss: Any
-) -> tuple[Captured, Strategy, tuple[int | None, ...]]:
+    plan: Plan, whole: CapturedModel, model: nn.Module, batch: Any, loss: Any
+) -> tuple[CapturedModel, ShardingStrategy, tuple[int | None, ...]]:
     """One micro-batch of a plan, captured, with its splits and stages. ``whole`` is of the whole batch; ``batch`` and
     ``loss`` are as they were then. Raises PlanError where they are not."""
     if plan.microbatches == 1:
@@ -137,12 +135,12 @@ def capture_microbatch(
     first = split_batch(batch, batch_size(whole.graph), plan.microbatches)[0]
     found = capture(model, first, loss=loss, name=plan.model)
     splits, stage = transfer_splits(plan.graph, plan.splits, plan.stage, found.graph, plan.mesh)
-    return found, Strategy(plan.mesh, splits), stage
+    return found, ShardingStrategy(plan.mesh, splits), stage
 
 
 def transfer_splits(
-    planned: Graph, splits: Sequence[Split], stage: Sequence[int], found: Graph, mesh: Mesh
-) -> tuple[tuple[Split, ...], tuple[int | None, ...]]:
+    planned: Graph, splits: Sequence[OpSplit], stage: Sequence[int], found: Graph, mesh: Mesh
+) -> tuple[tuple[OpSplit, ...], tuple[int | None, ...]]:
     """The split and the stage of each operator of ``found``. Operators through which gradients flow must be those of
     the plan in its order, else PlanError; others are found by their names, and have no stage where the plan lacks
     them."""
@@ -157,8 +155,8 @@ def transfer_splits(
         )
     pairs = dict(zip(ours, theirs, strict=True))
     named = {(each.name, each.target): place for place, each in enumerate(planned.operators) if not _learns(each)}
-    whole: Split = (REPLICATED,) * len(mesh.sizes)
-    new: list[Split] = []
+    whole: OpSplit = (REPLICATED,) * len(mesh.sizes)
+    new: list[OpSplit] = []
     stages: list[int | None] = []
     for place, operator in enumerate(found.operators):
         old = pairs.get(place, named.get((operator.name, operator.target)))
@@ -179,7 +177,7 @@ def _refuse_other(own: Operator, other: Operator) -> None:
         )
 
 
-def _split(old: Operator, new: Operator, split: Split, mesh: Mesh) -> Split:
+def _split(old: Operator, new: Operator, split: OpSplit, mesh: Mesh) -> OpSplit:
     """The split of the same axes; a mesh axis that cannot cut them is left out."""
     if [dim.name for dim in old.dims] != [dim.name for dim in new.dims]:
         split = tuple(_dim(old, new, place) if place >= 0 else place for place in split)

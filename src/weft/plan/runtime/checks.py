@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from weft.errors import PlanError
-from weft.plan.capture import Captured
+from weft.plan.capture import CapturedModel
 from weft.plan.graph import Operator
-from weft.plan.layout import Mesh, Split, local_shape
 from weft.plan.runtime.local_ops import local_kernel
 from weft.plan.runtime.program import (
     CannotShard,
@@ -22,11 +21,14 @@ from weft.plan.runtime.program import (
 )
 from weft.plan.runtime.redistribute import ShapeOnlyCollectives
 from weft.plan.runtime.stages import StageGraph
-from weft.plan.strategy import Strategy
+from weft.plan.sharding import Mesh, OpSplit, ShardingStrategy, local_shape
 
 
 def unsupported(
-    captured: Captured, strategy: Strategy, stage: Sequence[int | None] | None = None, whole_steps: bool = False
+    captured: CapturedModel,
+    strategy: ShardingStrategy,
+    stage: Sequence[int | None] | None = None,
+    whole_steps: bool = False,
 ) -> list[str]:
     """Why a strategy cannot be run; empty if it can. ``stage`` says where each operator runs, if not in one stage; with
     ``whole_steps`` the program must have a loss, as stages, micro-batches and recomputation need."""
@@ -39,7 +41,7 @@ def unsupported(
     return []
 
 
-def unsupported_operators(captured: Captured, strategy: Strategy) -> list[str]:
+def unsupported_operators(captured: CapturedModel, strategy: ShardingStrategy) -> list[str]:
     """The reasons that lie in single operators, one for each that cannot be run."""
     graph, mesh = captured.graph, strategy.mesh
     if any(size < 1 for size in mesh.sizes):
@@ -65,7 +67,7 @@ def unsupported_operators(captured: Captured, strategy: Strategy) -> list[str]:
     return found
 
 
-def invalid_split(operator: Operator, split: Split, mesh: Mesh) -> str | None:
+def invalid_split(operator: Operator, split: OpSplit, mesh: Mesh) -> str | None:
     """Why a split is none of this operator on this mesh."""
     if len(split) != len(mesh.sizes):
         return f"the split {split} has {len(split)} entries for the {len(mesh.sizes)} axes of the mesh {mesh}"

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh, gradient_layout
 from weft.plan.runtime.local_ops import local_kernel
 from weft.plan.runtime.program import (
     CapturedProgram,
@@ -31,7 +30,7 @@ from weft.plan.runtime.redistribute import (
     redistribute,
     redistribution_steps,
 )
-from weft.plan.strategy import Strategy
+from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, ShardingStrategy, gradient_placements
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +102,8 @@ class LocalProgram:
 
 def lower(
     captured: CapturedProgram,
-    strategy: Strategy,
-    inputs: Mapping[ValueRef, Layout],
+    strategy: ShardingStrategy,
+    inputs: Mapping[ValueRef, Placements],
     results: Sequence[ValueRef],
     keep_sharded: Collection[ValueRef] = (),
     only: Collection[int] | None = None,
@@ -115,14 +114,14 @@ def lower(
     places alone are computed; of the others, the random ones are drawn and thrown away, so that the generator goes on
     as if they were. What is redistributed of the inputs in ``reshard`` is not kept for the backward."""
     mesh = strategy.mesh
-    whole: Layout = (REPLICATED,) * len(mesh.sizes)
+    whole: Placements = (REPLICATED,) * len(mesh.sizes)
     calls = [(place, captured.call(place, node, strategy.splits[place], mesh)) for place, node in captured.calls()]
     made = [(place, call, local_kernel(call)) for place, call in calls if only is None or place in only]
     layouts = dict(inputs)
     for place, call, how in made:
         for output in range(len(call.operator.outputs)):
             layouts[ValueRef(place, output)] = resolve_partials(call.result_placements(output), output in how.whole)
-    requested: dict[tuple[ValueRef, Layout], list[Layout]] = {}  # to the ways in which gradients come back
+    requested: dict[tuple[ValueRef, Placements], list[Placements]] = {}  # to the ways in which gradients come back
     for _, call, how in made:
         for operand in operands([how.args, how.kwargs]):
             _request(requested, ValueRef(operand.source, operand.output), *_operand_request(call, operand))
@@ -148,10 +147,10 @@ def lower(
 
 
 def resolved_placements(
-    captured: CapturedProgram, strategy: Strategy, values: Collection[ValueRef]
-) -> dict[ValueRef, Layout]:
+    captured: CapturedProgram, strategy: ShardingStrategy, values: Collection[ValueRef]
+) -> dict[ValueRef, Placements]:
     """How some values come to lie, with their partial sums added up."""
-    found: dict[ValueRef, Layout] = {}
+    found: dict[ValueRef, Placements] = {}
     for place, node in captured.calls():
         for value in values:
             if value.source == place:
@@ -162,17 +161,20 @@ def resolved_placements(
     return found
 
 
-def resolve_partials(placements: Layout, whole: bool) -> Layout:
+def resolve_partials(placements: Placements, whole: bool) -> Placements:
     """The placements, with ``whole`` those after partial sums were added up."""
     return tuple(REPLICATED if whole and place == PARTIAL else place for place in placements)
 
 
-def _operand_request(call: ShardedCall, operand: Operand) -> tuple[Layout, Layout]:
-    return call.operand_placements(operand), gradient_layout(operand.tensor, call.split)
+def _operand_request(call: ShardedCall, operand: Operand) -> tuple[Placements, Placements]:
+    return call.operand_placements(operand), gradient_placements(operand.tensor, call.split)
 
 
 def _request(
-    requested: dict[tuple[ValueRef, Layout], list[Layout]], value: ValueRef, wanted: Layout, gradient: Layout
+    requested: dict[tuple[ValueRef, Placements], list[Placements]],
+    value: ValueRef,
+    wanted: Placements,
+    gradient: Placements,
 ) -> None:
     known = requested.setdefault((value, wanted), [])
     if gradient not in known:
@@ -185,22 +187,22 @@ class _Lowering:
     def __init__(
         self,
         mesh: Mesh,
-        layouts: Mapping[ValueRef, Layout],
-        requested: Mapping[tuple[ValueRef, Layout], list[Layout]],
+        layouts: Mapping[ValueRef, Placements],
+        requested: Mapping[tuple[ValueRef, Placements], list[Placements]],
         reshard: frozenset[ValueRef],
     ) -> None:
         self.mesh, self.layouts, self.requested, self.reshard = mesh, layouts, requested, reshard
         self.instructions: list[Instruction] = []
         self.count = 0
         self._registers: dict[ValueRef, int] = {}
-        self._fetched: dict[tuple[ValueRef, Layout], dict[Layout, int]] = {}
+        self._fetched: dict[tuple[ValueRef, Placements], dict[Placements, int]] = {}
 
     def register(self, value: ValueRef) -> int:
         if value not in self._registers:
             self._registers[value] = self._new()
         return self._registers[value]
 
-    def fetch(self, value: ValueRef, wanted: Layout, gradient: Layout) -> int:
+    def fetch(self, value: ValueRef, wanted: Placements, gradient: Placements) -> int:
         """The register of a value as a reader wants it."""
         key = (value, wanted)
         if key not in self._fetched:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from weft.errors import PlanError
-from weft.plan.batches import batch_size
 from weft.plan.capture.batch import Batch
+from weft.plan.graph import batch_size
 from weft.plan.runtime.lowering import LocalProgram, Segment
 from weft.plan.runtime.p2p import ProcessGrid, StageP2P, Stages, name_lost_peer
 from weft.plan.runtime.parameters import full_tensor, persistent_buffers, register_tensors, storage_owners
@@ -30,7 +30,7 @@ from weft.plan.runtime.program import CallSignature, CapturedProgram, ValueRef, 
 from weft.plan.runtime.random_ops import require_equal_rng, rng_digest
 from weft.plan.runtime.redistribute import MeshCollectives, ReshardAfterForward
 from weft.plan.runtime.stages import StageGraph, StagePlan, forward_program
-from weft.plan.strategy import Strategy
+from weft.plan.sharding import ShardingStrategy
 
 
 class StageOp(NamedTuple):
@@ -94,7 +94,7 @@ class ParallelModule(nn.Module):
     def __init__(
         self,
         program: CapturedProgram,
-        strategy: Strategy,
+        strategy: ShardingStrategy,
         stage_graph: StageGraph,
         grid: ProcessGrid,
         weights: nn.Module | Mapping[str, Tensor] | None,

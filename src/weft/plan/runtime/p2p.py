@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.errors import PlanError
-from weft.plan.layout import Mesh
 from weft.plan.runtime.stages import P2PTensor
+from weft.plan.sharding import Mesh
 
 
 class StageP2P:

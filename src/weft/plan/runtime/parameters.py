@@ -13,12 +13,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.export import ExportedProgram
 
 from weft.errors import PlanError
-from weft.plan.capture import Captured
-from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh
+from weft.plan.capture import CapturedModel
 from weft.plan.runtime.lowering import Instruction, LocalProgram, Redistribute
 from weft.plan.runtime.program import CapturedProgram, ValueRef
 from weft.plan.runtime.redistribute import MeshCollectives, redistribution_steps
-from weft.plan.strategy import Strategy
+from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, ShardingStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +26,13 @@ class ModelTensors:
 
     parameters: Mapping[ValueRef, str]
     buffers: Mapping[ValueRef, str]
-    layouts: Mapping[ValueRef, Layout]
+    layouts: Mapping[ValueRef, Placements]
 
 
 def register_tensors(
     module: nn.Module,
     program: CapturedProgram,
-    strategy: Strategy,
+    strategy: ShardingStrategy,
     mesh: DeviceMesh,
     device: torch.device,
     given: nn.Module | Mapping[str, Tensor] | None,
@@ -46,11 +45,11 @@ def register_tensors(
     """
     captured = program.captured
     found = _values(captured, given)
-    whole: Layout = (REPLICATED,) * len(strategy.mesh.sizes)
+    whole: Placements = (REPLICATED,) * len(strategy.mesh.sizes)
     owner_of = storage_owners(program, given)
     made: dict[ValueRef, nn.Parameter] = {}
     parameters: dict[ValueRef, str] = {}
-    layouts: dict[ValueRef, Layout] = {}
+    layouts: dict[ValueRef, Placements] = {}
     for node, name in captured.parameters.items():
         used = captured.tied.get(node, node)
         value = program.value(used)
@@ -95,7 +94,7 @@ def storage_owners(
     return out
 
 
-def dtensor_placements(placements: Layout) -> list[Placement]:
+def dtensor_placements(placements: Placements) -> list[Placement]:
     """A layout as DTensor spells it."""
     return [
         Partial() if place == PARTIAL else Replicate() if place == REPLICATED else Shard(place) for place in placements
@@ -117,7 +116,7 @@ def _identity(source: Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 def _parameter(
-    source: Tensor, mesh: DeviceMesh, device: torch.device, placements: Layout, trained: bool
+    source: Tensor, mesh: DeviceMesh, device: torch.device, placements: Placements, trained: bool
 ) -> nn.Parameter:
     spread = distribute_tensor(source.detach().to(device), mesh, dtensor_placements(placements))
     # A copy: where nothing is cut, it would be the model's own memory.
@@ -130,7 +129,7 @@ def _spread(source: Tensor, mesh: DeviceMesh, device: torch.device) -> Tensor:
     return spread.to_local().clone()
 
 
-def _values(captured: Captured, given: nn.Module | Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+def _values(captured: CapturedModel, given: nn.Module | Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
     if isinstance(given, nn.Module):
         named = (*given.named_parameters(remove_duplicate=False), *given.named_buffers(remove_duplicate=False))
         return dict(named)
@@ -146,7 +145,7 @@ def _found(values: Mapping[str, Tensor], name: str) -> Tensor:
     return found
 
 
-def persistent_buffers(captured: Captured) -> frozenset[str]:
+def persistent_buffers(captured: CapturedModel) -> frozenset[str]:
     """The buffers that belong to the model's state."""
     if isinstance(captured.program, ExportedProgram):
         return frozenset(captured.program.state_dict)

@@ -15,12 +15,12 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from weft.errors import PlanError
-from weft.plan.capture import Captured
+from weft.plan.capture import CapturedModel
 from weft.plan.capture.batch import Batch
 from weft.plan.graph import Graph, Operator, Read
 from weft.plan.graph import Tensor as GraphTensor
-from weft.plan.layout import PARTIAL, Layout, Mesh, Split, layout, local_shape, result_layout
 from weft.plan.runtime.redistribute import MeshCollectives
+from weft.plan.sharding import PARTIAL, Mesh, OpSplit, Placements, local_shape, operand_placements, result_placements
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class CapturedProgram:
     """A captured program whose calls are looked at one by one. ``device`` is where tensors are made that the program
     makes, if not where it was captured."""
 
-    captured: Captured
+    captured: CapturedModel
     device: torch.device | None = None
 
     @property
@@ -69,7 +69,7 @@ class CapturedProgram:
         nodes = [node for node in self.captured.nodes.nodes if node.name in self.captured.values]
         return {self.value(each.name): _dtype(each) for each in nodes if isinstance(each.meta.get("val"), Tensor)}
 
-    def call(self, place: int, node: fx.Node, split: Split, mesh: Mesh) -> ShardedCall:
+    def call(self, place: int, node: fx.Node, split: OpSplit, mesh: Mesh) -> ShardedCall:
         """A call with its arguments in the order of the schema, and operands in place of nodes."""
         reads = _Reads(self.graph.operators[place])
 
@@ -269,7 +269,7 @@ class ShardedCall:
     """A call of the program with its arguments in the order of the schema, defaults included."""
 
     operator: Operator
-    split: Split
+    split: OpSplit
     mesh: Mesh
     target: Any
     args: list[Any]
@@ -310,11 +310,11 @@ class ShardedCall:
         """Into how many parts a dimension is split."""
         return math.prod(size for size, split in zip(self.mesh.sizes, self.split, strict=True) if split == place)
 
-    def operand_placements(self, operand: Operand) -> Layout:
-        return layout(operand.tensor, self.split)
+    def operand_placements(self, operand: Operand) -> Placements:
+        return operand_placements(operand.tensor, self.split)
 
-    def result_placements(self, output: int = 0) -> Layout:
-        return result_layout(self.operator.outputs[output], self.split)
+    def result_placements(self, output: int = 0) -> Placements:
+        return result_placements(self.operator.outputs[output], self.split)
 
     def shape(self, output: int = 0) -> tuple[int, ...]:
         """Of this device's part of an output."""

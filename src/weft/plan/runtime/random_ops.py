@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.errors import PlanError
-from weft.plan.layout import REPLICATED, Layout
 from weft.plan.runtime.program import CannotShard, Kernel, LocalKernel, Operand, ShardedCall, operands
 from weft.plan.runtime.redistribute import MeshCollectives, redistribution_steps
+from weft.plan.sharding import REPLICATED, Placements
 
 
 def is_random(call: ShardedCall) -> bool:
@@ -32,7 +32,7 @@ def is_random(call: ShardedCall) -> bool:
     return isinstance(call.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in call.target.tags
 
 
-def take_shard(collectives: MeshCollectives, whole: Tensor, placements: Layout) -> Tensor:
+def take_shard(collectives: MeshCollectives, whole: Tensor, placements: Placements) -> Tensor:
     """This device's part of a tensor that every device has."""
     for axis, place in enumerate(placements):
         if place >= 0 and collectives.sizes[axis] > 1:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh
+from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements
 
 
 class Collective(StrEnum):
@@ -45,7 +45,7 @@ class CollectiveStep:
 CollectiveSteps = tuple[CollectiveStep, ...]
 
 
-def redistribution_steps(held: Layout, wanted: Layout, mesh: Mesh) -> CollectiveSteps:
+def redistribution_steps(held: Placements, wanted: Placements, mesh: Mesh) -> CollectiveSteps:
     """The steps from one layout to another that is not partial.
 
     A tensor axis that several mesh axes cut is cut by the outer one first, so an inner cut can be made or undone only
@@ -65,7 +65,7 @@ def redistribution_steps(held: Layout, wanted: Layout, mesh: Mesh) -> Collective
     return tuple(steps)
 
 
-def _legal(kind: Collective, axis: int, current: list[int], wanted: Layout) -> CollectiveStep | None:
+def _legal(kind: Collective, axis: int, current: list[int], wanted: Placements) -> CollectiveStep | None:
     """The step of this kind along this mesh axis, where it can be made now and brings the layout nearer."""
     old, new = current[axis], wanted[axis]
 

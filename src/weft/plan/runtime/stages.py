@@ -13,14 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from weft.errors import PlanError
+from weft.plan.costs import layer_of
 from weft.plan.graph import Graph
-from weft.plan.layout import REPLICATED, Layout, local_shape
 from weft.plan.runtime.lowering import LocalProgram, Segment, lower, resolved_placements, segments
 from weft.plan.runtime.parameters import DeferredGradSync, ModelTensors
 from weft.plan.runtime.program import CallSignature, CannotShard, CapturedProgram, ValueRef
 from weft.plan.runtime.random_ops import is_random, skip_draw
-from weft.plan.strategy import Strategy
-from weft.plan.tables import layer_of
+from weft.plan.sharding import REPLICATED, Placements, ShardingStrategy, local_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +179,7 @@ class StageGraph:
 
     @classmethod
     def of(
-        cls, program: CapturedProgram, strategy: Strategy, stage: Sequence[int | None], whole_steps: bool = True
+        cls, program: CapturedProgram, strategy: ShardingStrategy, stage: Sequence[int | None], whole_steps: bool = True
     ) -> StageGraph:
         """Raises PlanError where the stages cannot be run, or for ``whole_steps`` where there is no loss."""
         captured, signature = program.captured, CallSignature.of(program)
@@ -245,7 +244,7 @@ class StagePlan:
     def of(
         cls,
         program: CapturedProgram,
-        strategy: Strategy,
+        strategy: ShardingStrategy,
         stage_graph: StageGraph,
         stage: int,
         weights: ModelTensors,
@@ -254,7 +253,7 @@ class StagePlan:
     ) -> StagePlan:
         """One stage's part of whole steps."""
         graph, section = program.graph, stage_graph.sections[stage]
-        whole: Layout = (REPLICATED,) * len(strategy.mesh.sizes)
+        whole: Placements = (REPLICATED,) * len(strategy.mesh.sizes)
         sent = [each.value for each in section.sends]
         placements = resolved_placements(program, strategy, {*(each.value for each in section.receives), *sent})
         # A buffer's next value is wanted whole where it is made, and is sent so.
@@ -291,7 +290,7 @@ class StagePlan:
 
 def forward_program(
     program: CapturedProgram,
-    strategy: Strategy,
+    strategy: ShardingStrategy,
     changes: Mapping[str, ValueRef],
     weights: ModelTensors,
     recompute: bool,

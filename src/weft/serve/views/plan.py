@@ -13,8 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from weft.errors import PlanError, WeftError
-from weft.plan.plan import Cost
-from weft.plan.saved import read_plan
+from weft.plan.saved import SavedCost, read_plan
 from weft.serve.views.plan_graph import graph, layer_costs, stage_memory
 from weft.serve.views.plan_layers import Operator, nodes_of
 
@@ -25,7 +24,7 @@ MOST = 2000
 """The most nodes of a graph that is shown."""
 
 NO_OPERATORS = "it was saved without its operators: save it again with `weft plan ... --save`"
-EDITED = "its splits were edited: price it anew with `weft plan ... --load` and save it again"
+EDITED = "its splits were edited: price it anew with `weft plan ... --from-plan` and save it again"
 TOO_LARGE = "it has more than {count} operators that differ, which is more than can be drawn"
 DAMAGED = "its operators are damaged: save it again with `weft plan ... --save`"
 
@@ -51,7 +50,7 @@ class Saved(Struct):
     stages: Count
     microbatches: Count
     recompute: bool
-    cost: Cost
+    cost: SavedCost
     splits: dict[str, list[str]]
     limit: float | None = None
     untried: int = 0
@@ -97,7 +96,7 @@ def shown(raw: dict[str, Any], name: str) -> dict[str, Any]:
         "untried": saved.untried,
         "within": _number(saved.within),
         "seconds": {part: _number(max(getattr(cost, part), 0.0)) for part in ("compute", "communication", "bubble")},
-        "gap": _number(max(cost.step / cost.bound - 1.0, 0.0)) if cost.bound > 0 else 0.0,
+        "gap": _number(max(cost.step_time / cost.lower_bound - 1.0, 0.0)) if cost.lower_bound > 0 else 0.0,
         "without_rule": sorted({operator.target for operator in operators if not operator.known})[:100],
         "graph": drawn,
         "note": note,
@@ -151,7 +150,7 @@ def _operators(raw: dict[str, Any], saved: Saved) -> tuple[list[Operator], str |
 def _compared(saved: Saved, limit: float | None) -> list[dict[str, Any]]:
     """The plan itself and what others would do, in columns for a person."""
     cost = saved.cost
-    own = Compared("this plan", "x".join(map(str, saved.mesh)), "", cost.step, cost.memory)
+    own = Compared("this plan", "x".join(map(str, saved.mesh)), "", cost.step_time, cost.memory)
     found = []
     for row in (own, *saved.compared):
         step, memory = _number(row.step), _number(row.memory)
@@ -162,7 +161,9 @@ def _compared(saved: Saved, limit: float | None) -> list[dict[str, Any]]:
                 "step": step,
                 "memory": memory,
                 "fits": None if memory is None else limit is None or memory <= limit,
-                "plan_is_faster": step / cost.step if row is not own and step is not None and cost.step > 0 else None,
+                "plan_is_faster": step / cost.step_time
+                if row is not own and step is not None and cost.step_time > 0
+                else None,
                 "why": row.why,
             }
         )

@@ -37,7 +37,7 @@ class Read(Value, frozen=True, kw_only=True):
 
 
 class Operator(Struct, frozen=True):
-    """A row of ``weft.plan.operators``; its costs are None where they were not known."""
+    """A row of ``weft.plan.saved``; its costs are None where they were not known."""
 
     name: Word
     kind: Word

@@ -202,7 +202,7 @@ class _Fitting:
                 parts = made.microbatches
                 micro = self.setting.batch_size // parts
                 why = "; ".join([*tried, told])
-                return Fit("split", micro, parts, degree, needed, made.cost.step, why, made.to_json())
+                return Fit("split", micro, parts, degree, needed, made.cost.step_time, why, made.to_json())
             degree *= 2
         return None
 
@@ -224,10 +224,10 @@ class _Fitting:
             optimizer=self.setting.optimizer.cls.__name__.lower(),
             dtype={"fp32": "float32", "bf16": "bfloat16"}[self.setting.precision],
             compare=False,
-            seconds=SECONDS,
+            time_limit=SECONDS,
             **choices,
         )
-        if reasons := made.reasons():
+        if reasons := made.unsupported():
             raise PlanError(f"the plan cannot be run: {reasons[0]}")
         return made
 

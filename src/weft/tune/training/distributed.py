@@ -20,7 +20,7 @@ from weft.distributed.store import ControlStore
 from weft.engine.rng import HostSeeder, deterministic
 from weft.errors import TuneError
 from weft.nn.state import non_persistent_buffers, restore
-from weft.plan.planner import plan as make_plan
+from weft.plan.planner import load as load_plan
 from weft.tune.fit.loss_model import LossModule
 from weft.tune.jobs import Fit
 from weft.tune.recipe import TrialConfig
@@ -96,16 +96,7 @@ class _Split:
         batch = self._loader.batch(0)
         self._whole = LossModule(setting, model, tuple(batch))
         assert fit.plan is not None
-        planned = make_plan(
-            self._whole,
-            self._whole.tensors(batch),
-            fit.plan["machine"],
-            devices=fit.degree,
-            optimizer=setting.optimizer.cls.__name__.lower(),
-            dtype={"fp32": "float32", "bf16": "bfloat16"}[setting.precision],
-            load=fit.plan,
-            compare=False,
-        )
+        planned = load_plan(fit.plan, self._whole, self._whole.tensors(batch), compare=False)
         sizes = (planned.stages, *planned.mesh.sizes)
         mesh = init_device_mesh(device.type, sizes if planned.stages > 1 else sizes[1:])
         made = planned.apply(self._whole, self._whole.tensors(batch), mesh=mesh)

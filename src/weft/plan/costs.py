@@ -1,11 +1,16 @@
-"""From a graph, a mesh and a machine to the tables that the solver works on: seconds, and bytes a device."""
+"""From a graph, a mesh and a machine to the tables that the solver works on: seconds, and bytes a device.
+
+Parameters that several operators read are fetched once for all that read them alike; what that saves is part of the
+tables.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,26 +18,33 @@ from numpy.typing import NDArray
 from weft.errors import PlanError
 from weft.hardware.machine import Machine
 from weft.plan.graph import PARAMETER, Dim, Graph, Operator, Tensor
-from weft.plan.layout import Layout, Mesh, Split, gradient_layout, layout, result_layout, shards, splits
-from weft.plan.redistribution import Redistribution, settled
-from weft.plan.solve import Problem
-from weft.plan.tied import spared
+from weft.plan.redistribution import Redistribution, grad_placements
+from weft.plan.sharding import (
+    Mesh,
+    OpSplit,
+    Placements,
+    gradient_placements,
+    operand_placements,
+    result_placements,
+    shards,
+    splits,
+)
+from weft.plan.solver import Problem
 
 Table = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingSpec:
     """What a step is, beside the model: the dtype that matrix products run in, and what is kept a parameter element.
 
-    ``state`` is the optimizer's bytes an element (8 for Adam in fp32, 4 for momentum, 0 for plain SGD). ``overlap`` is
-    the part of the communication of parameters and their gradients that is hidden behind computing. ``recompute`` says
-    that layers keep their inputs alone and run their forward again. The graph is of one of ``microbatches``.
+    ``optimizer_bytes`` is the optimizer's state in bytes an element (8 for Adam in fp32, 4 for momentum, 0 for plain
+    SGD). With ``recompute`` layers keep their inputs alone and run their forward again. The graph is of one of
+    ``microbatches``.
     """
 
     dtype: str = "float32"
-    state: float = 8.0
-    overlap: float = 0.0
+    optimizer_bytes: float = 8.0
     recompute: bool = False
     microbatches: int = 1
 
@@ -42,12 +54,27 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanCost:
+    """Seconds of a step as predicted, and bytes of the fullest device. No plan with this mesh, these stages and
+    micro-batches takes less than ``lower_bound`` seconds."""
+
+    step_time: float
+    compute: float
+    communication: float
+    bubble: float
+    memory: float
+    parameters: float
+    activations: float
+    lower_bound: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tables:
     """The splits of every operator, and their costs: ``compute`` in seconds a split, ``moves`` in seconds a pair of
     splits of the two ends of an edge (parallel edges summed), ``memory`` in bytes of a device."""
 
     mesh: Mesh
-    splits: tuple[tuple[Split, ...], ...]
+    splits: tuple[tuple[OpSplit, ...], ...]
     compute: tuple[Table, ...]
     moves: dict[tuple[int, int], Table]
     memory: tuple[Table, ...]
@@ -62,15 +89,15 @@ class Tables:
         return math.fsum(float(memory[k]) for memory, k in zip(self.memory, pick, strict=True))
 
 
-Allowed = Callable[[int, Split], bool]
+SplitFilter = Callable[[int, OpSplit], bool]
 
 
 def tables(
     graph: Graph,
     mesh: Mesh,
     machine: Machine,
-    training: Training | None = None,
-    allowed: Allowed | None = None,
+    training: TrainingSpec | None = None,
+    allowed: SplitFilter | None = None,
     stages: int = 1,
 ) -> Tables:
     """The costs of one training step of the graph on the mesh.
@@ -78,7 +105,7 @@ def tables(
     ``allowed`` says whether the operator at a place may be split so; one of which nothing is left is refused. In one
     stage a parameter is fetched once for all that read it alike, in several ``stages`` each reader is charged.
     """
-    training = training or Training()
+    training = training or TrainingSpec()
     builder = _Builder(mesh, machine, training)
     kept = _kept(graph, training.recompute)
     choices = _choices(graph, mesh, allowed)
@@ -105,7 +132,9 @@ def tables(
                 edges[key] = builder.edge(*ends, source.kind == PARAMETER)
             edge = (read.source, place)
             moves[edge] = moves[edge] + edges[key] if edge in moves else edges[key]
-    for edge, table in spared(graph, choices, mesh, partial(builder.edge, parameter=True)) if stages == 1 else ():
+    for edge, table in (
+        shared_parameter_savings(graph, choices, mesh, partial(builder.edge, parameter=True)) if stages == 1 else ()
+    ):
         moves[edge] = moves[edge] + table if edge in moves else table
     return Tables(
         mesh,
@@ -116,20 +145,7 @@ def tables(
     )
 
 
-def narrowed(found: Tables, place: int, only: list[int]) -> Tables:
-    """The tables in which one operator has these of its splits alone."""
-    moves = {
-        (source, reader): table[only] if source == place else table[:, only] if reader == place else table
-        for (source, reader), table in found.moves.items()
-    }
-    compute, memory = (
-        (*every[:place], every[place][only], *every[place + 1 :]) for every in (found.compute, found.memory)
-    )
-    splits = tuple(tuple(own[k] for k in only) if at == place else own for at, own in enumerate(found.splits))
-    return Tables(found.mesh, splits, compute, moves, memory)
-
-
-def memories(graph: Graph, mesh: Mesh, training: Training, allowed: Allowed | None = None) -> list[Table]:
+def memories(graph: Graph, mesh: Mesh, training: TrainingSpec, allowed: SplitFilter | None = None) -> list[Table]:
     """The memory of the tables alone."""
     kept = _kept(graph, training.recompute)
     found: dict[object, Table] = {}
@@ -142,8 +158,8 @@ def memories(graph: Graph, mesh: Mesh, training: Training, allowed: Allowed | No
     return every
 
 
-def _choices(graph: Graph, mesh: Mesh, allowed: Allowed | None) -> list[tuple[Split, ...]]:
-    every: dict[tuple[Dim, ...], tuple[Split, ...]] = {}
+def _choices(graph: Graph, mesh: Mesh, allowed: SplitFilter | None) -> list[tuple[OpSplit, ...]]:
+    every: dict[tuple[Dim, ...], tuple[OpSplit, ...]] = {}
     found = []
     for place, operator in enumerate(graph.operators):
         if operator.dims not in every:
@@ -167,18 +183,18 @@ def _signature(operator: Operator) -> object:
 class _Builder:
     """The tables of one operator, and of one edge."""
 
-    def __init__(self, mesh: Mesh, machine: Machine, training: Training) -> None:
+    def __init__(self, mesh: Mesh, machine: Machine, training: TrainingSpec) -> None:
         self.mesh, self.machine, self.training = mesh, machine, training
         self._moving = Redistribution(mesh, machine)
 
-    def compute(self, operator: Operator, choices: Sequence[Split]) -> Table:
+    def compute(self, operator: Operator, choices: Sequence[OpSplit]) -> Table:
         """Seconds of forward and backward, or of the update of a parameter."""
         machine, training = self.machine, self.training
         if operator.kind == PARAMETER:
             tensor = operator.outputs[0]
-            local = np.array([1 / shards(result_layout(tensor, split), self.mesh) for split in choices])
+            local = np.array([1 / shards(result_placements(tensor, split), self.mesh) for split in choices])
             # Weight and state are read and written, the gradient is read.
-            moved = tensor.bytes * 3 + tensor.elements * 2 * training.state
+            moved = tensor.bytes * 3 + tensor.elements * 2 * training.optimizer_bytes
             return machine.compute_seconds(np.zeros(len(choices)), local * moved, training.dtype)
         sizes = np.array(self.mesh.sizes, dtype=np.float64)
         used = np.array(choices, dtype=np.int64).reshape(len(choices), len(sizes)) >= 0
@@ -193,48 +209,48 @@ class _Builder:
         backward = machine.compute_seconds(times * operator.flops / parts, times * held, training.dtype)
         return training.microbatches * (forward * (2.0 if training.recompute else 1.0) + backward)
 
-    def _local_bytes(self, operator: Operator, split: Split) -> float:
-        reads = sum(r.tensor.bytes / shards(layout(r.tensor, split), self.mesh) for r in operator.reads)
-        return reads + sum(t.bytes / shards(result_layout(t, split), self.mesh) for t in operator.outputs)
+    def _local_bytes(self, operator: Operator, split: OpSplit) -> float:
+        reads = sum(r.tensor.bytes / shards(operand_placements(r.tensor, split), self.mesh) for r in operator.reads)
+        return reads + sum(t.bytes / shards(result_placements(t, split), self.mesh) for t in operator.outputs)
 
     def edge(
-        self, result: Tensor, sources: Sequence[Split], operand: Tensor, readers: Sequence[Split], parameter: bool
+        self, result: Tensor, sources: Sequence[OpSplit], operand: Tensor, readers: Sequence[OpSplit], parameter: bool
     ) -> Table:
         """Seconds that moving the tensor takes, and its gradient back, for every split of both ends."""
         forward, backward = self._edge(result, sources, operand, readers, parameter)
-        hidden, count = (self.training.overlap if parameter else 0.0), self.training.microbatches
+        count = self.training.microbatches
         # A parameter's gradients are summed over the micro-batches before they travel.
-        return (1 - hidden) * (count * forward + (1 if parameter else count) * backward)
+        return count * forward + (1 if parameter else count) * backward
 
     def _edge(
-        self, result: Tensor, sources: Sequence[Split], operand: Tensor, readers: Sequence[Split], parameter: bool
+        self, result: Tensor, sources: Sequence[OpSplit], operand: Tensor, readers: Sequence[OpSplit], parameter: bool
     ) -> tuple[Table, Table]:
-        out, out_of = _distinct([result_layout(result, split) for split in sources])
-        wanted, wanted_of = _distinct([layout(operand, split) for split in readers])
+        out, out_of = _distinct([result_placements(result, split) for split in sources])
+        wanted, wanted_of = _distinct([operand_placements(operand, split) for split in readers])
         size = operand.bytes * (1.0 if parameter else self.training.width(operand))
         forward = self._moving.table(size, out, wanted)[np.ix_(out_of, wanted_of)]
         if not (result.gradient and operand.gradient):
             return forward, np.zeros_like(forward)
-        back, back_of = _distinct([gradient_layout(operand, split) for split in readers])
-        home, home_of = _distinct([settled(result_layout(result, split)) for split in sources])
+        back, back_of = _distinct([gradient_placements(operand, split) for split in readers])
+        home, home_of = _distinct([grad_placements(result_placements(result, split)) for split in sources])
         return forward, self._moving.table(size, back, home).T[np.ix_(home_of, back_of)]
 
 
-def _memory(operator: Operator, choices: Sequence[Split], kept: bool, mesh: Mesh, training: Training) -> Table:
+def _memory(operator: Operator, choices: Sequence[OpSplit], kept: bool, mesh: Mesh, training: TrainingSpec) -> Table:
     """Bytes of a device for as long as the step lasts: weight, gradient and state, or what the backward keeps."""
     if not operator.outputs or not (kept or operator.kind == PARAMETER):
         return np.zeros(len(choices))
     tensor = operator.outputs[0]
-    local = np.array([1 / shards(result_layout(tensor, split), mesh) for split in choices])
+    local = np.array([1 / shards(result_placements(tensor, split), mesh) for split in choices])
     if operator.kind == PARAMETER:
-        learned = tensor.bytes + tensor.elements * training.state if tensor.gradient else 0.0
+        learned = tensor.bytes + tensor.elements * training.optimizer_bytes if tensor.gradient else 0.0
         return local * (tensor.bytes + learned)
     return local * operator.saved * training.width(tensor)
 
 
-def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
+def _distinct(layouts: Sequence[Placements]) -> tuple[list[Placements], list[int]]:
     """The layouts without repetition, and which of them each one is."""
-    places: dict[Layout, int] = {}
+    places: dict[Placements, int] = {}
     of = [places.setdefault(laid, len(places)) for laid in layouts]
     return list(places), of
 
@@ -249,13 +265,13 @@ def _kept(graph: Graph, recompute: bool) -> list[bool]:
     for operator, name in zip(graph.operators, layers, strict=True):
         held[name] = held.get(name, 0.0) + operator.saved
     largest = max((name for name in held if name), key=lambda name: held[name], default="")
-    crossing = {
+    crossing_bytes = {
         read.source
         for o, name in zip(graph.operators, layers, strict=True)
         for read in o.reads
         if layers[read.source] != name
     }
-    return [name in ("", largest) or place in crossing for place, name in enumerate(layers)]
+    return [name in ("", largest) or place in crossing_bytes for place, name in enumerate(layers)]
 
 
 def layer_of(module: str) -> str:
@@ -269,3 +285,36 @@ def layer_of(module: str) -> str:
         if part.isdigit():
             return ".".join(parts[: place + 1])
     return ""
+
+
+Fetch = Callable[[Tensor, Sequence[OpSplit], Tensor, Sequence[OpSplit]], Table]
+
+
+def shared_parameter_savings(
+    graph: Graph, choices: Sequence[Sequence[OpSplit]], mesh: Mesh, fetch: Fetch
+) -> Iterator[tuple[tuple[int, int], Table]]:
+    """A negative cost between two readers of a parameter where both read it alike: it is fetched once, and the sum of
+    their gradients travels once.
+
+    ``fetch`` has the seconds of fetching a parameter and of its gradient's way back, from every split of it to every
+    split of a reader. What is spared is the least of these, however the parameter is stored: all of it where it is
+    stored as data parallelism does, and never more than what a reader is charged.
+    """
+    readers: dict[int, dict[int, Tensor]] = {}
+    for place, operator in enumerate(graph.operators):
+        for read in operator.reads:
+            if graph.operators[read.source].kind == PARAMETER:
+                readers.setdefault(read.source, {})[place] = read.tensor
+    for source, reading in readers.items():
+        stored = graph.operators[source]
+        for (one, first), (other, second) in pairwise(reading.items()):
+            least = fetch(stored.outputs[0], list(splits(stored, mesh)), first, choices[one]).min(0)
+            own, others = _ways(first, choices[one]), _ways(second, choices[other])
+            alike = np.array([[a == b for b in others] for a in own])
+            if (alike & (least[:, None] > 0)).any():
+                yield (one, other), np.where(alike, -least[:, None], 0.0)
+
+
+def _ways(tensor: Tensor, choices: Sequence[OpSplit]) -> list[object]:
+    """How an operand must lie, and how its gradient comes out, for every split."""
+    return [(operand_placements(tensor, split), gradient_placements(tensor, split)) for split in choices]

@@ -1,7 +1,8 @@
-"""Cuts into stages, against all that there are."""
+"""Cuts of a graph into stages, against all that there are."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from itertools import combinations, pairwise
 
@@ -10,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.cutting import Load, cut
 from weft.plan.graph import PARAMETER, Dim, Graph, Operator, Read, Tensor
+from weft.plan.pipeline_stages import OpLoad, best_boundaries, cut
 
 
 def chain(sizes: list[int], bare: Collection[int] = ()) -> Graph:
@@ -37,7 +38,7 @@ def test_no_cut_is_better(seed: int, count: int, stages: int, microbatches: int,
     rng = np.random.default_rng(seed)
     graph = chain([int(n) for n in rng.integers(1, 9, count)])
     loads = [
-        Load(float(rng.integers(1, 9)), *(float(n) for n in rng.integers(0, 9, 2)), float(rng.choice([0.0, 6.0])))
+        OpLoad(float(rng.integers(1, 9)), *(float(n) for n in rng.integers(0, 9, 2)), float(rng.choice([0.0, 6.0])))
         for _ in graph.operators
     ]
     limit = float(rng.integers(10, 80)) if tight else 1e9
@@ -77,9 +78,9 @@ def test_no_cut_is_better(seed: int, count: int, stages: int, microbatches: int,
 
 def test_a_line_too_long_to_weigh_every_cut_is_cut_where_least_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = chain([9, 9, 1, 9, 9, 9])
-    loads = [Load(float(place in (1, 3, 7, 11)), 0.0, 0.0) for place in range(len(graph))]
+    loads = [OpLoad(float(place in (1, 3, 7, 11)), 0.0, 0.0) for place in range(len(graph))]
     every = cut(graph, loads, 2, 4, 1e9, 0.01)
-    monkeypatch.setattr("weft.plan.cutting._PLACES", 3)  # the third to the last operator take no time, but one
+    monkeypatch.setattr("weft.plan.pipeline_stages._PLACES", 3)  # the third to the last operator take no time, but one
     assert every is not None
     assert every.stage == (0,) * 6 + (1,) * 6
     assert cut(graph, loads, 2, 4, 1e9, 0.01) == every
@@ -87,7 +88,7 @@ def test_a_line_too_long_to_weigh_every_cut_is_cut_where_least_is_sent(monkeypat
 
 def test_a_parameter_lies_where_it_is_first_read() -> None:
     graph = chain([4, 4, 4, 4])
-    found = cut(graph, [Load(1.0, 0.0, 0.0)] * len(graph), 2, 1, 1e9, 0.0)
+    found = cut(graph, [OpLoad(1.0, 0.0, 0.0)] * len(graph), 2, 1, 1e9, 0.0)
     assert found is not None
     assert found.stage == (0, 0, 0, 0, 1, 1, 1, 1)
 
@@ -99,7 +100,7 @@ def test_every_stage_has_parameters_where_there_are_enough(seed: int, count: int
     bare = {int(n) for n in np.flatnonzero(rng.random(count) < 0.5) if n}
     graph = chain([1] * count, bare)
     places = [int(operator.name[1:]) for operator in graph.operators]
-    loads = [Load(float(n), 0.0, 0.0) for n in rng.integers(1, 9, len(places))]
+    loads = [OpLoad(float(n), 0.0, 0.0) for n in rng.integers(1, 9, len(places))]
 
     def step(bounds: tuple[int, ...]) -> float:
         own = [
@@ -121,3 +122,38 @@ def test_every_stage_has_parameters_where_there_are_enough(seed: int, count: int
             stage for stage, operator in zip(found.stage, graph.operators, strict=True) if operator.kind == PARAMETER
         }
         assert not enough or len(owners) == stages
+
+
+def test_a_smaller_sum_is_worth_a_slower_stage() -> None:
+    # From 0 to 1 or 2, and on to 3: the even one sends more.
+    spans = np.full((4, 4), math.inf)
+    spans[0, 1], spans[1, 3] = 5.0, 5.0
+    spans[0, 2], spans[2, 3] = 5.5, 1.0
+    assert best_boundaries([spans, spans], 2) == (0, 2, 3)
+    assert best_boundaries([spans, spans], 9) == (0, 1, 3)
+
+
+def test_among_equal_sums_the_slowest_stage_is_fastest() -> None:
+    sums = np.arange(5.0)
+    spans = np.where(np.tri(5, dtype=bool), math.inf, sums[None, :] - sums[:, None])
+    assert best_boundaries([spans, spans], 1) == (0, 2, 4)
+
+
+@given(st.integers(0, 10_000), st.integers(2, 9), st.integers(1, 4), st.integers(1, 9))
+def test_no_division_of_a_line_is_better(seed: int, ends: int, stages: int, microbatches: int) -> None:
+    rng = np.random.default_rng(seed)
+    never = np.tri(ends, dtype=bool)
+    every = [np.where(never | (rng.random((ends, ends)) < 0.1), math.inf, rng.gamma(2.0, 1.0, (ends, ends)))]
+    every += [every[0] if rng.random() < 0.5 else np.where(never, math.inf, rng.gamma(2.0, 1.0, (ends, ends)))] * 3
+    spans = every[:stages]
+
+    def step(bounds: tuple[int, ...]) -> float:
+        own = [float(span[a, b]) for span, (a, b) in zip(spans, pairwise(bounds), strict=True)]
+        return (math.fsum(own) + (microbatches - 1) * max(own)) / microbatches
+
+    divisions = [(0, *inner, ends - 1) for inner in combinations(range(1, ends - 1), stages - 1)]
+    best = min(map(step, divisions), default=math.inf)
+    found = best_boundaries(spans, microbatches)
+    assert (found is None) == math.isinf(best)
+    if found is not None:
+        assert step(found) <= best * (1 + 2e-4)

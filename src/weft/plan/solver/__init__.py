@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from weft.plan.solve.limit import OverLimit
-from weft.plan.solve.problem import Problem, Solution
-from weft.plan.solve.solver import solve
+from weft.plan.solver.problem import Problem, Solution
+from weft.plan.solver.solve import OverLimit, solve
 
 __all__ = ["OverLimit", "Problem", "Solution", "solve"]

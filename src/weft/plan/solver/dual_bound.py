@@ -1,9 +1,9 @@
 """A lower bound for graphs too entangled to eliminate, which also says which configurations cannot be in an optimum.
 
-Costs are moved between vertices and edges without changing the cost of any pick, all kept >= 0, and what is common to
-all configurations of a vertex goes into the bound (sequential reweighted message passing, Kolmogorov 2015; on pairs the
-same as TRW-S). Sweeping to and fro, each vertex takes in what its edges can spare and hands it on to those ahead. What
-is left at a configuration is a lower bound on how far every pick with it lies above the bound.
+Costs are moved between vertices and edges without changing the cost of any assignment, all kept >= 0, and what is
+common to all configurations of a vertex goes into the bound (sequential reweighted message passing, Kolmogorov 2015; on
+pairs the same as TRW-S). Sweeping to and fro, each vertex takes in what its edges can spare and hands it on to those
+ahead. What is left at a configuration is a lower bound on how far every assignment with it lies above the bound.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weft.plan.solve.classes import Part
-from weft.plan.solve.edges import Compressed, Edges
-from weft.plan.solve.problem import Table
+from weft.plan.solver.compression import CompressedEdges, CompressedTable, Partition
+from weft.plan.solver.problem import Table
 
 _CALL = 1 << 13  # entries summed in the time that an edge takes however small its table is
 
@@ -24,7 +23,7 @@ class _Edge:
 
     __slots__ = ("back", "given", "mine", "other", "table")
 
-    def __init__(self, table: Table, other: int, mine: Part) -> None:
+    def __init__(self, table: Table, other: int, mine: Partition) -> None:
         self.table, self.other, self.mine = table, other, mine
         self.given = np.zeros(mine.count)  # what the edge has given to this vertex
         self.back: _Edge = self
@@ -35,17 +34,17 @@ class _Edge:
         return spare
 
 
-class Dual:
+class DualBound:
     """The bound and what is left at each vertex; changes in place with each sweep."""
 
-    def __init__(self, unary: Sequence[Table], edges: Edges) -> None:
+    def __init__(self, unary: Sequence[Table], edges: CompressedEdges) -> None:
         self.ceiling = _ceiling(unary, edges)
         self.own = [np.minimum(costs, self.ceiling) for costs in unary]
         self.alive = [np.isfinite(costs) for costs in unary]
         self.bound = 0.0
         self.before: list[list[_Edge]] = [[] for _ in unary]
         self.after: list[list[_Edge]] = [[] for _ in unary]
-        known: dict[Compressed, tuple[Table, Table, float]] = {}
+        known: dict[CompressedTable, tuple[Table, Table, float]] = {}
         for (i, j), edge in zip(edges.pairs, edges.tables, strict=True):
             if edge not in known:
                 table = np.minimum(edge.table, self.ceiling)
@@ -61,8 +60,8 @@ class Dual:
             self.add(vertex, np.where(alive, 0.0, self.ceiling))
 
     def sweep(self, forward: bool, upper: float) -> list[int]:
-        """Visits all vertices once; a configuration that only picks above ``upper`` have is no longer alive. Returns a
-        pick read off on the way."""
+        """Visits all vertices once; a configuration that only assignments above ``upper`` have is no longer alive.
+        Returns a assignment read off on the way."""
         count = len(self.own)
         picks = [0] * count
         behind, ahead = (self.before, self.after) if forward else (self.after, self.before)
@@ -98,13 +97,13 @@ class Dual:
         self.own[vertex] = own - own.min()
 
 
-def effort_of_sweep(edges: Edges) -> int:
+def sweep_work(edges: CompressedEdges) -> int:
     """The entries that an elimination sums in about the time of one sweep."""
     return sum(edge.table.size + _CALL for edge in edges.tables)
 
 
-def _ceiling(unary: Sequence[Table], edges: Edges) -> float:
-    """A cost above that of any allowed pick, to stand for inf where costs are subtracted."""
+def _ceiling(unary: Sequence[Table], edges: CompressedEdges) -> float:
+    """A cost above that of any allowed assignment, to stand for inf where costs are subtracted."""
     known: dict[int, float] = {}
     total = 1.0
     for table in (*unary, *[edge.table for edge in edges.tables]):

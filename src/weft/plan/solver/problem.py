@@ -49,16 +49,16 @@ class Problem:
                 if not (weights >= 0).all() or np.isinf(weights).any():
                     raise PlanError(f"vertex {vertex} has a weight that is negative or not finite")
 
-    def cost(self, pick: Sequence[int]) -> float:
-        """The sum of the costs of a pick, summed exactly: the same whatever the order of the tables."""
-        costs = [float(costs[k]) for costs, k in zip(self.unary, pick, strict=True)]
-        costs += [float(table[pick[i], pick[j]]) for (i, j), table in self.pairs.items()]
+    def cost(self, assignment: Sequence[int]) -> float:
+        """The sum of the costs of an assignment, summed exactly: the same whatever the order of the tables."""
+        costs = [float(costs[k]) for costs, k in zip(self.unary, assignment, strict=True)]
+        costs += [float(table[assignment[i], assignment[j]]) for (i, j), table in self.pairs.items()]
         return math.fsum(costs)
 
-    def weight(self, pick: Sequence[int]) -> float:
+    def weight(self, assignment: Sequence[int]) -> float:
         if self.weights is None:
             return 0.0
-        return math.fsum(float(weights[k]) for weights, k in zip(self.weights, pick, strict=True))
+        return math.fsum(float(weights[k]) for weights, k in zip(self.weights, assignment, strict=True))
 
     @property
     def limited(self) -> bool:
@@ -68,9 +68,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A pick that keeps the limit, and what is known of the optimum: ``bound <= optimum <= cost``."""
+    """An assignment that keeps the limit, and what is known of the optimum: ``bound <= optimum <= cost``."""
 
-    pick: tuple[int, ...]
+    assignment: tuple[int, ...]
     cost: float
     bound: float
     weight: float = 0.0

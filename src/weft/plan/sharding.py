@@ -5,6 +5,8 @@ the devices along that axis compute the same. A *layout* gives each mesh axis th
 REPLICATED, or PARTIAL: each device holds a summand. These are DTensor's placements. Where several mesh axes cut one
 tensor axis, the outer one cuts first.
 """
+# DOCS """What a planner decides: a mesh, and a split for each operator."""
+#
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from weft.plan.graph import Operator, Tensor
+from weft.plan.graph import Graph, Operator, Tensor
 
 REPLICATED = -1
 PARTIAL = -2
 
-Split = tuple[int, ...]
-Layout = tuple[int, ...]
+OpSplit = tuple[int, ...]
+Placements = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Mesh:
         return "x".join(map(str, self.sizes)) or "1"
 
 
-def splits(operator: Operator, mesh: Mesh) -> Iterator[Split]:
+def splits(operator: Operator, mesh: Mesh) -> Iterator[OpSplit]:
     """Every split of the operator on the mesh, the one that computes all on every device first.
 
     >>> from weft.plan.graph import Dim
@@ -53,32 +55,48 @@ def splits(operator: Operator, mesh: Mesh) -> Iterator[Split]:
             yield split
 
 
-def layout(tensor: Tensor, split: Split) -> Layout:
+def operand_placements(tensor: Tensor, split: OpSplit) -> Placements:
     """How an operand must lie for the operator to compute its part: cut or whole, never partial."""
     return tuple(tensor.dims.index(place) if place >= 0 and place in tensor.dims else REPLICATED for place in split)
 
 
-def result_layout(tensor: Tensor, split: Split) -> Layout:
+def result_placements(tensor: Tensor, split: OpSplit) -> Placements:
     """How a result comes to lie: partial where a dimension is split that it lacks."""
     return tuple(
         REPLICATED if place < 0 else tensor.dims.index(place) if place in tensor.dims else PARTIAL for place in split
     )
 
 
-def gradient_layout(tensor: Tensor, split: Split) -> Layout:
+def gradient_placements(tensor: Tensor, split: OpSplit) -> Placements:
     """How the gradient of an operand comes out of the backward: as a result does."""
-    return result_layout(tensor, split)
+    return result_placements(tensor, split)
 
 
-def shards(laid: Layout, mesh: Mesh) -> int:
+def shards(laid: Placements, mesh: Mesh) -> int:
     """Into how many parts a layout cuts a tensor."""
     return math.prod(size for size, place in zip(mesh.sizes, laid, strict=True) if place >= 0)
 
 
-def local_shape(shape: Sequence[int], laid: Layout, mesh: Mesh) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], laid: Placements, mesh: Mesh) -> tuple[int, ...]:
     """The shape of one device's part."""
     sizes = list(shape)
     for size, place in zip(mesh.sizes, laid, strict=True):
         if place >= 0:
             sizes[place] //= size
     return tuple(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingStrategy:
+    """A split for each operator of a graph, in its order."""
+
+    mesh: Mesh
+    splits: tuple[OpSplit, ...]
+
+    def operand(self, graph: Graph, place: int, number: int) -> Placements:
+        """How operand ``number`` of the operator at ``place`` must lie."""
+        return operand_placements(graph.operators[place].reads[number].tensor, self.splits[place])
+
+    def result(self, graph: Graph, place: int, output: int = 0) -> Placements:
+        """How an output of the operator at ``place`` comes to lie."""
+        return result_placements(graph.operators[place].outputs[output], self.splits[place])

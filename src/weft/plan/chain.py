@@ -14,9 +14,9 @@ from weft.errors import PlanError
 from weft.hardware.machine import Machine
 from weft.hardware.machine import machine as machine_of
 from weft.plan.capture import capture
+from weft.plan.costs import TrainingSpec, tables
 from weft.plan.graph import Graph
-from weft.plan.layout import Mesh
-from weft.plan.tables import Training, tables
+from weft.plan.sharding import Mesh
 from weft.space import Subnet
 from weft.space.choice import Choice
 from weft.space.expression import Value
@@ -56,7 +56,7 @@ def plan_chain(
     devices: int,
     mixture: Mapping[str, Sequence[float]] | None = None,
     dtype: str = "float32",
-    state: float = 8.0,
+    optimizer_bytes: float = 8.0,
     seed: int = 0,
 ) -> ChainPlan:
     """The cut whose slowest stage is fastest for the expected subnet.
@@ -64,11 +64,11 @@ def plan_chain(
     Subnets are drawn evenly, or by ``mixture``: a probability for each option of a choice, as a search has narrowed it.
     Plan again when it has, and resume with the new cut: the result is the same to the bit.
     """
-    computer = machine if isinstance(machine, Machine) else machine_of(machine)
+    machine_spec = machine if isinstance(machine, Machine) else machine_of(machine)
     if not 1 <= devices <= len(chain.blocks):
         raise PlanError(f"{len(chain.blocks)} blocks are cut into 1 to {len(chain.blocks)} stages, not {devices}")
     subnets = _drawn(chain, mixture, seed)
-    costs = _layer_seconds(chain, batch, subnets, computer, Training(dtype, state))
+    costs = _layer_seconds(chain, batch, subnets, machine_spec, TrainingSpec(dtype, optimizer_bytes))
     blocks = [0.0] * len(chain.blocks)
     for subnet in subnets:
         for layer in chain.route(subnet):
@@ -77,9 +77,9 @@ def plan_chain(
     of = stage_of(cut, len(blocks))
     held = [0.0] * len(blocks)
     for name, layer in chain.layers.items():
-        held[layer.block] += _held(chain.module(name), state)
+        held[layer.block] += _held(chain.module(name), optimizer_bytes)
     return ChainPlan(
-        computer.name,
+        machine_spec.name,
         tuple(blocks),
         cut,
         tuple(math.fsum(c for c, s in zip(blocks, of, strict=True) if s == stage) for stage in range(devices)),
@@ -121,7 +121,7 @@ def _drawn(chain: Chain, mixture: Mapping[str, Sequence[float]] | None, seed: in
 
 
 def _layer_seconds(
-    chain: Chain, batch: Mapping[str, Tensor], subnets: Sequence[Subnet], machine: Machine, training: Training
+    chain: Chain, batch: Mapping[str, Tensor], subnets: Sequence[Subnet], machine: Machine, training: TrainingSpec
 ) -> dict[str, float]:
     """Seconds of each layer in a step, the mean over the subnets that were captured with it."""
     sums: dict[str, float] = {}
@@ -143,7 +143,7 @@ def _layer_seconds(
     return {name: total / seen[name] for name, total in sums.items()}
 
 
-def _by_layer(graph: Graph, route: Sequence[str], machine: Machine, training: Training) -> dict[str, float]:
+def _by_layer(graph: Graph, route: Sequence[str], machine: Machine, training: TrainingSpec) -> dict[str, float]:
     made = tables(graph, Mesh((1,)), machine, training)
     found = dict.fromkeys(route, 0.0)
     roots = {name.replace(".", "_"): name for name in route}  # as an extracted module calls them
@@ -154,5 +154,5 @@ def _by_layer(graph: Graph, route: Sequence[str], machine: Machine, training: Tr
     return found
 
 
-def _held(module: nn.Module, state: float) -> float:
-    return sum(p.numel() * (2 * p.element_size() + state) for p in module.parameters())
+def _held(module: nn.Module, optimizer_bytes: float) -> float:
+    return sum(p.numel() * (2 * p.element_size() + optimizer_bytes) for p in module.parameters())

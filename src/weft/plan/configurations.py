@@ -1,0 +1,306 @@
+"""The configurations of a plan: how many stages, which mesh, how many micro-batches, and whether to recompute.
+
+They are enumerated, the most promising first, and each is solved for the splits that suit it best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from weft.hardware.machine import Machine
+from weft.plan.costs import PlanCost, SplitFilter, Tables, TrainingSpec, memories, tables
+from weft.plan.graph import PARAMETER, Graph, batch_size, microbatch
+from weft.plan.options import PlanRequest
+from weft.plan.pipeline_stages import OpLoad, StageCut, cut, stage_anchors
+from weft.plan.redistribution import meshes
+from weft.plan.sharding import Mesh
+from weft.plan.solver import OverLimit, solve
+
+SECONDS = 5.0  # for one solution; what it then proves is its bound
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How the devices are used: so many stages, each a mesh, for a graph of one micro-batch."""
+
+    graph: Graph
+    mesh: Mesh
+    stages: int
+    training: TrainingSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedConfig:
+    """A configuration with its best splits."""
+
+    config: ParallelConfig
+    tables: Tables
+    assignment: tuple[int, ...]
+    stage_cut: StageCut
+    cost: PlanCost
+    memory_bound: bool = False  # whether more memory would make it faster
+
+    def with_bound(self, lower_bound: float) -> SolvedConfig:
+        """The same, where no plan of the configuration is below this bound."""
+        return replace(self, cost=replace(self.cost, lower_bound=min(lower_bound, self.cost.step_time)))
+
+
+class NotFaster(Exception):
+    """The configuration is proven to be no faster than what was to be beaten; ``always``: with any memory."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always = always
+
+
+def solve_config(
+    config: ParallelConfig,
+    machine: Machine,
+    limit: float,
+    allowed: SplitFilter | None = None,
+    tolerance: float = 0.01,
+    beat: float = math.inf,
+    seconds: float = SECONDS,
+) -> SolvedConfig:
+    """Good splits within the memory of each device, the best ones on a single stage; raises OverLimit, with the least
+    that would do, if none fit, and NotFaster if a step takes ``beat`` seconds or more."""
+    least = least_memory(config, allowed)
+    if least > config.stages * limit:
+        raise OverLimit(least / config.stages, limit)
+    found = tables(config.graph, config.mesh, machine, config.training, allowed, config.stages)
+    alone = math.fsum(float(costs.min()) for costs in found.compute)
+    if _step_seconds(config, alone, found) >= beat:
+        raise NotFaster(always=True)
+    free = solve(found.problem(), tolerance=tolerance, time_limit=seconds)
+    bound = free.bound
+    if _step_seconds(config, bound, found) >= beat:
+        raise NotFaster(always=True)
+    # The memory of all stages together is a limit that is never too tight; then ever tighter, until a cut keeps each.
+    for share in (1.0, 0.9, 0.8, 0.65, 0.5) if config.stages > 1 else (1.0,):
+        total = share * config.stages * limit
+        if least > total:
+            break
+        picked = (
+            free
+            if found.weight(free.assignment) <= total
+            else solve(found.problem(total), tolerance=tolerance, time_limit=seconds)
+        )
+        if share == 1.0:
+            bound = max(bound, picked.bound)  # of a tighter limit than there is, it would be none
+            if _step_seconds(config, bound, found) >= beat:
+                raise NotFaster(always=False)
+        with suppress(OverLimit):
+            made = price_assignment(config, machine, found, picked.assignment, limit, bound)
+            memory_bound = (
+                picked is not free
+                or made.cost.step_time
+                > price_assignment(config, machine, found, free.assignment, math.inf).cost.step_time
+            )
+            return replace(made, memory_bound=memory_bound)
+    # If anything fits, then the lightest splits do.
+    light = tuple(int(memory.argmin()) for memory in found.memory)
+    return replace(price_assignment(config, machine, found, light, limit, bound), memory_bound=True)
+
+
+def _step_seconds(config: ParallelConfig, total: float, found: Tables) -> float:
+    """Seconds of a step of which all stages together have ``total``: at best they have equal parts, unless one
+    operator alone, which no cut divides, takes longer."""
+    count = config.training.microbatches
+    heaviest = max((float(costs.min()) for costs in found.compute), default=0.0)
+    return (total + (count - 1) * max(total / config.stages, heaviest)) / count
+
+
+def price_assignment(
+    config: ParallelConfig,
+    machine: Machine,
+    found: Tables,
+    assignment: tuple[int, ...],
+    limit: float,
+    bound: float | None = None,
+) -> SolvedConfig:
+    """What a pick costs; raises OverLimit where no cut into stages keeps the limit."""
+    stages, count = config.stages, config.training.microbatches
+    loads = _loads(config, machine, found, assignment)
+    compute = math.fsum(float(costs[k]) for costs, k in zip(found.compute, assignment, strict=True))
+    send = send_seconds(machine, config)
+    stage_cut = cut(config.graph, loads, stages, count, limit, send)
+    if stage_cut is None:
+        least = sum(load.kept for load in loads) / stages
+        raise OverLimit(max(least, math.nextafter(limit, math.inf)), limit)
+    total = math.fsum(stage_cut.seconds)
+    # A step fills the pipeline once, and then the slowest stage goes on.
+    step = (total + (count - 1) * max(stage_cut.seconds)) / count
+    moving = math.fsum(load.seconds for load in loads) - compute + math.fsum(stage_cut.sent)
+    fullest = max(range(stages), key=lambda stage: stage_cut.memory[stage])
+    kept = math.fsum(load.kept for load, stage in zip(loads, stage_cut.stage, strict=True) if stage == fullest)
+    ideal = total / stages
+    return SolvedConfig(
+        config,
+        found,
+        assignment,
+        stage_cut,
+        PlanCost(
+            step_time=step,
+            compute=(total - moving) / stages,  # and waiting for the host, which starts every kernel
+            communication=moving / stages,
+            bubble=step - ideal,
+            memory=stage_cut.memory[fullest],
+            parameters=kept,
+            activations=stage_cut.memory[fullest] - kept,
+            lower_bound=step
+            if bound is None
+            else min(step, _step_seconds(config, max(bound, launches(config, machine)), found)),
+        ),
+    )
+
+
+def launches(config: ParallelConfig, machine: Machine) -> float:
+    """Seconds that the hosts of all stages need to start the kernels of a step, which no split makes fewer."""
+    return math.fsum(launches_of(config, machine))
+
+
+def launches_of(config: ParallelConfig, machine: Machine) -> list[float]:
+    """Seconds of each operator that a host needs to start its kernels."""
+    once = machine.device.launch * config.training.microbatches
+    return [
+        once * (1 + (any(tensor.gradient for tensor in operator.outputs) and operator.kind != PARAMETER))
+        if operator.flops or operator.moved or operator.kind == PARAMETER
+        else 0.0
+        for operator in config.graph.operators
+    ]
+
+
+def _loads(config: ParallelConfig, machine: Machine, found: Tables, assignment: tuple[int, ...]) -> list[OpLoad]:
+    seconds = [float(costs[k]) for costs, k in zip(found.compute, assignment, strict=True)]
+    for (source, reader), table in found.moves.items():
+        seconds[reader] += float(table[assignment[source], assignment[reader]])
+    loads = []
+    for place, (operator, launch) in enumerate(zip(config.graph.operators, launches_of(config, machine), strict=True)):
+        memory = float(found.memory[place][assignment[place]])
+        parameter = operator.kind == PARAMETER
+        loads.append(OpLoad(seconds[place], memory if parameter else 0.0, 0.0 if parameter else memory, launch))
+    return loads
+
+
+def send_seconds(machine: Machine, config: ParallelConfig) -> float:
+    """Seconds a byte of a tensor takes from one stage to the next: every device sends its part."""
+    if config.stages == 1:
+        return 0.0
+    bandwidth, _ = machine.axis_link((config.stages, *config.mesh.sizes), 0)
+    return 1 / bandwidth / config.mesh.devices
+
+
+def least_memory(config: ParallelConfig, allowed: SplitFilter | None = None) -> float:
+    """The fewest bytes that any splits need, of one device of each stage together."""
+    return math.fsum(_least(config, allowed))
+
+
+def least_of_stage(config: ParallelConfig) -> float:
+    """Bytes that some stage needs on each of its devices at least: its equal part, or an operator with its parameters,
+    which no cut divides."""
+    least = _least(config, None)
+    held = dict.fromkeys(range(len(least)), 0.0)
+    for place, home in enumerate(stage_anchors(config.graph)):
+        held[home] += least[place]
+    return max(math.fsum(least) / config.stages, max(held.values(), default=0.0))
+
+
+def _least(config: ParallelConfig, allowed: SplitFilter | None) -> list[float]:
+    return [float(memory.min()) for memory in memories(config.graph, config.mesh, config.training, allowed)]
+
+
+_MANY = 16  # beyond so many devices in a stage meshes have two axes at most
+
+
+def parallel_configs(graph: Graph, request: PlanRequest) -> list[tuple[float, ParallelConfig]]:
+    """Every way that was not ruled out, each with seconds that no plan of it is below, the most promising first."""
+    small = lru_cache(maxsize=None)(lambda count: microbatch(graph, count))
+    found = []
+    for stages, mesh, count, recompute in _ways(graph, request):
+        training = replace(request.training, recompute=recompute, microbatches=count)
+        config = ParallelConfig(small(count), mesh, stages, training)
+        found.append((least_seconds(config, request.machine), config))
+
+    def promise(one: tuple[float, ParallelConfig]) -> tuple[float, int, int, int]:
+        least, config = one
+        likely = least + _exchange(config, request.machine)
+        # Among equals the simplest: few stages, few micro-batches, few axes.
+        return likely, config.stages, config.training.microbatches, len(config.mesh.sizes)
+
+    return sorted(found, key=promise)
+
+
+def _exchange(config: ParallelConfig, machine: Machine) -> float:
+    """Seconds that the gradients of all parameters take among the devices of their stage, if they are exchanged."""
+    count, sizes = config.mesh.devices, (config.stages, *config.mesh.sizes)
+    if count == 1:
+        return 0.0
+    slowest = min(machine.axis_link(sizes, axis)[0] for axis in range(1, len(sizes)) if sizes[axis] > 1)
+    size = sum(o.outputs[0].bytes for o in config.graph.operators if o.kind == PARAMETER)
+    return 2 * size * (count - 1) / count / config.stages / slowest
+
+
+def _ways(graph: Graph, request: PlanRequest) -> Iterator[tuple[int, Mesh, int, bool]]:
+    size = batch_size(graph)
+    again = [False, True] if request.options.recompute is None else [request.options.recompute]
+    settled = bool(request.options.stages or request.options.mesh)
+    counts = [request.devices] if settled else _counts(graph, request.devices)
+    for stages, share in ((stages, n // stages) for n in counts for stages in _divisors(n)):
+        if request.options.stages not in (None, stages):
+            continue
+        if request.options.mesh is not None:
+            grids = [Mesh(request.options.mesh)] if math.prod(request.options.mesh) == share else []
+        else:
+            grids = meshes(share, 3 if share <= _MANY else 2)
+        for count in [request.options.microbatches] if request.options.microbatches else _pieces(size, stages):
+            for mesh in grids:
+                for recompute in again:
+                    yield stages, mesh, count, recompute
+
+
+def _counts(graph: Graph, devices: int) -> list[int]:
+    """How many devices are worth using: all; the most that most of the work can be divided among, which a batch of 48
+    cannot among 7; and the largest power of two, which suits most dimensions."""
+    work: dict[int, float] = {}
+    for operator in graph.operators:
+        parts = math.prod(dim.parts for dim in operator.dims)
+        work[parts] = work.get(parts, 0.0) + operator.flops
+    half = sum(work.values()) / 2
+    divided = next(
+        (n for n in range(devices, 0, -1) if sum(flops for parts, flops in work.items() if parts % n == 0) >= half), 1
+    )
+    return sorted({devices, divided, 2 ** (devices.bit_length() - 1)}, reverse=True)
+
+
+def _pieces(size: int, stages: int) -> list[int]:
+    """How many micro-batches are worth trying: on several stages about one to eight for each."""
+    if stages == 1:
+        return [count for count in (1, 2, 4, 8, 16) if count == 1 or (size and size % count == 0)]
+    whole = _divisors(size) or [1]
+    return sorted({max(count for count in whole if count <= times * stages) for times in (1, 2, 4, 8)}, reverse=True)
+
+
+def _divisors(number: int) -> list[int]:
+    return [count for count in range(1, number + 1) if number % count == 0]
+
+
+def least_seconds(config: ParallelConfig, machine: Machine) -> float:
+    """Seconds that no plan of the shape is below: every operator split over all devices of its stage, nothing sent,
+    and stages that are equal; or the hosts start kernels all the time."""
+    training, share = config.training, config.mesh.devices
+    own = [o for o in config.graph.operators if o.kind != PARAMETER]
+    flops = np.array([o.flops for o in own]) / share
+    moved = np.array([o.moved * (training.width(o.outputs[0]) if o.outputs else 1.0) for o in own])
+    back = np.array([o.backward if any(t.gradient for t in o.outputs) else 0.0 for o in own])
+    forward = machine.compute_seconds(flops, moved / share, training.dtype)
+    backward = machine.compute_seconds(back * flops, back * moved / share, training.dtype)
+    again = np.where(back > 0, 2.0 if training.recompute else 1.0, 1.0)
+    once = float((again * forward + backward).sum())
+    total = max(once * training.microbatches, launches(config, machine))
+    return total / training.microbatches * (training.microbatches + config.stages - 1) / config.stages

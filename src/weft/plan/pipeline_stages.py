@@ -1,0 +1,252 @@
+"""Where a graph is cut into the stages of a pipeline.
+
+The operators are put in the order in which a pipeline runs them. The cut of that order is chosen by dynamic
+programming: a step is as fast as can be, and each stage keeps within the memory of its devices.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.plan.graph import PARAMETER, Graph
+
+Spans = NDArray[np.float64]
+
+_PLACES = 640  # the most places that are weighed for a cut
+_TRIES = 48  # limits on the slowest stage that are tried, at most
+_CLOSE = 1e-4  # to the best, from where on nothing is worth a try
+
+
+@dataclass(frozen=True, slots=True)
+class StageOrder:
+    """``ranks`` has the place in the line of every operator. ``crossing_bytes`` has, for each place in the line, the
+    bytes that a micro-batch sends where the line is cut before it, there and back. ``with_parameters`` counts the
+    places before each that have parameters; the last counts all."""
+
+    ranks: NDArray[np.intp]
+    crossing_bytes: Spans
+    with_parameters: Spans
+
+    def __len__(self) -> int:
+        return len(self.crossing_bytes)
+
+    def sums(self, values: Sequence[float]) -> Spans:
+        """For each place in the line what all operators before it have together; the last is of all."""
+        return np.concatenate([[0.0], np.cumsum(np.bincount(self.ranks, values, len(self)))])
+
+
+def stage_order(graph: Graph) -> StageOrder:
+    """The line of a graph. Operators that read nothing, or that no gradient flows through, share the stage of the first
+    that reads them."""
+    home = stage_anchors(graph)
+    order = sorted(set(home))
+    rank = {place: number for number, place in enumerate(order)}
+    ranks = np.array([rank[place] for place in home], dtype=np.intp)
+    owners = np.zeros(len(order))
+    owners[[ranks[place] for place, operator in enumerate(graph.operators) if operator.kind == PARAMETER]] = 1.0
+    return StageOrder(ranks, _crossing_bytes(graph, ranks, len(order)), np.concatenate([[0.0], np.cumsum(owners)]))
+
+
+def stage_anchors(graph: Graph) -> list[int]:
+    """For each operator the one whose stage it shares: its own, or its first reader's where it reads nothing or no
+    gradient flows through it."""
+    home = list(range(len(graph)))
+    first: dict[int, int] = {}
+    for place in reversed(range(len(graph))):
+        for read in graph.operators[place].reads:
+            first[read.source] = place
+    for place in reversed(range(len(graph))):
+        operator = graph.operators[place]
+        moves = bool(operator.reads) and any(tensor.gradient for tensor in operator.outputs)
+        if not moves and place in first:
+            home[place] = home[first[place]]
+    return home
+
+
+def _crossing_bytes(graph: Graph, ranks: NDArray[np.intp], count: int) -> Spans:
+    """Bytes that cross before each place, there and back: tensors with gradients; what has none is made anew in each
+    stage."""
+    change = np.zeros(count + 1)
+    last: dict[tuple[int, int], int] = {}
+    for place, operator in enumerate(graph.operators):
+        for read in operator.reads:
+            if read.tensor.gradient and graph.operators[read.source].reads:
+                key = (read.source, read.output)
+                last[key] = max(last.get(key, 0), int(ranks[place]))
+    for (source, output), reader in last.items():
+        size = 2.0 * graph.operators[source].outputs[output].bytes
+        change[ranks[source] + 1] += size
+        change[reader + 1] -= size
+    return np.cumsum(change)[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class OpLoad:
+    """What one operator asks of its stage: seconds a step, bytes that stay, bytes a micro-batch in flight, and seconds
+    a step of the host, which starts its kernels meanwhile."""
+
+    seconds: float
+    kept: float
+    activations: float
+    launch: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageCut:
+    """The stage of every operator, and of each stage its seconds a step, those of them that its messages to and from
+    other stages take, and its bytes."""
+
+    stage: tuple[int, ...]
+    seconds: tuple[float, ...]
+    sent: tuple[float, ...]
+    memory: tuple[float, ...]
+
+
+def cut(
+    graph: Graph, loads: Sequence[OpLoad], stages: int, microbatches: int, limit: float, send: float
+) -> StageCut | None:
+    """The cut into contiguous stages at which a step takes least, None if none keeps the limit.
+
+    ``send`` is seconds a byte between stages; a tensor that a gradient flows through crosses twice. Operators that read
+    nothing (parameters, inputs) belong to the first stage that reads them. Stage s of S has at most S - s micro-batches
+    in flight. A batch that is not divided, for which the slowest stage does not matter, is cut as one of two would be.
+    Every stage has parameters, where there are enough: an optimizer takes no empty list of them.
+    """
+    row = stage_order(graph)
+    places = _places(row, row.sums([load.seconds for load in loads]))
+    if len(places) < stages - 1:
+        return None
+    ends = np.array([0, *places, len(row)])
+    time, still, held, launch = (
+        row.sums(values)[ends]
+        for values in (
+            [load.seconds for load in loads],
+            [load.kept for load in loads],
+            [load.activations for load in loads],
+            [load.launch for load in loads],
+        )
+    )
+    sent = microbatches * send * np.concatenate([[0.0], row.crossing_bytes[places], [0.0]])
+    spans = np.maximum(_between(time) + sent[:, None] + sent[None, :], _between(launch))
+    spans[np.tril_indices(len(ends))] = math.inf
+    if row.with_parameters[-1] >= stages:
+        spans[_between(row.with_parameters[ends]) == 0] = math.inf
+    flights = [min(microbatches, stages - stage) for stage in range(stages)]
+    found = best_boundaries(_within(spans, still, held, flights, limit), max(microbatches, 2))
+    if found is None:
+        return None
+    bounds = [int(ends[mark]) for mark in found]
+    of = np.searchsorted(bounds[1:], row.ranks, side="right")
+    return StageCut(
+        tuple(map(int, of)),
+        tuple(float(spans[a, b]) for a, b in pairwise(found)),
+        tuple(float(sent[a] + sent[b]) for a, b in pairwise(found)),
+        tuple(
+            float(still[b] - still[a] + flying * (held[b] - held[a]))
+            for flying, (a, b) in zip(flights, pairwise(found), strict=True)
+        ),
+    )
+
+
+def _places(row: StageOrder, time: Spans) -> NDArray[np.intp]:
+    """Where the line may be cut: anywhere, or, where that is too much to weigh, once between two operators that take
+    time, where least is sent."""
+    places = np.arange(1, len(row))
+    if len(places) > _PLACES:
+        cheapest = places[np.lexsort((row.crossing_bytes[places], time[places]))]
+        places = cheapest[np.unique(time[cheapest], return_index=True)[1]]
+    return np.sort(places[np.argsort(row.crossing_bytes[places], kind="stable")[:_PLACES]])
+
+
+def _between(sums: Spans) -> Spans:
+    """What lies between every two ends."""
+    return np.asarray(sums[None, :] - sums[:, None], dtype=np.float64)
+
+
+def _within(spans: Spans, still: Spans, held: Spans, flights: Sequence[int], limit: float) -> list[Spans]:
+    """The spans of each stage, ``inf`` where its memory would be above the limit."""
+    every = []
+    for flying in flights:
+        over = _between(still) + flying * _between(held) > limit
+        every.append(np.where(over, math.inf, spans) if over.any() else spans)
+    return every
+
+
+def best_boundaries(spans: Sequence[Spans], microbatches: int) -> tuple[int, ...] | None:
+    """The ends of the stages at which a step takes least, the first one's beginning included; None where no division
+    is allowed.
+
+    ``spans[s]`` has the seconds of stage s from every end (a row) to every other (a column), ``inf`` where it may not
+    lie. A step fills the pipeline once, and then the slowest stage goes on: of m micro-batches, it takes an m-th of all
+    stages together and m - 1 times the slowest.
+    """
+    stages, rest = len(spans), microbatches - 1
+
+    def step(together: float, slowest: float) -> float:
+        return (together + rest * max(slowest, together / stages)) / microbatches
+
+    lowest = _slowest(spans)
+    if math.isinf(lowest):
+        return None
+    together, ends = _least(spans, lowest)
+    best = step(together, lowest)
+    # What is left to win is a smaller sum under a higher limit, until even the least sum of all would not do.
+    loosest, found = _least(spans, math.inf)
+    if not rest:  # then the slowest counts among equals alone
+        return ends if together <= loosest else found
+    highest = (microbatches * best - loosest) / rest
+    values = np.unique(np.concatenate([span[(span > lowest) & (span < highest)] for span in _distinct(spans)]))
+    # Of a range of these, the slowest stage takes at least its first, and all stages together at least what they do
+    # within its last. The range that promises most is halved, until none promises more than is found.
+    ranges = [(step(loosest, float(values[0])), 0, len(values) - 1, loosest)] if len(values) else []
+    for _ in range(_TRIES):
+        if not ranges or ranges[0][0] >= best * (1 - _CLOSE):
+            break
+        _, first, last, under = heapq.heappop(ranges)
+        middle = (first + last) // 2
+        together, found = _least(spans, float(values[middle]))
+        slowest = max(float(span[a, b]) for span, (a, b) in zip(spans, pairwise(found), strict=True))
+        if (value := step(together, slowest)) < best:
+            best, ends = value, found
+        if first < middle:
+            heapq.heappush(ranges, (step(together, float(values[first])), first, middle, together))
+        if middle < last:
+            heapq.heappush(ranges, (step(under, float(values[middle + 1])), middle + 1, last, under))
+    return ends
+
+
+def _distinct(spans: Sequence[Spans]) -> list[Spans]:
+    return list({id(span): span for span in spans}.values())
+
+
+def _slowest(spans: Sequence[Spans]) -> float:
+    """The least that the slowest stage can take."""
+    best = np.full(len(spans[0]), math.inf)
+    best[0] = 0.0
+    for span in spans:
+        best = np.maximum(best[:, None], span).min(0)
+    return float(best[-1])
+
+
+def _least(spans: Sequence[Spans], limit: float) -> tuple[float, tuple[int, ...]]:
+    """The least sum of stages none of which takes longer than the limit, and their ends."""
+    within = min(limit, float(np.finfo(np.float64).max))
+    costs = {id(span): np.where(span <= within, span, math.inf) for span in _distinct(spans)}
+    best = np.full(len(spans[0]), math.inf)
+    best[0] = 0.0
+    back = []
+    for span in spans:
+        together = best[:, None] + costs[id(span)]
+        back.append(together.argmin(0))
+        best = together.min(0)
+    marks = [len(best) - 1]
+    for chosen in reversed(back):
+        marks.append(int(chosen[marks[-1]]))
+    return float(best[-1]), tuple(reversed(marks))

@@ -1,0 +1,139 @@
+"""Better assignments from known ones: by changing one vertex at a time, or by joining the layers of two.
+
+Where all layers of a model change together from a heavy way to a light one as weight gets more expensive, the best
+assignment at any price is far from the limit. Between them lie assignments that change at some layer, and pay once for
+the change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from weft.plan.solver.elimination import share_equal
+from weft.plan.solver.problem import Problem, Table
+
+Neighbours = list[list[tuple[int, Table]]]
+
+
+def neighbours(problem: Problem) -> Neighbours:
+    """For each vertex its neighbours, each with the table whose rows are the neighbour's configurations."""
+    found: Neighbours = [[] for _ in problem.unary]
+    for (i, j), table in problem.pairs.items():
+        found[j].append((i, table))
+        found[i].append((j, table.T))
+    return found
+
+
+def local_search(problem: Problem, assignment: Sequence[int], around: Neighbours, rounds: int = 8) -> list[int]:
+    """An assignment that no change of one vertex improves within the limit (or the last after some rounds). Its cost is
+    never above that of ``assignment``; an assignment over the limit stays over it unless a change brings it below."""
+    picks = list(assignment)
+    weight = problem.weight(picks)
+    room = max(problem.limit, weight)
+    stale = set(range(len(picks)))
+    blocked: set[int] = set()  # those that would change, were there more room
+    for _ in range(rounds):
+        for vertex in sorted(stale):
+            stale.discard(vertex)
+            costs = problem.unary[vertex]
+            for other, table in around[vertex]:
+                costs = costs + table[picks[other]]
+            old, new = picks[vertex], int(costs.argmin())
+            extra = 0.0
+            if problem.weights is not None:
+                weights = problem.weights[vertex]
+                allowed = weights - weights[old] + weight <= room
+                if not allowed[new]:
+                    blocked.add(vertex)
+                    new = int(np.where(allowed, costs, np.inf).argmin())
+                extra = float(weights[new] - weights[old])
+            if costs[new] < costs[old]:
+                picks[vertex] = new
+                weight += extra
+                stale.update(other for other, _ in around[vertex])
+                if extra < 0:
+                    stale |= blocked
+                    blocked.clear()
+        if not stale:
+            break
+    return picks
+
+
+_FACTORS = ((0.7, 1.4), (0.5, 2.0), (0.9, 1.1))
+
+
+def crossover(problem: Problem, one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """The cheapest assignment within the limit that follows one allowed assignment in the first layers and the other
+    from there on (``one`` if there is none)."""
+    place = layer_order(problem)
+    best, least = list(one), problem.cost(one) if problem.weight(one) <= problem.limit else np.inf
+    for first, then in ((one, other), (other, one)):
+        # At [t] the sums for the assignment that follows ``first`` in the places below t.
+        change, load, forbidden = np.zeros((3, len(place) + 1))
+        for vertex, costs in enumerate(problem.unary):
+            change[place[vertex] + 1] += costs[first[vertex]] - costs[then[vertex]]
+            if problem.weights is not None:
+                weights = problem.weights[vertex]
+                load[place[vertex] + 1] = weights[first[vertex]] - weights[then[vertex]]
+        for (i, j), table in problem.pairs.items():
+            early, late = sorted((place[i], place[j]))
+            mixed = table[first[i], then[j]] if place[i] < place[j] else table[then[i], first[j]]
+            if np.isinf(mixed):
+                forbidden[early + 1] += 1
+                forbidden[late + 1] -= 1
+                mixed = 0.0
+            change[early + 1] += mixed - table[then[i], then[j]]
+            change[late + 1] += table[first[i], first[j]] - mixed
+        allowed = (problem.weight(then) + load.cumsum() <= problem.limit) & (forbidden.cumsum() == 0)
+        cut = int(np.where(allowed, change.cumsum(), np.inf).argmin())
+        assignment = [first[v] if place[v] < cut else then[v] for v in range(len(place))]
+        if problem.weight(assignment) <= problem.limit and (cost := problem.cost(assignment)) < least:
+            best, least = assignment, cost
+    return best
+
+
+def crossover_by_price(
+    problem: Problem,
+    least: Callable[[list[Table]], list[int]],
+    price: float,
+    best: list[int],
+    target_bound: Callable[[float], bool],
+) -> list[int]:
+    """The cheapest assignment met, ``best`` or one with a low price of weight up to some layer and a high one from
+    there on (or the other way round), the layer moved until the limit is just kept. ``least`` gives the best assignment
+    for given costs. Ends when a cost is ``target_bound``."""
+    place, cost = layer_order(problem), problem.cost(best)
+    weights = problem.weights or ()
+    for low, high in _FACTORS:
+        for first, then in ((low, high), (high, low)):
+            start, end = 0, len(place)
+            while end - start > 1 and not target_bound(cost):
+                cut = (start + end) // 2
+                costs = [
+                    own + price * (first if at < cut else then) * weight
+                    for own, weight, at in zip(problem.unary, weights, place, strict=True)
+                ]
+                assignment = least(share_equal(costs))
+                kept = problem.weight(assignment) <= problem.limit
+                if kept and (found := problem.cost(assignment)) < cost:
+                    best, cost = assignment, found
+                if kept == (first < then):
+                    start = cut
+                else:
+                    end = cut
+    return best
+
+
+def layer_order(problem: Problem) -> list[int]:
+    """Vertices in the order of their layers: as they are numbered, but those that read nothing next to a reader."""
+    first = list(range(len(problem.unary)))
+    reads = {j for _, j in problem.pairs}
+    for i, j in sorted(problem.pairs, reverse=True):
+        if i not in reads:
+            first[i] = j
+    places = [0] * len(first)
+    for place, vertex in enumerate(sorted(range(len(first)), key=lambda vertex: (first[vertex], vertex))):
+        places[vertex] = place
+    return places

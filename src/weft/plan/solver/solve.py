@@ -1,0 +1,297 @@
+"""Solves a problem by the cheapest method that proves its answer.
+
+A limit on the weights is first priced; where that leaves a gap, assignments are built within the limit, and cases of
+one vertex are solved apart.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from weft.errors import PlanError
+from weft.plan.solver.branch_and_bound import branch_and_bound, restricted, sweeps_to_eliminate
+from weft.plan.solver.close_gap import FindLightest, MakeMinimizer, beam_search, branch_on_vertex
+from weft.plan.solver.compression import compress
+from weft.plan.solver.elimination import Network, eliminate, share_equal
+from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, lagrangian
+from weft.plan.solver.local_search import crossover_by_price
+from weft.plan.solver.problem import EXACT, Index, Problem, Solution, Table
+
+ENTRIES = 1 << 25  # of one table: 256 MiB
+_EXPENSIVE = 32  # sweeps: what is more expensive to eliminate is bounded, for each price anew
+
+
+def solve(
+    problem: Problem, *, tolerance: float = 0.01, entries: int = ENTRIES, time_limit: float | None = 60.0
+) -> Solution:
+    """The optimum and its proof, or an assignment with a bound.
+
+    The optimum is proven wherever bounds, or eliminations with tables of at most ``entries``, do it. Where the graph
+    has to be split into parts, or weights have a limit and exactness would take long, the assignment is at most
+    ``tolerance`` above the optimum, unless ``time_limit`` seconds run out first; the bound tells. Raises `OverLimit`
+    where no assignment keeps the limit, and `PlanError` where all are forbidden.
+
+    >>> costs = Problem((np.array([0.0, 3.0]), np.array([2.0, 0.0])), {(0, 1): np.array([[0.0, 9.0], [9.0, 0.0]])})
+    >>> found = solve(costs)
+    >>> found.assignment, found.cost, found.optimal
+    ((0, 0), 2.0, True)
+    """
+    started, deadline = time.process_time(), time.monotonic() + (math.inf if time_limit is None else time_limit)
+    kept = _allowed(problem)
+    part = problem if kept is None else restricted(problem, kept)
+    network = Network(len(part.unary), compress(part.pairs), entries)
+    found, method = _solved(part, network, entries, tolerance, deadline)
+    assignment = (
+        found.assignment if kept is None else [int(index[k]) for index, k in zip(kept, found.assignment, strict=True)]
+    )
+    cost = problem.cost(assignment)
+    return Solution(
+        assignment=tuple(assignment),
+        cost=cost,
+        bound=min(cost, found.bound),
+        weight=problem.weight(assignment),
+        price=found.price,
+        method=method,
+        entries=found.entries,
+        width=found.width,
+        seconds=time.process_time() - started,
+    )
+
+
+def _solved(
+    problem: Problem, network: Network, entries: int, gap: float, deadline: float
+) -> tuple[BoundedSolution, str]:
+    sweeps = sweeps_to_eliminate(problem, network)
+    if sweeps == 0 and not problem.limited:
+        return _eliminated(problem, network), "elimination"
+    light = _lightest(problem, entries)
+    if not problem.limited:
+        return branch_and_bound(problem, network, light, 0.0, _eliminated_or_none, entries, gap, deadline), "bounds"
+    expensive = sweeps > _EXPENSIVE
+    minimum = _make_minimizer(problem, network, light, entries, gap, deadline)
+
+    def lightest(part: Problem) -> list[int]:
+        return light if part is problem else _lightest(part, entries)
+
+    def exact(part: Problem, inner: Network, target_bound: float) -> BoundedSolution | None:
+        try:
+            start = _lightest(part, entries)
+            return solve_limited(
+                part, _make_minimizer(part, inner, start, entries, gap, deadline), lightest, gap, deadline, target_bound
+            )
+        except PlanError:  # nothing in this part is allowed
+            return None
+
+    if not expensive:
+        return solve_limited(problem, minimum, lightest, gap, deadline), "elimination, weights priced"
+    least = minimum(problem)
+    found = lagrangian(problem, least, light, deadline)
+    if not network.fits:  # else what is left of it soon will be eliminated, and assignments are improved there
+        found = improved(problem, found, least, gap, deadline)
+    before = None
+    while found.cost - found.bound > max(gap, EXACT) * abs(found.cost) and found != before:
+        before = found
+        # What is little above the bound is soon looked through: it holds a better assignment, or the bound rises.
+        step = max(gap / 2 * abs(found.cost), (found.cost - found.bound) / 8)
+        target_bound = found.bound + step if gap else math.inf
+        more = branch_and_bound(
+            problem, network, found.assignment, found.price, exact, entries, gap, deadline, gap, target_bound
+        )
+        found = replace(more, bound=max(found.bound, more.bound))
+        if time.monotonic() > deadline:
+            break
+    return found, "bounds, weights priced"
+
+
+def _make_minimizer(
+    problem: Problem, network: Network, light: list[int], entries: int, gap: float, deadline: float
+) -> MakeMinimizer:
+    """What solves the problem and parts of it without the limit: by elimination where that is not dear."""
+
+    def minimum(part: Problem) -> Minimizer:
+        inner = network if part is problem else Network(len(part.unary), compress(part.pairs), entries)
+        if sweeps_to_eliminate(part, inner) <= _EXPENSIVE:
+            return _eliminating(inner)
+        start = light if part is problem else _lightest(part, entries)
+        return _bounding(part, inner, start, entries, gap, deadline)
+
+    return minimum
+
+
+def _eliminating(network: Network) -> Minimizer:
+    def minimum(costs: list[Table]) -> BoundedSolution:
+        done = eliminate(network, costs)
+        return BoundedSolution(
+            done.assignment(), done.value, done.value, 0.0, done, network.order.entries, network.order.width
+        )
+
+    return minimum
+
+
+def _bounding(
+    problem: Problem, network: Network, start: list[int], entries: int, gap: float, deadline: float
+) -> Minimizer:
+    def cheap(part: Problem, inner: Network, _: float) -> BoundedSolution | None:
+        if gap and sweeps_to_eliminate(part, inner) > _EXPENSIVE:  # a bound that is nearly as good takes far less
+            return BoundedSolution([0] * len(part.unary), math.inf, -math.inf)
+        return _eliminated_or_none(part, inner)
+
+    def minimum(costs: list[Table]) -> BoundedSolution:
+        part = Problem(tuple(costs), problem.pairs)
+        return branch_and_bound(part, network, start, 0.0, cheap, entries, gap / 16, deadline, gap / 16)
+
+    return minimum
+
+
+def _eliminated(problem: Problem, network: Network) -> BoundedSolution:
+    done = eliminate(network, share_equal(problem.unary))
+    if math.isinf(done.value):
+        raise PlanError(_FORBIDDEN)
+    assignment = done.assignment()
+    cost = problem.cost(assignment)
+    return BoundedSolution(
+        assignment, cost, min(cost, done.value), 0.0, done, network.order.entries, network.order.width
+    )
+
+
+def _lightest(problem: Problem, entries: int) -> list[int]:
+    """An allowed assignment of the least weight."""
+    weights = problem.weights or tuple(np.zeros(len(costs)) for costs in problem.unary)
+    distinct = {id(table): table for table in problem.pairs.values()}
+    forbidding = {at: np.where(np.isinf(table), np.inf, 0.0) for at, table in distinct.items() if np.isinf(table.max())}
+    forbids = {edge: forbidding[id(table)] for edge, table in problem.pairs.items() if id(table) in forbidding}
+    alone = Problem(weights, forbids)
+    network = Network(len(weights), compress(forbids), entries)
+    if network.fits:
+        assignment = _eliminated(alone, network).assignment
+    else:
+        found = branch_and_bound(alone, network, [0] * len(weights), 0.0, _eliminated_or_none, entries, EXACT, math.inf)
+        if math.isinf(found.cost):
+            raise PlanError(_FORBIDDEN)
+        assignment = found.assignment
+    if (least := problem.weight(assignment)) > problem.limit:
+        raise OverLimit(least, problem.limit)
+    return assignment
+
+
+def _eliminated_or_none(problem: Problem, network: Network, _: float = math.inf) -> BoundedSolution | None:
+    try:
+        return _eliminated(problem, network)
+    except PlanError:
+        return None
+
+
+def _allowed(problem: Problem) -> list[Index] | None:
+    """The configurations that are not forbidden, or None if all are allowed."""
+    flat = np.concatenate([np.zeros(1), *problem.unary])
+    if np.isfinite(flat).all():
+        return None
+    if not flat.min() > -math.inf:
+        raise PlanError("a vertex has a cost that is not a number or -inf; only finite costs and inf can be summed")
+    kept = [np.flatnonzero(np.isfinite(costs)) for costs in problem.unary]
+    for vertex, index in enumerate(kept):
+        if not len(index):
+            raise PlanError(f"every configuration of vertex {vertex} is forbidden")
+    return kept
+
+
+_FORBIDDEN = "every assignment is forbidden: some vertices have no configurations that may meet"
+
+
+_ROWS = (256, 4096, 16384, 65536)
+_EFFORT = 1 << 27  # choices weighed for exactness alone, once the gap is as asked
+_ROUNDING = 1e-12
+
+
+class OverLimit(PlanError):
+    """No assignment keeps the limit: the least weight of any is ``least``."""
+
+    def __init__(self, least: float, limit: float) -> None:
+        self.least, self.limit = least, limit
+        super().__init__(
+            f"no assignment keeps the limit of {limit:,.6g}: the least weight is {least:,.6g}, "
+            f"{least - limit:,.6g} more"
+        )
+
+
+def solve_limited(
+    problem: Problem,
+    minimum: MakeMinimizer,
+    lightest: FindLightest,
+    gap: float,
+    deadline: float,
+    target_bound: float = math.inf,
+) -> BoundedSolution:
+    """The optimum, or an assignment within ``gap`` of it: exact as far as that takes little, and no longer than the
+    deadline. ``minimum`` solves it (or a part of it) without the limit, ``lightest`` gives an assignment within the
+    limit. A bound of ``target_bound`` need not be raised further."""
+    least = minimum(problem)
+    start = lagrangian(problem, least, lightest(problem), deadline)
+    found = improved(problem, start, least, gap, deadline)
+    found = _improved_by_beam(problem, start, found, gap, target_bound, _soon(deadline, 1 / 8))
+    if found.bound < _target(found, gap, target_bound):
+        found = branch_on_vertex(problem, found, minimum, lightest, gap, _soon(deadline, 2 / 3))
+        found = _improved_by_beam(problem, start, found, gap, target_bound, deadline)
+    return found
+
+
+def improved(
+    problem: Problem, found: BoundedSolution, least: Minimizer, gap: float, deadline: float
+) -> BoundedSolution:
+    """What was found, perhaps with a better assignment, one that changes its way at some layer."""
+    deadline = _soon(deadline, 1 / 8)
+
+    def target_bound(cost: float) -> bool:
+        return _near(replace(found, cost=cost), gap / 4) or time.monotonic() > deadline
+
+    if target_bound(found.cost):
+        return found
+    return _better(
+        problem,
+        found,
+        crossover_by_price(problem, lambda costs: least(costs).assignment, found.price, found.assignment, target_bound),
+    )
+
+
+def _improved_by_beam(
+    problem: Problem, start: BoundedSolution, found: BoundedSolution, gap: float, target_bound: float, deadline: float
+) -> BoundedSolution:
+    """What was found, improved by assignments that are built from the elimination that gave the bound to start with:
+    for the optimum as long as that is little work, then only to know whether any assignment is below what is aimed
+    at."""
+    choices = sum(map(len, problem.unary))
+    for rows in _ROWS:
+        little = rows * choices <= _EFFORT
+        target = _target(found, EXACT, math.inf) if little else _target(found, gap, target_bound)
+        if found.bound >= target or start.elimination is None or time.monotonic() > deadline:
+            break
+        top = found.cost + _ROUNDING * abs(found.cost) if little else target
+        slack = top - start.bound
+        met = beam_search(start.elimination, problem.weights or (), problem.limit, start.price, slack, rows, deadline)
+        if met.assignment is not None and problem.weight(met.assignment) <= problem.limit:
+            found = _better(problem, found, met.assignment)
+        found = replace(found, bound=max(found.bound, min(found.cost, top, start.bound + met.dropped)))
+    return found
+
+
+def _target(found: BoundedSolution, gap: float, target_bound: float) -> float:
+    """The bound that is to be reached."""
+    return min(found.cost - max(gap, EXACT) * abs(found.cost), target_bound)
+
+
+def _better(problem: Problem, found: BoundedSolution, assignment: list[int]) -> BoundedSolution:
+    cost = problem.cost(assignment)
+    return replace(found, assignment=assignment, cost=cost) if cost < found.cost else found
+
+
+def _near(found: BoundedSolution, gap: float) -> bool:
+    return found.cost - found.bound <= max(gap, EXACT) * abs(found.cost)
+
+
+def _soon(deadline: float, share: float) -> float:
+    now = time.monotonic()
+    return now + share * (deadline - now)
