@@ -26,12 +26,15 @@ import torch
 import torch.nn.functional as F
 from machine import write
 from torch import Tensor, nn
-from weft.trainer.run_setup import open_run, to_memory_format
 
 import weft
 from weft.data import Augment, Data, ShiftFlip, Tensors, digits
+from weft.distributed.store import ControlStore
 from weft.engine.rng import deterministic
-from weft.trainer.config import make_settings
+from weft.trainer.config import Execution, RunConfig, TrainConfig, prefers_channels_last, resolve
+from weft.trainer.device_engine import DeviceEngine
+from weft.trainer.manifest import describe_run, open_run
+from weft.trainer.metrics_log import StepRecord
 from weft.trainer.trainer import Trainer
 from weft.zoo import digits_conv, digits_mlp, nas_bench_macro
 
@@ -76,25 +79,42 @@ class PlainLoop:
         self.total += loss.detach()
 
 
-def open_session(
-    folder: str,
-    build: Callable[[], weft.Chain],
-    data: Data,
-    batch: int,
-    device: str,
-    steps: int,
-    last: bool | None,
-    augment: Augment | None = None,
-) -> Trainer:
-    """A run by weft on data that is kept on the device, about to take its first step."""
-    chain = weft.initialise(build, 0, device)
-    settings = make_settings(
-        chain, steps=steps, batch_size=batch, device=device, stream="spaced", channels_last=last, augment=augment
-    )
-    session = Trainer(to_memory_format(chain, settings), data.to(device), settings)
-    session.open(open_run(folder, "run", False, settings.law(chain, data), None, settings.device, 1))
-    session.sequential.train_mode()
-    return session
+class WeftLoop:
+    """A run by weft on data that is kept on the device, a segment of steps at a time, with its log."""
+
+    def __init__(
+        self,
+        folder: str,
+        build: Callable[[], weft.Chain],
+        data: Data,
+        batch: int,
+        device: str,
+        steps: int,
+        last: bool | None,
+        augment: Augment | None = None,
+    ) -> None:
+        config = TrainConfig(steps=steps, batch_size=batch, stream="spaced", augment=augment)
+        execution = Execution(device=device, channels_last=last)
+        self.device, self.chain = torch.device(device), weft.initialise(build, 0, device)
+        self.config = resolve(config, self.chain)
+        execution.lay_out(self.chain)
+        self.engine = DeviceEngine(self.chain, data.to(device), self.config, execution)
+        self.trainer = Trainer(self.chain, data, self.config, self.engine, ControlStore.alone(), {})
+        described = describe_run(self.chain, data, self.config, execution, None)
+        self.trainer.open(open_run(RunConfig(name="run", folder=folder), described, self.device, False))
+        self.engine.begin(0)
+        self.engine.layers.train_mode()
+
+    def train(self, stop: int) -> None:
+        """The steps before ``stop`` that are not done yet."""
+        for item in self.engine.train(stop, self.config.steps, lambda: False):
+            if isinstance(item, StepRecord):
+                self.trainer.emit("step", **item.fields(self.config))
+
+    def close(self) -> None:
+        self.engine.close()
+        self.trainer.run.events.close()
+        self.engine.layers.eval_mode()
 
 
 def compare(
@@ -112,12 +132,10 @@ def compare(
     told."""
     steps = segments * length
     with tempfile.TemporaryDirectory() as folder:
-        session = open_session(folder, build, data, batch, device, steps, last)
-        settings = session.settings
-        last = settings.channels_last
+        run = WeftLoop(folder, build, data, batch, device, steps, last)
+        last = prefers_channels_last(run.chain, device) if last is None else last
         plain_last = last if plain_last is None else plain_last
-        plain = PlainLoop(build, settings.stream, data, steps, batch, device, plain_last)
-        batches = session.loader.iterate(0)
+        plain = PlainLoop(build, run.config.stream, data, steps, batch, device, plain_last)
         times: dict[str, list[float]] = {"plain": [], "weft": []}
 
         def timed(who: str, work: Callable[[], None]) -> None:
@@ -128,22 +146,19 @@ def compare(
             times[who].append((time.perf_counter() - began) / length * 1e3)
 
         def by_weft(start: int) -> None:
-            for i in range(start, start + length):
-                session.step(i, next(batches))
+            run.train(start + length)
 
         def by_hand(start: int) -> None:
             for i in range(start, start + length):
                 plain.step(i)
 
         for segment in range(segments):
-            turns = [("plain", by_hand, nullcontext()), ("weft", by_weft, deterministic(settings.device))]
+            turns = [("plain", by_hand, nullcontext()), ("weft", by_weft, deterministic(run.device))]
             for who, work, setting in turns if segment % 2 else reversed(turns):
                 with setting:
                     timed(who, lambda work=work, segment=segment: work(segment * length))
-        batches.close()
-        session.run.events.close()
-        session.sequential.eval_mode()
-        ours, theirs = session.chain.state_dict(), plain.chain.state_dict()
+        run.close()
+        ours, theirs = run.chain.state_dict(), plain.chain.state_dict()
         equal = all(torch.equal(ours[key], theirs[key]) for key, _ in plain.chain.named_parameters())
     warm = segments // 4  # the first segments capture graphs and fill caches
     ratios = [w / p for w, p in zip(times["weft"][warm:], times["plain"][warm:], strict=True)]
@@ -189,14 +204,12 @@ def waits(
     """What makes the host wait for the GPU in 100 steps, after 80 that capture the candidates: "none", or what torch
     says and where."""
     with tempfile.TemporaryDirectory() as folder:
-        session = open_session(folder, build, data, batch, "cuda", 180, last, augment)
-        batches = session.loader.iterate(0)
+        run = WeftLoop(folder, build, data, batch, "cuda", 200, last, augment)
         try:
-            with deterministic(session.settings.device):
-                for i in range(180):
-                    if i == 80:
-                        torch.cuda.set_sync_debug_mode("error")
-                    session.step(i, next(batches))
+            with deterministic(run.device):
+                run.train(80)
+                torch.cuda.set_sync_debug_mode("error")
+                run.train(180)
             return "none"
         except (RuntimeError, weft.WeftError) as problem:
             origin = problem.__cause__ or problem
@@ -204,8 +217,7 @@ def waits(
             return f"{origin} ({Path(place.filename).name}, line {place.lineno})"
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            batches.close()
-            session.run.events.close()
+            run.close()
 
 
 def noisy(width: int = 8) -> weft.Chain:
