@@ -36,6 +36,7 @@ from weft.trainer.device_engine import DeviceEngine
 from weft.trainer.manifest import describe_run, open_run
 from weft.trainer.metrics_log import StepRecord
 from weft.trainer.trainer import Trainer
+from weft.utils.malloc import keep_freed_memory
 from weft.zoo import digits_conv, digits_mlp, nas_bench_macro
 
 
@@ -102,6 +103,7 @@ class WeftLoop:
         self.trainer = Trainer(self.chain, data, self.config, self.engine, ControlStore.alone(), {})
         described = describe_run(self.chain, data, self.config, execution, None)
         self.trainer.open(open_run(RunConfig(name="run", folder=folder), described, self.device, False))
+        keep_freed_memory(self.device)
         self.engine.begin(0)
         self.engine.layers.train_mode()
 

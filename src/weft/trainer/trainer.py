@@ -28,6 +28,7 @@ from weft.supernet.mixed_chain import MixedChain
 from weft.trainer.checkpointing import CheckpointWriter
 from weft.trainer.config import Validation
 from weft.trainer.metrics_log import StepRecord
+from weft.utils.malloc import keep_freed_memory
 from weft.utils.rng import generator
 
 Event = tuple[str, Mapping[str, Any]]
@@ -132,6 +133,7 @@ class Trainer:
         Raises KeyboardInterrupt after a checkpoint where the user stops the run.
         """
         config, engine = self.config, self.engine
+        keep_freed_memory(engine.layers.device)
         self.emit("started", **self._started())
         writer = CheckpointWriter(self.run.checkpoints, self.store)
         with self._reported(), deterministic(engine.layers.device), engine.layers.seeder.preserved():
