@@ -472,7 +472,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     if options.norm_chunks:
-        return norm_chunks(options.quick, options.json)
+        norm_chunks(options.quick, options.json)
+        return
     gpu = options.device == "cuda"
     if options.check:
         checked = check()

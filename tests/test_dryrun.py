@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from weft import zoo
-from weft.cli.train import activations, describe, kept_bytes, on_meta, state_ratio
+from weft.cli.train import activations, describe, kept_bytes, state_ratio
 from weft.data import Data, Tensors, as_data
 from weft.engine.losses import mean_squared_error
 from weft.engine.optimizer import Optimizer
 from weft.errors import DataError, SupernetError, WeftError
 from weft.runs import Run
 from weft.space import Space
-from weft.supernet import Chain, Choice, Shared, initialise
+from weft.supernet import Chain, Choice, Shared, build_on_meta, initialise
 from weft.trainer.config import make_settings
 from weft.trainer.trainer import Trainer
 from weft.utils.units import format_bytes
@@ -75,7 +75,7 @@ def test_a_small_run_is_told_as_counted_by_hand() -> None:
 
 @pytest.mark.parametrize("make", [zoo.digits_conv, zoo.digits_mlp, zoo.nas_bench_macro])
 def test_parameters_without_data_are_those_of_the_real_supernet(make: Callable[[], Chain]) -> None:
-    flat, real = on_meta(make), initialise(make)
+    flat, real = build_on_meta(make), initialise(make)
     assert all(tensor.is_meta for tensor in flat.state_dict().values())
     assert {name: tensor.shape for name, tensor in flat.state_dict().items()} == {
         name: tensor.shape for name, tensor in real.state_dict().items()
@@ -90,7 +90,7 @@ def test_activations_without_data_are_those_of_a_real_forward(m: int) -> None:
     options = make_settings(real, steps=1, batch_size=8, microbatches=m)
     batch = {"image": torch.rand(8, 1, 8, 8), "label": torch.arange(8)}
     flat = {name: tensor.to("meta") for name, tensor in batch.items()}
-    seen = activations(on_meta(zoo.digits_conv), real.largest(), flat, options)
+    seen = activations(build_on_meta(zoo.digits_conv), real.largest(), flat, options)
     assert isinstance(seen, int)
     assert seen > 0
     there = activations(real, real.largest(), batch, options)
