@@ -98,7 +98,10 @@ def test_activations_without_data_are_those_of_a_real_forward(m: int) -> None:
     assert there == seen
     if m == 1:
         halves = activations(
-            on_meta(zoo.digits_conv), real.largest(), flat, make_settings(real, steps=1, batch_size=8, microbatches=2)
+            build_on_meta(zoo.digits_conv),
+            real.largest(),
+            flat,
+            make_settings(real, steps=1, batch_size=8, microbatches=2),
         )
         assert isinstance(halves, int)
         assert abs(halves * 2 - seen) < seen / 20
@@ -135,7 +138,7 @@ def test_kept_versions_are_the_most_that_a_real_run_keeps(consistency: str, m: i
         session.step(i, session.loader.batch(i))
         for name, kept in session.sequential.weights.items():
             most[name] = max(most[name], len(kept.kept))
-    assert kept_bytes(on_meta(build), chosen) == sum(most[name] * weights[name] for name in weights)
+    assert kept_bytes(build_on_meta(build), chosen) == sum(most[name] * weights[name] for name in weights)
 
 
 def test_a_supernet_larger_than_any_memory_can_be_described() -> None:
