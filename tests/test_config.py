@@ -153,7 +153,8 @@ def test_of_two_overrides_the_later_one_counts() -> None:
     key=st.text(st.sampled_from("abcdefghij_"), min_size=1, max_size=12),
 )
 def test_every_key_is_either_known_or_refused_with_its_name(table: str, key: str) -> None:
-    known: Any = dict(train=Train, execution=ExecutionTable, run=RunTable, search=Search, export=Export)[table]
+    tables = {"train": Train, "execution": ExecutionTable, "run": RunTable, "search": Search, "export": Export}
+    known: Any = tables[table]
     if key in {field.name for field in msgspec.structs.fields(known)} or f"{table}.{key}" in RENAMED:
         return
     assert refusal({**LEAST, table: {key: 1}}).startswith(f"unknown key '{table}.{key}'; ")
