@@ -85,7 +85,7 @@ def test_a_mixture_of_norms_is_the_expectation_of_padded_ones(kind: str) -> None
     agrees_with_the_definition(norm, noise(3, 5, 16) * 2.0 + 1.0, space, literal)
 
 
-WAYS = {"all widths at once": normalise._Norm.apply, "by chunks": norm_chunks.chunked_norm}
+WAYS = {"all widths at once": normalise._SegmentedNorm.apply, "by chunks": norm_chunks.chunked_norm}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -163,7 +163,7 @@ def test_only_plain_tensors_of_one_dtype_go_by_chunks() -> None:
     space, width = widths(4, 8)
     norm, mixture = LayerNorm(space, width), random_mixture(space)
     single, half = (norm(noise(4, 8).to(dtype), pick=mixture).grad_fn for dtype in (torch.float32, torch.bfloat16))
-    assert (type(single).__name__, type(half).__name__) == ("_ChunkedNormBackward", "_NormBackward")
+    assert (type(single).__name__, type(half).__name__) == ("_ChunkedNormBackward", "_SegmentedNormBackward")
 
 
 @pytest.mark.parametrize("kind", NORMS)

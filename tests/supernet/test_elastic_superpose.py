@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 import weft
 from weft.elastic import Linear, Mixture
-from weft.elastic.ops import linear
 from weft.elastic.ops import linear as module
-from weft.elastic.ops.linear import mixed_linear, superpose
+from weft.elastic.ops import weight as passes
+from weft.elastic.ops.linear import mixed_linear
+from weft.elastic.ops.weight import expected_weight
 from weft.utils.rng import generator
 
 FORMS = {"masked": module._Masked, "scaled": module._Scaled}
@@ -66,7 +67,7 @@ def test_the_expected_weight_of_two_sizes_by_hand() -> None:
     # 2 x 2 with probability 0.25, else 1 x 2: the second row is within the pick in a quarter of the cases.
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     rows, columns = torch.tensor([[1.0, 0.25]]), torch.tensor([[1.0, 1.0]])
-    assert torch.equal(superpose(weight, rows, columns), torch.tensor([[1.0, 2.0], [0.75, 1.0]]))
+    assert torch.equal(expected_weight(weight, rows, columns), torch.tensor([[1.0, 2.0], [0.75, 1.0]]))
     out = mixed_linear(torch.tensor([[1.0, 1.0]]), weight, torch.tensor([1.0, 2.0]), rows, columns)
     assert torch.equal(out, torch.tensor([[4.0, 2.25]]))
 
@@ -78,7 +79,7 @@ def test_the_expected_weight_and_its_gradients_are_those_of_the_definition(
 ) -> None:
     _, weight, _, rows, columns = parts(1, width, height, rank, seed)
     gradient = draw(height, width, seed=seed + 9)
-    ours, theirs = superpose(weight, rows, columns), entrywise(weight, rows, columns)
+    ours, theirs = expected_weight(weight, rows, columns), entrywise(weight, rows, columns)
     close(ours, theirs)
     for mine, other in zip(
         torch.autograd.grad(ours, (weight, rows, columns), gradient),
@@ -90,12 +91,12 @@ def test_the_expected_weight_and_its_gradients_are_those_of_the_definition(
 
 def test_a_weight_of_four_dimensions_counts_all_but_the_first_as_columns() -> None:
     weight, rows, columns = draw(4, 3, 2, 2), draw(2, 4), draw(2, 12)
-    ours = superpose(weight, rows, columns)
+    ours = expected_weight(weight, rows, columns)
     close(ours, entrywise(weight.flatten(1), rows, columns).view(4, 3, 2, 2))
     # A gradient that is not laid out as the weight is.
     weight.requires_grad_()
     other = draw(2, 2, 3, 4).permute(3, 2, 1, 0)
-    (mine,) = torch.autograd.grad(superpose(weight, rows, columns), weight, other)
+    (mine,) = torch.autograd.grad(expected_weight(weight, rows, columns), weight, other)
     close(mine, torch.einsum("sr,sc->rc", rows, columns).view(4, 3, 2, 2) * other)
 
 
@@ -150,7 +151,7 @@ def test_gradients_agree_with_finite_differences() -> None:
 def test_weights_taken_in_pieces_of_any_size_give_the_same(
     entries: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "_PIECE", entries)
+    monkeypatch.setattr(passes, "_PIECE", entries)
     given = parts(3, 5, 7, rank)
     gradient = draw(2, 3, 7, seed=9)
     ours, theirs = module._Masked.apply(*given), literal(*given)
@@ -160,7 +161,7 @@ def test_weights_taken_in_pieces_of_any_size_give_the_same(
     ):
         close(one, other)
     _, weight, _, rows, columns = given
-    ours, theirs = superpose(weight, rows, columns), entrywise(weight, rows, columns)
+    ours, theirs = expected_weight(weight, rows, columns), entrywise(weight, rows, columns)
     close(ours, theirs)
     wanted = (weight, rows, columns)
     for one, other in zip(
@@ -211,12 +212,12 @@ def test_on_a_gpu_the_fused_kernels_agree_with_the_eager_path_and_with_themselve
 
     def run() -> list[Tensor]:
         out = mixed_linear(*given)
-        expected = superpose(given[1], given[3], given[4])
+        expected = expected_weight(given[1], given[3], given[4])
         found = torch.autograd.grad(expected, [given[1], given[3], given[4]], given[1].detach())
         return [out, expected, *found, *torch.autograd.grad(out, given, gradient)]
 
     first, again = run(), run()
-    monkeypatch.setattr(linear, "weight_kernels", lambda *_: None)
+    monkeypatch.setattr(passes, "weight_kernels", lambda *_: None)
     for one, two, other in zip(first, again, run(), strict=True):
         assert torch.equal(one, two)
         close(one, other, 1e-5)

@@ -18,7 +18,7 @@ from transformer_law import chances, close, noise, random_mixture, randomise
 import weft
 from weft.elastic import MLP, Attention, Linear, Mixture
 from weft.elastic import linear as module
-from weft.elastic.linear import together
+from weft.elastic.linear import linears
 from weft.elastic.ops import linear as joined
 from weft.elastic.ops.linear import mixed_linears
 
@@ -158,7 +158,7 @@ def test_neighbours_of_other_sizes_and_layers_that_compute_in_their_own_way_stay
     ]
     layers += [Linear(space, width, width, bias=False)]
     x, mixture = noise(64, 8), random_mixture(space)
-    found = together(layers, x, mixture)
+    found = linears(layers, x, mixture)
     assert [out.shape[-1] for out in found] == [3, 8, 8, 8, 8]
     for out, layer in zip(found, layers, strict=True):
         close(out.detach(), layer(x, pick=mixture).detach(), 1e-6)
@@ -172,7 +172,7 @@ def test_few_tokens_and_many_give_the_same_whichever_way_is_taken(tokens: int, m
     for few in (True, False):
         monkeypatch.setattr(module, "few_tokens", lambda *_, few=few: few)
         mixture = random_mixture(space)
-        out = torch.cat(together(layers, x, mixture), -1)
+        out = torch.cat(linears(layers, x, mixture), -1)
         asked = [x, *(p for layer in layers for p in layer.parameters()), mixture["width"], mixture["heads"]]
         found = torch.autograd.grad(out, asked, noise(*out.shape, seed=1))
         results.append([out.detach(), *found[:-2], *(along(f) for f in found[-2:])])
