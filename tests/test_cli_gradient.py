@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastics import layered
+from small_supernets import layered
 from rich.console import Console
 from torch import nn
 

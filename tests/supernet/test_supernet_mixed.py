@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from elastics import any_mixture, blended, layered
+from small_supernets import any_mixture, blended, layered
 from torch import nn
 
 import weft

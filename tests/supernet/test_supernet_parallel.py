@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from elastics import any_mixture, layered
+from small_supernets import any_mixture, layered
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
