@@ -6,22 +6,22 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformer_law import (
+from elastic_law import (
     agrees_with_the_definition,
-    chances,
-    close,
     corners,
     expected,
     holds_for_one_hots,
-    holds_for_picks,
+    holds_for_subnets,
+    near,
     noise,
     random_mixture,
     randomise,
     refusing_values,
     saved,
+    weighted_subnets,
 )
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import weft
 from weft.elastic import (
@@ -111,7 +111,7 @@ def test_pick_and_one_hot_and_plain_attention_are_one(case: str) -> None:
     randomise(attention)
     part = first_features(space, noise(2, TOKENS, 12))
     subnets = list(space.enumerate())
-    holds_for_picks(attention, part, subnets)
+    holds_for_subnets(attention, part, subnets)
     holds_for_one_hots(attention, part, subnets[::2] + subnets[-1:], space, garbage=3.0)
 
 
@@ -194,14 +194,14 @@ def test_a_transposed_grid_holds_the_law_and_keeps_its_layout_in_the_plain_form(
     x = noise(2, TOKENS, 6)
     out = torch.zeros(2, TOKENS, 18)
     mixture = random_mixture(space)
-    for chance, subnet in chances(space, mixture):
+    for chance, subnet in weighted_subnets(space, mixture):
         weight = torch.zeros(18, 6)
         rows = torch.arange(18).view(3, 3, 2)[:, : subnet["heads"]].flatten()
         weight[rows, : subnet["width"]] = grid.plain(subnet).weight.detach()
         bias = torch.zeros(18)
         bias[rows] = grid.bias.detach()[rows]
         out += chance.detach() * F.linear(x, weight, bias)
-    close(grid(x, pick=mixture).detach(), out, 1e-5)
+    near(grid(x, pick=mixture).detach(), out, 1e-5)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -210,7 +210,7 @@ def test_pick_and_one_hot_and_plain_perceptrons_are_one(gated: bool) -> None:
     width, ratio = space.integer("width", [4, 7, 8]), space.categorical("ratio", [1.5, 2.0])
     mlp = randomise(MLP(space, width, ratio * width, nn.SiLU if gated else nn.GELU, gated))
     part = first_features(space, noise(2, 3, 8))
-    holds_for_picks(mlp, part, list(space.enumerate()))
+    holds_for_subnets(mlp, part, list(space.enumerate()))
     holds_for_one_hots(mlp, part, list(space.enumerate()), space, garbage=3.0)
 
     def literal(x: Tensor, mixture: Mixture) -> Tensor:
@@ -230,7 +230,7 @@ def test_pick_and_one_hot_and_plain_transformer_blocks_are_one(norm: type) -> No
     attention, mlp = Attention(space, width, heads, 4, causal=True), MLP(space, width, ratio * width)
     block = randomise(TransformerBlock(space, width, attention, mlp, norm, dropout=0.5)).eval()
     part = first_features(space, noise(2, TOKENS, 10))
-    holds_for_picks(block, part, list(space.enumerate()))
+    holds_for_subnets(block, part, list(space.enumerate()))
     holds_for_one_hots(block, part, list(space.enumerate()), space)
 
 
@@ -241,11 +241,11 @@ def test_pick_and_one_hot_and_plain_ends_are_one() -> None:
     tokens, patches = TokenEmbedding(space, 9, width, 3), PatchEmbedding(space, 8, 4, width, 2)
     heads = [Head(space, width, 5, of) for of in ("all", "first", "mean")]
     for first, x in ((tokens, ids), (patches, images)):
-        holds_for_picks(randomise(first), lambda _, x=x: x, list(space.enumerate()))
+        holds_for_subnets(randomise(first), lambda _, x=x: x, list(space.enumerate()))
         holds_for_one_hots(first, lambda _, x=x: x, list(space.enumerate()), space)
     part = first_features(space, noise(2, 3, 7))
     for head in heads:
-        holds_for_picks(randomise(head), part, list(space.enumerate()))
+        holds_for_subnets(randomise(head), part, list(space.enumerate()))
         holds_for_one_hots(head, part, list(space.enumerate()), space, garbage=3.0)
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from elastic_law import near, noise, random_mixture, randomise, weighted_subnets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformer_law import chances, close, noise, random_mixture, randomise
 
 import weft
 from weft.elastic import MLP, Attention, Linear, Mixture
@@ -48,7 +48,7 @@ def literal(layers: Sequence[Linear], x: Tensor, space: weft.Space, mixture: Mix
     found = []
     for layer in layers:
         weight, bias = torch.zeros_like(layer.weight), torch.zeros(len(layer.weight), dtype=x.dtype)
-        for chance, subnet in chances(space, mixture):
+        for chance, subnet in weighted_subnets(space, mixture):
             outputs, inputs = layer.sizes.of(subnet)
             pad = (0, weight.shape[1] - inputs, 0, weight.shape[0] - outputs)
             weight = weight + chance * F.pad(layer.weight[:outputs, :inputs], pad)
@@ -106,7 +106,7 @@ def test_layers_side_by_side_and_their_gradients_are_those_of_the_definition(
     x = noise(2, 3, layers[0].in_features, seed=seed).double().requires_grad_("x" in wanted)
     mixture = Mixture(space, rows)
     ours, theirs = mixed(layers, x, mixture), torch.cat(literal(layers, x, space, mixture), -1)
-    close(ours.detach(), theirs.detach(), 1e-12)
+    near(ours.detach(), theirs.detach(), 1e-12)
     weights = [parameter for layer in layers for parameter in layer.parameters()]
     asked = [part for part in (x, *weights, *rows.values()) if part.requires_grad]
     if not asked:
@@ -116,7 +116,7 @@ def test_layers_side_by_side_and_their_gradients_are_those_of_the_definition(
     other = torch.autograd.grad(theirs, asked, gradient, materialize_grads=True)
     for part, one, two in zip(asked, mine, other, strict=True):
         chance = any(part is row for row in rows.values())
-        close(along(one) if chance else one, along(two) if chance else two, 1e-11)  # type: ignore[arg-type]
+        near(along(one) if chance else one, along(two) if chance else two, 1e-11)  # type: ignore[arg-type]
 
 
 class Products(TorchDispatchMode):
@@ -161,7 +161,7 @@ def test_neighbours_of_other_sizes_and_layers_that_compute_in_their_own_way_stay
     found = linears(layers, x, mixture)
     assert [out.shape[-1] for out in found] == [3, 8, 8, 8, 8]
     for out, layer in zip(found, layers, strict=True):
-        close(out.detach(), layer(x, pick=mixture).detach(), 1e-6)
+        near(out.detach(), layer(x, pick=mixture).detach(), 1e-6)
 
 
 @pytest.mark.parametrize("tokens", [1, 512])
@@ -177,7 +177,7 @@ def test_few_tokens_and_many_give_the_same_whichever_way_is_taken(tokens: int, m
         found = torch.autograd.grad(out, asked, noise(*out.shape, seed=1))
         results.append([out.detach(), *found[:-2], *(along(f) for f in found[-2:])])
     for one, two in zip(*results, strict=True):
-        close(one, two, 1e-5)
+        near(one, two, 1e-5)
 
 
 def test_under_autocast_outputs_and_gradients_have_the_dtypes_and_nearly_the_values_without_it() -> None:
@@ -272,4 +272,4 @@ def test_on_a_gpu_the_fused_kernels_agree_with_the_eager_path_and_with_themselve
     monkeypatch.setattr(joined, "linear_kernels", lambda *_: None)
     for one, two, other in zip(first, again, run(), strict=True):
         assert torch.equal(one, two)
-        close(one, other, 1e-5)
+        near(one, other, 1e-5)

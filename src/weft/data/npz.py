@@ -58,7 +58,7 @@ def _packed(
         raise DataError(f"{path} has packed images but no '{min(absent)}'; it has {sorted(arrays)}")
     packed, offsets, labels = arrays["jpeg"], arrays["offsets"], arrays["labels"]
     if packed.dtype != np.uint8 or packed.ndim != 1 or offsets.dtype.kind not in "iu" or offsets.ndim != 1:
-        raise DataError(f"{path}: 'jpeg' must be a row of bytes and 'offsets' a row of is_class numbers")
+        raise DataError(f"{path}: 'jpeg' must be a row of bytes and 'offsets' a row of whole numbers")
     if len(offsets) != len(labels) + 1:
         raise DataError(
             f"{path} has {len(labels)} labels, so 'offsets' needs {len(labels) + 1} numbers; it has {len(offsets)}"
