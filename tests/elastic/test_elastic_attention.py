@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -49,56 +50,41 @@ def made(case: str) -> tuple[weft.Space, Attention]:
     """A space with the choices 'width' and more, and an attention of it."""
     space = weft.Space()
     width = space.integer("width", [6, 12])
-    if case == "heads":
-        return space, Attention(space, width, space.integer("heads", [1, 2, 3]), 4)
-    if case == "causal, eager":
-        heads = space.integer("heads", [1, 2, 3])
-        return space, Attention(space, width, heads, 4, causal=True, eager=True)
-    if case == "causal, without biases":
-        heads = space.integer("heads", [1, 3])
-        return space, Attention(space, width, heads, 4, causal=True, bias=False, out_bias=False)
-    if case == "groups of heads":
-        groups, each = space.integer("groups", [1, 2]), space.integer("each", [1, 2, 3])
-        return space, Attention(space, width, groups * each, 4, groups)
-    if case == "groups of heads, eager":
-        groups, each = space.integer("groups", [1, 2]), space.integer("each", [1, 2])
-        return space, Attention(space, width, groups * each, 4, groups, eager=True, causal=True)
-    if case == "a number of heads, whatever the groups":
-        return space, Attention(space, width, 4, 4, space.integer("groups", [1, 2, 4]))
-    if case == "heads for two groups":
-        return space, Attention(space, width, space.integer("heads", [2, 4, 6]), 4, 2)
-    if case == "one key and value":
-        return space, Attention(space, width, space.integer("heads", [1, 2, 3]), 4, 1)
-    if case == "head size":
-        return space, Attention(space, width, space.integer("heads", [1, 2]), space.integer("size", [2, 3, 5]))
-    if case == "head size, fixed scale":
-        return space, Attention(space, width, 2, space.integer("size", [2, 5]), scale=0.3)
-    if case == "head size from the width":
-        heads = space.integer("heads", [1, 2, 3])
-        return space, Attention(space, width, heads, width / heads)
-    if case == "all of it":
-        groups, each = space.integer("groups", [1, 2]), space.integer("each", [1, 2])
-        return space, Attention(space, width, groups * each, space.integer("size", [2, 3]), groups, causal=True)
-    assert case == "rotary"
+    options = {**CASES[case][1], **({"rotary": Rotary(4)} if case == "rotary" else {})}
+    return space, Attention(space, width, *CASES[case][0](space), **options)
+
+
+def grouped(space: weft.Space) -> tuple[Any, ...]:
     groups, each = space.integer("groups", [1, 2]), space.integer("each", [1, 2])
-    return space, Attention(space, width, groups * each, 4, groups, causal=True, rotary=Rotary(4))
+    return groups * each, 4, groups
 
 
-CASES = [
-    "heads",
-    "causal, eager",
-    "causal, without biases",
-    "groups of heads",
-    "groups of heads, eager",
-    "a number of heads, whatever the groups",
-    "heads for two groups",
-    "one key and value",
-    "head size",
-    "head size, fixed scale",
-    "head size from the width",
-    "all of it",
-    "rotary",
-]
+def all_of_it(space: weft.Space) -> tuple[Any, ...]:
+    heads, _, groups = grouped(space)
+    return heads, space.integer("size", [2, 3]), groups
+
+
+def from_width(space: weft.Space) -> tuple[Any, ...]:
+    heads = space.integer("heads", [1, 2, 3])
+    return heads, space.handle("width") / heads
+
+
+THREE = lambda space: (space.integer("heads", [1, 2, 3]), 4)  # noqa: E731
+CASES: dict[str, tuple[Callable[[weft.Space], tuple[Any, ...]], dict[str, Any]]] = {
+    "heads": (THREE, {}),
+    "causal, eager": (THREE, {"causal": True, "eager": True}),
+    "causal, without biases": (THREE, {"causal": True, "bias": False, "out_bias": False}),
+    "groups of heads": (grouped, {}),
+    "groups of heads, eager": (grouped, {"eager": True, "causal": True}),
+    "a number of heads, whatever the groups": (lambda space: (4, 4, space.integer("groups", [1, 2, 4])), {}),
+    "heads for two groups": (lambda space: (space.integer("heads", [2, 4, 6]), 4, 2), {}),
+    "one key and value": (lambda space: (space.integer("heads", [1, 2, 3]), 4, 1), {}),
+    "head size": (lambda space: (space.integer("heads", [1, 2]), space.integer("size", [2, 3, 5])), {}),
+    "head size, fixed scale": (lambda space: (2, space.integer("size", [2, 5])), {"scale": 0.3}),
+    "head size from the width": (from_width, {}),
+    "all of it": (all_of_it, {"causal": True}),
+    "rotary": (grouped, {"causal": True}),
+}
 
 
 def first_features(space: weft.Space, x: Tensor) -> Callable[[weft.Subnet], Tensor]:

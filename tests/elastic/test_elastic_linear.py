@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
-from weft.elastic import MLP, Attention, Linear, Mixture
+from weft.elastic import MLP, Attention, Conv2d, Grid, Leaf, Linear, Mixture
 from weft.elastic import linear as module
 from weft.elastic.linear import linears
 from weft.elastic.ops import linear as joined
@@ -210,23 +210,6 @@ def test_a_backward_goes_by_the_autocast_of_its_forward() -> None:
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("kind", ["ratio", "ratio down"])
-def test_a_mixed_layer_keeps_its_input_and_nothing_as_long_as_its_sides(kind: str) -> None:
-    space, (layer,) = made(kind)
-    mixture, x, kept = random_mixture(space), noise(2, layer.in_features), []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = layer(x.requires_grad_(), pick=mixture)
-    assert out.grad_fn is not None
-    there = {tensor.data_ptr() for tensor in (x, layer.weight, layer.bias)}
-    assert there < {tensor.data_ptr() for tensor in kept}
-    assert max(tensor.numel() for tensor in kept if tensor.data_ptr() not in there) <= 3  # options of a choice
-
-
 def test_a_layer_without_choices_is_a_plain_one_under_every_mixture() -> None:
     space = weft.Space()
     space.integer("width", [2, 3])
@@ -273,3 +256,27 @@ def test_on_a_gpu_the_fused_kernels_agree_with_the_eager_path_and_with_themselve
     for one, two, other in zip(first, again, run(), strict=True):
         assert torch.equal(one, two)
         near(one, other, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["linear", "grid", "conv"])
+def test_the_backward_of_a_slice_sees_what_the_weight_holds_by_then(kind: str) -> None:
+    space = weft.Space()
+    width = space.integer("width", [4, 8])
+    makers: dict[str, Callable[[], Leaf]] = {
+        "linear": lambda: Linear(space, width, width),
+        "grid": lambda: Grid(space, (width,), (2, width)),
+        "conv": lambda: Conv2d(space, width, width, 3),
+    }
+    layer, x = makers[kind](), noise(2, 4, 5, 5) if kind == "conv" else noise(3, 4)
+    small = space.first()
+
+    def gradient(change: Callable[[], object]) -> Tensor:
+        given = x.clone().requires_grad_()
+        out = layer(given, small)
+        change()
+        (found,) = torch.autograd.grad(out, [given], torch.ones_like(out))
+        return found
+
+    before = gradient(lambda: None)
+    assert torch.equal(gradient(lambda: None), before)
+    assert torch.equal(gradient(lambda: layer.weight.data.mul_(2.0)), 2 * before)

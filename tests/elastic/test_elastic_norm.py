@@ -10,7 +10,6 @@ from elastic_law import (
     holds_for_subnets,
     near,
     noise,
-    pad,
     random_mixture,
     randomise,
     refusing_values,
@@ -19,7 +18,7 @@ from elastic_law import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import weft
@@ -159,13 +158,6 @@ def test_no_tokens_give_no_output_and_gradients_of_zero() -> None:
     assert torch.equal(norm.weight.grad, torch.zeros(8))
 
 
-def test_only_plain_tensors_of_one_dtype_go_by_chunks() -> None:
-    space, width = widths(4, 8)
-    norm, mixture = LayerNorm(space, width), random_mixture(space)
-    single, half = (norm(noise(4, 8).to(dtype), pick=mixture).grad_fn for dtype in (torch.float32, torch.bfloat16))
-    assert (type(single).__name__, type(half).__name__) == ("_ChunkedNormBackward", "_SegmentedNormBackward")
-
-
 @pytest.mark.parametrize("kind", NORMS)
 def test_autocast_does_not_change_a_norm_of_single_precision(kind: str) -> None:
     space, width = widths(64, 96, 128)
@@ -294,18 +286,6 @@ def test_the_mixture_path_never_asks_for_a_value(kind: str) -> None:
     assert mixture["width"].grad is not None
     with pytest.raises(AssertionError), refusing_values():
         float(module.weight.detach().sum())
-
-
-def test_the_plain_forms_are_torchs_own() -> None:
-    space, width = widths(4, 12)
-    subnet = space.first()
-    assert type(LayerNorm(space, width).plain(subnet)) is nn.LayerNorm
-    assert type(RMSNorm(space, width).plain(subnet)) is nn.RMSNorm
-    assert type(Embedding(space, 9, width).plain(subnet)) is nn.Embedding
-
-
-def test_a_padded_input_is_longer_by_zeros() -> None:
-    assert torch.equal(pad(torch.ones(1, 2), (1, 3)), torch.tensor([[1.0, 1.0, 0.0]]))
 
 
 def test_a_width_that_reads_nothing_known_is_refused() -> None:

@@ -67,7 +67,7 @@ import os, signal, sys, torch
 from weft.runs import Checkpoints, Events
 from weft.utils import files
 count = 0
-pure = "to_json <genexpr> <listcomp> <dictcomp> <setcomp> <lambda> _path _entries names layer_of check parse".split()
+pure = "to_json disk_errors <genexpr> <listcomp> <dictcomp> <setcomp> <lambda> _path _entries names layer_of check parse".split()
 def trace(frame, event, arg):
     global count
     file = frame.f_code.co_filename
