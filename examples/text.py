@@ -83,8 +83,8 @@ def main() -> None:
     characters = data.info["size"]
     assert data.validation is not None
     few = weft.Data("text", data.train, weft.data.Subset(data.validation, range(100)), info=data.info)
-    optimizer = weft.Optimizer("adamw", lr=4e-3)
-    run = weft.train(lambda: build(characters), few, steps=400, batch_size=8, optimizer=optimizer, warmup=20, seed=0)
+    optimizer = weft.Optimizer("adamw", lr=4e-3, warmup_steps=20)
+    run = weft.train(lambda: build(characters), few, steps=400, batch_size=8, optimizer=optimizer, seed=0)
     front = weft.search(run, minimize=["loss", "flops"], budget=27)
     print(f"guessing         {math.log2(characters):.2f} bits")
     for name, member in (("smallest", front.best(maximize="loss")), ("best", front.best())):
