@@ -1,8 +1,8 @@
 """A model of characters whose mixers are searched: at each depth attention, a causal convolution, or nothing.
 
-The tokens enter the embedding, and once more the head as a side input, so that it can hold what is known from the last
-character alone. Learns the text of Python's own help. Prints, in bits a character on validation text, what guessing
-costs and what the best and the smallest subnet cost, and what the best one writes:
+The tokens enter the embedding, and the head as a side input, so that the head can hold what the last character alone
+predicts. The text is Python's own help. The example prints the bits a character on validation text of guessing, of the
+smallest subnet and of the best one, and what the best one writes:
 
     guessing         6.69 bits
     smallest         4.11 bits  skip skip skip
