@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import re
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get
 
 import msgspec
 
-from weft.errors import ConfigError, nearest
+from weft.errors import ConfigError
 from weft.offload.config import OffloadConfig
 from weft.trainer.config import Execution, RunConfig, TrainConfig, Validation
 
@@ -263,42 +261,6 @@ def to_dict(config: Config) -> dict[str, Any]:
 def values_of(table: Any) -> dict[str, Any]:
     """The entries of a table by name."""
     return msgspec.structs.asdict(table)
-
-
-def locate(spec: str, folder: Path) -> Any:
-    """What ``module:attribute`` names, the module found from the config's folder first."""
-    module_name, _, attribute = spec.partition(":")
-    if not re.fullmatch(r"[A-Za-z_][\w.]*", module_name) or not re.fullmatch(r"[A-Za-z_][\w.]*", attribute):
-        raise ConfigError(f"'{spec}' does not name code: write it as 'module:attribute'")
-    where = str(folder.resolve())
-    if where not in sys.path:
-        sys.path.insert(0, where)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as problem:
-        if problem.name is not None and (module_name == problem.name or module_name.startswith(problem.name + ".")):
-            raise ConfigError(
-                f"'{spec}': no module '{module_name}' in {folder} or among the installed packages"
-            ) from None
-        raise ConfigError(f"'{spec}': importing '{module_name}' fails: {problem}") from problem
-    except Exception as problem:
-        raise ConfigError(
-            f"'{spec}': importing '{module_name}' fails: {type(problem).__name__}: {problem}"
-        ) from problem
-    beside = [folder / f"{module_name.split('.')[0]}{end}" for end in (".py", "/__init__.py")]
-    file = getattr(module, "__file__", None)
-    if any(path.is_file() for path in beside) and not (file and Path(file).resolve().is_relative_to(where)):
-        raise ConfigError(
-            f"'{spec}': the name '{module_name}' is taken by {file or 'Python itself'}: rename your module in {folder}"
-        )
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(
-                f"'{spec}': '{module_name}' has no '{part}'{nearest(part, [n for n in dir(found) if n[0] != '_'])}"
-            )
-        found = getattr(found, part)
-    return found
 
 
 def _apply(values: dict[str, Any], override: str, root: type) -> None:
