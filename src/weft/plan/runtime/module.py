@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from weft.errors import PlanError
-from weft.plan.capture.batch import Batch
+from weft.plan.capture import Batch
 from weft.plan.graph import batch_size
 from weft.plan.runtime.lowering import LocalProgram, Segment
 from weft.plan.runtime.p2p import ProcessGrid, StageP2P, Stages, name_lost_peer
