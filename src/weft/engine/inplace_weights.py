@@ -9,7 +9,7 @@ make, and save, a cast for every forward, and the backward would see that old on
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,8 +107,6 @@ class InPlace:
 BACKWARDS = 2
 """Backwards that are watched."""
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
 
 class RecomputeGuard:
     """Watches the backwards of one layer under its clock."""
@@ -116,18 +114,14 @@ class RecomputeGuard:
     def __init__(self, layer: str, module: nn.Module, clock: VersionSchedule) -> None:
         self._layer, self._module, self._clock = layer, module, clock
         moves = isinstance(clock.consistency, Bounded) and clock.drift > 0
-        self._backwards = BACKWARDS if moves else 0
-
-    def backward(self) -> AbstractContextManager[None]:
-        """A block for a backward with the layer's weights in place; raises ConsistencyError where it computes with
-        them anew."""
-        if not self._backwards:
-            return _NOTHING
-        self._backwards -= 1
-        return self._unread()
+        self.backwards = BACKWARDS if moves else 0
+        """How many more are to be watched."""
 
     @contextmanager
-    def _unread(self) -> Iterator[None]:
+    def backward(self) -> Iterator[None]:
+        """A block for a backward with the layer's weights in place; raises ConsistencyError where it computes with
+        them anew."""
+        self.backwards -= 1
         parts = [part for part in self._module.modules() if part._parameters]
         own = [part._parameters for part in parts]
         for part, parameters in zip(parts, own, strict=True):
