@@ -9,7 +9,7 @@ make, and save, a cast for every forward, and the backward would see that old on
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -117,11 +117,16 @@ class RecomputeGuard:
         self.backwards = BACKWARDS if moves else 0
         """How many more are to be watched."""
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """A block for a backward with the layer's weights in place; raises ConsistencyError where it computes with
         them anew."""
+        if not self.backwards:
+            return nullcontext()
         self.backwards -= 1
+        return self._unread()
+
+    @contextmanager
+    def _unread(self) -> Iterator[None]:
         parts = [part for part in self._module.modules() if part._parameters]
         own = [part._parameters for part in parts]
         for part, parameters in zip(parts, own, strict=True):
