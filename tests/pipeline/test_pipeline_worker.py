@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stages import KINDS, Numbered, Outcome, Task, in_stages, make_task, sequentially
 
+from weft.data import MicroBatches
 from weft.engine.optimizer import Optimizer
 from weft.errors import NonFiniteError
 from weft.pipeline.message import Message
 from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.stage import Stage
 from weft.pipeline.worker import Worker
-from weft.trainer.batches import MicroBatches
 
 quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
 

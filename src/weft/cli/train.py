@@ -23,7 +23,6 @@ from weft.errors import WeftError
 from weft.search.methods import count
 from weft.space import Subnet
 from weft.supernet import Chain, Factory, build_on_meta, extract
-from weft.trainer.batches import make_loader
 from weft.trainer.config import TrainConfig, resolve
 from weft.utils.units import format_bytes
 
@@ -34,7 +33,7 @@ def describe(net: Chain | Factory, data: Data, train: TrainConfig, device: str, 
     """Steps, subnets, parameters, memory in bytes and place of the run that ``weft.train`` would make of this."""
     chain = build_on_meta(net)
     config = resolve(train, chain)
-    loader = make_loader(data, config, torch.device("cpu"))
+    loader = config.loader(data, torch.device("cpu"))
     per_epoch = getattr(loader, "per_epoch", None)
     batch = {name: tensor.to(META) for name, tensor in loader.batch(0).items()}
     largest, smallest = chain.largest(), chain.smallest()

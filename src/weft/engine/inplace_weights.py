@@ -107,8 +107,6 @@ class InPlace:
 BACKWARDS = 2
 """Backwards that are watched."""
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
 
 class RecomputeGuard:
     """Watches the backwards of one layer under its clock."""
@@ -116,14 +114,15 @@ class RecomputeGuard:
     def __init__(self, layer: str, module: nn.Module, clock: VersionSchedule) -> None:
         self._layer, self._module, self._clock = layer, module, clock
         moves = isinstance(clock.consistency, Bounded) and clock.drift > 0
-        self._backwards = BACKWARDS if moves else 0
+        self.backwards = BACKWARDS if moves else 0
+        """How many more are to be watched."""
 
     def backward(self) -> AbstractContextManager[None]:
         """A block for a backward with the layer's weights in place; raises ConsistencyError where it computes with
         them anew."""
-        if not self._backwards:
-            return _NOTHING
-        self._backwards -= 1
+        if not self.backwards:
+            return nullcontext()
+        self.backwards -= 1
         return self._unread()
 
     @contextmanager
