@@ -67,7 +67,8 @@ import os, signal, sys, torch
 from weft.runs import Checkpoints, Events
 from weft.utils import files
 count = 0
-pure = "to_json disk_errors <genexpr> <listcomp> <dictcomp> <setcomp> <lambda> _path _entries names layer_of check parse".split()
+pure = "to_json disk_errors _path _entries names layer_of check parse".split()
+pure += "<genexpr> <listcomp> <dictcomp> <setcomp> <lambda>".split()
 def trace(frame, event, arg):
     global count
     file = frame.f_code.co_filename
