@@ -144,7 +144,7 @@ def look_ahead(engine: SequentialReference, i: int, subnet: Subnet, batch: Batch
     """Outputs and loss on the held-out part of the batch, and the gradients of the architecture by layer."""
     train = training_part(batch)
     validation = {name: value for name, value in batch.items() if not name.startswith(TRAINING)}
-    layers = [w for w in engine.weights.values() if not w.layer.arch and w.parameters]
+    layers = [w for w in engine.weights.values() if not w.layer.is_architecture and w.parameters]
     parameters = [p for w in layers for p in w.parameters]
 
     def of_weights(by_layer: LayerGradients) -> list[Tensor]:
@@ -165,7 +165,7 @@ def look_ahead(engine: SequentialReference, i: int, subnet: Subnet, batch: Batch
     foreach.copy_([p.data for p in parameters], before)
     change: LayerGradients = {}
     for name, gradients in by_layer.items():
-        if engine.weights[name].layer.arch:
+        if engine.weights[name].layer.is_architecture:
             triples = zip(gradients, sides[0][name], sides[1][name], strict=True)
             change[name] = [
                 None if g is None or up is None or down is None else g - rate * (up - down) / (2 * small)
@@ -188,7 +188,7 @@ def _pass(
     with engine.config.autocast(engine.device):
         for layer in engine.chain.route(subnet):
             engine.seeder.set(i, 0, layer.name)
-            trains = arch if layer.arch else weights
+            trains = arch if layer.is_architecture else weights
             tape.forward(engine.weights[layer.name], extra_inputs(layer, batch, subnet), trains)
         engine.seeder.set(i, 0, "loss")
         outputs, loss = engine.config.loss_of(tape.outputs(), batch)

@@ -78,7 +78,7 @@ class TrainStep:
 
     def trains(self, layer: Layer, step: int) -> bool:
         """Whether the step changes the layer: architecture and weights take turns where there are both."""
-        return self.architecture_search is None or layer.arch == self.architecture_search.architecture(step)
+        return self.architecture_search is None or layer.is_architecture == self.architecture_search.architecture(step)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """A block in which forwards compute in the run's precision."""

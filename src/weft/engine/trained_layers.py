@@ -183,7 +183,7 @@ class TrainedLayers:
         for name, weights in self.weights.items():
             for path, parameter in zip(weights.names, weights.parameters, strict=True):
                 named[f"{name}.{path}"] = parameter
-                if search is not None and weights.layer.arch:
+                if search is not None and weights.layer.is_architecture:
                     separate[f"{name}.{path}"] = search.optimizer
         alias = {str(tie.second): str(tie.first) for tie in self.chain.ties}
         return LayerOptimizer(self.config.optimizer, named, separate, alias)

@@ -22,7 +22,7 @@ Activations = tuple[Tensor, ...]
 Candidate = nn.Module | Callable[[], nn.Module]
 """A module as it is, or a factory that is called when the layer is first needed."""
 
-Runner = Callable[[nn.Module, Activations, Mapping[str, Any]], Any]
+ForwardFn = Callable[[nn.Module, Activations, Mapping[str, Any]], Any]
 """Runs a module on activations, with its extra inputs."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -54,9 +54,9 @@ class Layer:
     consistency: str | None = None
     side: tuple[str, ...] = ()
     elastic: bool = False
-    arch: bool = False
+    is_architecture: bool = False
     """Whether it holds architecture parameters instead of weights."""
-    runner: Runner | None = None
+    forward_fn: ForwardFn | None = None
     """Runs its module, if a plain call does not: mixed layers take probabilities from the end of the activations."""
 
 
@@ -164,7 +164,7 @@ def _materialise(part: nn.Module, path: str) -> None:
 
 def run_layer(layer: Layer, module: nn.Module, activations: Activations, side: Mapping[str, Any]) -> Activations:
     """The output of a layer's module."""
-    out = module(*activations, **side) if layer.runner is None else layer.runner(module, activations, side)
+    out = module(*activations, **side) if layer.forward_fn is None else layer.forward_fn(module, activations, side)
     return as_activations(out, layer.name)
 
 
