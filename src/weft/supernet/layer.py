@@ -88,10 +88,7 @@ def build_layer(module: nn.Module, name: str, seed: int, device: torch.device) -
     """
     if isinstance(module, LazyLayer):
         with torch_seeded(seed, "init", name):
-            built = module.factory()
-        if not isinstance(built, nn.Module):
-            raise SupernetError(f"the factory of layer '{name}' returned {type(built).__name__}, not an nn.Module")
-        module = built
+            module = _made(module, name)
     for label, part in list(module.named_children()):
         if isinstance(part, LazyLayer):
             module.add_module(label, build_layer(part, f"{name}.{label}", seed, device))
@@ -106,6 +103,13 @@ def build_layer(module: nn.Module, name: str, seed: int, device: torch.device) -
     return module.to(device)
 
 
+def _made(lazy: LazyLayer, name: str) -> nn.Module:
+    module = lazy.factory()
+    if not isinstance(module, nn.Module):
+        raise SupernetError(f"the factory of layer '{name}' returned {type(module).__name__}, not an nn.Module")
+    return module
+
+
 def build_layer_on_meta(module: nn.Module, name: str) -> nn.Module:
     """The layer's module with shapes but without values.
 
@@ -115,7 +119,7 @@ def build_layer_on_meta(module: nn.Module, name: str) -> nn.Module:
     if isinstance(module, LazyLayer):
         try:
             with shapes_only():
-                module = module.factory()
+                module = _made(module, name)
         except WeftError:
             raise
         except Exception:  # it reads values, or it fails on any device: then build_layer says why
