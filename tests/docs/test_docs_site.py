@@ -120,7 +120,7 @@ def test_the_readme_lists_every_folder_of_the_package() -> None:
 
 def test_contributing_names_files_that_exist_and_every_dependency() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    files = re.findall(r"`((?:\w+/)+\w+\.py)`", page)
+    files = re.findall(r"`((?!tests/)(?:\w+/)+\w+\.py)`", page)
     assert len(files) > 40
     assert [file for file in files if not (ROOT / "src" / "weft" / file).is_file()] == []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
