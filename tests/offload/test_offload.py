@@ -141,14 +141,14 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def least_of(task: Task) -> int:
-    sequential = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
+    sequential = SequentialReference(task.chain(), task.config, CPU)
     attach(sequential, OffloadConfig("1TiB", prefetch=0))
     assert sequential.offload is not None
     return sequential.offload.least
 
 
 def resided(task: Task, said: OffloadConfig, seed: int | None = None) -> tuple[Outcome, OffloadManager]:
-    sequential = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
+    sequential = SequentialReference(task.chain(), task.config, CPU)
     attach(sequential, said, copy_engine=None if seed is None else Late(seed))
     memory = sequential.offload
     assert memory is not None
@@ -207,7 +207,7 @@ def test_the_least_budget_gives_the_same_bits_however_late_copies_come(consisten
 @pytest.mark.parametrize("factor", [1.0, 1.5])
 def test_nothing_is_copied_before_the_device_has_done_what_it_was_given_to_do(consistency: str, factor: float) -> None:
     task = make_task("text", m=2, steps=7, consistency=consistency, optimizer=ADAM)
-    sequential, mover = SequentialReference(task.chain(), task.config, task.config.stream, CPU), Early()
+    sequential, mover = SequentialReference(task.chain(), task.config, CPU), Early()
     attach(sequential, OffloadConfig(int(least_of(task) * factor)), copy_engine=mover)
     assert sequential.offload is not None
     mover.memory = sequential.offload.device.memory
@@ -254,13 +254,13 @@ def test_with_room_for_all_layers_nothing_is_copied_twice() -> None:
     assert told["loaded_bytes"] == sum(
         memory.layers[name].layout.weight_bytes for name in used if name in memory.layers
     )
-    assert told["sent"] == 0
+    assert told["evicted_bytes"] == 0
 
 
 @pytest.mark.parametrize(("mover", "ready"), [(SyncCopy(), [1, 2]), (Early(), [2, 2])])
 def test_where_layers_are_still_on_their_way_the_next_ones_are_not_put_off(mover: Any, ready: list[int]) -> None:
     task = make_task("text", steps=12, optimizer=ADAM)
-    sequential = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
+    sequential = SequentialReference(task.chain(), task.config, CPU)
     attach(sequential, OffloadConfig("1MiB", prefetch=2), copy_engine=mover)
     memory = sequential.offload
     assert memory is not None
@@ -315,7 +315,7 @@ class Case:
     def least(self, cut: tuple[int, ...]) -> dict[int, int]:
         found = {}
         for index in range(len(cut) + 1):
-            stage = Stage(self.task.chain(), self.task.config, self.task.config.stream, CPU, cut, index)
+            stage = Stage(self.task.chain(), self.task.config, CPU, cut, index)
             attach(stage, OffloadConfig("1TiB", prefetch=0))
             assert stage.offload is not None
             found[index] = max(stage.offload.least, 1)

@@ -60,7 +60,7 @@ def test_any_budget_gives_the_same_bits_on_a_gpu(consistency: str, precision: st
             found, small = trained(task, OffloadConfig(budget))
             assert found.losses == wanted.losses
             assert found.layers == wanted.layers
-            assert small.figures()["peak"] <= budget
+            assert small.stats()["peak"] <= budget
             assert small.device.memory.numel() <= budget
 
 
@@ -69,13 +69,13 @@ def test_only_layers_that_come_late_count_as_late_however_long_the_device_waits_
     here = allocate_host(there.nbytes, pin=True).view(torch.float32)
     with deterministic(CUDA):
         torch.cuda._sleep(200_000_000)  # a device that others keep busy
-        mover.wait(mover.send(here, there, [mover.mark()]))
+        mover.wait(mover.to_host(here, there, [mover.record()]))
         torch.cuda.synchronize()
-        assert mover.late() == 0
+        assert mover.count_late() == 0
         torch.cuda._sleep(200_000_000)
-        mover.wait(mover.bring(there, here, [mover.mark()]))
+        mover.wait(mover.to_device(there, here, [mover.record()]))
         torch.cuda.synchronize()
-        assert mover.late() == 1
+        assert mover.count_late() == 1
 
 
 def test_memory_of_the_host_is_pinned_and_let_go_of() -> None:

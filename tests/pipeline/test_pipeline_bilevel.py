@@ -17,8 +17,8 @@ from weft.engine.bilevel import Bilevel, BilevelLoader
 from weft.errors import TrainError
 from weft.search.gradient.methods import GDAS, Darts, DrNAS
 from weft.supernet.mixed_chain import PROGRESS, make_mixed_chain, mixed_factory
-from weft.trainer.config import make_settings
-from weft.trainer.trainer import make_loader
+from weft.trainer.batches import make_loader
+from weft.trainer.config import TrainConfig, resolve
 
 METHODS = {"darts": (Darts(), ()), "drnas": (DrNAS(), ()), "gdas": (GDAS(), (PROGRESS,))}
 
@@ -59,10 +59,8 @@ def test_the_levels_take_turns_after_the_warm_up() -> None:
 def test_weights_learn_from_training_data_and_the_architecture_from_validation_data() -> None:
     data = Data("x", Tensors(x=torch.arange(10.0)), Tensors(x=-1 - torch.arange(10.0)))
     chain = make_mixed_chain(layered, Darts())
-    settings = make_settings(
-        chain, steps=8, loss=loss, batch_size=2, architecture_search=Bilevel(), stream=chain.space.first()
-    )
-    loader = make_loader(data, settings)
+    config = TrainConfig(steps=8, loss=loss, batch_size=2, architecture_search=Bilevel(), stream=chain.space.first())
+    loader = make_loader(data, resolve(config, chain), torch.device("cpu"))
     assert isinstance(loader, BilevelLoader)
     for i in range(8):
         assert bool((loader.batch(i)["x"] < 0).all()) == bool(i % 2)
@@ -100,7 +98,7 @@ def test_mixed_supernets_train_under_bounded_on_any_number_of_stages(tmp_path: P
 def test_a_window_of_both_levels_is_averaged_over_the_steps_of_each_level(tmp_path: Path) -> None:
     # lagged(2): a window has one step of the weights and one of the architecture. With plain descent its first update
     # of the weights is the gradient of one step, not half of it.
-    options = {"optimizer": weft.Optimizer("sgd", lr=0.1), "schedule": "constant"}
+    options = {"optimizer": weft.Optimizer("sgd", lr=0.1, schedule="constant")}
     begun = weights(train(tmp_path, steps=1, optimizer=weft.Optimizer("sgd", lr=0.0)))
     exact = weights(train(tmp_path, steps=1, **options))
     lagged = weights(train(tmp_path, steps=2, consistency="lagged(2)", **options))
@@ -164,8 +162,8 @@ def test_the_second_order_is_the_gradient_through_one_step_of_the_weights(tmp_pa
     data = Data("x", rows[0], rows[1])
     rate = 0.5
     net = mixed_factory(plain_choice, Darts())
-    options: dict[str, Any] = {"batch_size": 8, "schedule": "constant", "stream": net().space.first()}
-    options |= {"optimizer": weft.Optimizer("sgd", lr=rate), "loss": loss, "folder": tmp_path}
+    options: dict[str, Any] = {"batch_size": 8, "stream": net().space.first()}
+    options |= {"optimizer": weft.Optimizer("sgd", lr=rate, schedule="constant"), "loss": loss, "folder": tmp_path}
     arch = weft.Optimizer("sgd", lr=1.0)
     trained = weft.train(net, data, steps=2, architecture_search=Bilevel(arch, order=2), **options)
 

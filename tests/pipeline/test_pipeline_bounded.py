@@ -11,7 +11,7 @@ from stages import CPU, in_stages, make_task, sequentially
 from weft.engine.consistency import Bounded, Exact, Stashed, version_schedule
 from weft.engine.layer_state import layer_digest
 from weft.engine.reference import SequentialReference
-from weft.pipeline.workload import moving, single_copy, virtual_cut, windows
+from weft.pipeline.workload import in_flight_limits, moving, single_copy, virtual_cut
 
 BLOCKS = 6
 quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -33,9 +33,9 @@ def test_one_copy_is_enough_only_where_the_pipeline_is_the_virtual_one() -> None
     assert not single_copy([bounded, Exact()], (2, 4), 6)
     assert not single_copy([Stashed(4, 3)], (2, 4), 6)
     assert moving([bounded, Bounded(8, 3)]) is None
-    assert windows(3, True, None) == [3, 2, 1]
-    assert windows(3, False, None) == [6, 6, 6]
-    assert windows(3, True, 4) == [4, 4, 4]
+    assert in_flight_limits(3, True, None) == [3, 2, 1]
+    assert in_flight_limits(3, False, None) == [6, 6, 6]
+    assert in_flight_limits(3, True, 4) == [4, 4, 4]
 
 
 def formula(block: int, every: int, depth: int, total: int) -> dict[int, int]:
@@ -63,7 +63,7 @@ def test_a_pipeline_of_that_depth_keeps_one_copy_and_has_the_bits_of_one_device(
     depth: int, every: int, m: int, steps: int, seed: int, precision: str
 ) -> None:
     task = make_task("plain", steps=steps, m=m, consistency=f"bounded({every * m}, {depth})", precision=precision)
-    found, _ = in_stages(task, virtual_cut(depth, BLOCKS), windows(depth, True, None), seed)
+    found, _ = in_stages(task, virtual_cut(depth, BLOCKS), in_flight_limits(depth, True, None), seed)
     alone = sequentially(task)
     assert found.layers == alone.layers
     assert found.losses == alone.losses
@@ -97,10 +97,10 @@ def test_the_drift_of_eight_stages_is_that_of_the_formula_by_hand() -> None:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_other_cut_gives_the_same_bits_with_versions_kept(
-    kind: str, cut: tuple[int, ...], depth: int, window: int, seed: int
+    kind: str, cut: tuple[int, ...], depth: int, max_in_flight: int, seed: int
 ) -> None:
     task = make_task("plain", steps=9, consistency=f"{kind}(2, {depth})")
-    found, _ = in_stages(task, cut, window, seed)
+    found, _ = in_stages(task, cut, max_in_flight, seed)
     assert found.layers == sequentially(task).layers
 
 
@@ -125,8 +125,8 @@ def test_a_checkpoint_without_a_drain_holds_what_is_still_to_be_read(
             tensors |= snapshot.tensors
             layers |= snapshot.layers
     # The drained checkpoint at the end would pass trivially: these lie in the middle, with micro-batches under way.
-    window = windows(len(cut) + 1, cut == (2, 4), None)
-    resumed, _ = in_stages(task, cut, window, seed + 1, saved=(tensors, layers), first_step=3 * at)
+    limits = in_flight_limits(len(cut) + 1, cut == (2, 4), None)
+    resumed, _ = in_stages(task, cut, limits, seed + 1, saved=(tensors, layers), first_step=3 * at)
     assert resumed.layers == alone.layers
 
 
@@ -153,10 +153,10 @@ def test_the_variants_differ_in_what_they_compute() -> None:
 def test_one_copy_can_be_drained_in_the_middle_of_an_update(depth: int, every: int, until: int, seed: int) -> None:
     """Forwards that are to read an old version come after the drain: then it is kept for them."""
     task = make_task("plain", steps=12, m=2, consistency=f"bounded({every}, {depth})")
-    found, _ = in_stages(task, virtual_cut(depth, BLOCKS), windows(depth, True, None), seed, until=until)
-    alone = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
+    found, _ = in_stages(task, virtual_cut(depth, BLOCKS), in_flight_limits(depth, True, None), seed, until=until)
+    alone = SequentialReference(task.chain(), task.config, CPU)
     alone.train_mode()
     losses = [float(loss) for step in range(until) for loss in alone.step(step, task.batch(step)).losses]
     alone.eval_mode()
     assert found.losses == losses
-    assert found.layers == {name: layer_digest(w, alone.updater) for name, w in alone.weights.items()}
+    assert found.layers == {name: layer_digest(w, alone.optimizer) for name, w in alone.weights.items()}

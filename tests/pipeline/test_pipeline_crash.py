@@ -77,7 +77,7 @@ class Trainings:
 
     def start(self, runs: Path, run: str, pause: float = 0.0) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"runs": str(runs), "run": run, "pause": pause}).encode() + b"\n")
+        self.process.stdin.write(json.dumps({"folder": str(runs), "run": run, "pause": pause}).encode() + b"\n")
         self.process.stdin.flush()
         self.pid = self.hear()["pid"]
 

@@ -29,7 +29,7 @@ def test_all_but_the_largest_learn_from_what_the_largest_gave(tmp_path: Path) ->
         seen.append(("loss", outputs.detach(), None))
         return weft.cross_entropy(outputs, batch)
 
-    options = {**OPTIONS, "distil": follow, "loss": loss, "runs": tmp_path}
+    options = {**OPTIONS, "distill": follow, "loss": loss, "folder": tmp_path}
     weft.train(layered, open_data("digits"), steps=2, **options)
     assert [kind for kind, *_ in seen] == ["loss", "follow", "follow"] * 2
     for step in (0, 3):
@@ -51,18 +51,18 @@ def test_a_sandwich_with_its_teacher_is_the_same_on_any_number_of_stages(tmp_pat
     assert len(found) == 1
 
 
-@pytest.mark.parametrize(("distil", "share"), [(follow, 1 / 3), (True, 2 / 3)])
-def test_following_yourself_is_learning_nothing(distil: Any, share: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("distill", "share"), [(follow, 1 / 3), (True, 2 / 3)])
+def test_following_yourself_is_learning_nothing(distill: Any, share: float, tmp_path: Path) -> None:
     # With one subnet in the space the students are their teacher: the gradient of the soft cross-entropy is zero there.
     def one() -> weft.Chain:
         return layered(1, (8,), (2,))
 
-    options = {"schedule": "constant", "optimizer": weft.Optimizer("sgd", lr=0.1), "folder": tmp_path, "batch_size": 16}
+    options = {"optimizer": weft.Optimizer("sgd", lr=0.1, schedule="constant"), "folder": tmp_path, "batch_size": 16}
     data = open_data("digits")
-    taught = weft.train(one, data, steps=3, microbatches=3, stream="sandwich:1", distill=distil, **options)
+    taught = weft.train(one, data, steps=3, microbatches=3, stream="sandwich:1", distill=distill, **options)
     # The gradient of a step is the mean over its micro-batches, so a third of the rate is what the largest gets, and as
     # much the two others together where half of what they learn is the labels.
-    options["optimizer"] = weft.Optimizer("sgd", lr=0.1 * share)
+    options["optimizer"] = weft.Optimizer("sgd", lr=0.1 * share, schedule="constant")
     alone = weft.train(one, data, steps=3, stream="iid", **options)
     for name, p in taught.chain.state_dict().items():
         torch.testing.assert_close(p, alone.chain.state_dict()[name], rtol=1e-5, atol=1e-6)

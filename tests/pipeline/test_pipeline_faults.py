@@ -278,7 +278,8 @@ CONFIG = """
 supernet = "disturbed:text"
 data = {{ source = "disturbed:samples", options = {{ kind = "text" }} }}
 run = "x"
-runs = {runs!r}
+[run]
+folder = {runs!r}
 [train]
 steps = 200
 batch_size = 4
@@ -348,7 +349,7 @@ import disturbed, weft
 from functools import partial
 weft.train(
     disturbed.text, partial(disturbed.samples, "text"), steps=6 + {differ} * int(os.environ["RANK"]), batch_size=4,
-    stream="iid", runs=sys.argv[1], run="x", consistency="lagged(2)",
+    stream="iid", folder=sys.argv[1], run="x", consistency="lagged(2)",
 )
 """
 

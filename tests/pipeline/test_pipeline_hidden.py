@@ -66,7 +66,7 @@ def test_a_forward_within_a_backward_is_let_through_elsewhere(consistency: str, 
 
 def test_it_is_let_through_where_no_backward_is_ahead_of_its_forward() -> None:
     module = Checkpointed("module", False)
-    run(module, RecomputeGuard("b", module, clock("bounded(4, 3)", max_in_flight=1)))
+    run(module, RecomputeGuard("b", module, clock("bounded(4, 3)", window=1)))
 
 
 def test_what_is_recomputed_without_weights_is_let_through() -> None:

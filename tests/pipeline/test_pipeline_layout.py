@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import weft
-from weft.cli import build as assembly
+from weft.cli.build import train_parts
 from weft.config import make_config
 from weft.errors import ConfigError, RunError
 from weft.supernet import Chain, Choice, Shared, initialise
-from weft.trainer.config import make_settings
+from weft.trainer.config import prefers_channels_last
 from weft.zoo import digits_conv, digits_mlp
 
 Layers = dict[str, Callable[[], nn.Module]]
@@ -48,14 +48,13 @@ def data() -> weft.Data:
     return weft.Data("pictures", weft.Tensors(image=images, label=torch.arange(24) % 3))
 
 
-def resolved(build: Callable[[], Chain], device: str, given: bool | None = None) -> bool:
-    settings = make_settings(initialise(build), device=device, channels_last=given, **OPTIONS)
-    return settings.channels_last
+def preferred(build: Callable[[], Chain], device: str) -> bool:
+    return prefers_channels_last(initialise(build), device)
 
 
 @pytest.mark.parametrize("build", [pictures, volumes, digits_conv, digits_mlp])
 def test_a_run_that_is_not_told_keeps_channels_first_on_a_cpu(build: Callable[[], Chain]) -> None:
-    assert resolved(build, "cpu") is False
+    assert preferred(build, "cpu") is False
 
 
 @pytest.mark.parametrize(
@@ -74,8 +73,8 @@ def test_a_run_that_is_not_told_keeps_channels_first_on_a_cpu(build: Callable[[]
 def test_a_run_that_is_not_told_puts_channels_last_where_images_are_convolved_on_a_gpu(
     build: Callable[[], Chain], last: bool
 ) -> None:
-    assert resolved(build, "cuda") is last
-    assert resolved(build, "cuda:1") is last
+    assert preferred(build, "cuda") is last
+    assert preferred(build, "cuda:1") is last
 
 
 def test_torch_still_refuses_to_lay_out_volumes_as_images() -> None:
@@ -84,19 +83,12 @@ def test_torch_still_refuses_to_lay_out_volumes_as_images() -> None:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("told", [True, False])
-def test_what_a_run_is_told_is_kept_on_every_device(device: str, told: bool) -> None:
-    assert resolved(digits_conv, device, told) is told
-    assert resolved(digits_mlp, device, told) is told
-
-
 @pytest.mark.parametrize(("told", "last"), [(None, False), (False, False), (True, True)])
 def test_the_manifest_says_how_the_filters_of_a_run_lie_and_they_lie_so(
     tmp_path: Path, told: bool | None, last: bool
 ) -> None:
     trained = weft.train(pictures, data(), channels_last=told, folder=tmp_path, **OPTIONS)
-    assert trained.run.manifest["law"]["channels_last"] is last
+    assert trained.run.manifest["train_config"]["channels_last"] is last
     assert trained.chain.state_dict()["b.conv.weight"].is_contiguous(memory_format=torch.channels_last) is last
 
 
@@ -112,20 +104,21 @@ def test_the_layout_is_part_of_what_a_resumed_run_must_have_in_common(tmp_path: 
 def test_retraining_keeps_the_layout_unless_it_is_told_another(tmp_path: Path, told: bool | None) -> None:
     trained = weft.train(pictures, data(), channels_last=told, folder=tmp_path, **OPTIONS)
     subnet = trained.chain.largest()
-    assert weft.retrain(trained, subnet).settings.channels_last is trained.settings.channels_last is bool(told)
+    again = weft.retrain(trained, subnet)
+    assert again.run.manifest["train_config"]["channels_last"] is bool(told)
     other = weft.retrain(trained, subnet, run="other", channels_last=not told)
-    assert other.settings.channels_last is (not told)
+    assert other.run.manifest["train_config"]["channels_last"] is (not told)
 
 
 @pytest.mark.parametrize(
     ("overrides", "given"),
-    [([], None), (["--train.channels_last=true"], True), (["--train.channels-last=false"], False)],
+    [([], None), (["--execution.channels_last=true"], True), (["--execution.channels-last=false"], False)],
 )
 def test_a_config_hands_the_layout_to_the_run(tmp_path: Path, overrides: list[str], given: bool | None) -> None:
     config = make_config({"supernet": "digits-conv"}, overrides)
-    assert assembly.train_arguments(config, tmp_path)["channels_last"] is given
+    assert train_parts(config, tmp_path)[1].channels_last is given
 
 
 def test_a_config_takes_no_number_for_the_layout() -> None:
-    with pytest.raises(ConfigError, match=r"'train.channels_last' must be bool or nothing, not int"):
-        make_config({"supernet": "digits-conv"}, ["--train.channels_last=1"])
+    with pytest.raises(ConfigError, match=r"'execution.channels_last' must be bool or nothing, not int"):
+        make_config({"supernet": "digits-conv"}, ["--execution.channels_last=1"])

@@ -14,12 +14,13 @@ from weft.data import as_data
 from weft.engine.layer_state import capture
 from weft.engine.losses import mean_squared_error
 from weft.engine.optimizer import Optimizer
-from weft.engine.reference import SequentialReference, StepResult
+from weft.engine.reference import SequentialReference
 from weft.errors import NonFiniteError, TrainError
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared
-from weft.trainer.config import make_settings
-from weft.trainer.trainer import Trainer
+from weft.trainer.config import Execution, TrainConfig, resolve
+from weft.trainer.device_engine import DeviceEngine
+from weft.trainer.metrics_log import StepRecord
 
 WIDTH = 3
 
@@ -246,16 +247,14 @@ def test_a_run_that_stops_says_so_in_its_events_and_a_run_that_skips_counts(tmp_
     assert all(torch.isfinite(t).all() for t in trained.chain.state_dict().values())
 
 
-def test_one_bad_micro_batch_stops_a_run_that_looks_at_its_losses_later(tmp_path: Path) -> None:
+def test_one_bad_micro_batch_stops_a_run_that_looks_at_its_losses_later() -> None:
     """As on a GPU, where losses arrive some steps late: the mean of the others must not hide it."""
     data = {"x": torch.randn(16, WIDTH), "y": torch.randn(16, WIDTH)}
     chain = build()
-    settings = make_settings(chain, steps=4, batch_size=4, microbatches=2, loss=mean_squared_error, stream="iid")
-    session = Trainer(chain, as_data(data), settings)
-    session.open(weft.Run.create(tmp_path, "x", manifest={}))
-    session.sequential.train_mode()
-    subnets = settings.stream[0]
-    late = StepResult(0, subnets, (torch.tensor(1.0), torch.tensor(float("inf"))), {})
+    config = resolve(TrainConfig(steps=4, batch_size=4, microbatches=2, loss=mean_squared_error, stream="iid"), chain)
+    engine = DeviceEngine(chain, as_data(data), config, Execution())
+    engine.layers.train_mode()
+    good, bad = (StepRecord(0, config.stream[0], losses, {}, 0) for losses in ([1.0, 2.0], [1.0, float("inf")]))
+    assert list(engine._finite(iter([good]))) == [good]
     with pytest.raises(NonFiniteError, match="step 0, micro-batch 1"):
-        session._log(iter([(late, [1.0, float("inf")], {})]))
-    session._log(iter([(late, [1.0, 2.0], {})]))
+        list(engine._finite(iter([bad])))

@@ -21,9 +21,10 @@ from weft.trainer.api import TrainedRun
 from weft.trainer.config import Validation
 
 OPTIMIZERS = {
-    "sgd": partial(Optimizer, "sgd", lr=0.05, momentum=0.9, weight_decay=1e-3),
-    "adamw": partial(Optimizer, "adamw", lr=1e-2, weight_decay=0.1),
+    "sgd": partial(Optimizer, "sgd", lr=0.05, momentum=0.9, weight_decay=1e-3, warmup_steps=3),
+    "adamw": partial(Optimizer, "adamw", lr=1e-2, weight_decay=0.1, warmup_steps=3),
 }
+GLOBAL = Optimizer(clip="global:1")
 SHARED = {
     "convolutional": {"stem": "delayed(2)", "head": "lagged(3)"},
     "text": {"embed": "lagged(2)", "norm": "delayed(1)", "out": "delayed(4)"},
@@ -33,19 +34,17 @@ SHARED = {
 
 
 def train(
-    kind: str, runs: Path, run: str, m: int = 1, optimizer: str = "sgd", blocks: int = 4, **more: Any
+    kind: str, runs: Path, run: str, m: int = 1, optimizer: Any = "sgd", blocks: int = 4, **more: Any
 ) -> TrainedRun:
     net = partial(disturbed.convolutional, blocks) if kind == "convolutional" else disturbed.NETS[kind]
     options: dict[str, Any] = {
         "steps": 12,
         "batch_size": 4,
         "microbatches": m,
-        "optimizer": OPTIMIZERS[optimizer](),
+        "optimizer": OPTIMIZERS[optimizer](clip=1.0) if isinstance(optimizer, str) else optimizer,
         "consistency": SHARED[kind],
         "loss": disturbed.loss,
         "stream": "iid",
-        "warmup": 3,
-        "clip": 1.0,
         "metrics": {"accuracy": accuracy},
         "checkpoint_every": 3,
         "keep_checkpoints": 10,
@@ -165,12 +164,15 @@ def test_a_run_goes_on_on_any_other_number_of_stages(tmp_path: Path, kind: str) 
     [
         ({"stages": 0}, "stages=0: a whole number, 1 or more"),
         ({"stages": 9}, "9 stages cannot share 6 blocks: use 1 to 6 stages"),
-        ({"stages": 2, "window": 0}, "max_in_flight=0: a whole number, 1 or more"),
-        ({"stages": 2, "restarts": -1}, "restarts=-1: a whole number, 0 or more"),
+        ({"stages": 2, "max_in_flight": 0}, "max_in_flight=0: a whole number, 1 or more"),
+        ({"stages": 2, "max_restarts": -1}, "max_restarts=-1: a whole number, 0 or more"),
         ({"stages": 2, "cut": (1, 2)}, "the cut (1, 2) makes 3 stages, but 2 are asked for"),
         ({"stages": 2, "cut": (6,)}, "the cut (6,) of 6 blocks must rise from 1 to at most 5"),
         ({"cut": (2,)}, "the cut (2,) makes 2 stages, but 1 is asked for"),
-        ({"stages": 2, "clip": "global:1", "consistency": {"shared": "lagged(2)"}}, "one consistency for all layers"),
+        (
+            {"stages": 2, "optimizer": GLOBAL, "consistency": {"shared": "lagged(2)"}},
+            "one consistency for all layers",
+        ),
         ({"stages": 2, "split_backward": "defer"}, "split_backward='defer': True or False"),
         ({"stages": 2, "loss": lambda outputs, batch: outputs.sum()}, "processes.<lambda>, cannot be sent to them"),
         ({"stages": 2, "metrics": {"a": lambda outputs, batch: 0}}, "and 'a', "),

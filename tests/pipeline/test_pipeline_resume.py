@@ -189,9 +189,9 @@ MIXED = {"shared": "lagged(4)", "b0": "delayed(3)", "b1.p": "bounded(4,4)", "b1.
     [
         {},
         {"precision": "bf16"},
-        {"clip": 0.1, "schedule": "cosine", "warmup": 5},
-        {"schedule": lambda step, steps: 1 / (step + 1), "optimizer": Optimizer("adamw", lr=0.01)},
-        {"nonfinite": "skip", "validate": 4},
+        {"optimizer": Optimizer(clip=0.1, schedule="cosine", warmup_steps=5)},
+        {"optimizer": Optimizer("adamw", lr=0.01, schedule=lambda step, steps: 1 / (step + 1))},
+        {"on_nonfinite": "skip", "validation": 4},
     ],
     ids=["plain", "bf16", "clip, cosine, warm-up", "own schedule", "skip, validate"],
 )
@@ -239,7 +239,7 @@ def test_augmentation_and_a_teacher_resume(tmp_path: Path) -> None:
     def augment(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
         return {**batch, "x": batch["x"] + torch.from_numpy(draws.uniform("shift")).float().view(-1, 1)}
 
-    assert_same(*undisturbed_and_resumed(tmp_path, mlp, loss=loss, augment=augment, workers=2))
+    assert_same(*undisturbed_and_resumed(tmp_path, mlp, loss=loss, augment=augment, data_workers=2))
 
 
 def test_a_layer_that_counts_in_a_buffer_of_its_own_resumes(tmp_path: Path) -> None:
@@ -313,13 +313,13 @@ def test_resume_of_a_run_that_is_not_there_starts_it(tmp_path: Path) -> None:
         ({"steps": 12}, "steps"),
         ({"stream": "fair"}, "stream"),
         ({"optimizer": Optimizer("sgd", lr=0.5)}, "optimizer"),
-        ({"schedule": "linear"}, "schedule"),
-        ({"warmup": 1}, "schedule"),
-        ({"clip": 1.0}, "clip"),
+        ({"optimizer": Optimizer(schedule="linear")}, "optimizer"),
+        ({"optimizer": Optimizer(warmup_steps=1)}, "optimizer"),
+        ({"optimizer": Optimizer(clip=1.0)}, "optimizer"),
         ({"precision": "bf16"}, "precision"),
         ({"consistency": "delayed(1)"}, "consistency"),
         ({"loss": cross_entropy}, "loss"),
-        ({"nonfinite": "skip"}, "nonfinite"),
+        ({"on_nonfinite": "skip"}, "on_nonfinite"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -368,7 +368,7 @@ def test_losses_that_print_their_address_can_be_resumed_in_another_process(tmp_p
         with pytest.raises(Crash):
             weft.train(mlp, data(), run="x", folder=folder, callbacks=[crashing(4)], **{**OPTIONS, "loss": kept[0]})
         manifest = weft.Run.open(folder / "x").manifest
-        assert "0x" not in str(manifest["law"]["loss"])
+        assert "0x" not in str(manifest["train_config"]["loss"])
         weft.train(mlp, data(), run="x", folder=folder, resume=True, **{**OPTIONS, "loss": make()})
     with pytest.raises(RunError, match="made with loss"):
         weft.train(

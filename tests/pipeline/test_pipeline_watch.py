@@ -190,9 +190,9 @@ def test_a_watch_may_be_closed_by_its_own_callback(watch, lost):
 BEATING = """
 import sys
 from torch.distributed import PrefixStore, TCPStore
-from weft.distributed.heartbeat import Watch
+from weft.distributed.heartbeat import Heartbeat
 store = PrefixStore("weft/0", TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False))
-watch = Watch(store, 2, 3, lambda rank, message: None, period=0.05)
+watch = Heartbeat(store, 2, 3, lambda rank, message: None, period=0.05)
 watch.figures = {"in_flight": 3}
 watch.doing("2F17")
 sys.stdin.read()

@@ -44,9 +44,10 @@ def test_every_number_of_stages_gives_the_bits_of_one(kind: str, m: int, optimiz
         "norm": "delayed(1)",
         "begin": "lagged(3)",
     }
+    chain = KINDS[kind][0]()
+    shared = {name: consistency for name, consistency in shared.items() if name in chain.layers}
     task = make_task(kind, m=m, consistency=shared, optimizer=OPTIMIZERS[optimizer](), clip=1.0)
-    whole = sequentially(task)
-    blocks = len(task.chain().blocks)
+    whole, blocks = sequentially(task), len(chain.blocks)
     for cut in ((), (2,), (1, blocks - 1), tuple(range(1, blocks))):
         for seed in (0, 1):
             assert_same(whole, in_stages(task, cut, 2 * len(cut) + 2, seed)[0])
@@ -190,7 +191,7 @@ def test_a_loss_that_is_not_a_number_leaves_no_trace_where_it_is_skipped() -> No
     from dataclasses import replace
 
     task = make_task("convolutional", steps=10, on_nonfinite="skip")
-    task = replace(task, law=replace(task.config, loss=nan_in_step))
+    task = replace(task, config=replace(task.config, loss=nan_in_step))
     whole = sequentially(task)
     assert any(loss != loss for loss in whole.losses)
     assert any(loss == loss for loss in whole.losses)
@@ -203,7 +204,7 @@ def test_a_loss_that_is_not_a_number_stops_and_names_the_function() -> None:
     from dataclasses import replace
 
     task = make_task("convolutional", steps=10)
-    task = replace(task, law=replace(task.config, loss=nan_in_step))
+    task = replace(task, config=replace(task.config, loss=nan_in_step))
     with pytest.raises(NonFiniteError, match=r"micro-batch 0, subnet .*: it first appears in the loss function"):
         in_stages(task, (2, 4), 5, 1)
 
@@ -213,7 +214,7 @@ def test_a_version_stays_for_a_checkpoint_although_every_micro_batch_that_read_i
     # version 0 again in the steps 2, 3 and 4.
     task = make_task("text", steps=6, consistency={"embed": "delayed(4)"})
     sent: list[Message] = []
-    stage = Stage(task.chain(), task.config, task.config.stream, torch.device("cpu"), (1,), 0)
+    stage = Stage(task.chain(), task.config, torch.device("cpu"), (1,), 0)
     stage.train_mode()
     batches = MicroBatches(Numbered(task), 0, 6, 1)  # type: ignore[arg-type]
     worker = Worker(stage, SchedulePolicy(9), 0, 6, batches, lambda to, message: sent.append(message), every=2)
