@@ -99,7 +99,7 @@ class Careless(Stage):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.weights = {name: Loose(w.layer, w.module, w.clock) for name, w in self.weights.items()}
+        self.weights = {name: Loose(w.layer, w.module, w.schedule) for name, w in self.weights.items()}
 
     def uses(self, n: int) -> list[LayerDependency]:
         return []

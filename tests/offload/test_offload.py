@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from stages import CPU, Outcome, Task, in_stages, make_task, sequentially
 from torch import Tensor
 
-from weft.engine.grad_clip import GlobalNorm
 from weft.engine.layer_state import layer_digest
-from weft.engine.optimizer import Optimizer
+from weft.engine.optimizer import GlobalNorm, Optimizer
 from weft.engine.reference import SequentialReference
 from weft.errors import ConfigError, TrainError
 from weft.offload import OffloadConfig, OffloadManager

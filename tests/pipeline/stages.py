@@ -389,7 +389,7 @@ def in_stages(
         reports[n] = float(report[0])
     losses = [reports[n] for n in sorted(reports)]
     layers = {name: layer_digest(w, wk.stage.optimizer) for wk in workers for name, w in wk.stage.weights.items()}
-    drifts = {name: dict(w.drifts) for wk in workers for name, w in wk.stage.weights.items()}
+    drifts = {name: dict(w.version_lags) for wk in workers for name, w in wk.stage.weights.items()}
     peaks = [worker.stats.peak for worker in workers]
     (total,) = {worker.scheduler.total for worker in workers}
     return Outcome(layers, losses, max(peaks), drifts, most_kept, peaks, total // m), snapshots

@@ -50,10 +50,10 @@ def weights(trained: weft.TrainedRun) -> dict[str, Tensor]:
 def test_the_levels_take_turns_after_the_warm_up() -> None:
     turns = Bilevel(warmup=3, every=3)
     assert [turns.architecture(i) for i in range(10)] == [False] * 5 + [True, False, False, True, False]
-    assert [turns.before(i) for i in range(7)] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (5, 1)]
+    assert [turns.counts_before(i) for i in range(7)] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (5, 1)]
     for i in range(40):
         seen = [turns.architecture(k) for k in range(i)]
-        assert turns.before(i) == (seen.count(False), seen.count(True))
+        assert turns.counts_before(i) == (seen.count(False), seen.count(True))
 
 
 def test_weights_learn_from_training_data_and_the_architecture_from_validation_data() -> None:

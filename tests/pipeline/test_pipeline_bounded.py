@@ -11,7 +11,7 @@ from stages import CPU, in_stages, make_task, sequentially
 from weft.engine.consistency import Bounded, Exact, Stashed, version_schedule
 from weft.engine.layer_state import layer_digest
 from weft.engine.reference import SequentialReference
-from weft.pipeline.workload import in_flight_limits, moving, single_copy, virtual_cut
+from weft.pipeline.workload import common_bounded, in_flight_limits, single_copy, virtual_cut
 
 BLOCKS = 6
 quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -32,7 +32,7 @@ def test_one_copy_is_enough_only_where_the_pipeline_is_the_virtual_one() -> None
     assert not single_copy([bounded] * 5, (3,), 6)  # fewer stages
     assert not single_copy([bounded, Exact()], (2, 4), 6)
     assert not single_copy([Stashed(4, 3)], (2, 4), 6)
-    assert moving([bounded, Bounded(8, 3)]) is None
+    assert common_bounded([bounded, Bounded(8, 3)]) is None
     assert in_flight_limits(3, True, None) == [3, 2, 1]
     assert in_flight_limits(3, False, None) == [6, 6, 6]
     assert in_flight_limits(3, True, 4) == [4, 4, 4]
@@ -71,9 +71,9 @@ def test_a_pipeline_of_that_depth_keeps_one_copy_and_has_the_bits_of_one_device(
     assert all(peak <= depth - stage for stage, peak in enumerate(found.in_flight))
     for block, layer in enumerate(task.chain().layers):
         expected = formula(block, every * m, depth, steps * m)
-        assert found.drifts[layer] == expected, layer
+        assert found.version_lags[layer] == expected, layer
         window = depth - block * depth // BLOCKS
-        assert max(found.drifts[layer], default=0) <= -(-(window - 1) // (every * m))
+        assert max(found.version_lags[layer], default=0) <= -(-(window - 1) // (every * m))
 
 
 def test_the_drift_of_eight_stages_is_that_of_the_formula_by_hand() -> None:
@@ -83,9 +83,9 @@ def test_the_drift_of_eight_stages_is_that_of_the_formula_by_hand() -> None:
     #  n           0 1 2 3 4 5 6 7        backward reads 0 0 1 1 2 2 3 3
     #  stage 0     0 0 0 0 1 1 2 2        drift          0 0 1 1 1 1 1 1
     #  stage 1     0 0 0 1 1 2 2 3        drift          0 0 1 0 1 0 1 0
-    assert found.drifts["embed"] == {0: 2, 1: 6}
-    assert found.drifts["layer1"] == {0: 5, 1: 3}
-    assert found.drifts["out"] == {}  # the last stage has none
+    assert found.version_lags["embed"] == {0: 2, 1: 6}
+    assert found.version_lags["layer1"] == {0: 5, 1: 3}
+    assert found.version_lags["out"] == {}  # the last stage has none
 
 
 @settings(quiet, max_examples=25)

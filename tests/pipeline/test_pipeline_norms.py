@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from stages import CPU, Task, in_stages, make_task, sequentially
 
 from weft.engine.consistency import parse_consistency
-from weft.engine.grad_clip import GlobalNorm, delay_of, make_clip
-from weft.engine.optimizer import Optimizer
+from weft.engine.grad_exchange import delay_of
+from weft.engine.optimizer import GlobalNorm, Optimizer, make_clip
 from weft.engine.reference import SequentialReference
 from weft.errors import TrainError
 
@@ -117,7 +117,7 @@ def test_update_u_is_scaled_by_the_norm_of_update_u_minus_the_delay() -> None:
 
 @settings(quiet, max_examples=30)
 @given(
-    promise=st.sampled_from(["exact", "bounded(2, 3)", "bounded(4, 6)", "bounded(2, 6)", "stashed(2, 3)"]),
+    consistency=st.sampled_from(["exact", "bounded(2, 3)", "bounded(4, 6)", "bounded(2, 6)", "stashed(2, 3)"]),
     m=st.sampled_from([1, 2]),
     cut=st.sets(st.integers(1, BLOCKS - 1), max_size=BLOCKS - 1).map(lambda cut: tuple(sorted(cut))),
     max_in_flight=st.integers(1, 8),
@@ -126,9 +126,9 @@ def test_update_u_is_scaled_by_the_norm_of_update_u_minus_the_delay() -> None:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_cut_and_timing_gives_the_bits_of_one_device(
-    promise: str, m: int, cut: tuple[int, ...], max_in_flight: int, steps: int, split: bool, seed: int
+    consistency: str, m: int, cut: tuple[int, ...], max_in_flight: int, steps: int, split: bool, seed: int
 ) -> None:
-    task = task_of(promise, steps=steps, m=m)
+    task = task_of(consistency, steps=steps, m=m)
     found, _ = in_stages(task, cut, max_in_flight, seed, split=split)
     alone = sequentially(task)
     assert found.layers == alone.layers
@@ -137,13 +137,15 @@ def test_any_cut_and_timing_gives_the_bits_of_one_device(
 
 @settings(quiet, max_examples=15)
 @given(
-    promise=st.sampled_from(["exact", "bounded(2, 3)", "bounded(1, 3)"]),
+    consistency=st.sampled_from(["exact", "bounded(2, 3)", "bounded(1, 3)"]),
     at=st.integers(1, 3),
     cut=st.sampled_from([(2, 4), (), (1, 2, 3)]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_a_run_that_goes_on_elsewhere_knows_the_norms(promise: str, at: int, cut: tuple[int, ...], seed: int) -> None:
-    task = task_of(promise, steps=12)
+def test_a_run_that_goes_on_elsewhere_knows_the_norms(
+    consistency: str, at: int, cut: tuple[int, ...], seed: int
+) -> None:
+    task = task_of(consistency, steps=12)
     running, snapshots = in_stages(task, (2, 4), [3, 2, 1], seed, every=3)
     alone = sequentially(task)
     assert running.layers == alone.layers

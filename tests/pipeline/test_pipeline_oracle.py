@@ -243,15 +243,15 @@ def test_bounded_with_one_micro_batch_an_update_keeps_several_versions(
 def test_the_reference_tells_the_consistencies_apart(make: Callable[..., SequentialReference]) -> None:
     """The oracle would prove nothing if every line of the table gave the same weights."""
     found = set()
-    promises = ("exact", "delayed(1)", "delayed(2)", "lagged(1)", "lagged(2)")
+    consistencies = ("exact", "delayed(1)", "delayed(2)", "lagged(1)", "lagged(2)")
     virtual = [f"{kind}(2,{depth})" for kind in VIRTUAL for depth in (2, 4)]
-    for text in (*promises, *virtual):
+    for text in (*consistencies, *virtual):
         chain = build(2, seed=5)
         consistency = dict.fromkeys(chain.layers, text)
         picks = [(chain.space.subnet(b0="p", b1="q"),)] * 60  # until what recomputes meets a sign that has changed
         compare(make, chain, consistency, 1, picks)
         found.add(tuple(torch.cat([p.detach().flatten() for p in chain.parameters()]).tolist()))
-    # delayed(1) and lagged(1) are the same promise: one step late, an update a step.
+    # delayed(1) and lagged(1) are the same consistency: one step late, an update a step.
     assert len(found) == 4 + len(virtual)
 
 
@@ -262,7 +262,7 @@ def runs(draw: st.DrawFn) -> tuple[int, int, int, int, list[str], int]:
     m = draw(st.sampled_from([1, 2, 4]))
     steps = draw(st.integers(1, 12))
     per_step = draw(st.sampled_from([1, m]))
-    promises = st.one_of(
+    consistencies = st.one_of(
         st.just("exact"),
         st.integers(0, 5).map("delayed({})".format),
         st.integers(1, 5).map("lagged({})".format),
@@ -271,7 +271,7 @@ def runs(draw: st.DrawFn) -> tuple[int, int, int, int, list[str], int]:
         ),
     )
     layers = 2 + 3 * middle
-    texts = draw(st.lists(promises, min_size=layers, max_size=layers))
+    texts = draw(st.lists(consistencies, min_size=layers, max_size=layers))
     return middle, m, steps, per_step, texts, draw(st.integers(0, 10**6))
 
 

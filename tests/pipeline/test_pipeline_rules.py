@@ -386,12 +386,13 @@ def test_no_more_versions_are_kept_than_the_design_says(
     for i in range(20):
         sequential.step(i, batch(i))
         for name, weights in sequential.weights.items():
-            limit = most if most is not None else ceil((weights.clock.window - 1) / weights.clock.consistency.every)
+            at = weights.schedule
+            limit = most if most is not None else ceil((at.window - 1) / at.consistency.every)
             assert len(weights.kept) <= limit, name
             reached[name] = max(reached[name], len(weights.kept))
             # Each kept version has a reader to come, which asks for a number between its own and the next one's.
             begins = sorted(weights.kept)
-            reads = {weights.clock.forward_reads(n) for n in range(i + 1, 20)}
+            reads = {weights.schedule.forward_reads(n) for n in range(i + 1, 20)}
             for begin, end in pairwise([*begins, weights.newest]):
                 assert any(begin <= version < end for version in reads), f"'{name}' keeps version {begin} for nobody"
     assert all(not weights.kept for weights in sequential.weights.values())
@@ -399,7 +400,9 @@ def test_no_more_versions_are_kept_than_the_design_says(
         for name, weights in sequential.weights.items():
             if not name.endswith(".q"):
                 assert reached[name] == (
-                    most if most is not None else ceil((weights.clock.window - 1) / weights.clock.consistency.every)
+                    most
+                    if most is not None
+                    else ceil((weights.schedule.window - 1) / weights.schedule.consistency.every)
                 )
 
 

@@ -36,9 +36,9 @@ SCHEDULES = ("1f1b", "gpipe", "naspipe")
 
 @dataclass(frozen=True)
 class Case:
-    """A run as a schedule sees it: what layers promise, what micro-batches pick, where the chain is cut."""
+    """A run as a schedule sees it: the layers' consistencies, what micro-batches pick, where the chain is cut."""
 
-    promises: tuple[tuple[Consistency, ...], ...]  # per block, per choice
+    consistencies: tuple[tuple[Consistency, ...], ...]  # per block, per choice
     picks: tuple[tuple[int | None, ...], ...]  # per micro-batch, per block; None: the block is skipped
     m: int
     cut: tuple[int, ...]
@@ -54,7 +54,7 @@ class Case:
 
     def layers(self, n: int, stage: int) -> list[Layer]:
         """The layers of a stage that micro-batch n uses."""
-        ends = (0, *self.cut, len(self.promises))
+        ends = (0, *self.cut, len(self.consistencies))
         chosen = ((block, self.picks[n][block]) for block in range(ends[stage], ends[stage + 1]))
         return [(block, choice) for block, choice in chosen if choice is not None]
 
@@ -74,7 +74,8 @@ class Case:
 
     def clock(self, layer: Layer) -> VersionSchedule:
         block, choice = layer
-        return version_schedule(self.promises[block][choice], block, len(self.promises), self.m, self.total // self.m)
+        blocks, steps = len(self.consistencies), self.total // self.m
+        return version_schedule(self.consistencies[block][choice], block, blocks, self.m, steps)
 
     @cached_property
     def clocks(self) -> dict[Layer, VersionSchedule]:
@@ -93,7 +94,7 @@ class Case:
     def _seen(self, layer: Layer, kind: str, n: int, other: int) -> bool:
         block, choice = layer
         step, other_step = n // self.m, other // self.m
-        match self.promises[block][choice]:
+        match self.consistencies[block][choice]:
             case Exact():
                 return other_step < step
             case Delayed(d):
@@ -101,7 +102,7 @@ class Case:
             case Lagged(k):
                 return other_step // k <= step // k - 2
             case Bounded(k, depth):
-                places = depth - block * depth // len(self.promises)
+                places = depth - block * depth // len(self.consistencies)
                 updates = max(n + 1 - places, 0) // k if kind == "F" else n // k
                 return other // k < updates
         raise AssertionError
@@ -371,10 +372,12 @@ def lockstep(pipeline: Pipeline) -> list[str]:
             row.append(str(op)[1:] if op else "..")
 
 
-def shared(blocks: int, total: int, m: int, policies: list[SchedulePolicy], promise: Consistency | None = None) -> Case:
+def shared(
+    blocks: int, total: int, m: int, policies: list[SchedulePolicy], consistency: Consistency | None = None
+) -> Case:
     """One block a stage, and every micro-batch uses all of them."""
-    promises = ((promise or Exact(),),) * blocks
-    return Case(promises, ((0,) * blocks,) * total, m, tuple(range(1, blocks)), tuple(policies))
+    consistencies = ((consistency or Exact(),),) * blocks
+    return Case(consistencies, ((0,) * blocks,) * total, m, tuple(range(1, blocks)), tuple(policies))
 
 
 # By hand.
@@ -547,7 +550,7 @@ def some_case(number: Number, most: int) -> Case:
     blocks, m = number(1, 5), number(1, 4)
     kinds = ((0,), (1,), (2,), (3,), (0, 1, 2, 3))[number(0, 4)]  # all layers of one kind, or mixed
     choices = [number(1, 4) for _ in range(blocks)]
-    promises = tuple(
+    consistencies = tuple(
         tuple(some_promise(number, kinds[number(0, len(kinds) - 1)], m, blocks) for _ in range(count))
         for count in choices
     )
@@ -563,7 +566,7 @@ def some_case(number: Number, most: int) -> Case:
     schedule = SCHEDULES[number(0, 2)]
     equal = number(0, 1) and number(1, 2 * len(cut) + 3)
     policies = tuple(SchedulePolicy(equal or number(1, 2 * len(cut) + 3), schedule) for _ in range(len(cut) + 1))
-    return Case(promises, picks, m, cut, policies)
+    return Case(consistencies, picks, m, cut, policies)
 
 
 def cases(most: int = 12) -> st.SearchStrategy[Case]:
@@ -648,11 +651,11 @@ def explore(case: Case) -> Counter[str]:
     return found
 
 
-def small(promise: Consistency, patterns: tuple[str, str], m: int, policies: tuple[SchedulePolicy, ...]) -> Case:
+def small(consistency: Consistency, patterns: tuple[str, str], m: int, policies: tuple[SchedulePolicy, ...]) -> Case:
     """Two stages of one block each; a pattern such as `ab.` gives the choice of every micro-batch, `.` for none."""
-    promises = ((promise, promise),) * 2
+    consistencies = ((consistency, consistency),) * 2
     picks = tuple(tuple(None if c == "." else "ab".index(c) for c in column) for column in zip(*patterns, strict=True))
-    return Case(promises, picks, m, (1,), policies)
+    return Case(consistencies, picks, m, (1,), policies)
 
 
 SMALL = [
@@ -671,28 +674,28 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize(("promise", "patterns", "m", "windows", "schedule"), SMALL)
+@pytest.mark.parametrize(("consistency", "patterns", "m", "windows", "schedule"), SMALL)
 def test_every_rule_holds_in_all_interleavings_of_small_cases(
-    promise: Consistency, patterns: tuple[str, str], m: int, windows: tuple[int, int], schedule: str
+    consistency: Consistency, patterns: tuple[str, str], m: int, windows: tuple[int, int], schedule: str
 ) -> None:
-    found = explore(small(promise, patterns, m, tuple(SchedulePolicy(window, schedule) for window in windows)))
+    found = explore(small(consistency, patterns, m, tuple(SchedulePolicy(window, schedule) for window in windows)))
     assert found["ends"] >= 1
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("promise", [Exact(), Delayed(1), Lagged(1), Bounded(1, 2)], ids=str)
+@pytest.mark.parametrize("consistency", [Exact(), Delayed(1), Lagged(1), Bounded(1, 2)], ids=str)
 @pytest.mark.parametrize(
     ("schedule", "windows"), [("1f1b", (2, 1)), ("1f1b", (3, 2)), ("gpipe", (2, 2)), ("naspipe", (2, 2))]
 )
 def test_every_rule_holds_in_all_interleavings_of_all_streams_of_three(
-    promise: Consistency, schedule: str, windows: tuple[int, int]
+    consistency: Consistency, schedule: str, windows: tuple[int, int]
 ) -> None:
     """All that three micro-batches can share with each other on a stage, up to the names of the choices."""
     patterns = ("aaa", "aab", "aba", "abb", "a.a", "ab.", "...")
     for first, second in product(patterns, repeat=2):
         explore(
             small(
-                promise,
+                consistency,
                 (first, second),
                 1,
                 (SchedulePolicy(windows[0], schedule), SchedulePolicy(windows[1], schedule)),

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import weft
-from weft.engine.grad_clip import GlobalNorm
+from weft.engine.grad_exchange import TIES
 from weft.engine.losses import cross_entropy
-from weft.engine.optimizer import Optimizer
+from weft.engine.optimizer import GlobalNorm, Optimizer
 from weft.engine.reference import SequentialReference
-from weft.engine.tied_weights import TIES
 from weft.errors import SupernetError, TrainError
 from weft.pipeline.stage import Stage
 from weft.supernet import Chain, Choice, Shared, export, extract, initialise
@@ -154,7 +153,7 @@ def test_what_an_update_does_is_the_sum_of_a_delay_before_and_nothing_at_first()
     record = run.ties.record
 
     def spy(weights: Any) -> None:
-        for path, gradient in zip(weights.names, weights.mean(), strict=True):
+        for path, gradient in zip(weights.names, weights.mean_gradients(), strict=True):
             seen[f"{weights.layer.name}.{path}", weights.slot] = gradient.clone()
         record(weights)
 
@@ -188,8 +187,8 @@ def test_decay_momentum_and_counts_begin_with_the_first_sum() -> None:
 
 
 def test_operations_wait_for_the_sums_that_they_must_see_and_no_longer() -> None:
-    for promise, wanted in (("exact", [0, 1, 2, 3, 4]), ("bounded(2, 6)", [0, 0, 0, 0, 1])):
-        task = task_of(promise, steps=8, m=2)
+    for consistency, wanted in (("exact", [0, 1, 2, 3, 4]), ("bounded(2, 6)", [0, 0, 0, 0, 1])):
+        task = task_of(consistency, steps=8, m=2)
         stage = Stage(task.chain(), task.config, CPU, (1, 3), 0)
         assert [dict(stage.counters("B", 2 * u)).get(TIES, 0) for u in range(5)] == wanted
         assert stage.ties is not None
@@ -205,7 +204,7 @@ def test_operations_wait_for_the_sums_that_they_must_see_and_no_longer() -> None
 
 @settings(quiet, max_examples=40)
 @given(
-    promise=st.sampled_from(["exact", "bounded(2, 3)", "bounded(4, 6)", "bounded(2, 6)", "stashed(2, 6)"]),
+    consistency=st.sampled_from(["exact", "bounded(2, 3)", "bounded(4, 6)", "bounded(2, 6)", "stashed(2, 6)"]),
     optimizer=st.sampled_from(["sgd", "adamw", "muon"]),
     clip=st.sampled_from([None, 0.05, GlobalNorm(0.5)]),
     m=st.sampled_from([1, 2]),
@@ -216,7 +215,7 @@ def test_operations_wait_for_the_sums_that_they_must_see_and_no_longer() -> None
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_cut_and_timing_gives_the_bits_of_one_device(
-    promise: str,
+    consistency: str,
     optimizer: str,
     clip: Any,
     m: int,
@@ -226,7 +225,7 @@ def test_any_cut_and_timing_gives_the_bits_of_one_device(
     split: bool,
     seed: int,
 ) -> None:
-    task = task_of(promise, steps=steps, m=m, optimizer=OPTIMIZERS[optimizer], clip=clip)
+    task = task_of(consistency, steps=steps, m=m, optimizer=OPTIMIZERS[optimizer], clip=clip)
     found, _ = in_stages(task, cut, max_in_flight, seed, split=split)
     alone = sequentially(task)
     assert found.losses == alone.losses
@@ -234,10 +233,10 @@ def test_any_cut_and_timing_gives_the_bits_of_one_device(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("promise", ["exact", "bounded(2, 6)"])
+@pytest.mark.parametrize("consistency", ["exact", "bounded(2, 6)"])
 @pytest.mark.parametrize("clip", [None, 0.02, GlobalNorm(0.05)])
-def test_the_copies_are_equal_after_every_step(promise: str, clip: Any, precision: str) -> None:
-    task = task_of(promise, steps=9, optimizer=OPTIMIZERS["adamw"], clip=clip, precision=precision)
+def test_the_copies_are_equal_after_every_step(consistency: str, clip: Any, precision: str) -> None:
+    task = task_of(consistency, steps=9, optimizer=OPTIMIZERS["adamw"], clip=clip, precision=precision)
     run = started(task)
     seen = [run.chain.get_parameter(TIED[0][0]).detach().clone()]
     for step in range(9):
@@ -266,8 +265,8 @@ def test_gradients_go_from_stage_to_stage_until_they_are_at_the_other_copy() -> 
 
 
 def test_a_run_that_ends_early_leaves_nothing_under_way() -> None:
-    for promise in ("exact", "bounded(2, 4)"):
-        task = task_of(promise, steps=12, m=2)
+    for consistency in ("exact", "bounded(2, 4)"):
+        task = task_of(consistency, steps=12, m=2)
         for after in (1, 20, 33):
             found, _ = in_stages(task, (1, 2, 3), 3, after, stop_after=after)
             run = started(task)
@@ -280,13 +279,15 @@ def test_a_run_that_ends_early_leaves_nothing_under_way() -> None:
 
 @settings(quiet, max_examples=20)
 @given(
-    promise=st.sampled_from(["exact", "bounded(2, 3)", "bounded(1, 3)", "stashed(3, 6)"]),
+    consistency=st.sampled_from(["exact", "bounded(2, 3)", "bounded(1, 3)", "stashed(3, 6)"]),
     at=st.integers(1, 3),
     cut=st.sampled_from([(2, 4), (), (1, 2, 3), (1, 2, 3, 4, 5)]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_a_run_that_goes_on_elsewhere_knows_the_sums(promise: str, at: int, cut: tuple[int, ...], seed: int) -> None:
-    task = task_of(promise, steps=12, optimizer=OPTIMIZERS["adamw"])
+def test_a_run_that_goes_on_elsewhere_knows_the_sums(
+    consistency: str, at: int, cut: tuple[int, ...], seed: int
+) -> None:
+    task = task_of(consistency, steps=12, optimizer=OPTIMIZERS["adamw"])
     running, snapshots = in_stages(task, (2, 4), [3, 2, 1], seed, every=3)
     alone = sequentially(task)
     assert running.layers == alone.layers
@@ -294,8 +295,8 @@ def test_a_run_that_goes_on_elsewhere_knows_the_sums(promise: str, at: int, cut:
     assert len(own) == 3
     tensors = {name: tensor for snapshot in own for name, tensor in snapshot.tensors.items()}
     sums = {name for name in tensors if "~" in name}
-    delay = {"exact": 0, "bounded(2, 3)": 2, "bounded(1, 3)": 3, "stashed(3, 6)": 2}[promise]
-    every = {"exact": 1, "bounded(2, 3)": 2, "bounded(1, 3)": 1, "stashed(3, 6)": 3}[promise]
+    delay = {"exact": 0, "bounded(2, 3)": 2, "bounded(1, 3)": 3, "stashed(3, 6)": 2}[consistency]
+    every = {"exact": 1, "bounded(2, 3)": 2, "bounded(1, 3)": 1, "stashed(3, 6)": 3}[consistency]
     assert len(sums) == 4 * min(delay, 3 * at // every)
     for first, second in TIED:
         for name in sums:
@@ -328,14 +329,14 @@ def spiky() -> Chain:
     return Chain(Shared(lambda: Spiky(11, 8), "embed"), *stages.plain().blocks[1:], inputs=("tokens",), tie=TIED)
 
 
-@pytest.mark.parametrize("promise", ["exact", "bounded(2, 3)", "stashed(2, 6)"])
+@pytest.mark.parametrize("consistency", ["exact", "bounded(2, 3)", "stashed(2, 6)"])
 @pytest.mark.parametrize("clip", [None, 0.1, GlobalNorm(0.1)])
 @pytest.mark.parametrize("what", ["losses", "gradients"])
 def test_what_is_not_a_number_never_tells_the_copies_apart(
-    monkeypatch: pytest.MonkeyPatch, promise: str, clip: Any, what: str
+    monkeypatch: pytest.MonkeyPatch, consistency: str, clip: Any, what: str
 ) -> None:
     monkeypatch.setitem(stages.ALIKE, "tied", (spiky if what == "gradients" else stages.tied, stages.words))
-    task = task_of(promise, steps=10, m=2, clip=clip, on_nonfinite="skip")
+    task = task_of(consistency, steps=10, m=2, clip=clip, on_nonfinite="skip")
     if what == "losses":
         task = replace(task, config=replace(task.config, loss=flaky))
     run = started(task)
@@ -445,10 +446,10 @@ def test_what_cannot_be_tied_is_refused_in_one_line(tie: Any, words: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("promise", ["lagged(2)", "delayed(1)", {"tokens": "exact", "layer0": "bounded(2, 2)"}])
-def test_layers_that_are_not_updated_together_cannot_be_tied(promise: Any) -> None:
+@pytest.mark.parametrize("consistency", ["lagged(2)", "delayed(1)", {"tokens": "exact", "layer0": "bounded(2, 2)"}])
+def test_layers_that_are_not_updated_together_cannot_be_tied(consistency: Any) -> None:
     with pytest.raises(TrainError, match=r"'tokens\.tokens\.weight' and 'head\.out\.weight' are tied, which needs one"):
-        resolve(TrainConfig(steps=2, consistency=promise), initialise(small(tied=True)))
+        resolve(TrainConfig(steps=2, consistency=consistency), initialise(small(tied=True)))
 
 
 def test_options_by_name_are_those_of_the_first() -> None:

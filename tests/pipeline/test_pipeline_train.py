@@ -585,7 +585,7 @@ def test_a_pick_from_a_front_is_retrained_without_naming_its_run(tmp_path: Path)
     by_pick = weft.retrain(pick, steps=2, run="by-pick")
     by_name = weft.retrain(trained, pick.subnet, steps=2, run="by-name")
     assert by_pick.fingerprint == by_name.fingerprint
-    with pytest.raises(TrainError, match="a pick from a front"):
+    with pytest.raises(TrainError, match="a member of a front"):
         weft.retrain(pick.subnet)
 
 

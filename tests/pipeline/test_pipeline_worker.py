@@ -73,7 +73,7 @@ def cases(draw: st.DrawFn) -> tuple[Task, tuple[int, ...], int, int]:
     chain = KINDS[kind][0]()
     blocks = len(chain.blocks)
     every = st.integers(1, 3).map(lambda k: k * m)
-    promise = st.one_of(
+    consistency = st.one_of(
         st.just("exact"),
         st.integers(0, 4).map(lambda d: f"delayed({d})"),
         st.integers(1, 4).map(lambda k: f"lagged({k})"),
@@ -81,12 +81,12 @@ def cases(draw: st.DrawFn) -> tuple[Task, tuple[int, ...], int, int]:
         st.tuples(every, st.integers(1, blocks)).map(lambda pair: f"stashed({pair[0]}, {pair[1]})"),
     )
     # Bounded layers of one chain share K and depth, as the table means them.
-    promises = {name: draw(promise) for name in chain.layers}
+    consistencies = {name: draw(consistency) for name in chain.layers}
     task = make_task(
         kind,
         steps=draw(st.integers(1, 7)),
         m=m,
-        consistency=promises,
+        consistency=consistencies,
         optimizer=OPTIMIZERS[draw(st.sampled_from(sorted(OPTIMIZERS)))](),
         stream=draw(st.sampled_from(["iid", "fair"])),
         seed=draw(st.integers(0, 3)),

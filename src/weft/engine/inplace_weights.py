@@ -23,7 +23,7 @@ _WIDE = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 """What autocast leaves wide stays wide here too."""
 
 
-class InPlace:
+class InPlaceWeights:
     """The leaves of one layer, and which version of its weights lies in them: the newest, or an older one for a
     forward that must see it."""
 
@@ -37,45 +37,45 @@ class InPlace:
             (p.data.to(compute, copy=True) if cast else p.data).requires_grad_()
             for p, cast in zip(parameters, self.cast, strict=True)
         ]
-        self._room: list[Tensor] | None = None
-        self._aside: list[Tensor] | None = None
+        self._backup_memory: list[Tensor] | None = None
+        self._backup: list[Tensor] | None = None
         """The newest version of the leaves that share the parameters' memory, while an older one lies in it."""
         self._old: int | None = None
         self._fresh = not any(self.cast)
 
-    def old(self, version: int, tensors: Sequence[Tensor]) -> None:
+    def load_version(self, version: int, tensors: Sequence[Tensor]) -> None:
         """From here on the leaves hold this older version."""
         if self._old == version:
             return
-        if self._aside is None:
+        if self._backup is None:
             shared = [leaf.data for leaf in self._shared(self.leaves)]
-            self._aside = [leaf.clone() for leaf in shared] if self._room is None else self._room
-            if self._room is not None:
-                foreach.copy_(self._aside, shared)
+            self._backup = [leaf.clone() for leaf in shared] if self._backup_memory is None else self._backup_memory
+            if self._backup_memory is not None:
+                foreach.copy_(self._backup, shared)
         foreach.copy_([leaf.data for leaf in self.leaves], [tensor.data for tensor in tensors])
         self._old, self._fresh = version, False
 
-    def newest(self) -> None:
+    def load_newest(self) -> None:
         """The leaves, and the parameters, hold the newest version."""
-        if self._old is not None and self._aside is not None:
-            foreach.copy_([leaf.data for leaf in self._shared(self.leaves)], self._aside)
+        if self._old is not None and self._backup is not None:
+            foreach.copy_([leaf.data for leaf in self._shared(self.leaves)], self._backup)
         if not self._fresh:
             pairs = [(leaf, p) for leaf, p, cast in self._each() if cast]
             foreach.copy_([leaf.data for leaf, _ in pairs], [p.data for _, p in pairs])
         self._old, self._fresh = None, True
 
-    def settled(self) -> None:
+    def drop_backup(self) -> None:
         """No older version is to be read any more: nothing need lie aside."""
         if self._old is not None:  # else casts are made anew when they are read: the weights may not have arrived yet
-            self.newest()
-        self._aside = None
+            self.load_newest()
+        self._backup = None
 
-    def updated(self) -> None:
+    def on_update(self) -> None:
         """The parameters were updated, with the newest version in place."""
-        self._aside = None
+        self._backup = None
         self._fresh = not any(self.cast)
 
-    def moved(self, casts: Sequence[Tensor | None] | None, room: list[Tensor] | None) -> None:
+    def rebind(self, casts: Sequence[Tensor | None] | None, backup_memory: list[Tensor] | None) -> None:
         """The parameters, with the newest version, have other memory, and so have casts and what is laid aside.
 
         Without casts nothing computes with the leaves there.
@@ -86,7 +86,7 @@ class InPlace:
             else [p.data if cast is None else cast for p, cast in zip(self._parameters, casts, strict=True)]
         )
         self.leaves = [tensor.data.requires_grad_() for tensor in memory]
-        self._room, self._aside, self._old = room, None, None
+        self._backup_memory, self._backup, self._old = backup_memory, None, None
         self._fresh = casts is None or not any(self.cast)
 
     def _shared(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -111,11 +111,11 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class RecomputeGuard:
-    """Watches the backwards of one layer under its clock."""
+    """Watches the backwards of one layer under its schedule."""
 
-    def __init__(self, layer: str, module: nn.Module, clock: VersionSchedule) -> None:
-        self._layer, self._module, self._clock = layer, module, clock
-        moves = isinstance(clock.consistency, Bounded) and clock.drift > 0
+    def __init__(self, layer: str, module: nn.Module, schedule: VersionSchedule) -> None:
+        self._layer, self._module, self._schedule = layer, module, schedule
+        moves = isinstance(schedule.consistency, Bounded) and schedule.max_version_lag > 0
         self._backwards = BACKWARDS if moves else 0
 
     def backward(self) -> AbstractContextManager[None]:
@@ -142,7 +142,7 @@ class RecomputeGuard:
         # A hook of the user's may look at a weight; only what is recomputed does so with gradients on.
         if not torch.is_grad_enabled():
             return
-        bounded = self._clock.consistency
+        bounded = self._schedule.consistency
         assert isinstance(bounded, Bounded)
         raise ConsistencyError(
             f"layer '{self._layer}' runs its forward again in its backward, as torch.utils.checkpoint does: under "

@@ -26,7 +26,7 @@ from weft.errors import CheckpointError
 
 
 @dataclass(slots=True)
-class Snapshot:
+class CheckpointPart:
     """The layers of a process as they are before micro-batch ``at``: a part of a checkpoint."""
 
     at: int
@@ -37,15 +37,15 @@ class Snapshot:
 
 def layer_tensors(weights: VersionedLayer, optimizer: LayerOptimizer) -> dict[str, Tensor]:
     """The newest weights, buffers and optimizer state of a layer, by global name."""
-    weights.readable()
+    weights.synchronize()
     weights.to_newest()
-    attached = weights.statistics.attached
-    weights.statistics.detach()
+    attached = weights.batch_stats.attached
+    weights.batch_stats.detach()
     name = weights.layer.name
     found = {f"{name}.{path}": tensor for path, tensor in weights.module.state_dict().items()}
     found |= {f"{name}.{path}": tensor for path, tensor in weights.volatile().items()}
     if attached:
-        weights.statistics.attach()
+        weights.batch_stats.attach()
     for path, parameter in zip(weights.names, weights.parameters, strict=True):
         for key, value in optimizer.state(parameter).items():
             found[f"{name}.{path}#{key}"] = value
@@ -110,12 +110,12 @@ def restore(weights: VersionedLayer, tensors: Mapping[str, Tensor], numbers: Map
         saved = (tensors[f"{name}.{path}{mark}"] for path in weights.names)
         return [torch.empty_like(p).copy_(tensor) for p, tensor in zip(weights.parameters, saved, strict=True)]
 
-    weights.restored()
+    weights.on_restore()
     weights.newest = int(numbers["newest"])
     weights.kept = {int(begin): [t.requires_grad_() for t in version(f"@{begin}")] for begin in numbers["kept"]}
     weights.pending = None
     if "pending" in numbers:
-        count = 2 * len(weights.statistics.norms)
+        count = 2 * len(weights.batch_stats.norms)
         records = [
             [tensors[f"{name}+{number}.{index}"].to(device, copy=True) for index in range(count)]
             for number in range(int(numbers["records"]))

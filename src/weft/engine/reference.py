@@ -19,12 +19,11 @@ from weft.data import Batch
 from weft.engine.bilevel import check_unrolled, look_ahead
 from weft.engine.cuda_graphs import CudaGraphCache
 from weft.engine.tape import Tape
-from weft.engine.train_step import Outputs, TrainStep, detached
-from weft.engine.trained_layers import TrainedLayers
+from weft.engine.train_step import Outputs, TrainedLayers, TrainStep
 from weft.engine.weight_versions import VersionedLayer
 from weft.errors import NonFiniteError
 from weft.space import Subnet
-from weft.supernet import Chain, extra_inputs
+from weft.supernet import Chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,24 +100,17 @@ class SequentialReference(TrainedLayers):
         self.offload.start(n)
 
     def _microbatch(self, n: int, batch: Batch) -> tuple[Tensor, dict[str, tuple[Tensor, float]], bool]:
-        config, subnet = self.config, self.subnet(n)
-        i, j = divmod(n, config.microbatches)
-        search = config.architecture_search
-        if search is not None and search.order == 2 and search.architecture(i):
-            outputs, loss, gradients = look_ahead(self, i, subnet, batch)
+        config = self.config
+        step, search = n // config.microbatches, config.architecture_search
+        if search is not None and search.order == 2 and search.architecture(step):
+            outputs, loss, gradients = look_ahead(self, step, batch)
             return self._backward(n, batch, outputs, loss, lambda: gradients, list(self.weights.values()))
         in_background = None if self.offload is None else self.offload.prefetch_during
         tape = Tape(n, self.chain.enter(batch), self._graphs, in_background=in_background)
         with config.autocast(self.device):
-            for layer in self.chain.route(subnet):
-                self.seeder.set(i, j, layer.name)
-                weights, extra = self.weights[layer.name], extra_inputs(layer, batch, subnet)
-                tape.forward(weights, extra, config.trains(layer, i))
-            activations = tape.outputs()
-            self.seeder.set(i, j, "loss")
-            outputs, loss = config.loss_of(activations, batch, self._teacher_outputs if j else None)
-        if config.distill is not None and j == 0:
-            self._teacher_outputs = detached(outputs)
+            for _ in self.run_layers(tape, n, self.chain.route(self.subnet(n)), batch):
+                pass
+            outputs, loss = self.compute_loss(tape, n, batch)
         backward = partial(tape.backward, (loss,), (self._loss_gradient,))
         return self._backward(n, batch, outputs, loss, backward, tape.used)
 
@@ -139,22 +131,22 @@ class SequentialReference(TrainedLayers):
             if self.config.on_nonfinite == "stop":
                 raise self.explain_nonfinite(n, batch)
             for weights in used:
-                weights.forget(n)
+                weights.undo_forward(n)
             return loss.detach(), {}, False
         gradients = backward()
         for weights in used:
-            if weights.layer.name in gradients and (weights.parameters or weights.statistics.norms):
+            if weights.layer.name in gradients and (weights.parameters or weights.batch_stats.norms):
                 weights.add(n, gradients[weights.layer.name])
                 self._unfinished[weights.layer.name] = weights
         return loss.detach(), metrics, True
 
     def _update(self, n: int) -> None:
         """All slots that end with micro-batch n become updates."""
-        due = [weights for weights in self._unfinished.values() if weights.completes() <= n]
+        due = [weights for weights in self._unfinished.values() if weights.last_microbatch() <= n]
         for weights in due:
             del self._unfinished[weights.layer.name]
             if self.clipper is not None:
-                self.clipper.record(weights.slot, weights.layer.name, weights.mean())
+                self.clipper.record(weights.slot, weights.layer.name, weights.mean_gradients())
             if self.ties is not None:
                 self.ties.record(weights)
         if self.clipper is not None:

@@ -148,7 +148,7 @@ def _trial_update(
 
 def bytes_needed(layout: BlockLayout, weights: VersionedLayer) -> int:
     """What a micro-batch that uses a layer may need: the layer, the version that it sees, and room for another."""
-    if weights.single:
+    if weights.single_copy:
         return layout.bytes
     return layout.bytes + layout.weight_bytes + (layout.weight_bytes if weights.inplace else layout.copied_bytes)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.consistency import Exact, VersionSchedule
-from weft.engine.trained_layers import TrainedLayers
+from weft.engine.train_step import TrainedLayers
 from weft.engine.weight_versions import VersionedLayer
 from weft.errors import TrainError
 from weft.offload.config import OffloadConfig

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from weft.engine.batch_stats import BatchStatsRecord
-from weft.engine.layer_state import Snapshot, capture
-from weft.engine.train_step import TrainStep
-from weft.engine.trained_layers import TrainedLayers
+from weft.engine.layer_state import CheckpointPart, capture
+from weft.engine.train_step import TrainedLayers, TrainStep
 from weft.engine.weight_versions import VersionedLayer
 from weft.pipeline.scheduler import LayerDependency, Scheduler
 from weft.pipeline.workload import single_copy
@@ -33,7 +32,7 @@ class LayerUpdates(TrainedLayers):
         """Whether an update waits for the forwards that must not see it, so that no older version need be kept."""
         self.forwarded = 0
         """All micro-batches below this have done their forward here."""
-        self.snapshots: list[Snapshot] = []
+        self.snapshots: list[CheckpointPart] = []
         """Those that are not whole yet, in order."""
         self._stashed: dict[tuple[str, int], tuple[list[Tensor | None], BatchStatsRecord | None]] = {}
         self._unfinished: dict[str, VersionedLayer] = {}
@@ -62,7 +61,7 @@ class LayerUpdates(TrainedLayers):
                 continue
             weights = self.weights[name]
             self._capture_before(weights, n, scheduler.oldest)
-            if weights.pending is not None and weights.pending.slot < weights.clock.slot(n):
+            if weights.pending is not None and weights.pending.slot < weights.schedule.slot(n):
                 self._update([weights], scheduler.oldest)
             stashed = self._stashed.pop((name, n), None)
             if stashed is not None:
@@ -87,9 +86,9 @@ class LayerUpdates(TrainedLayers):
 
     def finish(self, until: int) -> None:
         """All micro-batches below ``until`` are through: the slots that end there are applied."""
-        self._update([w for w in self.weights.values() if w.pending is not None and w.completes() < until], until)
+        self._update([w for w in self.weights.values() if w.pending is not None and w.last_microbatch() < until], until)
 
-    def ready_snapshots(self, oldest: int) -> list[Snapshot]:
+    def ready_snapshots(self, oldest: int) -> list[CheckpointPart]:
         """The snapshots that are whole now, since every earlier micro-batch is through; in order."""
         ready = [snapshot for snapshot in self.snapshots if snapshot.at <= oldest and self.has_sums(snapshot.at)]
         for snapshot in ready:
@@ -113,32 +112,32 @@ class LayerUpdates(TrainedLayers):
         self._unfinished = {name: w for name, w in self.weights.items() if w.pending is not None}
 
     def _is_full(self, scheduler: Scheduler, name: str, weights: VersionedLayer) -> bool:
-        return scheduler.complete(name, weights.slot, weights.completes())
+        return scheduler.complete(name, weights.slot, weights.last_microbatch())
 
     def _update(self, group: Sequence[VersionedLayer], oldest: int) -> None:
         for weights in group:
             self._ready.pop(weights.layer.name, None)
-            self._capture_before(weights, weights.completes(), oldest)
+            self._capture_before(weights, weights.last_microbatch(), oldest)
         self.apply(group, lambda weights: self._first_reader(weights, oldest))
 
     def _must_wait(self, weights: VersionedLayer) -> bool:
         """Whether an update that is due must wait: for its norm, for the gradient of a tied parameter's other copy, or
         for a forward that must not see it."""
         if self.clipper is not None:
-            self.clipper.record(weights.slot, weights.layer.name, weights.mean())
+            self.clipper.record(weights.slot, weights.layer.name, weights.mean_gradients())
         if self.ties is not None:
             self.ties.record(weights)
         if self.clipper is not None and not self.clipper.known(weights.slot):
             return True
         if self.ties is not None and not self.ties.known(weights):
             return True
-        return self.one_copy and self.forwarded <= weights.clock.last_reader(weights.slot)
+        return self.one_copy and self.forwarded <= weights.schedule.last_reader(weights.slot)
 
     def _first_reader(self, weights: VersionedLayer, oldest: int) -> int:
         """The first micro-batch that may still read an older version: the oldest that is not through, or without its
         forward where backwards do not read any; or that with which a run would go on from a checkpoint that is not
         whole yet."""
-        first = max(self.forwarded, oldest) if weights.clock.moves_on else oldest
+        first = max(self.forwarded, oldest) if weights.schedule.backward_reads_newest else oldest
         return min([first, *(snapshot.at for snapshot in self.snapshots)])
 
     def _capture_before(self, weights: VersionedLayer, n: int, oldest: int) -> None:
@@ -147,11 +146,11 @@ class LayerUpdates(TrainedLayers):
             if snapshot.at <= n:
                 self._capture(snapshot, weights.layer.name, oldest)
 
-    def _capture(self, snapshot: Snapshot, name: str, oldest: int) -> None:
+    def _capture(self, snapshot: CheckpointPart, name: str, oldest: int) -> None:
         if name in snapshot.layers:
             return
         weights = self.weights[name]
-        if weights.pending is not None and weights.completes() < snapshot.at:
+        if weights.pending is not None and weights.last_microbatch() < snapshot.at:
             self._update([weights], oldest)
         self.check_finite(weights, snapshot.at // self.config.microbatches)
         tensors, snapshot.layers[name] = capture(weights, self.optimizer, snapshot.at)

@@ -23,7 +23,7 @@ from torch import Tensor
 from weft.errors import PipelineError
 
 Kind = Literal["F", "B", "norm", "total", "tie", "end"]
-ALIGNED = 64
+ALIGNMENT = 64
 PREFIX = 24
 _TYPES = {
     str(kind).removeprefix("torch."): kind
@@ -38,14 +38,14 @@ _TYPES = {
 class Message:
     """Activations for the next stage (F), gradients for the one before (B), or word that the run ends.
 
-    ``wanted`` says of each activation whether a gradient comes back. ``report`` goes with a backward: the loss, whether
-    it counts, and sum and count of every metric; ``note`` says what is wrong with a loss that is not a number.
+    ``needs_grad`` says of each activation whether a gradient comes back. ``report`` goes with a backward: the loss,
+    whether it counts, and sum and count of every metric. ``note`` names the cause of a loss that is not a number.
     """
 
     kind: Kind
     microbatch: int
     tensors: tuple[Tensor | None, ...] = ()
-    wanted: tuple[bool, ...] = ()
+    needs_grad: tuple[bool, ...] = ()
     report: Tensor | None = None
     note: str = ""
 
@@ -66,7 +66,7 @@ class TensorLayout:
             raise PipelineError(
                 f"a tensor of type {name}, layout {tensor.layout} cannot travel between stages: use a dense tensor"
             )
-        return cls(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.data_ptr() % ALIGNED)
+        return cls(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.data_ptr() % ALIGNMENT)
 
     @property
     def extent(self) -> int:
@@ -91,7 +91,7 @@ def pack(message: Message, pinned: bool = False) -> Tensor:
     return block
 
 
-def assemble_apart(message: Message, device: torch.device) -> tuple[Tensor, Callable[[], Tensor]]:
+def pack_with_payload(message: Message, device: torch.device) -> tuple[Tensor, Callable[[], Tensor]]:
     """The payload, packed on its device, and a function that makes the block that goes before it.
 
     The function looks at the report, for which it waits: it is not for the thread that issues work to the device.
@@ -119,7 +119,7 @@ def prefix(header: int, length: int, payload: int) -> bytes:
     return b"".join(number.to_bytes(8, "little") for number in (header, length, payload))
 
 
-def lengths_of(block: Tensor) -> tuple[int, int, int]:
+def read_lengths(block: Tensor) -> tuple[int, int, int]:
     """What the first bytes of a block say."""
     begin = bytes(block[:PREFIX].numpy())
     header, length, payload = (int.from_bytes(begin[k : k + 8], "little") for k in (0, 8, 16))
@@ -133,7 +133,7 @@ def unpack(block: Tensor, device: torch.device, payload: Tensor | None = None) -
     Raises PipelineError for bytes that are not a message.
     """
     try:
-        header, length, apart = lengths_of(block)
+        header, length, apart = read_lengths(block)
         if not 0 < header <= length - PREFIX <= block.numel() - PREFIX:
             raise ValueError(f"lengths of {header} and {length} in {block.numel()} bytes")
         if apart != (0 if payload is None else payload.numel()):
@@ -147,12 +147,12 @@ def unpack(block: Tensor, device: torch.device, payload: Tensor | None = None) -
         there = [layout for layout in layouts if layout is not None]
         reported = [] if last is None else [last]
         known = (*there, *reported)
-        sound = all(min((*x.sizes, *x.strides, x.line), default=0) >= 0 and x.line < ALIGNED for x in known)
+        sound = all(min((*x.sizes, *x.strides, x.line), default=0) >= 0 and x.line < ALIGNMENT for x in known)
         starts, end = _offsets(PREFIX + header, known if payload is None else reported)
         inside, far = ([], 0) if payload is None else _offsets(0, there)
         if end > length or far > apart or not sound or kind not in get_args(Kind):
             raise ValueError(f"{length} bytes of kind {kind!r}")
-        wanted = tuple(bool(flag) for flag in head["w"])
+        needs_grad = tuple(bool(flag) for flag in head["w"])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as problem:
         raise PipelineError(f"what arrived is not a message of a stage: {problem}") from problem
     report = None if last is None else _view(block, starts.pop(), last)  # stays on the host: it is for people
@@ -162,7 +162,7 @@ def unpack(block: Tensor, device: torch.device, payload: Tensor | None = None) -
         views = [(_view(block, start, layout), layout) for start, layout in zip(starts, there, strict=True)]
         found = iter([_placed(tensor, layout, device) for tensor, layout in views])
     tensors = tuple(None if layout is None else next(found) for layout in layouts)
-    return Message(kind, n, tensors, wanted, report, note)  # type: ignore[arg-type]
+    return Message(kind, n, tensors, needs_grad, report, note)  # type: ignore[arg-type]
 
 
 Parts = list[tuple[TensorLayout | None, Tensor | None]]
@@ -174,7 +174,7 @@ def _parts(tensors: Sequence[Tensor | None]) -> Parts:
 
 def _header(message: Message, layouts: Sequence[TensorLayout | None]) -> bytes:
     places = [None if x is None else [x.dtype, x.sizes, x.strides, x.line] for x in layouts]
-    head = {"k": message.kind, "n": message.microbatch, "w": message.wanted, "t": places, "x": message.note}
+    head = {"k": message.kind, "n": message.microbatch, "w": message.needs_grad, "t": places, "x": message.note}
     return json.dumps(head, separators=(",", ":")).encode()
 
 
@@ -196,7 +196,7 @@ def _offsets(begin: int, layouts: Sequence[TensorLayout]) -> tuple[list[int], in
     found = []
     end = begin
     for layout in layouts:
-        start = -(-end // ALIGNED) * ALIGNED + layout.line
+        start = -(-end // ALIGNMENT) * ALIGNMENT + layout.line
         found.append(start)
         end = start + layout.extent * layout.type.itemsize
     return found, end

@@ -122,7 +122,7 @@ class Scheduler:
         self._counters = counters
         self._can_admit = can_admit
         self._reached: dict[Hashable, int] = {FORWARDS: first}
-        self._held: dict[Hashable, list[tuple[int, int, Kind]]] = {}  # heaps of (count, micro-batch, kind)
+        self._waiting_for: dict[Hashable, list[tuple[int, int, Kind]]] = {}  # heaps of (count, micro-batch, kind)
         self._forwarded: set[int] = set()
         self._waiting_forwards = 0
         self._last: Kind = "B"
@@ -141,8 +141,8 @@ class Scheduler:
                 heapq.heappush(layer.waiting, (version, microbatch, kind))
                 missing += 1
         for counter, count in self._counters(kind, microbatch) if self._counters is not None else ():
-            if self._far(counter) < count:
-                heapq.heappush(self._held.setdefault(counter, []), (count, microbatch, kind))
+            if self._count_of(counter) < count:
+                heapq.heappush(self._waiting_for.setdefault(counter, []), (count, microbatch, kind))
                 missing += 1
         if missing:
             self._missing[kind, microbatch] = missing
@@ -152,8 +152,8 @@ class Scheduler:
     def advance_counter(self, counter: Hashable, count: int) -> None:
         """A counter that operations may wait for is so far now."""
         self._reached[counter] = count
-        held = self._held.get(counter)
-        while held and held[0][0] <= self._far(counter):
+        held = self._waiting_for.get(counter)
+        while held and held[0][0] <= self._count_of(counter):
             _, microbatch, kind = heapq.heappop(held)
             self._release(kind, microbatch)
 
@@ -164,8 +164,8 @@ class Scheduler:
 
     def next(self) -> Op | None:
         """The operation to start now, which is then in flight; None where the stage has to wait."""
-        for kind in self._order():
-            if self._could(kind):
+        for kind in self._preference():
+            if self._can_start(kind):
                 microbatch = heapq.heappop(self._ready[kind])
                 if kind == "F":
                     self.in_flight.add(microbatch)
@@ -227,16 +227,16 @@ class Scheduler:
     def done(self) -> bool:
         return self.finished_count == self.total
 
-    def _far(self, counter: Hashable) -> float:
+    def _count_of(self, counter: Hashable) -> float:
         """How far a counter is; no more forwards come once all are done, so nothing waits for later ones."""
         return math.inf if counter == FORWARDS and self.forwarded >= self.total else self._reached.get(counter, 0)
 
-    def _order(self) -> tuple[Kind, ...]:
+    def _preference(self) -> tuple[Kind, ...]:
         if self.policy.schedule == "1f1b" or (self.policy.schedule == "naspipe" and self._last == "F"):
             return ("B", "F")
         return ("F", "B")
 
-    def _could(self, kind: Kind) -> bool:
+    def _can_start(self, kind: Kind) -> bool:
         ready = self._ready[kind]
         if kind != "F" or not ready:
             return bool(ready)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from weft.data import Batch
-from weft.engine.grad_clip import NORMS
-from weft.engine.layer_state import Snapshot
-from weft.engine.tied_weights import TIES, Sent
+from weft.engine.grad_exchange import NORMS, TIES, TiedGradients
+from weft.engine.layer_state import CheckpointPart
 from weft.errors import PipelineError
 from weft.pipeline.message import Message
 from weft.pipeline.scheduler import Op, SchedulePolicy, Scheduler
@@ -39,17 +38,17 @@ class WorkerStats:
 class OpResult:
     """An operation that is over: when it ran, with its updates, and from when to when those did.
 
-    ``late`` are updates that had to wait until this operation was due, and came before it.
+    ``deferred_updates`` are updates that had to wait until this operation was due, and came before it.
     """
 
     op: Op
     start: float
     end: float
     update: tuple[float, float] | None = None
-    updated: int = 0
-    late: int = 0
+    updates: int = 0
+    deferred_updates: int = 0
     prepared: float = 0.0
-    snapshots: list[Snapshot] = field(default_factory=list)
+    snapshots: list[CheckpointPart] = field(default_factory=list)
 
 
 class Worker:
@@ -102,11 +101,11 @@ class Worker:
             case "end":
                 self.end(message.microbatch)
             case "norm" | "total":
-                self._learn(message)
+                self._receive_norm(message)
             case "tie":
                 assert self.stage.ties is not None
-                self._share(self.stage.ties.received(message.microbatch, message.tensors[0]))
-                self._pass_on()
+                self._send_tied(self.stage.ties.received(message.microbatch, message.tensors[0]))
+                self._exchange()
             case kind:
                 self._inbox[kind, message.microbatch] = message
                 if kind == "B" and message.report is not None:
@@ -156,15 +155,15 @@ class Worker:
             end = now = time.perf_counter()
             updated = self.stage.updates - updates
             done = OpResult(op, start, end, (decided, end) if updated else None, updated)
-            self._pass_on()
+            self._exchange()
             done.snapshots = self.stage.ready_snapshots(self.scheduler.oldest) if self.stage.snapshots else []
             if offload is not None:
                 offload.finish(op.microbatch)
-        done.late, done.prepared = late, prepared
+        done.deferred_updates, done.prepared = late, prepared
         self.stats.deciding += start - before + (now - end)
         return done
 
-    def finish(self, save: bool = False) -> list[Snapshot]:
+    def finish(self, save: bool = False) -> list[CheckpointPart]:
         """After the last operation: what still waits is applied, and the last snapshots are taken.
 
         With ``save`` the end is a checkpoint whatever its number.
@@ -172,23 +171,23 @@ class Worker:
         until = self.scheduler.total
         self._register_snapshots(until)
         if save and (not self._span or until % self._span):  # else it is one of those that come by themselves
-            self.stage.snapshots.append(Snapshot(until))
+            self.stage.snapshots.append(CheckpointPart(until))
         self.stage.finish(until)
         return self.stage.ready_snapshots(until)
 
-    def _learn(self, message: Message) -> None:
+    def _receive_norm(self, message: Message) -> None:
         clipper, value = self.stage.clipper, message.tensors[0]
         assert clipper is not None and value is not None  # noqa: PT018
-        self._pass(clipper.received(message.kind, message.microbatch, value))
-        self._pass_on()
+        self._send_norms(clipper.received(message.kind, message.microbatch, value))
+        self._exchange()
 
-    def _pass_on(self) -> None:
+    def _exchange(self) -> None:
         """Sums go on as far as they can by now, and what has waited for them comes after."""
         clipper, ties = self.stage.clipper, self.stage.ties
         if clipper is not None:
-            self._pass(clipper.advance(self.scheduler.oldest))
+            self._send_norms(clipper.advance(self.scheduler.oldest))
         if ties is not None:
-            self._share(ties.advance(self.scheduler.oldest))
+            self._send_tied(ties.advance(self.scheduler.oldest))
         if clipper is not None or ties is not None:
             self.stage.apply_ready(self.scheduler.oldest)
         if clipper is not None:
@@ -196,19 +195,19 @@ class Worker:
         if ties is not None:
             self.scheduler.advance_counter(TIES, ties.count)
 
-    def _pass(self, sums: list[tuple[str, int, Tensor]]) -> None:
+    def _send_norms(self, sums: list[tuple[str, int, Tensor]]) -> None:
         for kind, slot, value in sums:
             to = self.stage.index + (1 if kind == "total" else -1)
             self._send(to, Message("total" if kind == "total" else "norm", slot, (value,), (False,)))
 
-    def _share(self, gradients: Sent) -> None:
+    def _send_tied(self, gradients: TiedGradients) -> None:
         for to, number, gradient in gradients:
             self._send(to, Message("tie", number, (gradient,), (False,)))
 
     def _register_snapshots(self, until: int | None = None) -> None:
         reach = self.scheduler.known if until is None else until
         while self._span and self._boundary <= reach:
-            self.stage.snapshots.append(Snapshot(self._boundary))
+            self.stage.snapshots.append(CheckpointPart(self._boundary))
             self._boundary += self._span
 
     def _forward(self, n: int) -> None:
@@ -217,7 +216,7 @@ class Worker:
         if message is not None:
             activations = tuple(
                 x.requires_grad_(wanted)  # type: ignore[union-attr]
-                for x, wanted in zip(message.tensors, message.wanted, strict=True)
+                for x, wanted in zip(message.tensors, message.needs_grad, strict=True)
             )
         batch = self._batch_of(n) if self.stage.reads_batch() else {}
         outputs, report = self.stage.forward(n, activations, batch)

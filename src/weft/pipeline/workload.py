@@ -32,7 +32,7 @@ class Workload:
     steps: int
     picks: Picks
     consistency: Callable[[Hashable], Consistency | None]
-    """What a layer promises; None for a layer that is frozen and waits for nobody."""
+    """The consistency of a layer; None for a frozen layer, which waits for nothing."""
     costs: Costs | None = None
     sizes: Sequence[float] | None = None
     """Bytes that enter each block in the forward of one micro-batch, and leave it as gradients in its backward."""
@@ -64,19 +64,19 @@ class Workload:
 
         return needs
 
-    def promises(self) -> set[Consistency]:
-        """What the layers that train promise, as far as the first micro-batches show."""
+    def consistencies(self) -> set[Consistency]:
+        """Those of the layers that train, as far as the first 64 micro-batches show."""
         seen = {layer for n in range(min(self.total, 64)) for _, layer in self.picks(n)}
-        return {promise for layer in seen if (promise := self.consistency(layer)) is not None}
+        return {consistency for layer in seen if (consistency := self.consistency(layer)) is not None}
 
     def counters(self, cut: Cut, stage: int, max_in_flight: int) -> Counters | None:
         """What operations wait for beside versions, where one copy of the weights has to do."""
         stages = len(cut) + 1
-        if max_in_flight < stages - stage or not single_copy(self.promises(), cut, self.blocks):
+        if max_in_flight < stages - stage or not single_copy(self.consistencies(), cut, self.blocks):
             return None
         block = 0 if stage == 0 else cut[stage - 1]
-        at = version_schedule(next(iter(self.promises())), block, self.blocks, self.microbatches, self.steps)
-        return lambda kind, n: forwards_first(at, kind, n)
+        at = version_schedule(next(iter(self.consistencies())), block, self.blocks, self.microbatches, self.steps)
+        return lambda kind, n: forwards_to_await(at, kind, n)
 
     def stage_costs(self, cut: Cut, n: int) -> list[tuple[float, float]]:
         """Forward and backward time of micro-batch n on every stage, on devices of speed 1."""
@@ -188,20 +188,20 @@ def virtual_cut(depth: int, blocks: int) -> Cut:
     return tuple(-(-stage * blocks // depth) for stage in range(1, depth))
 
 
-def moving(promises: Iterable[Consistency]) -> Bounded | None:
+def common_bounded(consistencies: Iterable[Consistency]) -> Bounded | None:
     """The one consistency of all layers, if it is one whose backwards move on to the newest weights."""
-    found = set(promises)
+    found = set(consistencies)
     one = next(iter(found)) if len(found) == 1 else None
     return one if isinstance(one, Bounded) else None
 
 
-def single_copy(promises: Iterable[Consistency], cut: Cut, blocks: int) -> bool:
-    """Whether the layers with these promises, all that train, need no second copy on the stages of this cut."""
-    one = moving(promises)
+def single_copy(consistencies: Iterable[Consistency], cut: Cut, blocks: int) -> bool:
+    """Whether the layers with these consistencies, all that train, need no second copy on the stages of this cut."""
+    one = common_bounded(consistencies)
     return one is not None and len(cut) + 1 == one.depth and tuple(cut) == virtual_cut(one.depth, blocks)
 
 
-def forwards_first(at: VersionSchedule, kind: Kind, n: int) -> list[tuple[Hashable, int]]:
+def forwards_to_await(at: VersionSchedule, kind: Kind, n: int) -> list[tuple[Hashable, int]]:
     """A backward that must see an update waits for the forwards that must not."""
     version = at.backward_reads(n) if kind == "B" else 0
     return [(FORWARDS, 1 + at.last_reader(version - 1))] if version else []

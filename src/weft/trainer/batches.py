@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from weft.data import Batch, Data, IterableLoader, Loader, Source
-from weft.engine.bilevel import BilevelLoader, marked
+from weft.engine.bilevel import BilevelLoader, with_progress
 from weft.engine.train_step import TrainStep
 from weft.errors import TrainError
 
@@ -71,4 +71,4 @@ def validation_batches(loader: Loader, config: TrainStep, step: int) -> Iterator
     batches = loader.all()
     if config.architecture_search is None:
         return batches
-    return (marked(batch, step / config.steps) for batch in batches)
+    return (with_progress(batch, step / config.steps) for batch in batches)
