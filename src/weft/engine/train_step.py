@@ -54,7 +54,7 @@ class TrainStep:
     precision: str = "fp32"
     on_nonfinite: str = "stop"
     distill: Distill | None = None
-    """In-place distillation: every micro-batch of a step has the full batch, and the later ones learn from the first."""
+    """In-place distillation: every micro-batch of a step has the full batch, and later ones learn from the first."""
     architecture_search: Bilevel | None = None
     seed: int = 0
     metrics: Mapping[str, Metric] = field(default_factory=dict)
