@@ -32,7 +32,9 @@ data = "cli_net:load"
 steps = 40
 batch_size = 8
 augment = "cli_net:slowly"
+[run]
 checkpoint_every = 10
+[execution]
 threads = 1
 [search]
 budget = 6
@@ -244,7 +246,7 @@ def test_settings_on_the_command_line_count(copied: Path) -> None:
     result = weft("train", "c.toml", "--run=7", "--train.steps=3", "--supernet.options.width=5", "--json", cwd=copied)
     assert result.json["run"] == "runs/7"
     run = Run.open(copied / "runs" / "7")
-    assert run.manifest["law"]["steps"] == 3
+    assert run.manifest["train_config"]["steps"] == 3
     subnet = json.dumps({"b0": "skip", "b1": "two"})
     done = weft("export", "runs/7", f"--export.subnet={subnet}", "--export.formats=safetensors", "--json", cwd=copied)
     assert json.loads((copied / "runs" / "7" / Path(done.json["json"])).read_text())["subnet"]["values"] == {
@@ -344,9 +346,9 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "micro-batches": (["train", "c.toml", "--run=n", "--train.microbatches=3"], r"batch_size=8 cannot be split into 3"),
     "spacing": (["train", "c.toml", "--run=n", "--train.stream=spaced:9"], r"spacing 9 is impossible"),
     "unknown stream": (["train", "c.toml", "--run=n", "--train.stream=spced"], r"did you mean 'spaced'\?"),
-    "unknown device": (["train", "c.toml", "--run=n", "--train.device=gpu"], r"'gpu' is no device"),
+    "unknown device": (["train", "c.toml", "--run=n", "--execution.device=gpu"], r"device='gpu' is no device"),
     "unknown layer": (["train", "c.toml", "--run=n", "--consistency.stm=exact"], r"'stm'; did you mean 'stem'\?"),
-    "no threads": (["train", "c.toml", "--train.threads=0"], r"train\.threads = 0: it is 1 or more"),
+    "no threads": (["train", "c.toml", "--execution.threads=0"], r"threads=0: a whole number, 1 or more"),
     "name of a run": (["train", "c.toml", "--run=a/b"], r"a run cannot be called 'a/b'"),
     "second run": (
         ["train", "c.toml"],
@@ -360,7 +362,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["train", "c.toml", "--resume", "--supernet=digits-mlp"],
         r"run 'c' was made with (layers|space) = \w+, now it is \w+",
     ),
-    "weights that are not there": (["train", "c.toml", "--run=n", "--train.init=no.safetensors"], r"init: 'no\.safete"),
+    "weights that are not there": (
+        ["train", "c.toml", "--run=n", "--train.init_from=no.safetensors"],
+        r"init_from: 'no\.safete",
+    ),
     "resume with another rate": (["train", "c.toml", "--resume", "--optimizer.lr=1"], r"was made with optimizer = "),
     "not a number": (
         ["train", "c.toml", "--run=n", "--optimizer.lr=1e30"],
@@ -413,9 +418,9 @@ def test_a_mistake_ends_with_one_clear_line_and_code_2(trained: tuple[Path, dict
         "--train.stream=spaced:9",
         "--train.microbatches=3",
         "--train.batch_size=100",
-        "--train.init=nowhere",
+        "--train.init_from=nowhere",
         "--supernet=cli_net:no_chain",
-        "--train.clip=-1",
+        "--optimizer.clip=-1",
     ],
 )
 def test_a_mistake_in_the_settings_leaves_no_run_behind(project: Path, mistake: str) -> None:
@@ -456,7 +461,7 @@ def test_a_run_that_was_started_in_python_has_no_config(project: Path) -> None:
 
 def test_runs_whose_loss_is_no_number_are_listed_in_strict_json(project: Path) -> None:
     assert weft("train", "c.toml", "--optimizer.lr=1e30", cwd=project).code == 2
-    skipping = ["--run=d", "--train.loss=cli_net:no_number", "--train.nonfinite=skip", "--json"]
+    skipping = ["--run=d", "--train.loss=cli_net:no_number", "--train.on_nonfinite=skip", "--json"]
     assert weft("train", "c.toml", *skipping, cwd=project).json["steps"] == 40
     failed, finished = weft("runs", "--json", cwd=project).json
     assert (failed["name"], failed["state"], failed["total"]) == ("c", "failed", 40)
@@ -475,7 +480,7 @@ def wait_for(happened: Callable[[], bool], process: subprocess.Popen[Any]) -> No
 def running(project: Path) -> Iterator[subprocess.Popen[str]]:
     """A real training that would take long, after its first checkpoint."""
     process = subprocess.Popen(
-        command("train", "c.toml", "--train.checkpoint_every=2"),
+        command("train", "c.toml", "--run.checkpoint_every=2"),
         cwd=project,
         env={**os.environ, "CLI_PAUSE": "0.4"},
         stdout=subprocess.PIPE,
@@ -503,7 +508,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_resumed_run_is_the_undisturbed_o
     assert (running.returncode, out) == (130, "")
     steps = Run.open(project / "runs" / "c").checkpoints.steps()
     assert 2 <= steps[-1] < 40
-    again = "weft train c.toml --train.checkpoint_every=2 --resume"
+    again = "weft train c.toml --run.checkpoint_every=2 --resume"
     assert err == f"stopped; a checkpoint after {steps[-1]} steps is written. Resume with: {again}\n"
     assert weft("runs", "--json", cwd=project).json[0]["state"] == "stopped"
 
@@ -520,13 +525,13 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_resumed_run_is_the_undisturbed_o
 def test_a_search_that_is_stopped_keeps_its_scores_and_ends_as_if_it_had_not_been(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["search", "c.toml", "--train.metrics=cli_net:counted", "--search.minimize=counted"]
+    arguments = ["search", "c.toml", "--run.metrics=cli_net:counted", "--search.minimize=counted"]
     shutil.rmtree(copied / "runs" / "c" / "results")
     shutil.copytree(copied / "runs" / "c", copied / "runs" / "d")
     monkeypatch.setenv("CLI_STOP", "4")
     done = weft(*arguments, cwd=copied)
     assert (done.code, done.out) == (130, "")
-    again = "weft search c.toml --train.metrics=cli_net:counted --search.minimize=counted"
+    again = "weft search c.toml --run.metrics=cli_net:counted --search.minimize=counted"
     assert done.err.strip() == f"stopped; the scores so far are kept. Go on with: {again}"
     scores = copied / "runs" / "c" / "results" / "scores.jsonl"
     kept = scores.read_text()

@@ -147,8 +147,10 @@ data = "verified_net:load"
 steps = 400
 batch_size = 8
 stream = "iid"
+[optimizer]
+warmup_steps = 3
+[execution]
 threads = 1
-warmup = 3
 """
 
 
@@ -200,7 +202,7 @@ def first_use(layer: str, after: int = 0) -> int:
 
 
 def test_two_stages_and_a_resumed_run_have_the_bits_of_one(folder: Path) -> None:
-    shared = ["--supernet.options.kind=Kept", "--consistency.shared=lagged(3)", "--train.validate=5"]
+    shared = ["--supernet.options.kind=Kept", "--consistency.shared=lagged(3)", "--run.validation=5"]
     code, out, err = weft(folder, "--stages", "1,2", "--steps", "7", *shared)
     assert code == 0, out + err
     rows = [line.split("│")[1:-1] for line in out.splitlines() if "│" in line]
@@ -216,7 +218,7 @@ def test_two_stages_and_a_resumed_run_have_the_bits_of_one(folder: Path) -> None
     short = verdict(folder, *shared, "--train.steps=7", steps=7, code=0)["rows"][0]["fingerprint"]
     assert whole[:16] in out
     assert whole != short
-    constant = ["--train.schedule=constant", "--train.warmup=0"]
+    constant = ["--optimizer.schedule=constant", "--optimizer.warmup_steps=0"]
     whole = verdict(folder, *shared, *constant, steps=7, code=0)["rows"][0]["fingerprint"]
     short = verdict(folder, *shared, *constant, "--train.steps=7", code=0)["rows"][0]["fingerprint"]
     assert whole == short
@@ -224,7 +226,7 @@ def test_two_stages_and_a_resumed_run_have_the_bits_of_one(folder: Path) -> None
 
 @pytest.mark.parametrize("kind", ["Numpy", "Python", "Entropy", "Threads"])
 def test_a_layer_that_draws_elsewhere_is_named(folder: Path, kind: str) -> None:
-    found = verdict(folder, f"--supernet.options.kind={kind}", f"--train.threads={2 if kind == 'Threads' else 1}")
+    found = verdict(folder, f"--supernet.options.kind={kind}", f"--execution.threads={2 if kind == 'Threads' else 1}")
     assert [row["equal"] for row in found["rows"]] == [True, False]
     where = found["difference"]
     assert (where["step"], where["layer"], where["place"]) == (first_use("b1.odd"), "b1.odd", "forward")
@@ -248,7 +250,7 @@ def test_a_layer_that_keeps_something_beside_its_buffers_is_named(folder: Path, 
 
 @pytest.mark.parametrize("kind", ["noisy", "listed"])
 def test_data_that_is_not_pure_is_named(folder: Path, kind: str) -> None:
-    found = verdict(folder, f"--data.options.kind={kind}", "--train.metrics=[]")
+    found = verdict(folder, f"--data.options.kind={kind}", "--run.metrics=[]")
     assert (found["difference"]["step"], found["difference"]["place"]) == (0, "batch")
     assert found["cause"]["kind"] == "impure"
     assert found["cause"]["why"] == "two reads of batch 0 differ in 'x'"
@@ -297,7 +299,7 @@ def test_an_operator_without_a_deterministic_kernel_is_named(folder: Path) -> No
 
 @pytest.mark.long
 def test_a_layer_that_depends_on_its_process_differs_on_two_stages_only(folder: Path) -> None:
-    code, out, err = weft(folder, "--stages=2", "--steps=6", "--supernet.options.kind=Stage", "--train.cut=[2]")
+    code, out, err = weft(folder, "--stages=2", "--steps=6", "--supernet.options.kind=Stage", "--execution.cut=[2]")
     assert code == 1, out + err
     rows = [line.split("│")[1:-1] for line in out.splitlines() if "│" in line]
     assert [row[2].strip() for row in rows] == ["yes", "yes", "NO"]

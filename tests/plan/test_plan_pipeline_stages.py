@@ -149,7 +149,8 @@ def test_no_division_of_a_line_is_better(seed: int, ends: int, stages: int, micr
 
     def step(bounds: tuple[int, ...]) -> float:
         own = [float(span[a, b]) for span, (a, b) in zip(spans, pairwise(bounds), strict=True)]
-        return (math.fsum(own) + (microbatches - 1) * max(own)) / microbatches
+        rest = (microbatches - 1) * max(own) if microbatches > 1 else 0.0  # 0 times inf is no number
+        return (math.fsum(own) + rest) / microbatches
 
     divisions = [(0, *inner, ends - 1) for inner in combinations(range(1, ends - 1), stages - 1)]
     best = min(map(step, divisions), default=math.inf)

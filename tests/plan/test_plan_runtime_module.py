@@ -320,7 +320,7 @@ def on_processes(count: int, store: Path, work: Callable[..., None]) -> None:
 
 def _begin(rank: int, count: int, store: str, work: Callable[[int], None]) -> None:
     torch.set_num_threads(1)
-    patience = timedelta(time_limit=120)
+    patience = timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=patience)
     try:
         work(rank)

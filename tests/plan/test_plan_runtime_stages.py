@@ -36,7 +36,7 @@ from weft.plan.runtime.module import StageOp, one_forward_one_backward
 from weft.plan.runtime.program import ValueRef, split_batch
 from weft.plan.runtime.redistribute import MeshCollectives
 from weft.plan.runtime.stages import StageEdge, StageSection, stage_sections
-from weft.plan.sharding import ShardingStrategy
+from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy, splits
 from weft.utils.rng import generator
 
 SEED, ROWS = 5, 8
@@ -259,7 +259,7 @@ def on_processes(count: int, store: Path, work: Callable[..., None]) -> None:
 
 def _begin(rank: int, count: int, store: str, work: Callable[[int], None]) -> None:
     torch.set_num_threads(1)
-    patience = timedelta(time_limit=120)
+    patience = timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=patience)
     try:
         work(rank)

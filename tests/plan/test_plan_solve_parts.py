@@ -39,7 +39,7 @@ def graph(seed: int, count: int = 6, size: int = 3, weigh: bool = False) -> Prob
 
 def test_rows_and_columns_that_are_equal_are_one_class_each():
     table = np.array([[1.0, 2.0, 1.0], [3.0, 4.0, 3.0], [1.0, 2.0, 1.0]])
-    small, rows, columns = PartitionCache().compressed(table)
+    small, rows, columns = PartitionCache().compress(table)
     assert rows.labels == (0, 1, 0)
     assert columns.labels == (0, 1, 0)
     assert small.tolist() == [[1.0, 2.0], [3.0, 4.0]]

@@ -14,7 +14,7 @@ import weft
 from weft.errors import PlanError
 from weft.plan import plan_chain
 from weft.supernet import Chain
-from weft.trainer.config import make_settings
+from weft.trainer.config import TrainConfig, resolve
 from weft.trainer.partitioning import workload_of
 
 WIDTH = 32
@@ -68,9 +68,8 @@ def test_a_resumed_run_is_cut_for_the_steps_ahead(tmp_path: Path) -> None:
     steps = [{f"b{k}": "dear" if (k < 3) == (step < 10) else "cheap" for k in range(6)} for step in range(20)]
     file = tmp_path / "steps.jsonl"
     file.write_text("".join(json.dumps(chain.space.subnet(step).to_json()) + "\n" for step in steps))
-    settings = make_settings(
-        chain, loss=nn.functional.mse_loss, steps=20, batch_size=4, stream=file, seed=0, device=torch.device("cpu")
-    )
+    config = TrainConfig(loss=nn.functional.mse_loss, steps=20, batch_size=4, stream=str(file))
+    settings = resolve(config, chain)
     costs = {layer: (1.0, 2.0) if "dear" in layer else (0.1, 0.2) for layer in chain.layers}
     begun, resumed = (workload_of(chain, settings, costs, first).expected_costs() for first in (0, 10))
     assert begun == pytest.approx([3.3 * 10] * 6)

@@ -43,8 +43,8 @@ class Counting(Scorer):
 
 @pytest.fixture
 def scorer(tmp_path: Path) -> Counting:
-    run = weft.train(build, weft.data.digits(), steps=1, runs=tmp_path, run="one")
-    made = Counting(run.chain, run.data, run.settings)
+    run = weft.train(build, weft.data.digits(), steps=1, folder=tmp_path, run="one")
+    made = Counting(run)
     made.counted = []
     return made
 

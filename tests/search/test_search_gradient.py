@@ -69,7 +69,7 @@ SPACES: dict[str, tuple[Callable[[], Chain], Callable[[], Data]]] = {
 
 
 def search(folder: Path, method: str = "drnas", steps: int = 6, **options: Any) -> Any:
-    given = {"batch_size": 32, "metrics": {"accuracy": weft.accuracy}, "runs": folder, **options}
+    given = {"batch_size": 32, "metrics": {"accuracy": weft.accuracy}, "folder": folder, **options}
     return search_gradient(layered, open_data("digits"), method=method, steps=steps, **given)
 
 
@@ -124,7 +124,7 @@ def test_every_method_searches_every_space(tmp_path: Path, space: str) -> None:
     for method in GRADIENT_METHODS:
         if method == "pc-darts" and space != "darts-partial":
             continue
-        options: dict[str, Any] = {"batch_size": 4, "steps": 2, "runs": tmp_path, "budget": 2, "recalibrate": 1}
+        options: dict[str, Any] = {"batch_size": 4, "steps": 2, "folder": tmp_path, "budget": 2, "recalibrate": 1}
         found = search_gradient(build, data(), method=method, **options)
         assert found.trained.chain.space.contains(found.subnet)
         assert found.scores["parameters"] == sum(p.numel() for p in found.extract().parameters())
@@ -162,7 +162,7 @@ def test_a_target_that_no_architecture_meets_is_refused_before_the_training_with
 def test_a_method_that_needs_validation_data_says_so(tmp_path: Path) -> None:
     data = Data("x", open_data("digits").train)
     with pytest.raises(SearchError, match="validation data"):
-        search_gradient(layered, data, method="darts", steps=2, runs=tmp_path)
+        search_gradient(layered, data, method="darts", steps=2, folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -203,7 +203,7 @@ def test_what_was_found_lies_in_the_run(tmp_path: Path) -> None:
 def test_what_was_found_can_be_trained_again_and_searched_further(tmp_path: Path) -> None:
     found = search(tmp_path, "drnas")
     again = weft.retrain(found.front.best(), steps=3)
-    assert again.settings.steps == 3
+    assert again.step.steps == 3
     more = weft.search(found.trained, maximize="accuracy", minimize="parameters", budget=5)
     assert len(more) >= 1
 
@@ -218,7 +218,7 @@ def test_methods_that_train_by_samples_have_no_mixture(tmp_path: Path, method: s
 
 @pytest.mark.parametrize("method", ["drnas", "gdas", "darts2"])
 def test_the_mixture_is_scored_on_the_way_and_is_no_score_itself(tmp_path: Path, method: str) -> None:
-    found = search(tmp_path, method, steps=4, validate=2)
+    found = search(tmp_path, method, steps=4, validation=2)
     told = [event for event in found.trained.run.events.read() if event["event"] == "validation"]
     assert [(event["step"], event["pick"]) for event in told] == [(1, "mixture"), (3, "mixture")]
     assert all(set(event["scores"]) == {"loss", "accuracy"} for event in told)
@@ -245,7 +245,7 @@ def test_a_search_tells_at_its_start_what_the_numbers_of_its_mixture_stand_for(t
 
 
 def test_a_search_on_two_stages_finds_what_one_finds(tmp_path: Path) -> None:
-    one, two = (search(tmp_path, "drnas", microbatches=2, stages=n, validate=6) for n in (1, 2))
+    one, two = (search(tmp_path, "drnas", microbatches=2, stages=n, validation=6) for n in (1, 2))
     for kind, field in (("validation", "scores"), ("started", "choices")):
         first, second = ([e[field] for e in f.trained.run.events.read() if e["event"] == kind] for f in (one, two))
         assert first == second
@@ -261,31 +261,31 @@ def test_a_search_on_two_stages_finds_what_one_finds(tmp_path: Path) -> None:
     [
         ({"method": 3}, "method is a name such as 'drnas', or a method itself, not 3"),
         ({"method": None}, "method is a name"),
-        ({"steps": "20"}, "steps is a whole number of 1 or more, not '20'"),
-        ({"steps": 20.0}, "steps is a whole number"),
-        ({"warmup_weights": "5"}, "warmup_weights is a whole number of 0 or more"),
-        ({"warmup_weights": 30}, "of 20 steps, 30 of which train the weights alone, none trains the architecture"),
+        ({"steps": "20"}, "steps='20': a whole number, 1 or more"),
+        ({"steps": 20.0}, "steps=20.0: a whole number"),
+        ({"weight_warmup_steps": "5"}, "weight_warmup_steps is a whole number of 0 or more"),
+        ({"weight_warmup_steps": 30}, "of 20 steps, 30 of which train the weights alone, none trains the architecture"),
         ({"metrics": "accuracy"}, "metrics are functions by name"),
         ({"metrics": {"a": "accuracy"}}, "metrics are functions by name"),
         ({"targets": 5000}, "targets are texts such as 'parameters=5e6', not 5000"),
         ({"targets": None}, "targets are texts"),
         ({"penalties": "parameters"}, "penalties are of weft.search.Penalty"),
         ({"architecture": 0.1}, "architecture is an optimizer"),
-        ({"target": "parameters=5"}, "has no option 'target'; did you mean 'targets'"),
-        ({"step": 3}, "has no option 'step'"),
+        ({"target": "parameters=5"}, "unknown option 'target'; did you mean 'targets'"),
+        ({"step": 3}, "unknown option 'step'; did you mean 'steps'"),
         ({"method": "sandwich", "microbatches": 2}, "a step of 'sandwich' is 4 micro-batches"),
     ],
 )
 def test_wrong_arguments_have_their_line(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
-    given = {"method": "drnas", "steps": 20, "runs": tmp_path, **wrong}
-    with pytest.raises(SearchError, match=re.escape(said)):
+    given = {"method": "drnas", "steps": 20, "folder": tmp_path, **wrong}
+    with pytest.raises(weft.WeftError, match=re.escape(said)):
         search_gradient(layered, weft.data.digits(), **given)
     assert not any(tmp_path.iterdir())
 
 
 def test_a_module_that_is_no_chain_is_refused() -> None:
     with pytest.raises(SearchError, match=r"takes a run that weft\.train made, not Linear; .*search_gradient"):
-        weft.search(torch.nn.Linear(2, 2), weft.data.digits(), steps=2)
+        weft.search(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 def test_methods_that_decide_quickly_warm_up_and_learn_at_a_rate_that_suits_the_run() -> None:
@@ -303,16 +303,16 @@ def test_a_loss_of_ones_own_teaches_in_a_sandwich(tmp_path: Path) -> None:
         seen.append(len(outputs))
         return weft.cross_entropy(outputs, batch)
 
-    search_gradient(layered, weft.data.digits(), method="sandwich", steps=2, distil=taught, budget=2, runs=tmp_path)
+    search_gradient(layered, weft.data.digits(), method="sandwich", steps=2, distill=taught, budget=2, folder=tmp_path)
     assert len(seen) == 2 * 3
 
 
 def test_what_a_mixture_gets_wrong_is_told_before_it_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "weft.search"):
-        search_gradient(chunked, weft.data.digits(), method="darts", steps=2, runs=tmp_path, run="wrong")
+        search_gradient(chunked, weft.data.digits(), method="darts", steps=2, folder=tmp_path, run="wrong")
         assert "block 'cut' under a mixture that is certain of 'width=4'" in caplog.text
         caplog.clear()
-        search_gradient(layered, weft.data.digits(), method="darts", steps=2, runs=tmp_path, run="right")
+        search_gradient(layered, weft.data.digits(), method="darts", steps=2, folder=tmp_path, run="right")
         assert not caplog.text
 
 

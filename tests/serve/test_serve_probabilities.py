@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.serve.views.search_samples import STEPS, MixtureHistory, has_mixture, probabilities
+from weft.serve.overview import is_gradient_search
+from weft.serve.views.search_samples import STEPS, MixtureHistory, probabilities
 
 CHOICES = [{"name": "a", "options": ["x", "y"]}, {"name": "b", "options": [1, 2, 3]}]
 
@@ -46,9 +47,11 @@ def test_a_run_without_a_mixture_has_none(tmp_path: Path) -> None:
     assert probabilities(written(tmp_path, started(), {"event": "step", "step": 0, "loss": 1.0})) is None
     unnamed = written(tmp_path, step(0, 0.4, 0.6))
     assert probabilities(unnamed) is None  # nobody knows what the numbers stand for
-    assert not has_mixture({"law": {"bilevel": None}})
-    assert not has_mixture({})
-    assert has_mixture({"law": {"bilevel": {"every": 2}}})
+    assert not is_gradient_search({})
+    assert not is_gradient_search({"train_config": {"architecture_search": None}})
+    assert is_gradient_search({"train_config": {"architecture_search": {"every": 2}}})
+    assert not is_gradient_search({"law": {"bilevel": None}})  # as manifests of format 1 have it
+    assert is_gradient_search({"law": {"bilevel": {"every": 2}}})
 
 
 def test_damaged_events_are_passed_over(tmp_path: Path) -> None:

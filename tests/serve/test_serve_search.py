@@ -28,6 +28,7 @@ data = "digits"
 [train]
 steps = 1
 batch_size = 8
+[execution]
 threads = 1
 [search]
 budget = 6
@@ -229,7 +230,7 @@ def test_however_large_a_front_is_its_document_is_not(run: Path) -> None:
 
 
 def test_a_gradient_search_is_shown_with_its_probabilities(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"steps": 3, "batch_size": 8, "recalibrate": 1, "runs": tmp_path, "run": "gradient"}
+    options: dict[str, Any] = {"steps": 3, "batch_size": 8, "recalibrate": 1, "folder": tmp_path, "name": "gradient"}
     metrics = {"accuracy": weft.accuracy}
     build = weft.zoo.find("digits-conv")
     found = weft.search_gradient(build, weft.data.digits(), method="darts", metrics=metrics, **options)

@@ -16,13 +16,13 @@ from traceoracle import read_by_line, rows, same
 
 from weft.errors import RunError
 from weft.serve.event_log import LogTail
-from weft.serve.views.pipeline import KEPT, load_trace
+from weft.serve.views.schedule import load_trace
 from weft.trace.reader import STATES, read_traces
 
 
 def test_a_trace_is_what_was_written_operation_by_operation(tmp_path: Path) -> None:
     result = tracefiles.simulated(3, 4, m=2, latency=0.5)
-    tracefiles.write(tmp_path, result, m=2, latency=0.5, updates=0.25, foreseen=result.spans)
+    tracefiles.write(tmp_path, result, m=2, latency=0.5, updates=0.25, expected=result.spans)
     found, expected = load_trace(tmp_path), read_by_line(tmp_path)
     assert expected is not None
     assert same(found, expected)
@@ -178,10 +178,10 @@ def test_numbers_that_no_stage_writes_are_skipped(tmp_path: Path, row: str) -> N
 
 
 def test_traces_of_few_runs_are_kept_and_others_are_read_again(tmp_path: Path) -> None:
-    for number in range(KEPT + 1):
+    for number in range(40):
         tracefiles.write(tmp_path / str(number), tracefiles.simulated(1, 1))
     first = load_trace(tmp_path / "0")
-    for number in range(1, KEPT + 1):
+    for number in range(1, 40):
         load_trace(tmp_path / str(number))
     again = load_trace(tmp_path / "0")
     assert again is not None

@@ -198,7 +198,7 @@ def test_any_cut_trains_the_same_bits(
     alone = stages.sequentially(task)
     assert len(set(alone.losses)) == 12  # every step changes what the next one sees
     for cut in ((2,), (1, 2, 3)):
-        found, _ = stages.in_stages(task, cut, window=4, seed=len(cut))
+        found, _ = stages.in_stages(task, cut, 4, seed=len(cut))
         assert found.losses == alone.losses, cut
         assert found.layers == alone.layers, cut
 
@@ -215,11 +215,11 @@ def test_a_model_learns_what_comes_next(tmp_path: Path, positions: str) -> None:
         weft.Data("rounds", rounds),
         steps=300,
         batch_size=16,
-        optimizer=weft.Optimizer("adamw", lr=1e-2, weight_decay=0.1, groups="matrices"),
-        schedule="cosine:0.1",
-        warmup=10,
+        optimizer=weft.Optimizer(
+            "adamw", lr=1e-2, weight_decay=0.1, groups="matrices", schedule="cosine:0.1", warmup_steps=10
+        ),
         callbacks=[lambda event: losses.append(event["loss"]) if event["event"] == "step" else None],
-        runs=tmp_path,
+        folder=tmp_path,
     )
     assert losses[0] == pytest.approx(math.log(11), abs=0.1)  # as good as guessing among the vocabulary
     # Who knows the last token alone cannot go below half of ln 4; who sees more errs on the first of a window at most.

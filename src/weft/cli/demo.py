@@ -31,6 +31,7 @@ from weft.supernet import export
 from weft.trace.analysis import summary
 from weft.trace.reader import read_traces
 from weft.trainer.api import TrainedRun, train
+from weft.trainer.config import RunConfig
 from weft.zoo import digits_conv
 
 SEED = 0
@@ -132,12 +133,10 @@ def _train(console: Console, steps: int, stages: int, runs: Path, name: str) -> 
             batch_size=64,
             optimizer=Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=5e-4),
             consistency={"shared": SHARED},
-            metrics={"accuracy": accuracy},
             seed=SEED,
             stages=stages,
             trace=stages > 1,
-            runs=runs,
-            run=name,
+            run=RunConfig(name=name, folder=runs, metrics={"accuracy": accuracy}),
             callbacks=[bar.train],
         )
     seconds = time.perf_counter() - began

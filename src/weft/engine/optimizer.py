@@ -325,7 +325,6 @@ def is_named(text: str) -> bool:
     return _FORM.fullmatch(text) is not None
 
 
-@cache
 def make_schedule(kind: str | Schedule, warmup_steps: int = 0) -> Schedule:
     """A named schedule, or a function as it is, with a linear warm-up over the first steps.
 
@@ -352,6 +351,7 @@ def make_schedule(kind: str | Schedule, warmup_steps: int = 0) -> Schedule:
 _FORM = re.compile(r"(\w+)(?::(\d*\.?\d*(?:e-?\d+)?))?")
 
 
+@cache
 def _named(text: str) -> Schedule:
     form = _FORM.fullmatch(text)
     kind, end = (form[1], form[2]) if form else (text, None)

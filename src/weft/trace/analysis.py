@@ -254,8 +254,8 @@ def simulation_error(trace: Trace) -> dict[str, Any] | None:
     real_end, simulated_end = trace.begin, simulation.begin
     for real, simulated in zip(trace.stages, simulation.stages, strict=True):
         names = [own.ops.microbatch * 256 + own.ops.kind for own in (real, simulated)]
-        real_end = max(real_end, *real.ops.end[np.isin(names[0], names[1])].tolist())
-        simulated_end = max(simulated_end, *simulated.ops.end[np.isin(names[1], names[0])].tolist())
+        real_end = max([real_end, *real.ops.end[np.isin(names[0], names[1])].tolist()])
+        simulated_end = max([simulated_end, *simulated.ops.end[np.isin(names[1], names[0])].tolist()])
     took, expected = real_end - trace.begin, simulated_end - simulation.begin
     return {
         "time": simulation.end - simulation.begin,

@@ -141,7 +141,8 @@ class Trace:
     head: Head
     stages: tuple[StageTrace, ...]
     simulated: tuple[StageTrace, ...] = ()
-    """The same operations as the simulator expected them, from time 0 on."""
+    """What the simulator expected of the first steps after this start, from time 0 on; its micro-batches have the
+    numbers of the real ones, though a file counts them from 0."""
     begin: float = field(init=False)
     end: float = field(init=False)
 
@@ -225,7 +226,8 @@ def joined(files: Mapping[int, StageFile]) -> Trace | None:
     if not heads:
         return None
     stages = [_stage_of(number, heads[0], files) for number in range(heads[0].stages)]
-    return Trace(heads[0], tuple(stages), _simulated(heads[0]))
+    first = min((int(stage.ops.microbatch.min()) for stage in stages if len(stage.ops)), default=0)
+    return Trace(heads[0], tuple(stages), _simulated(heads[0], first))
 
 
 def parsed(piece: bytes) -> list[Any]:
@@ -296,14 +298,15 @@ def _stage_of(number: int, head: Head, files: Mapping[int, StageFile]) -> StageT
     return nothing if is_older else found
 
 
-def _simulated(head: Head) -> tuple[StageTrace, ...]:
+def _simulated(head: Head, first: int) -> tuple[StageTrace, ...]:
     if not head.simulated:
         return ()
+    shift = first - min(microbatch for _, _, microbatch, _, _ in head.simulated)
     starts = [_Start(head) for _ in range(head.stages)]
     rows: list[list[_Op]] = [[] for _ in starts]
     for stage, kind, microbatch, start, end in head.simulated:
         if stage < len(rows) and kind in ("F", "B"):
-            rows[stage].append(_Op(kind, microbatch, start, end, 0))  # type: ignore[arg-type]
+            rows[stage].append(_Op(kind, microbatch + shift, start, end, 0))  # type: ignore[arg-type]
     for made, own in zip(starts, rows, strict=True):
         made.add(own)
     return tuple(made.stage() for made in starts)

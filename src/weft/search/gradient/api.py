@@ -4,7 +4,7 @@ out."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -50,7 +50,7 @@ from weft.supernet.mixed_chain import (
 )
 from weft.trainer.api import TrainedRun, train
 from weft.trainer.checkpointing import load_initial
-from weft.trainer.config import Execution, RunConfig, TrainConfig, consistencies, merge_fields
+from weft.trainer.config import Execution, RunConfig, TrainConfig, consistencies, merge_fields, refuse_unknown
 from weft.utils.files import write_json
 
 log = logging.getLogger("weft.search")
@@ -127,12 +127,14 @@ def search_gradient(
     own = {entry.name for entry in fields(GradientSearchConfig)}
     asked = replace(search or GradientSearchConfig(), **{name: options.pop(name) for name in own & {*options}})
     kept = RunConfig(name=run) if isinstance(run, str) else run or RunConfig()
-    parts = merge_fields((config or TrainConfig(), execution or Execution(), kept), options)
-    config, execution, kept = parts
+    known = own.union(entry.name for part in (TrainConfig, Execution, RunConfig) for entry in fields(part))
+    for unknown in options.keys() - known:
+        refuse_unknown(unknown, known)
+    config, execution, kept = merge_fields((config or TrainConfig(), execution or Execution(), kept), options)
     if config.architecture_search is not None:
         raise SearchError("a gradient search makes its own architecture_search: leave it out")
     chosen = make_gradient_method(asked.method) if isinstance(asked.method, str) else asked.method
-    check_search(asked, chosen)
+    check_search(asked, chosen, kept.metrics)
     check_name(asked.search_name)
     started = read_env()
     if started is not None and started.world > 1:  # only the first of them would have the weights in the end
@@ -299,7 +301,7 @@ def _found(
     return GradientSearchResult(trained, subnet, scores, mixture, front)
 
 
-def check_search(asked: GradientSearchConfig, method: GradientMethod | SampledMethod) -> None:
+def check_search(asked: GradientSearchConfig, method: GradientMethod | SampledMethod, metrics: object) -> None:
     """Raises SearchError for what is of the wrong kind, before anything is built: each mistake has its line."""
     if not isinstance(method, (GradientMethod, SampledMethod)):
         raise SearchError(f"method is a name such as 'drnas', or a method itself, not {method!r}")
@@ -312,6 +314,8 @@ def check_search(asked: GradientSearchConfig, method: GradientMethod | SampledMe
         raise SearchError(f"'{method.name}' learns no mixture to pick from: leave pick out")
     if pick == "missed" and targets:
         raise SearchError("pick 'missed' does not look at what a subnet costs: use 'likeliest' with targets")
+    if not isinstance(metrics, Mapping) or not all(callable(metric) for metric in metrics.values()):
+        raise SearchError(f'metrics are functions by name, such as {{"accuracy": weft.accuracy}}, not {metrics!r}')
     texts = [targets] if isinstance(targets, str) else targets
     if not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
         raise SearchError(f"targets are texts such as 'parameters=5e6', not {targets!r}")

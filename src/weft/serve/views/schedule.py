@@ -43,7 +43,7 @@ def in_window(stage: StageTrace, begin: float, window: tuple[float, float]) -> I
 def real_rows(trace: Trace, picked: list[InWindow], subnets_of: SubnetsOf, waits: list[Waits]) -> list[Row]:
     """``[stage, kind, micro-batch, step, subnet, start, end, version, backward's version, waited for, seconds]``; an
     update has the micro-batch of the operation that it follows."""
-    subnets = _Subnets(trace, picked, trace.stages, subnets_of, 0)
+    subnets = _Subnets(trace, picked, trace.stages, subnets_of)
     found: list[Row] = []
     for number, (stage, own) in enumerate(zip(trace.stages, picked, strict=True)):
         waited = _waited(trace, number, own.ops, waits[number])
@@ -66,15 +66,14 @@ def real_rows(trace: Trace, picked: list[InWindow], subnets_of: SubnetsOf, waits
 
 
 def simulated_rows(trace: Trace, picked: list[InWindow], subnets_of: SubnetsOf) -> list[Row]:
-    """The same of what was simulated, which counts the micro-batches of a resumed run from where it went on."""
-    shift = _first(trace.stages) - _first(trace.simulated)
-    subnets = _Subnets(trace, picked, trace.simulated, subnets_of, shift)
+    """The same of what was simulated."""
+    subnets = _Subnets(trace, picked, trace.simulated, subnets_of)
     found: list[Row] = []
     for number, (stage, own) in enumerate(zip(trace.simulated, picked, strict=True)):
         ops = stage.ops
         for kind, n, start, end in zip(
             ops.kind[own.ops].tolist(),
-            (ops.microbatch[own.ops] + shift).tolist(),
+            ops.microbatch[own.ops].tolist(),
             np.round(ops.start[own.ops], 6).tolist(),
             np.round(ops.end[own.ops], 6).tolist(),
             strict=True,
@@ -129,21 +128,16 @@ def describe_wait(trace: Trace, stage: int, op: int, cause: str, blocked: int) -
     return f"{text}; {op_at(trace, stage, blocked)} had its input, but not its weights or a place"
 
 
-def _first(stages: tuple[StageTrace, ...]) -> int:
-    """The first micro-batch that is trained."""
-    return min((int(stage.ops.microbatch.min()) for stage in stages if len(stage.ops)), default=0)
-
-
 class _Subnets:
     """The step and the subnet of micro-batches."""
 
     def __init__(
-        self, trace: Trace, picked: list[InWindow], stages: tuple[StageTrace, ...], subnets_of: SubnetsOf, shift: int
+        self, trace: Trace, picked: list[InWindow], stages: tuple[StageTrace, ...], subnets_of: SubnetsOf
     ) -> None:
         self._each = trace.head.microbatches
         steps: set[int] = set()
         for stage, own in zip(stages, picked, strict=True):
-            steps.update(((stage.ops.microbatch[own.ops] + shift) // self._each).tolist())
+            steps.update((stage.ops.microbatch[own.ops] // self._each).tolist())
         self._known = subnets_of(steps)
 
     def of(self, n: int) -> tuple[int, str | None]:

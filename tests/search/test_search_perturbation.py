@@ -20,7 +20,8 @@ from weft.search.gradient import search_gradient
 from weft.search.gradient.methods import Darts
 from weft.search.targets import Penalty
 from weft.supernet import initialise
-from weft.trainer.config import make_settings
+from weft.trainer.api import TrainedRun
+from weft.trainer.config import Execution, TrainConfig, resolve
 
 
 class Zero(nn.Module):
@@ -68,10 +69,15 @@ def off(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return (outputs - batch["y"]).square().mean()
 
 
-def settled(chain: weft.Chain, mixture: Mixture, data: Data, **more: Any) -> weft.Subnet:
-    return by_perturbation(
-        chain.eval(), mixture, data, make_settings(chain, steps=8, batch_size=16, loss=off, stream="iid"), **more
-    )
+def as_trained(chain: weft.Chain, data: Data, **options: Any) -> TrainedRun:
+    """The chain as it is, as if a run had trained it."""
+    config = TrainConfig(stream="iid", **options)
+    run: Any = None  # nothing is read from its folder
+    return TrainedRun(run, chain.eval(), data, config, Execution(), resolve(config, chain), chain)
+
+
+def settled(chain: weft.Chain, mixture: Mixture, data: Data) -> weft.Subnet:
+    return by_perturbation(as_trained(chain, data, steps=8, batch_size=16, loss=off), mixture)
 
 
 def test_an_option_that_is_unlikely_but_cannot_be_done_without_is_kept() -> None:
@@ -99,14 +105,13 @@ def test_what_breaks_the_network_when_it_is_alone_is_not_kept_however_much_it_is
 
 
 def test_sizes_are_the_likeliest(tmp_path: Path) -> None:
-    found = search_gradient(layered, weft.data.digits(), method="darts", steps=8, batch_size=32, runs=tmp_path)
+    found = search_gradient(layered, weft.data.digits(), method="darts", steps=8, batch_size=32, folder=tmp_path)
     assert (found.subnet, found.pick) == (most_probable_subnet(found.mixture), "likeliest")
-    plain = found.trained
-    assert by_perturbation(plain.chain, found.mixture, plain.data, plain.settings) == found.subnet
+    assert by_perturbation(found.trained, found.mixture) == found.subnet
 
 
 def test_under_a_target_the_likeliest_subnet_that_meets_it_is_picked(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"steps": 8, "batch_size": 32, "runs": tmp_path, "targets": "parameters=650"}
+    given: dict[str, Any] = {"steps": 8, "batch_size": 32, "folder": tmp_path, "targets": "parameters=650"}
     found = search_gradient(blocks, weft.data.digits(), method="darts", **given)
     assert found.pick == "likeliest"
     assert found.scores["parameters"] == 650  # of the head alone: both blocks are skipped
@@ -114,24 +119,23 @@ def test_under_a_target_the_likeliest_subnet_that_meets_it_is_picked(tmp_path: P
 
 def test_what_costs_is_missed_less() -> None:
     digits, chain = weft.data.digits(), initialise(blocks, 0).eval()
-    settings = make_settings(chain, steps=100, batch_size=32)
     expected = build_cost_model(chain, digits.train.take([0]), "parameters")
     mixture = Mixture.uniform(chain.space)
-    cheap = by_perturbation(chain, mixture, digits, settings, penalties=[Penalty(expected, 1e3)])
+    trained = as_trained(chain, digits, steps=100, batch_size=32)
+    cheap = by_perturbation(trained, mixture, penalties=[Penalty(expected, 1e3)])
     assert set(cheap.values.values()) == {"skip"}
 
 
 def test_it_is_the_default_of_darts_and_drnas_and_the_same_on_two_stages_and_after_a_resume(tmp_path: Path) -> None:
     def run(**more: Any) -> Any:
-        given = {"steps": 8, "batch_size": 32, "microbatches": 2, "runs": tmp_path, "method": "darts", **more}
+        given = {"steps": 8, "batch_size": 32, "microbatches": 2, "folder": tmp_path, "method": "darts", **more}
         return search_gradient(blocks, weft.data.digits(), **given)
 
     one, two = run(run="one"), run(stages=2)
     assert (one.subnet, one.pick) == (two.subnet, "missed")
     assert run(method="drnas").pick == "missed"
     assert run(method="gdas").pick == "likeliest"
-    plain = one.trained
-    assert one.subnet == by_perturbation(plain.chain, one.mixture, plain.data, plain.settings)
+    assert one.subnet == by_perturbation(one.trained, one.mixture)
     other = run(run="one", resume=True, pick="likeliest")
     assert (other.pick, other.subnet) == ("likeliest", most_probable_subnet(one.mixture))
 
@@ -146,13 +150,7 @@ def test_it_is_the_default_of_darts_and_drnas_and_the_same_on_two_stages_and_aft
     ],
 )
 def test_a_pick_that_is_not_known_is_refused(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
-    given = {"method": "darts", "steps": 20, "runs": tmp_path, **wrong}
+    given = {"method": "darts", "steps": 20, "folder": tmp_path, **wrong}
     with pytest.raises(SearchError, match=said):
         search_gradient(blocks, weft.data.digits(), **given)
     assert not any(tmp_path.iterdir())
-
-
-def test_a_trained_run_has_no_mixture_to_pick_from(tmp_path: Path) -> None:
-    trained = weft.train(blocks, weft.data.digits(), steps=2, batch_size=8, runs=tmp_path)
-    with pytest.raises(SearchError, match="the search of a trained run has no option 'pick'"):
-        weft.search(trained, pick="missed")

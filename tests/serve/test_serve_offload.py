@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracefiles import EPOCH
-from weft.serve.views.residency import POINTS, residency
 
 from weft.runs import Run
-from weft.serve.views.pipeline import document, load_trace
+from weft.serve.views.offload import POINTS, device_memory
+from weft.serve.views.pipeline import document
+from weft.serve.views.schedule import load_trace
 from weft.trace.reader import Trace
 
 Row = tuple[str, str, float, int, int, int, int]
@@ -49,7 +50,7 @@ HAND: list[Row] = [
 
 def test_layers_that_come_and_go_are_told_as_drawn(tmp_path: Path) -> None:
     traced = write(tmp_path, HAND)
-    assert residency(traced, (0, 10), {0: 400}) == [
+    assert device_memory(traced, (0, 10), [400]) == [
         {
             "stage": 0,
             "budget": 400,
@@ -68,7 +69,7 @@ def test_layers_that_come_and_go_are_told_as_drawn(tmp_path: Path) -> None:
 
 
 def test_a_window_begins_with_what_was_there(tmp_path: Path) -> None:
-    (found,) = residency(write(tmp_path, HAND), (4.5, 7), {})
+    (found,) = device_memory(write(tmp_path, HAND), (4.5, 7), [None])
     assert found["budget"] is None
     assert (found["time"], found["resident"]) == ([4.5, 5, 6, 7], [100, 150, 50, 50])
     assert found["layers"] == [
@@ -80,29 +81,30 @@ def test_a_window_begins_with_what_was_there(tmp_path: Path) -> None:
 def test_the_bytes_of_layers_that_come_together_are_not_guessed(tmp_path: Path) -> None:
     rows: list[Row] = [("a", "arriving", 1, 300, 0, 0, 0), ("b", "arriving", 1.5, 300, 0, 0, 0)]
     rows += [("c", "arriving", 2, 320, 0, 0, 0)]
-    (found,) = residency(write(tmp_path, rows), (0, 10), {})
+    (found,) = device_memory(write(tmp_path, rows), (0, 10), [None])
     assert {own["name"]: own["bytes"] for own in found["layers"]} == {"a": None, "b": None, "c": 20}
 
 
 def test_what_was_there_before_the_first_operation_is_there_at_its_start(tmp_path: Path) -> None:
     rows: list[Row] = [("a", "arriving", -2, 0, 10, 0, 0), ("a", "resident", -1, 10, 0, 0, 0)]
-    (found,) = residency(write(tmp_path, rows), (0, 10), {})
+    (found,) = device_memory(write(tmp_path, rows), (0, 10), [None])
     assert found["layers"][0]["spans"] == [["resident", 0, 10]]
     assert found["time"][0] == 0
     assert found["resident"][-1] == 10
 
 
 def test_stages_without_layers_on_the_host_have_no_memory_to_show(tmp_path: Path) -> None:
-    found = residency(write(tmp_path, [], HAND), (0, 10), {0: 1, 1: 2})
+    found = device_memory(write(tmp_path, [], HAND), (0, 10), [1, 2])
     assert [(own["stage"], own["budget"]) for own in found] == [(1, 2)]
 
 
-def test_budgets_are_those_that_the_ranks_told_or_else_the_configured_one(tmp_path: Path) -> None:
-    run = Run.create(tmp_path, "r", manifest={"config": {"residency": {"budget": "1KiB"}}}).path
+@pytest.mark.parametrize("name", ["offload", "residency"])  # the second in older runs
+def test_budgets_are_those_that_the_stages_wrote_or_else_the_configured_one(tmp_path: Path, name: str) -> None:
+    run = Run.create(tmp_path, "r", manifest={"config": {name: {"budget": "1KiB"}}}).path
     write(run, HAND, HAND)
     assert [own["budget"] for own in document(run)["memory"]] == [1024, 1024]
-    told = {"event": "residency", "time": EPOCH, "stages": [{"budget": 7}, {"budget": 9}]}
-    (run / "events.jsonl").write_text(json.dumps(told) + "\n")
+    event = {"event": name, "time": EPOCH, "stages": [{"budget": 7}, {"budget": 9}]}
+    (run / "events.jsonl").write_text(json.dumps(event) + "\n")
     assert [own["budget"] for own in document(run)["memory"]] == [7, 9]
 
 
@@ -113,7 +115,7 @@ def test_much_is_thinned_and_the_fullest_moment_is_kept(tmp_path: Path, stages: 
         layer, at = f"layer{number % 300}", number / 1000
         rows.append((layer, ("arriving", "resident", "leaving")[number // 300 % 3], at, 1000 + number % 7, 0, 0, 0))
     rows[1234] = (rows[1234][0], "resident", 1.234, 99_999, 0, 0, 0)
-    found = residency(write(tmp_path, *[rows] * stages), (0.0, 10.0), {})
+    found = device_memory(write(tmp_path, *[rows] * stages), (0.0, 10.0), [None] * stages)
     assert sum(len(own["time"]) for own in found) <= POINTS + 3 * stages
     assert sum(len(layer["spans"]) for own in found for layer in own["layers"]) <= POINTS
     for own in found:
@@ -143,7 +145,7 @@ def test_a_layer_is_in_one_state_at_a_time_and_within_the_window(
     rows: list[Row] = [
         (a, b, float(at), size, 0, size % 2, 0) for a, b, at, size in sorted(changes, key=lambda x: x[2])
     ]
-    (found,) = residency(write(tmp_path_factory.mktemp("run"), rows), (float(window[0]), float(window[1])), {})
+    (found,) = device_memory(write(tmp_path_factory.mktemp("run"), rows), (float(window[0]), float(window[1])), [None])
     for layer in found["layers"]:
         own = layer["spans"]
         assert all(window[0] <= start < end <= window[1] for _, start, end in own)
