@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.engine.consistency import parse_consistency
 from weft.engine.layer_state import layer_digest, optimizer_states, restore
 from weft.engine.losses import accuracy
 from weft.engine.optimizer import Optimizer
@@ -20,7 +22,7 @@ from weft.pipeline.message import Message, pack, unpack
 from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.stage import Stage
 from weft.pipeline.worker import Worker
-from weft.space import Space, make_stream
+from weft.space import Space, Stream, Subnet, make_stream
 from weft.supernet import Chain, Choice, Optional, Shared, initialise
 from weft.supernet.partition import Cut
 from weft.trainer.batches import MicroBatches
@@ -28,6 +30,64 @@ from weft.trainer.config import consistencies
 
 CPU = torch.device("cpu")
 Batch = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """One thread for every test of the folders whose conftest imports this."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Listed(Stream):
+    """The steps that a test wants, written out."""
+
+    name = "listed"
+    summary = "steps given by hand"
+    bits = 0.0
+
+    def __init__(self, space: Space, steps: Sequence[tuple[Subnet, ...]]) -> None:
+        super().__init__(space)
+        self.steps = list(steps)
+        self.microbatches = max(len(step) for step in steps) if any(len(step) > 1 for step in steps) else None
+
+    def _step(self, index: int) -> tuple[Subnet, ...]:
+        return self.steps[index]
+
+
+def squares(outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    difference = outputs - batch["y"]
+    return (difference * difference).sum()
+
+
+def make_engine(
+    chain: Chain,
+    steps: Sequence[tuple[Subnet, ...] | Subnet],
+    *,
+    consistency: str | Mapping[str, str] = "exact",
+    m: int = 1,
+    optimizer: Optimizer | None = None,
+    schedule: Any = "constant",
+    clip: Any = None,
+    loss: Any = squares,
+    **options: Any,
+) -> SequentialReference:
+    """An engine over the subnets of each step, ready to train."""
+    rules = consistency if isinstance(consistency, Mapping) else dict.fromkeys(chain.layers, consistency)
+    config = TrainStep(
+        steps=len(steps),
+        microbatches=m,
+        stream=Listed(chain.space, [step if isinstance(step, tuple) else (step,) for step in steps]),
+        consistency={name: parse_consistency(rules.get(name, "exact")) for name in chain.layers},
+        loss=loss,
+        optimizer=clipped(optimizer or Optimizer("sgd", lr=0.05, momentum=0.9), clip, schedule),
+        **options,
+    )
+    sequential = SequentialReference(chain, config, torch.device("cpu"))
+    sequential.train_mode()
+    return sequential
 
 
 class Residual(nn.Module):
