@@ -55,11 +55,11 @@ class CapturedLayer:
         graded = [y for y in outputs if y.requires_grad]
         self._gradients = [torch.empty_like(y) for y in graded]
         with _empty_graphs_allowed(), torch.cuda.graph(self._backward, pool=self._forward.pool(), stream=stream):
-            found = torch.autograd.grad(graded, sources, self._gradients, allow_unused=True)
+            results = torch.autograd.grad(graded, sources, self._gradients, allow_unused=True)
         self._outputs: Activations = tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
-        self._weight_gradients = list(found[: self._count])
-        back = iter(found[self._count :])
-        self._input_gradients = [next(back) if x.requires_grad else None for x in self._inputs]
+        self._weight_gradients = list(results[: self._count])
+        rest = iter(results[self._count :])
+        self._input_gradients = [next(rest) if x.requires_grad else None for x in self._inputs]
         self.inputs = activations
 
     def _run(self, weights: VersionedLayer, leaves: list[Tensor]) -> Activations:
@@ -71,18 +71,18 @@ class CapturedLayer:
 
     def forward(self, activations: Activations) -> Activations:
         self.inputs = activations
-        for own, x in zip(self._inputs, activations, strict=True):
-            own.data.copy_(x.detach())
+        for buffer, x in zip(self._inputs, activations, strict=True):
+            buffer.data.copy_(x.detach())
         self._forward.replay()
         return self._outputs
 
     def backward(self, gradients: Gradients) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Gradients of the layer's parameters and of its inputs; they are overwritten by the next replay."""
-        given = [g for g, y in zip(gradients, self._outputs, strict=True) if y.requires_grad]
-        if all(gradient is None for gradient in given):
+        incoming = [g for g, y in zip(gradients, self._outputs, strict=True) if y.requires_grad]
+        if all(gradient is None for gradient in incoming):
             return [None] * self._count, [None] * len(self._inputs)
-        for own, gradient in zip(self._gradients, given, strict=True):
-            own.zero_() if gradient is None else own.copy_(gradient)
+        for buffer, gradient in zip(self._gradients, incoming, strict=True):
+            buffer.zero_() if gradient is None else buffer.copy_(gradient)
         self._backward.replay()
         return list(self._weight_gradients), list(self._input_gradients)
 
@@ -112,12 +112,12 @@ class CudaGraphCache:
         if any(x.data_ptr() % _ALIGNED for x in activations):
             return None
         key = (layer.name, trains, *((x.shape, x.dtype, x.stride(), x.requires_grad) for x in activations))
-        found = self._captured.get(key)
-        if found is None and len(self._captured) < self._limit:
-            found = self._capture(weights, activations, trains)
-            if found is not None:
-                self._captured[key] = found
-        return found
+        captured = self._captured.get(key)
+        if captured is None and len(self._captured) < self._limit:
+            captured = self._capture(weights, activations, trains)
+            if captured is not None:
+                self._captured[key] = captured
+        return captured
 
     def _capture(self, weights: VersionedLayer, activations: Activations, trains: bool) -> CapturedLayer | None:
         exact = isinstance(weights.schedule.consistency, Exact)

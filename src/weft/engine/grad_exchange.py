@@ -55,13 +55,13 @@ TiedGradients = list[tuple[int, int, Tensor | None]]
 
 def delay_of(consistencies: Iterable[Consistency]) -> int:
     """How many updates old the norm is that scales one; raises TrainError where layers are not updated together."""
-    found = set(consistencies)
-    delay = delay_together(found)
+    distinct = set(consistencies)
+    delay = delay_together(distinct)
     if delay is None:
         raise TrainError(
             "clip='global:...' needs one consistency for all layers, exact, bounded(K, depth) or stashed: the norm is "
-            f"that of one update, and here layers are updated at different times ({some_of(found)}). Clip each layer "
-            "by its own norm, with a number"
+            f"that of one update, and here layers are updated at different times ({some_of(distinct)}). Clip each "
+            "layer by its own norm, with a number"
         )
     return delay
 
@@ -69,8 +69,8 @@ def delay_of(consistencies: Iterable[Consistency]) -> int:
 def delay_together(consistencies: Iterable[Consistency]) -> int | None:
     """After how many updates all stages can know of one, without a stop of the pipeline; None where layers are not
     updated together."""
-    found = set(consistencies)
-    one = next(iter(found)) if len(found) == 1 else None
+    distinct = set(consistencies)
+    one = next(iter(distinct)) if len(distinct) == 1 else None
     if isinstance(one, VirtualPipeline):
         return -(-one.depth // one.every)
     return 0 if isinstance(one, Exact) else None
@@ -81,9 +81,9 @@ def span_of(consistency: Consistency, m: int) -> int:
     return consistency.every if isinstance(consistency, VirtualPipeline) else m
 
 
-def some_of(found: set[Consistency]) -> str:
+def some_of(consistencies: set[Consistency]) -> str:
     """Some of the consistencies, for an error."""
-    return ", ".join(sorted(map(str, found))[:3])
+    return ", ".join(sorted(map(str, consistencies))[:3])
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:
@@ -188,8 +188,8 @@ def ties_of(
         return None
     consistencies = list(consistencies)
     stage = {name: of[layer.block] if of else 0 for name, layer in chain.layers.items()}
-    found = Ties(chain.ties, _delay(chain.ties, consistencies), span_of(consistencies[0], m), stage, index)
-    return found if found.concerned else None
+    ties = Ties(chain.ties, _delay(chain.ties, consistencies), span_of(consistencies[0], m), stage, index)
+    return ties if ties.concerned else None
 
 
 class Ties:
@@ -265,12 +265,12 @@ class Ties:
     def saved(self, at: int) -> dict[str, Tensor]:
         """For a checkpoint before micro-batch ``at``: the sums that later updates use, in the part of every layer."""
         until = at // self.span
-        found = {}
+        sums = {}
         for (tie, end), slot in product(self._ends, range(max(until - self.delay, 0), until)):
             total = self._sums[tie, slot]
             if total is not None:
-                found[f"{self._ties[tie][end]}{MARK}{slot}"] = total
-        return found
+                sums[f"{self._ties[tie][end]}{MARK}{slot}"] = total
+        return sums
 
     def restore(self, tensors: Mapping[str, Tensor], at: int, device: torch.device) -> None:
         """Goes on from a checkpoint before micro-batch ``at``."""
@@ -295,7 +295,7 @@ class Ties:
         name = weights.layer.name
         if name not in self.layers:
             return []
-        found = []
+        places = []
         for tie, end in self._ends:
             layer, path = self._ties[tie][end]
             if layer == name:
@@ -303,8 +303,8 @@ class Ties:
                     raise TrainError(
                         f"'{layer}.{path}' is tied, but not trained: tie parameters that require gradients"
                     )
-                found.append((tie, end, weights.names.index(path)))
-        return found
+                places.append((tie, end, weights.names.index(path)))
+        return places
 
     def _put(self, tie: int, end: int, slot: int, gradient: Tensor | None) -> None:
         halves = self._halves.setdefault((tie, slot), {})
@@ -324,12 +324,12 @@ class Ties:
 
 
 def _delay(ties: Sequence[Tie], consistencies: Iterable[Consistency]) -> int:
-    found = set(consistencies)
-    delay = delay_together(found)
+    distinct = set(consistencies)
+    delay = delay_together(distinct)
     if delay is None:
         raise TrainError(
             f"'{ties[0].first}' and '{ties[0].second}' are tied, which needs one consistency for all layers, exact, "
             "bounded(K, depth) or stashed: their gradients are those of one update, and here layers are "
-            f"updated at different times ({some_of(found)}). Untie them, or give all layers one of these"
+            f"updated at different times ({some_of(distinct)}). Untie them, or give all layers one of these"
         )
     return delay

@@ -1,7 +1,7 @@
-"""Weights that change under the feet of what autograd has saved: how a backward sees newer ones than its forward.
+"""Weights that are updated between a forward and its backward, so that the backward computes with the newest ones.
 
 Autograd saves a weight by reference. The leaves here keep their memory for the whole run, and an update writes into it,
-so that a backward computes with whatever they hold by then. Leaves of the parameters' own type share their memory:
+so that a backward computes with what they hold then. Leaves of the parameters' own type share their memory:
 there is one copy of the weights. In low precision a matrix has a leaf of its own, cast once per version; autocast would
 make, and save, a cast for every forward, and the backward would see that old one.
 """
@@ -20,12 +20,12 @@ from weft.errors import ConsistencyError
 from weft.utils import foreach
 
 _WIDE = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
-"""What autocast leaves wide stays wide here too."""
+"""Modules whose weights autocast does not cast."""
 
 
 class InPlaceWeights:
-    """The leaves of one layer, and which version of its weights lies in them: the newest, or an older one for a
-    forward that must see it."""
+    """The leaves of one layer. They hold the newest version of its weights, or an older one for a forward that must
+    read it."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], compute: torch.dtype | None) -> None:
         wide = {id(p) for part in module.modules() if isinstance(part, _WIDE) for p in part.parameters()}
@@ -39,12 +39,12 @@ class InPlaceWeights:
         ]
         self._backup_memory: list[Tensor] | None = None
         self._backup: list[Tensor] | None = None
-        """The newest version of the leaves that share the parameters' memory, while an older one lies in it."""
+        """The newest version of the leaves that share the parameters' memory, while these hold an older one."""
         self._old: int | None = None
         self._fresh = not any(self.cast)
 
     def load_version(self, version: int, tensors: Sequence[Tensor]) -> None:
-        """From here on the leaves hold this older version."""
+        """Copies this older version into the leaves."""
         if self._old == version:
             return
         if self._backup is None:
@@ -56,7 +56,7 @@ class InPlaceWeights:
         self._old, self._fresh = version, False
 
     def load_newest(self) -> None:
-        """The leaves, and the parameters, hold the newest version."""
+        """Puts the newest version into the leaves and the parameters."""
         if self._old is not None and self._backup is not None:
             foreach.copy_([leaf.data for leaf in self._shared(self.leaves)], self._backup)
         if not self._fresh:
@@ -65,18 +65,18 @@ class InPlaceWeights:
         self._old, self._fresh = None, True
 
     def drop_backup(self) -> None:
-        """No older version is to be read any more: nothing need lie aside."""
+        """No older version will be read any more: drops the copy of the newest one."""
         if self._old is not None:  # else casts are made anew when they are read: the weights may not have arrived yet
             self.load_newest()
         self._backup = None
 
     def on_update(self) -> None:
-        """The parameters were updated, with the newest version in place."""
+        """To be called after an update of the parameters, with the newest version in place."""
         self._backup = None
         self._fresh = not any(self.cast)
 
     def rebind(self, casts: Sequence[Tensor | None] | None, backup_memory: list[Tensor] | None) -> None:
-        """The parameters, with the newest version, have other memory, and so have casts and what is laid aside.
+        """To be called when the parameters, with the newest version, have other memory, and so have casts and backup.
 
         Without casts nothing computes with the leaves there.
         """
@@ -102,8 +102,6 @@ class InPlaceWeights:
 # to neither. All numbers of stages would agree on it, so no comparison of runs finds it. The first backwards of a
 # layer are watched; later ones cost nothing.
 #
-# Beside ``binding`` the only module that touches ``nn.Module._parameters``.
-
 BACKWARDS = 2
 """Backwards that are watched."""
 
@@ -129,13 +127,13 @@ class RecomputeGuard:
     @contextmanager
     def _unread(self) -> Iterator[None]:
         parts = [part for part in self._module.modules() if part._parameters]
-        own = [part._parameters for part in parts]
-        for part, parameters in zip(parts, own, strict=True):
+        originals = [part._parameters for part in parts]
+        for part, parameters in zip(parts, originals, strict=True):
             part.__dict__["_parameters"] = _Guarded(parameters, self._read)
         try:
             yield
         finally:
-            for part, parameters in zip(parts, own, strict=True):
+            for part, parameters in zip(parts, originals, strict=True):
                 part.__dict__["_parameters"] = parameters
 
     def _read(self) -> None:
@@ -152,10 +150,10 @@ class RecomputeGuard:
 
 
 class _Guarded(dict[str, Any]):
-    """A module's parameters that say when one of them is read."""
+    """A module's parameters that call a function when one of them is read."""
 
-    def __init__(self, own: Mapping[str, Any], read: Any) -> None:
-        super().__init__(own)
+    def __init__(self, parameters: Mapping[str, Any], read: Any) -> None:
+        super().__init__(parameters)
         self._read = read
 
     def __getitem__(self, name: str) -> Any:
@@ -163,15 +161,15 @@ class _Guarded(dict[str, Any]):
         return super().__getitem__(name)
 
 
-# Other tensors in place of a module's parameters for a while: how a layer runs under an older version of its weights.
+# Other tensors in place of a module's parameters, with which a layer runs under an older version of its weights.
 #
-# The only module that touches ``nn.Module._parameters``. torch's own ``functional_call`` puts the parameters back as
+# This file alone touches ``nn.Module._parameters``. torch's own ``functional_call`` puts the parameters back as
 # soon as the forward is over, and then a checkpointed layer would be recomputed in its backward under the wrong
 # version.
 
 
 class ParameterSwap:
-    """Where each parameter of a module is kept; one that is tied stands in several places."""
+    """The places of a module's parameters; one that is shared within the module has several."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         number = {id(parameter): index for index, parameter in enumerate(parameters)}

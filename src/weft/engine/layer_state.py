@@ -1,5 +1,4 @@
-"""What a checkpoint holds of each layer: weights, optimizer state, older versions still to be read, gradients that
-wait.
+"""The content of a checkpoint, layer by layer: weights, optimizer state, older versions, and gradients that wait.
 
 block0.conv3.weight              the newest weight or buffer
 block0.conv3.weight#exp_avg      optimizer state
@@ -42,14 +41,14 @@ def layer_tensors(weights: VersionedLayer, optimizer: LayerOptimizer) -> dict[st
     attached = weights.batch_stats.attached
     weights.batch_stats.detach()
     name = weights.layer.name
-    found = {f"{name}.{path}": tensor for path, tensor in weights.module.state_dict().items()}
-    found |= {f"{name}.{path}": tensor for path, tensor in weights.volatile().items()}
+    tensors = {f"{name}.{path}": tensor for path, tensor in weights.module.state_dict().items()}
+    tensors |= {f"{name}.{path}": tensor for path, tensor in weights.volatile().items()}
     if attached:
         weights.batch_stats.attach()
     for path, parameter in zip(weights.names, weights.parameters, strict=True):
         for key, value in optimizer.state(parameter).items():
-            found[f"{name}.{path}#{key}"] = value
-    return found
+            tensors[f"{name}.{path}#{key}"] = value
+    return tensors
 
 
 def layer_digest(weights: VersionedLayer, optimizer: LayerOptimizer) -> str:
@@ -58,7 +57,7 @@ def layer_digest(weights: VersionedLayer, optimizer: LayerOptimizer) -> str:
 
 
 def capture(weights: VersionedLayer, optimizer: LayerOptimizer, at: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All tensors of a layer for a checkpoint before micro-batch ``at``, and the numbers that go with them."""
+    """All tensors of a layer for a checkpoint before micro-batch ``at``, and its numbers."""
     tensors = layer_tensors(weights, optimizer)
     name = weights.layer.name
     kept = weights.needed(at)

@@ -48,22 +48,22 @@ class GlobalNorm:
         return f"global:{self.limit:g}"
 
 
-def make_clip(given: float | str | GlobalNorm | None) -> float | GlobalNorm | None:
+def make_clip(clip: float | str | GlobalNorm | None) -> float | GlobalNorm | None:
     """What ``clip`` means: a number for the norm of each layer, ``global:1.0`` for that of all together."""
-    found: float | GlobalNorm | None = None if isinstance(given, str) else given
-    if isinstance(given, str):
-        word, _, number = given.partition(":")
+    parsed: float | GlobalNorm | None = None if isinstance(clip, str) else clip
+    if isinstance(clip, str):
+        word, _, number = clip.partition(":")
         try:
-            found = GlobalNorm(float(number)) if word == "global" else float(given)
+            parsed = GlobalNorm(float(number)) if word == "global" else float(clip)
         except ValueError:
             raise TrainError(
-                f"clip='{given}': write a number for the largest norm of a layer's gradient, or global:1.0 for that of "
+                f"clip='{clip}': write a number for the largest norm of a layer's gradient, or global:1.0 for that of "
                 "all layers together"
             ) from None
-    limit = found.limit if isinstance(found, GlobalNorm) else found
+    limit = parsed.limit if isinstance(parsed, GlobalNorm) else parsed
     if limit is not None and not limit > 0:
-        raise TrainError(f"clip={given}: the largest norm of a gradient is above 0")
-    return found
+        raise TrainError(f"clip={clip}: the largest norm of a gradient is above 0")
+    return parsed
 
 
 @dataclass(frozen=True)
@@ -247,14 +247,14 @@ class LayerOptimizer:
 
     def direction(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Where plain gradient descent with the optimizer's weight decay and momentum would go, without going."""
-        found = []
+        directions = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             optimizer, index = self._group[id(parameter)]
             group = self._optimizers[optimizer].param_groups[index]
-            way = gradient + float(group.get("weight_decay") or 0.0) * parameter.detach()
+            direction = gradient + float(group.get("weight_decay") or 0.0) * parameter.detach()
             velocity = self._optimizers[optimizer].state.get(parameter, {}).get("momentum_buffer")
-            found.append(way if velocity is None else way + float(group["momentum"]) * velocity)
-        return found
+            directions.append(direction if velocity is None else direction + float(group["momentum"]) * velocity)
+        return directions
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The optimizer's state of a parameter, plain numbers under names with a "!"; empty before its first update."""

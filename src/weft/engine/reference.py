@@ -1,7 +1,7 @@
-"""The reference: one process, one device, every micro-batch after the other under exactly the versions it must see.
+"""The reference: one process, one device, one micro-batch after the other under the versions that it must read.
 
 Written from the formulas of ``consistency``, with kept versions, and not from an order of execution. This is the oracle
-that every pipeline run must equal bit for bit, and what trains on one device.
+that every pipeline run must equal bit for bit, and the engine of runs on one device.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from weft.supernet import Chain
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step leaves behind: per micro-batch its loss (not yet read from the device), and the sums of its
-    metrics."""
+    """The losses of a step by micro-batch (not yet read from the device), and the sums of its metrics."""
 
     step: int
     subnets: tuple[Subnet, ...]
@@ -86,8 +85,7 @@ class SequentialReference(TrainedLayers):
         self.chain.eval()
 
     def explain_nonfinite(self, n: int, batch: Batch) -> NonFiniteError:
-        """The error for the loss of micro-batch n: runs the forward again and names the first layer that makes such a
-        number."""
+        """The error for the loss of micro-batch n: runs the forward again to find the first bad layer."""
         names = [layer.name for layer in self.route(self.subnet(n))]
         with nullcontext() if self.offload is None else self.offload.pinned_on_device(names):
             return self.nonfinite_loss(n, self.first_nonfinite(n, self.chain.enter(batch), batch))
@@ -125,9 +123,9 @@ class SequentialReference(TrainedLayers):
     ) -> tuple[Tensor, dict[str, tuple[Tensor, float]], bool]:
         """The loss, its metrics, and whether the micro-batch counts; its gradients join those of their slots."""
         metrics = self.config.measure(outputs, batch)
-        # On the CPU looking costs nothing; on a GPU it would stall every step, so there the run looks later.
-        looks = self.device.type == "cpu" or self.config.on_nonfinite == "skip"
-        if looks and not math.isfinite(loss.item()):
+        # On a CPU this check costs nothing; on a GPU it would stall every step, so the run checks later.
+        checks = self.device.type == "cpu" or self.config.on_nonfinite == "skip"
+        if checks and not math.isfinite(loss.item()):
             if self.config.on_nonfinite == "stop":
                 raise self.explain_nonfinite(n, batch)
             for weights in used:
@@ -141,7 +139,7 @@ class SequentialReference(TrainedLayers):
         return loss.detach(), metrics, True
 
     def _update(self, n: int) -> None:
-        """All slots that end with micro-batch n become updates."""
+        """Applies the updates of all slots that end with micro-batch n."""
         due = [weights for weights in self._unfinished.values() if weights.last_microbatch() <= n]
         for weights in due:
             del self._unfinished[weights.layer.name]

@@ -96,34 +96,34 @@ class Tape:
             weights.before_backward(self.n)
         self._close(outputs)
         for island in reversed(self._islands):
-            given = gradients
-            own: list[Tensor | None] = []
+            incoming = gradients
+            weight_gradients: list[Tensor | None] = []
             if not isinstance(island, _Island):
-                own, gradients = island.backward(gradients)
+                weight_gradients, gradients = island.backward(gradients)
             elif self._split:
                 _, gradients = self._go_back(island, gradients, weights=False)
             else:
-                own, gradients = self._go_back(island, gradients)
-            self._later.append((island, given, own))
+                weight_gradients, gradients = self._go_back(island, gradients)
+            self._later.append((island, incoming, weight_gradients))
         self.input_gradients = gradients
         self._islands.clear()
 
     def backward_weights(self) -> dict[str, list[Tensor | None]]:
         """The gradients by layer, after ``backward_inputs``."""
         leaves: list[Tensor | None] = []
-        for island, given, own in self._later:
+        for island, incoming, weight_gradients in self._later:
             if self._split and isinstance(island, _Island):
-                own, _ = self._go_back(island, given, inputs=False)
-            leaves[:0] = own
+                weight_gradients, _ = self._go_back(island, incoming, inputs=False)
+            leaves[:0] = weight_gradients
         self._later.clear()
-        found: dict[str, list[Tensor | None]] = {}
+        by_layer: dict[str, list[Tensor | None]] = {}
         start = 0
         for weights, trained in zip(self.used, self._trained, strict=True):
             if trained:
                 count = len(weights.parameters)
-                found[weights.layer.name] = leaves[start : start + count]
+                by_layer[weights.layer.name] = leaves[start : start + count]
                 start += count
-        return found
+        return by_layer
 
     def _open(self) -> _Island:
         last = self._islands[-1] if self._islands else None
@@ -135,8 +135,8 @@ class Tape:
         if last is not None or self._received:
             # A layer may work in place: on what was received, or on a copy of what the layer before may still need.
             # The output of a captured layer is neither, and autograd refuses to change it.
-            own = (x.detach().clone() if isinstance(last, _Island) else x.detach() for x in leaves)
-            leaves = tuple(x.requires_grad_(y.requires_grad) for x, y in zip(own, self.activations, strict=True))
+            detached = (x.detach().clone() if isinstance(last, _Island) else x.detach() for x in leaves)
+            leaves = tuple(x.requires_grad_(y.requires_grad) for x, y in zip(detached, self.activations, strict=True))
             self.activations = grad_barrier(leaves) if isinstance(last, CapturedLayer) else detached_entry(leaves)
         island = _Island(leaves)
         self._islands.append(island)
@@ -156,7 +156,7 @@ class Tape:
         """Gradients of the island's weights and of its inputs, or of one of them, with the graph kept for the other."""
         pairs = [(o, g) for o, g in zip(island.outputs, gradients, strict=True) if o.requires_grad and g is not None]
         wanted = [x for x in island.inputs if x.requires_grad] if inputs else []
-        leaves = [leaf for _, own, trained in island.layers if trained for leaf in own] if weights else []
+        leaves = [leaf for _, own_leaves, trained in island.layers if trained for leaf in own_leaves] if weights else []
         if not pairs or not (leaves or wanted):
             return [None] * len(leaves), [None] * len(island.inputs)
         outputs, seeds = [out for out, _ in pairs], [g for _, g in pairs]
@@ -165,13 +165,13 @@ class Tape:
             return torch.autograd.grad(outputs, [*leaves, *wanted], seeds, retain_graph=not weights, allow_unused=True)
 
         with ExitStack() as stack:
-            for layer, own, _ in island.layers:
-                block = layer.bound(own)
+            for layer, own_leaves, _ in island.layers:
+                block = layer.bound(own_leaves)
                 if block is not None:
                     stack.enter_context(block)
                 stack.enter_context(layer.recompute_guard.backward())
-            found = grad() if self._in_background is None else self._in_background(grad)
+            results = grad() if self._in_background is None else self._in_background(grad)
         if not inputs:
-            return list(found), ()
-        back = iter(found[len(leaves) :])
-        return list(found[: len(leaves)]), [next(back) if x.requires_grad else None for x in island.inputs]
+            return list(results), ()
+        rest = iter(results[len(leaves) :])
+        return list(results[: len(leaves)]), [next(rest) if x.requires_grad else None for x in island.inputs]

@@ -255,17 +255,17 @@ class TrainedLayers:
     def snapshot(self, at: int) -> CheckpointPart:
         """All layers as they are before micro-batch ``at``. The tensors are not copied: read them before the next
         step."""
-        found = CheckpointPart(at)
+        part = CheckpointPart(at)
         for weights in self.weights.values():
             self.check_finite(weights, at // self.config.microbatches)
         for name, weights in self.weights.items():
-            tensors, found.layers[name] = capture(weights, self.optimizer, at)
-            found.tensors.update(tensors)
+            tensors, part.layers[name] = capture(weights, self.optimizer, at)
+            part.tensors.update(tensors)
         if self.clipper is not None:
-            found.norms = self.clipper.saved(at)
+            part.norms = self.clipper.saved(at)
         if self.ties is not None:
-            found.tensors.update(self.ties.saved(at))
-        return found
+            part.tensors.update(self.ties.saved(at))
+        return part
 
     def check_finite(self, weights: VersionedLayer, step: int) -> None:
         """Raises NonFiniteError for weights that are not finite, which no checkpoint should hold."""

@@ -120,8 +120,8 @@ def _state_tensors(
             for name, value in state.items()
             if isinstance(value, Tensor) and (value.dim() or group.get("fused") or group.get("capturable"))
         }
-    found: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]] = known[key]
-    return found
+    shapes: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]] = known[key]
+    return shapes
 
 
 def _trial_update(

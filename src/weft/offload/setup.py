@@ -66,7 +66,7 @@ def attach(
 def attach_for_scoring(
     chain: Chain, device: torch.device, config: OffloadConfig, copy_engine: CopyEngine | None = None
 ) -> OffloadManager:
-    """From here on the layers of a chain that is only scored live on the host."""
+    """Moves the layers of a chain that is only scored to the host, where they live from here on."""
     clock = VersionSchedule(Exact(), 1, 1)
     weights = {name: VersionedLayer(layer, chain.module(name), clock) for name, layer in chain.layers.items()}
     _MANAGERS[chain] = OffloadManager(weights, None, device, config, lambda n: (), (), False, copy_engine)
@@ -88,7 +88,7 @@ def on_device(chain: Chain, subnet: Subnet) -> Iterator[None]:
         yield
         return
     pinned = manager.pinned_on_device(layer.name for layer in chain.route(subnet))
-    with torch.inference_mode(False):  # what is bound to parameters must be fit for training too
+    with torch.inference_mode(False):  # tensors that are bound to parameters must allow training too
         pinned.__enter__()
     try:
         yield

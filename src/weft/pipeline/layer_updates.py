@@ -1,5 +1,5 @@
-"""The layers of one stage through their updates: gradients join their slots in order, a full slot becomes an update
-when nothing stands against it, and a checkpoint reads each layer before it changes."""
+"""The updates of one stage's layers: gradients join their slots in order, a full slot becomes an update once nothing
+has to wait for it, and a checkpoint reads each layer before it changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.supernet import Chain
 from weft.supernet.partition import Cut, stage_of
 
 TEACHER = ("teacher",)
-"""What the scheduler knows the outputs of a step's first micro-batch by, where the others follow them."""
+"""The name, for the scheduler, of the outputs of a step's first micro-batch, where the others learn from them."""
 
 
 class LayerUpdates(TrainedLayers):
@@ -29,22 +29,22 @@ class LayerUpdates(TrainedLayers):
         blocks = len(chain.blocks)
         super().__init__(chain, config, device, stage_of(cut, blocks), index)
         self.one_copy = single_copy(config.consistency.values(), cut, blocks)
-        """Whether an update waits for the forwards that must not see it, so that no older version need be kept."""
+        """Whether an update waits for the forwards that must not read it, so that no older version is kept."""
         self.forwarded = 0
         """All micro-batches below this have done their forward here."""
         self.snapshots: list[CheckpointPart] = []
-        """Those that are not whole yet, in order."""
+        """Parts of checkpoints that are not complete yet, in order."""
         self._stashed: dict[tuple[str, int], tuple[list[Tensor | None], BatchStatsRecord | None]] = {}
         self._unfinished: dict[str, VersionedLayer] = {}
         self._ready: dict[str, VersionedLayer] = {}
         """Layers with a full slot that has to wait."""
 
     def stash(self, name: str, n: int, gradients: list[Tensor | None], record: BatchStatsRecord | None) -> None:
-        """The gradients of micro-batch n for a layer, and its statistics, wait for their turn."""
+        """Keeps the gradients of micro-batch n for a layer, and its statistics, until their turn."""
         self._stashed[name, n] = (gradients, record)
 
     def apply_due(self, needs: Iterable[LayerDependency], kind: str, oldest: int) -> None:
-        """Updates that the next operation must see are applied, if they have waited so far."""
+        """Applies updates that have waited so far and that the next operation must read."""
         due = []
         for need in needs:
             pending = None if need.layer is TEACHER else self.weights[str(need.layer)].pending
@@ -53,7 +53,7 @@ class LayerUpdates(TrainedLayers):
         self._update(due, oldest)
 
     def commit(self, turns: Sequence[tuple[Hashable, int]], scheduler: Scheduler) -> None:
-        """Gradients whose turn has come join their slots, and every slot that is full becomes an update."""
+        """Adds gradients whose turn has come to their slots, and applies the updates of full slots."""
         touched: dict[str, VersionedLayer] = {}
         for layer, n in turns:
             name = str(layer)
@@ -68,7 +68,7 @@ class LayerUpdates(TrainedLayers):
                 weights.add(n, *stashed)
             touched[name] = weights  # even if this one does not count: it may be the last of its slot
         if self.clipper is not None or self.ties is not None:
-            # What others need of a slot is sent when its last micro-batch is through, whoever used the layer.
+            # Other stages get their share of a slot once its last micro-batch is done, even if it did not use the layer.
             touched = self._unfinished | touched
             self._unfinished = {
                 name: w for name, w in touched.items() if w.pending and not self._is_full(scheduler, name, w)
@@ -80,16 +80,16 @@ class LayerUpdates(TrainedLayers):
         self.prune(lambda weights: self._first_reader(weights, scheduler.oldest))
 
     def apply_ready(self, oldest: int) -> None:
-        """Updates that are due, and need not wait any longer, are applied."""
+        """Applies updates that are due and need not wait any longer."""
         if self._ready:
             self._update([w for w in self._ready.values() if not self._must_wait(w)], oldest)
 
     def finish(self, until: int) -> None:
-        """All micro-batches below ``until`` are through: the slots that end there are applied."""
+        """Applies the slots that end before ``until``: all micro-batches below are done."""
         self._update([w for w in self.weights.values() if w.pending is not None and w.last_microbatch() < until], until)
 
     def ready_snapshots(self, oldest: int) -> list[CheckpointPart]:
-        """The snapshots that are whole now, since every earlier micro-batch is through; in order."""
+        """The parts of checkpoints that are complete now, since every earlier micro-batch is done; in order."""
         ready = [snapshot for snapshot in self.snapshots if snapshot.at <= oldest and self.has_sums(snapshot.at)]
         for snapshot in ready:
             for name in self.weights:
@@ -122,7 +122,7 @@ class LayerUpdates(TrainedLayers):
 
     def _must_wait(self, weights: VersionedLayer) -> bool:
         """Whether an update that is due must wait: for its norm, for the gradient of a tied parameter's other copy, or
-        for a forward that must not see it."""
+        for a forward that must not read it."""
         if self.clipper is not None:
             self.clipper.record(weights.slot, weights.layer.name, weights.mean_gradients())
         if self.ties is not None:
@@ -134,14 +134,13 @@ class LayerUpdates(TrainedLayers):
         return self.one_copy and self.forwarded <= weights.schedule.last_reader(weights.slot)
 
     def _first_reader(self, weights: VersionedLayer, oldest: int) -> int:
-        """The first micro-batch that may still read an older version: the oldest that is not through, or without its
-        forward where backwards do not read any; or that with which a run would go on from a checkpoint that is not
-        whole yet."""
+        """The first micro-batch that may still read an older version: the oldest that is not done, or has not done its
+        forward where backwards read the newest; or the one at which a checkpoint that is not complete is resumed."""
         first = max(self.forwarded, oldest) if weights.schedule.backward_reads_newest else oldest
         return min([first, *(snapshot.at for snapshot in self.snapshots)])
 
     def _capture_before(self, weights: VersionedLayer, n: int, oldest: int) -> None:
-        """A checkpoint reads the layer before micro-batch n, or an update that holds it, changes anything."""
+        """Checkpoints read the layer before micro-batch n, or an update that holds it, changes anything."""
         for snapshot in self.snapshots:
             if snapshot.at <= n:
                 self._capture(snapshot, weights.layer.name, oldest)

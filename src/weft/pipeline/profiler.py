@@ -1,4 +1,4 @@
-"""The measured cost of every layer, each run alone on real data, and the bytes that pass between blocks."""
+"""Measures the cost of every layer, each run alone on real data, and the bytes that pass between blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def profile_chain(
 ) -> dict[str, tuple[float, float]]:
     """Seconds of forward and backward by layer name, medians over passes through the whole chain after one to warm up.
 
-    Candidates of a block are measured on what the block before them left; the first candidate's output goes on. Elastic
+    Candidates of a block are measured on the output of the block before; the first candidate's output goes on. Elastic
     layers are measured at the largest subnet. A pass goes from layer to layer, as training does, so that weights are no
     warmer in the caches than there. With an optimizer the update counts as part of the backward, and the loss with the
     layers of the last block. The weights are changed: give a copy of what is to be kept.
@@ -50,8 +50,8 @@ def profile_chain(
                     chain, name, activations, extra_inputs(chain.layers[name], batch, subnet), updaters.get(name)
                 )
                 if loss is not None and block is chain.blocks[-1]:
-                    own = _measure_loss(loss, outputs, batch)
-                    spent = (spent[0] + own[0], spent[1] + own[1])
+                    loss_time = _measure_loss(loss, outputs, batch)
+                    spent = (spent[0] + loss_time[0], spent[1] + loss_time[1])
                 times[name].append(spent)
                 following = following or tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs)
             activations = following or activations
@@ -108,14 +108,14 @@ def _trained(chain: Chain, name: str) -> dict[str, nn.Parameter]:
 def message_bytes(chain: Chain, batch: Mapping[str, Tensor]) -> list[float]:
     """The bytes that enter every block for one micro-batch, which a message has at a cut before that block."""
     activations, subnet = chain.enter(batch), chain.largest()
-    found: list[float] = []
+    sizes: list[float] = []
     with torch.no_grad():
         for block in chain.blocks:
-            found.append(float(sum(x.numel() * x.element_size() for x in activations)))
+            sizes.append(float(sum(x.numel() * x.element_size() for x in activations)))
             name = next(iter(block.candidates()))
             layer = chain.layers[name]
             activations = run_layer(layer, chain.module(name), activations, extra_inputs(layer, batch, subnet))
-    return found
+    return sizes
 
 
 def _backward(outputs: Activations, sources: list[Tensor]) -> Sequence[Tensor | None]:

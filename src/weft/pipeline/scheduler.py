@@ -1,13 +1,13 @@
-"""The one rule: what a stage does next, as a pure state machine. Events go in, operations come out.
+"""The scheduler of a stage, as a pure state machine: events go in, the next operation comes out.
 
 An operation is ready when its input has arrived and every layer that it uses has the version that its consistency
 demands. Among ready backwards the smallest micro-batch goes first, else the smallest ready forward; at most
-``max_in_flight`` micro-batches are in flight on a stage, and the last place is kept for the oldest, without which
-stages deadlock.
+``max_in_flight`` micro-batches are in flight on a stage, and the last place is kept for the oldest: without it stages
+deadlock.
 
     2F0   forward of micro-batch 0 on stage 2          1B3   backward of micro-batch 3 on stage 1
 
-The simulator steps this very object, and so does the runtime.
+The simulator and the runtime step the same object.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.errors import ConsistencyError, nearest
 Kind = Literal["F", "B"]
 
 FORWARDS = "forwards"
-"""The counter of how many micro-batches, without a gap from the first on, have done their forward on a stage."""
+"""Counts the micro-batches, without a gap from the first on, that have done their forward on a stage."""
 
 
 class Op(NamedTuple):
@@ -39,7 +39,7 @@ class Op(NamedTuple):
 
 
 class LayerDependency(NamedTuple):
-    """A layer that a micro-batch uses: the slot that its gradient joins, and the versions that it must see."""
+    """A layer that a micro-batch uses: the slot that its gradient joins, and the versions that it must read."""
 
     layer: Hashable
     slot: int
@@ -52,10 +52,10 @@ DependenciesOf = Callable[[int], Sequence[LayerDependency]]
 
 
 CanAdmit = Callable[[int], bool]
-"""Whether the layers of a micro-batch are on the device or can be brought there."""
+"""Whether the layers of a micro-batch are on the device or can be loaded."""
 
 Counters = Callable[[Kind, int], Sequence[tuple[Hashable, int]]]
-"""What else an operation waits for: counters that only rise, and how far each must be."""
+"""What else an operation waits for: counters that only rise, and the value that each must reach."""
 
 
 SCHEDULES = ("1f1b", "gpipe", "naspipe")
@@ -150,7 +150,7 @@ class Scheduler:
             heapq.heappush(self._ready[kind], microbatch)
 
     def advance_counter(self, counter: Hashable, count: int) -> None:
-        """A counter that operations may wait for is so far now."""
+        """Raises a counter that operations may wait for."""
         self._reached[counter] = count
         held = self._waiting_for.get(counter)
         while held and held[0][0] <= self._count_of(counter):
@@ -176,9 +176,9 @@ class Scheduler:
         return None
 
     def complete_op(self, op: Op) -> list[tuple[Hashable, int]]:
-        """An operation is over. After a backward, the (layer, micro-batch) pairs whose gradients' turn has come.
+        """To be called after an operation. After a backward: the (layer, micro-batch) pairs whose gradients' turn it is.
 
-        In the order of the list a layer gets its gradients in micro-batch order; one that is early comes up later.
+        In the order of the list a layer gets its gradients in micro-batch order; an early gradient comes up later.
         """
         if op.kind == "F":
             self._forwarded.add(op.microbatch)
@@ -203,12 +203,12 @@ class Scheduler:
         return turns
 
     def version(self, layer: Hashable) -> int | None:
-        """Updates of all slots below this are applied; None where nobody known uses the layer any more."""
+        """Updates of all slots below this are applied; None where no known micro-batch uses the layer any more."""
         known = self._layers.get(layer)
         return known.users[0][1] if known and known.users else None
 
     def end(self, total: int) -> None:
-        """Nothing from this micro-batch on will be done; none of it may have been admitted."""
+        """Ends the run before this micro-batch, which must not have been admitted."""
         if total < self.known:
             raise ConsistencyError(f"the run cannot end at micro-batch {total}: {self.known - 1} is already under way")
         self.total = total
@@ -228,7 +228,7 @@ class Scheduler:
         return self.finished_count == self.total
 
     def _count_of(self, counter: Hashable) -> float:
-        """How far a counter is; no more forwards come once all are done, so nothing waits for later ones."""
+        """The value of a counter; infinite for forwards once all are done, so that nothing waits for later ones."""
         return math.inf if counter == FORWARDS and self.forwarded >= self.total else self._reached.get(counter, 0)
 
     def _preference(self) -> tuple[Kind, ...]:
@@ -248,7 +248,7 @@ class Scheduler:
         return free > (1 if reserved else 0)
 
     def _admit(self) -> None:
-        # The first stage makes its own inputs; it looks ahead no further than the others' receive buffers hold.
+        # The first stage makes its own inputs, no further ahead than the receive buffers of the others hold.
         if self.stage == 0:
             while self.known < self.total and self._waiting_forwards < self.policy.max_in_flight:
                 self.arrived("F", self.known)
@@ -281,7 +281,7 @@ class Scheduler:
         return turns
 
     def _release(self, kind: Kind, microbatch: int) -> None:
-        """One of the things that an operation waits for is there."""
+        """An operation has one thing less to wait for."""
         self._missing[kind, microbatch] -= 1
         if not self._missing[kind, microbatch]:
             del self._missing[kind, microbatch]

@@ -73,32 +73,32 @@ class Stage(LayerUpdates):
 
     def uses(self, n: int) -> list[LayerDependency]:
         """The layers that micro-batch n uses here, for the scheduler."""
-        found: list[LayerDependency] = []
+        dependencies: list[LayerDependency] = []
         for layer in self._route(n):
             if layer.name in self.ordered:
                 at = self.weights[layer.name].schedule
-                found.append(LayerDependency(layer.name, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
+                dependencies.append(LayerDependency(layer.name, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
         if self.config.distill is not None and self.is_last:
             # The teacher's outputs in step i are like a version: the first micro-batch makes them, and the others wait
             # for them. Those of the next step wait for the others.
             i, j = divmod(n, self.config.microbatches)
-            found.append(LayerDependency(TEACHER, 2 * i + bool(j), 2 * i + bool(j), 0))
-        return found
+            dependencies.append(LayerDependency(TEACHER, 2 * i + bool(j), 2 * i + bool(j), 0))
+        return dependencies
 
     def counters(self, kind: Kind, n: int) -> list[tuple[Hashable, int]]:
         """What an operation waits for beside versions: the norms that updates are scaled by, and the gradients that
         tied weights share; and, with one copy, a backward that must see an update for the forwards that must not."""
-        found: list[tuple[Hashable, int]] = []
+        counters: list[tuple[Hashable, int]] = []
         for at in self._schedules:
             # A gradient joins its slot when the slots before it are applied, whatever its backward reads.
             version = at.slot(n) if kind == "B" else at.forward_reads(n)
             if self.clipper is not None and version > self.clipper.delay:
-                found.append((NORMS, version - self.clipper.delay))
+                counters.append((NORMS, version - self.clipper.delay))
             if self.ties is not None and self.ties.layers and version > self.ties.delay:
-                found.append((TIES, version - self.ties.delay))
+                counters.append((TIES, version - self.ties.delay))
             if self.one_copy:
-                found += forwards_to_await(at, kind, n)
-        return found
+                counters += forwards_to_await(at, kind, n)
+        return counters
 
     def forward(self, n: int, activations: Activations, batch: Batch) -> tuple[Activations, Tensor | None]:
         """Runs micro-batch n through the stage's layers; on the last stage also its loss, as a report."""

@@ -1,5 +1,7 @@
-"""A stage at work: messages in, the scheduler's choice done, messages out. Where they come from and go to is not known
-here, so that tests can step many workers in one process under any timing."""
+"""Runs one stage: takes messages in, does the operation that the scheduler chooses, sends messages out.
+
+The links are not known here, so that tests can step many workers in one process under any timing.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ BatchOf = Callable[[int], Batch]
 
 @dataclass(slots=True)
 class WorkerStats:
-    """What the schedule of a stage was like so far: seconds that decisions took, and the most in flight."""
+    """Seconds that decisions have taken so far, and the most micro-batches in flight."""
 
     deciding: float = 0.0
     peak: int = 0
@@ -36,9 +38,9 @@ class WorkerStats:
 
 @dataclass(slots=True)
 class OpResult:
-    """An operation that is over: when it ran, with its updates, and from when to when those did.
+    """When an operation ran, and when its updates did.
 
-    ``deferred_updates`` are updates that had to wait until this operation was due, and came before it.
+    ``deferred_updates`` counts earlier updates that were applied just before it, since it had to read them.
     """
 
     op: Op
@@ -65,7 +67,7 @@ class Worker:
         every: int | None = None,
     ) -> None:
         self.stage = stage
-        # Updates that wait for later forwards would keep layers at hand that those need the room of.
+        # Updates that wait for later forwards would keep layers on the device in the place that those need.
         stage.one_copy = stage.one_copy and policy.max_in_flight >= stage.stages - stage.index and stage.offload is None
         waits = stage.one_copy or stage.clipper is not None or stage.ties is not None
         counters = stage.counters if waits else None
@@ -80,9 +82,9 @@ class Worker:
             self.scheduler.advance_counter(TIES, stage.ties.count)
         self.stats = WorkerStats()
         self.reports: list[tuple[int, Tensor]] = []
-        """Loss and metrics by micro-batch, in order of arrival; whoever keeps them takes them out."""
+        """Loss and metrics by micro-batch, in order of arrival; the caller takes them out."""
         self.on_start: Callable[[Op], None] | None = None
-        """Is told which operation begins."""
+        """Called with the operation that begins."""
         self._batch_of = batch_of
         self._send = send
         self._inbox: dict[tuple[str, int], Message] = {}
@@ -96,7 +98,7 @@ class Worker:
         return self.scheduler.done and self.stage.has_sums(self.scheduler.total)
 
     def receive(self, message: Message) -> None:
-        """Activations or gradients from a neighbour, or word that the run ends early."""
+        """Takes a message of a neighbour."""
         match message.kind:
             case "end":
                 self.end(message.microbatch)
@@ -113,13 +115,13 @@ class Worker:
                 self.scheduler.arrived(kind, message.microbatch)
 
     def end(self, until: int) -> None:
-        """Stops before micro-batch ``until``; the stages behind are told."""
+        """Stops before micro-batch ``until``, and tells the stages behind."""
         self.scheduler.end(until)
         if not self.stage.is_last:
             self._send(self.stage.index + 1, Message("end", until))
 
     def work(self) -> OpResult | None:
-        """Does the next operation; None where there is nothing to do before something arrives."""
+        """Does the next operation; None where the stage has to wait for a message."""
         before = time.perf_counter()
         op = self.scheduler.next()
         if op is None:
@@ -164,13 +166,13 @@ class Worker:
         return done
 
     def finish(self, save: bool = False) -> list[CheckpointPart]:
-        """After the last operation: what still waits is applied, and the last snapshots are taken.
+        """After the last operation: applies updates that still wait, and returns the last parts of checkpoints.
 
         With ``save`` the end is a checkpoint whatever its number.
         """
         until = self.scheduler.total
         self._register_snapshots(until)
-        if save and (not self._span or until % self._span):  # else it is one of those that come by themselves
+        if save and (not self._span or until % self._span):  # else it is a regular checkpoint
             self.stage.snapshots.append(CheckpointPart(until))
         self.stage.finish(until)
         return self.stage.ready_snapshots(until)
@@ -182,7 +184,7 @@ class Worker:
         self._exchange()
 
     def _exchange(self) -> None:
-        """Sums go on as far as they can by now, and what has waited for them comes after."""
+        """Sends sums on as far as they are known, and applies the updates that have waited for them."""
         clipper, ties = self.stage.clipper, self.stage.ties
         if clipper is not None:
             self._send_norms(clipper.advance(self.scheduler.oldest))
@@ -236,10 +238,10 @@ class Worker:
         message = self._inbox.pop(("B", n), None)
         report = self._reports.pop(n, None) if message is None else message.report
         assert report is not None
-        # A report on a device is of the last stage itself; it is looked at only where that is worth the wait.
-        looks = report.device.type == "cpu" or self.stage.config.on_nonfinite == "skip"
-        counts = not looks or bool(report[1])
-        stops = looks and self.stage.config.on_nonfinite == "stop" and not math.isfinite(float(report[0]))
+        # Only the last stage has its report on a device, and reads it only where that is worth the wait.
+        checks = report.device.type == "cpu" or self.stage.config.on_nonfinite == "skip"
+        counts = not checks or bool(report[1])
+        stops = checks and self.stage.config.on_nonfinite == "stop" and not math.isfinite(float(report[0]))
         note = ""
         if stops:
             note = (message.note if message is not None else "") or self.stage.first_nonfinite_layer(n)
