@@ -27,7 +27,7 @@ import weft
 from weft.errors import NonFiniteError, PipelineError, TrainError
 from weft.trainer.api import TrainedRun
 
-HERE = Path(__file__).parent
+HERE = Path(disturbed.__file__).parent
 
 STEPS = 40
 

@@ -68,7 +68,7 @@ class LayerUpdates(TrainedLayers):
                 weights.add(n, *stashed)
             touched[name] = weights  # even if this one does not count: it may be the last of its slot
         if self.clipper is not None or self.ties is not None:
-            # Other stages get their share of a slot once its last micro-batch is done, even if it did not use the layer.
+            # Other stages get their share of a slot once its last micro-batch is done, even one without the layer.
             touched = self._unfinished | touched
             self._unfinished = {
                 name: w for name, w in touched.items() if w.pending and not self._is_full(scheduler, name, w)

@@ -176,7 +176,7 @@ class Scheduler:
         return None
 
     def complete_op(self, op: Op) -> list[tuple[Hashable, int]]:
-        """To be called after an operation. After a backward: the (layer, micro-batch) pairs whose gradients' turn it is.
+        """To be called after an operation; returns, after a backward, the (layer, micro-batch) pairs whose turn it is.
 
         In the order of the list a layer gets its gradients in micro-batch order; an early gradient comes up later.
         """
