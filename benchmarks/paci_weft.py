@@ -13,6 +13,7 @@ import torch.distributed as dist
 from paci_task import Meter, Steps, Task
 from torch import Tensor
 
+from weft.data import MicroBatches
 from weft.distributed.heartbeat import Heartbeat
 from weft.distributed.rank_loop import Runtime
 from weft.distributed.transport import Transport
@@ -22,7 +23,6 @@ from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.stage import Stage
 from weft.pipeline.worker import OpResult, Worker
 from weft.space import Fixed
-from weft.trainer.batches import MicroBatches
 
 CPU = torch.device("cpu")
 

@@ -40,6 +40,7 @@ from machine import write
 from torch import Tensor, nn
 
 import weft
+from weft.data import MicroBatches
 from weft.distributed.env import read_env
 from weft.distributed.heartbeat import Heartbeat
 from weft.distributed.launcher import launch
@@ -61,7 +62,6 @@ from weft.pipeline.worker import Worker
 from weft.pipeline.workload import Workload, chain_workload
 from weft.space import Fixed, make_stream
 from weft.supernet.partition import best_cut
-from weft.trainer.batches import MicroBatches
 
 CPU = torch.device("cpu")
 STREAM = "spaced:2"

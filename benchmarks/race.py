@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import weft
-from weft.data import Loader, digits
+from weft.data import Loader, MicroBatches, digits
 from weft.distributed.env import read_env
 from weft.distributed.heartbeat import Heartbeat
 from weft.distributed.launcher import launch
@@ -56,7 +56,7 @@ from weft.distributed.remote_call import Call
 from weft.distributed.store import ControlStore, connect
 from weft.distributed.transport import Transport
 from weft.engine.consistency import Exact
-from weft.engine.layer_state import LossDigest, fingerprint, layer_digest, layer_tensors
+from weft.engine.layer_state import fingerprint, layer_digest, layer_tensors
 from weft.engine.losses import cross_entropy
 from weft.engine.optimizer import Optimizer, make_schedule
 from weft.engine.reference import SequentialReference
@@ -66,8 +66,8 @@ from weft.engine.weight_versions import VersionedLayer
 from weft.pipeline.scheduler import LayerDependency, SchedulePolicy
 from weft.pipeline.stage import Stage
 from weft.pipeline.worker import Worker
-from weft.trainer.batches import MicroBatches
 from weft.trainer.evaluate import Calibration
+from weft.trainer.metrics_log import LossDigest
 from weft.zoo import digits_conv
 
 CPU = torch.device("cpu")
@@ -232,7 +232,7 @@ def digests(stage: Stage) -> dict[str, str]:
 def whole(layers: Mapping[str, str], losses: list[float]) -> str:
     chained = LossDigest()
     chained.add(losses)
-    return fingerprint(layers, chained)
+    return fingerprint(layers, chained.value)
 
 
 def work(options: Mapping[str, Any], folder: str) -> None:

@@ -25,7 +25,6 @@ from weft.config import (
     Search,
     Source,
     Train,
-    locate,
     make_config,
     read_config,
     to_dict,
@@ -35,6 +34,7 @@ from weft.errors import ConfigError, RunError, SupernetError, TrainError, WeftEr
 from weft.offload.config import OffloadConfig
 from weft.supernet import Chain
 from weft.trainer.config import Execution, TrainConfig
+from weft.utils.imports import import_object
 
 LEAST = {"supernet": "digits-mlp"}
 
@@ -204,10 +204,10 @@ def test_code_is_found_in_the_folder_of_the_config(tmp_path: Path) -> None:
     (tmp_path / "cfg_package").mkdir()
     (tmp_path / "cfg_package" / "__init__.py").write_text("")
     (tmp_path / "cfg_package" / "inner.py").write_text("value = 4\n")
-    assert locate("cfg_found:value", tmp_path) == 3
-    assert locate("cfg_found:A.b", tmp_path) == 5
-    assert locate("cfg_package.inner:value", tmp_path) == 4
-    assert locate("weft.zoo:digits_conv", tmp_path) is zoo.digits_conv
+    assert import_object("cfg_found:value", tmp_path) == 3
+    assert import_object("cfg_found:A.b", tmp_path) == 5
+    assert import_object("cfg_package.inner:value", tmp_path) == 4
+    assert import_object("weft.zoo:digits_conv", tmp_path) is zoo.digits_conv
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_code_that_cannot_be_had_is_told_with_its_name(tmp_path: Path, spec: str
     }.items():
         (tmp_path / f"{name}.py").write_text(text)
     with pytest.raises(ConfigError) as caught:
-        locate(spec, tmp_path)
+        import_object(spec, tmp_path)
     assert words in str(caught.value)
     assert spec in str(caught.value)
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from weft import zoo
-from weft.cli.train import activations, describe, kept_bytes, on_meta, state_ratio
+from weft.cli.train import activations, describe, kept_bytes, state_ratio
 from weft.data import Data, Tensors, as_data
 from weft.engine.losses import mean_squared_error
 from weft.engine.optimizer import Optimizer
 from weft.errors import DataError, SupernetError, WeftError
 from weft.space import Space
-from weft.supernet import Chain, Choice, Shared, initialise
+from weft.supernet import Chain, Choice, Shared, build_on_meta, initialise
 from weft.trainer.config import Execution, TrainConfig, resolve
 from weft.trainer.device_engine import DeviceEngine
 
@@ -75,7 +75,7 @@ def test_a_small_run_is_told_as_counted_by_hand() -> None:
 
 @pytest.mark.parametrize("make", [zoo.digits_conv, zoo.digits_mlp, zoo.nas_bench_macro])
 def test_parameters_without_data_are_those_of_the_real_supernet(make: Callable[[], Chain]) -> None:
-    flat, real = on_meta(make), initialise(make)
+    flat, real = build_on_meta(make), initialise(make)
     assert all(tensor.is_meta for tensor in flat.state_dict().values())
     assert {name: tensor.shape for name, tensor in flat.state_dict().items()} == {
         name: tensor.shape for name, tensor in real.state_dict().items()
@@ -90,13 +90,13 @@ def test_activations_without_data_are_those_of_a_real_forward(m: int) -> None:
     step = resolve(TrainConfig(steps=1, batch_size=8, microbatches=m), real)
     batch = {"image": torch.rand(8, 1, 8, 8), "label": torch.arange(8)}
     flat = {name: tensor.to("meta") for name, tensor in batch.items()}
-    seen = activations(on_meta(zoo.digits_conv), real.largest(), flat, step)
+    seen = activations(build_on_meta(zoo.digits_conv), real.largest(), flat, step)
     assert isinstance(seen, int)
     assert seen > 0
     assert activations(real, real.largest(), batch, step) == seen
     if m == 1:
         half = replace(step, microbatches=2)
-        halves = activations(on_meta(zoo.digits_conv), real.largest(), flat, half)
+        halves = activations(build_on_meta(zoo.digits_conv), real.largest(), flat, half)
         assert isinstance(halves, int)
         assert abs(halves * 2 - seen) < seen / 20
 
@@ -133,7 +133,7 @@ def test_kept_versions_are_the_most_that_a_real_run_keeps(consistency: str, m: i
             most[name] = max(most[name], len(kept.kept))
     engine.close()
     assert engine.reached == 16
-    assert kept_bytes(on_meta(build), step) == sum(most[name] * weights[name] for name in weights)
+    assert kept_bytes(build_on_meta(build), step) == sum(most[name] * weights[name] for name in weights)
 
 
 def test_a_supernet_larger_than_any_memory_can_be_described() -> None:

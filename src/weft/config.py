@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import re
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get
 
 import msgspec
 
-from weft.errors import ConfigError, nearest
+from weft.errors import ConfigError
 from weft.offload.config import OffloadConfig
 from weft.trainer.config import Execution, RunConfig, TrainConfig, Validation
 
@@ -60,7 +58,9 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Something named, with options: ``"digits"``, a path, or ``module:attribute`` in the config's folder."""
 
     source: str
+    """a name, or `module:attribute`"""
     options: dict[str, Any] = {}
+    """arguments of what it names"""
 
 
 class DataSource(Source, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +70,9 @@ class DataSource(Source, frozen=True, forbid_unknown_fields=True):
     """
 
     source: str = ""
+    """a name, or `module:attribute`"""
     path: str | None = None
+    """a file or folder, from the folder of the config"""
 
 
 if TYPE_CHECKING:
@@ -101,15 +103,25 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     maximize: Names = ()
+    """`accuracy` and other metrics of the run"""
     minimize: Names = ()
+    """`loss`, `flops`, `parameters`, `latency`, `memory`"""
     constraints: Names = ()
+    """such as `"parameters<=1e6"`"""
     budget: int = 200
+    """subnets that are scored"""
     method: str | None = None
+    """`random`, `evolution`, `nsga2`; or a gradient method, which trains too"""
     seed: int = 0
+    """of the search"""
     recalibrate: int = 2
+    """batches that batch norms see again before a subnet is scored"""
     batch_size: int = 256
+    """of scoring"""
     name: str = "search"
+    """of the folder under `results`"""
     targets: Names = ()
+    """what the selected subnet shall cost, within 2 %: `"parameters=5e6"`; for gradient methods"""
     warmup: int | None = None
     """Steps that train the weights alone, before the architecture learns too; if not given, as suits the method."""
     rate: float | None = None
@@ -122,25 +134,37 @@ class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which subnet leaves the run, and in which formats."""
 
     subnet: str | None = None
+    """the id of a subnet, or its choices; the best of the front if not given"""
     limits: dict[str, float] = {}
+    """what the best may cost: `{flops = 5e7}`"""
     formats: Names = ("safetensors", "torch")
+    """`safetensors`, `torch` (a program of torch.export), `onnx`"""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run: a supernet, its data, and what is done with them."""
 
     supernet: str | Source
+    """a name of the zoo, or `module:function` from the folder of the config; a table with its `options`"""
     data: str | DataSource = "digits"
+    """`digits`, `text`, a path, or `module:function`; a table with a `path` or `options` for it"""
     train: Train = Train()
+    """what decides the bits; below"""
     optimizer: dict[str, Any] = {}
     """`kind` (a class of torch.optim), its options, and `schedule`, `warmup_steps`, `clip`, `groups`, `others`; without
     a kind the options change single values of SGD at 0.05 with momentum 0.9 and weight decay 5e-4"""
     consistency: str | dict[str, str] = {}
+    """one for all layers, or a table by layer, by block, or `shared`: `shared = "lagged(4)"`"""
     execution: ExecutionTable = ExecutionTable()
+    """how it is executed; below"""
     offload: OffloadTable = OffloadTable()  # type: ignore[call-arg]
+    """what stays on the host; below"""
     run: RunTable = RunTable()
+    """where it is kept, and what of it; a text is its name; below"""
     search: Search = Search()
+    """how it is searched; below"""
     export: Export = Export()
+    """what is exported; below"""
 
     @property
     def path(self) -> Path:
@@ -237,42 +261,6 @@ def to_dict(config: Config) -> dict[str, Any]:
 def values_of(table: Any) -> dict[str, Any]:
     """The entries of a table by name."""
     return msgspec.structs.asdict(table)
-
-
-def locate(spec: str, folder: Path) -> Any:
-    """What ``module:attribute`` names, the module found from the config's folder first."""
-    module_name, _, attribute = spec.partition(":")
-    if not re.fullmatch(r"[A-Za-z_][\w.]*", module_name) or not re.fullmatch(r"[A-Za-z_][\w.]*", attribute):
-        raise ConfigError(f"'{spec}' does not name code: write it as 'module:attribute'")
-    where = str(folder.resolve())
-    if where not in sys.path:
-        sys.path.insert(0, where)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as problem:
-        if problem.name is not None and (module_name == problem.name or module_name.startswith(problem.name + ".")):
-            raise ConfigError(
-                f"'{spec}': no module '{module_name}' in {folder} or among the installed packages"
-            ) from None
-        raise ConfigError(f"'{spec}': importing '{module_name}' fails: {problem}") from problem
-    except Exception as problem:
-        raise ConfigError(
-            f"'{spec}': importing '{module_name}' fails: {type(problem).__name__}: {problem}"
-        ) from problem
-    beside = [folder / f"{module_name.split('.')[0]}{end}" for end in (".py", "/__init__.py")]
-    file = getattr(module, "__file__", None)
-    if any(path.is_file() for path in beside) and not (file and Path(file).resolve().is_relative_to(where)):
-        raise ConfigError(
-            f"'{spec}': the name '{module_name}' is taken by {file or 'Python itself'}: rename your module in {folder}"
-        )
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(
-                f"'{spec}': '{module_name}' has no '{part}'{nearest(part, [n for n in dir(found) if n[0] != '_'])}"
-            )
-        found = getattr(found, part)
-    return found
 
 
 def _apply(values: dict[str, Any], override: str, root: type) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.data import Batch, Compose, Draws, Loader, Normalise, ShiftFlip, Tensors
-from weft.data.augment import _mix
 from weft.errors import DataError
+from weft.utils import rng
 
 MASK = 2**64 - 1
 
@@ -24,7 +24,7 @@ def splitmix64(state: int) -> int:
 
 @given(st.lists(st.integers(0, MASK), min_size=1, max_size=20))
 def test_mixing_is_that_of_splitmix64(states: list[int]) -> None:
-    assert _mix(np.array(states, dtype=np.uint64)).tolist() == [splitmix64(state) for state in states]
+    assert rng.splitmix64(np.array(states, dtype=np.uint64)).tolist() == [splitmix64(state) for state in states]
 
 
 @given(

@@ -208,9 +208,9 @@ def test_a_stage_that_stays_in_one_op_is_named_once_and_one_that_waits_is_not(wa
     store = HashStore()
     watch(store, 0, 3, lost, patience=0.5)
     busy, idle = (watch(store, rank, 3, Lost()) for rank in (1, 2))
-    busy.doing("1B40")
-    idle.doing("2F3")
-    idle.idle()
+    busy.op = ("1B40", time.monotonic())
+    idle.op = ("2F3", time.monotonic())
+    idle.op = None
     wait_for(lambda: lost)
     time.sleep(10 * PERIOD)
     assert [rank for rank, _ in lost] == [1]
@@ -222,7 +222,7 @@ def test_a_new_op_starts_a_new_time(watch, lost):
     watch(store, 0, 2, lost, patience=2.0)
     busy = watch(store, 1, 2, Lost())
     for index in range(250):
-        busy.doing(f"1F{index}")
+        busy.op = (f"1F{index}", time.monotonic())
         time.sleep(0.01)
     assert lost == []
 
@@ -244,7 +244,7 @@ def test_figures_that_json_cannot_hold_and_a_failing_callback_are_logged_and_do_
     one = watch(store, 0, 2, fail, patience=0.2)
     two = watch(store, 1, 2, Lost())
     two.figures = {"bad": object()}
-    two.doing("1F0")
+    two.op = ("1F0", time.monotonic())
     wait_for(lambda: lost)
     two.figures = {"good": 1}
     wait_for(lambda: one.others() == {1: {"good": 1}})
@@ -263,7 +263,7 @@ def test_a_watch_may_be_closed_by_its_own_callback(watch, lost):
     store = HashStore()
     two = watch(store, 1, 2, Lost())
     one = watch(store, 0, 2, close, patience=0.2)
-    two.doing("1F0")
+    two.op = ("1F0", time.monotonic())
     assert closed.wait(60)
     one._thread.join(60)
     assert not one._thread.is_alive()
@@ -272,13 +272,13 @@ def test_a_watch_may_be_closed_by_its_own_callback(watch, lost):
 # Real processes
 
 BEATING = """
-import sys
+import sys, time
 from torch.distributed import PrefixStore, TCPStore
 from weft.distributed.heartbeat import Heartbeat
 store = PrefixStore("weft/0", TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False))
 watch = Heartbeat(store, 2, 3, lambda rank, message: None, period=0.05)
 watch.figures = {"in_flight": 3}
-watch.doing("2F17")
+watch.op = ("2F17", time.monotonic())
 sys.stdin.read()
 """
 

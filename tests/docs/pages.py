@@ -46,10 +46,10 @@ _BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _SETTINGS = {
-    "train": ["--train.steps=4", "--train.threads=1"],
-    "search": ["--train.steps=4", "--train.threads=1", "--search.warmup=0", "--search.budget=4"],
-    "simulate": ["--train.steps=4", "--train.threads=1"],
-    "verify": ["--steps=2", "--train.threads=1"],
+    "train": ["--train.steps=4", "--execution.threads=1"],
+    "search": ["--train.steps=4", "--execution.threads=1", "--search.warmup=0", "--search.budget=4"],
+    "simulate": ["--train.steps=4", "--execution.threads=1"],
+    "verify": ["--steps=2", "--execution.threads=1"],
     "tune": ["--study.trials=2", "--recipe.steps=4", "--recipe.report=2"],
 }
 """What makes a command short; what it says of time and quality is not looked at."""
@@ -170,11 +170,11 @@ class Reader:
     def _command(self, line: str, shown: list[str]) -> None:
         words = words_of(line)
         if line.startswith("python "):
-            told = _subprocess([sys.executable, *shlex.split(line)[1:]], self.folder)
+            output = _subprocess([sys.executable, *shlex.split(line)[1:]], self.folder)
         elif words is not None and line.startswith("weft serve"):
-            told = self._served(words)
+            output = self._served(words)
         elif words is not None and line.startswith("weft "):
-            told = self._weft(words)
+            output = self._weft(words)
         elif words is not None:
             accept(words)
             return
@@ -183,8 +183,8 @@ class Reader:
             _check_extras(line)
             return
         self.ran.append(line)
-        missing = unlike(told, shown)
-        assert missing is None, f"`{line}` prints\n{told}\nbut the page shows\n{missing}"
+        missing = unlike(output, shown)
+        assert missing is None, f"`{line}` prints\n{output}\nbut the page shows\n{missing}"
 
     def _weft(self, words: list[str]) -> str:
         more = [*(_SETTINGS.get(words[0], []) if self.short else []), *self.options.get(words[0], [])]
@@ -210,21 +210,21 @@ class Reader:
         with subprocess.Popen(command, cwd=self.folder, stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None
-                told = server.stdout.readline() + server.stdout.readline()
-                address = re.search(r"http://[\d.:]+/", told)
-                assert address is not None, told
+                output = server.stdout.readline() + server.stdout.readline()
+                address = re.search(r"http://[\d.:]+/", output)
+                assert address is not None, output
                 with urllib.request.urlopen(f"{address[0]}api/runs", timeout=30) as answer:
                     names = {run["name"] for run in json.load(answer)["runs"]}
                 assert names == {path.parent.name for path in (self.folder / "runs").glob("*/manifest.json")}
             finally:
                 server.send_signal(signal.SIGINT)
                 server.wait(30)
-        return told
+        return output
 
 
-def unlike(told: str, shown: list[str]) -> str | None:
+def unlike(output: str, shown: list[str]) -> str | None:
     """The first line that a page shows and that was not printed in its place; figures, widths and dates may differ."""
-    printed = iter([_shape(line) for line in told.splitlines()])
+    printed = iter([_shape(line) for line in output.splitlines()])
     for line in shown:
         if line.strip() in ("", "..."):
             continue

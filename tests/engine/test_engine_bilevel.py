@@ -17,7 +17,6 @@ from weft.engine.bilevel import Bilevel, BilevelLoader
 from weft.errors import TrainError
 from weft.search.gradient.methods import GDAS, Darts, DrNAS
 from weft.supernet.mixed_chain import PROGRESS, make_mixed_chain, mixed_factory
-from weft.trainer.batches import make_loader
 from weft.trainer.config import TrainConfig, resolve
 
 METHODS = {"darts": (Darts(), ()), "drnas": (DrNAS(), ()), "gdas": (GDAS(), (PROGRESS,))}
@@ -60,7 +59,7 @@ def test_weights_learn_from_training_data_and_the_architecture_from_validation_d
     data = Data("x", Tensors(x=torch.arange(10.0)), Tensors(x=-1 - torch.arange(10.0)))
     chain = make_mixed_chain(layered, Darts())
     config = TrainConfig(steps=8, loss=loss, batch_size=2, architecture_search=Bilevel(), stream=chain.space.first())
-    loader = make_loader(data, resolve(config, chain), torch.device("cpu"))
+    loader = resolve(config, chain).loader(data, torch.device("cpu"))
     assert isinstance(loader, BilevelLoader)
     for i in range(8):
         assert bool((loader.batch(i)["x"] < 0).all()) == bool(i % 2)

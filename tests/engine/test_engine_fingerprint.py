@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from stages import make_engine
 from torch import Tensor, nn
 
-from weft.engine.layer_state import LossDigest, fingerprint, layer_digest, layer_tensors, tensors_digest
+from weft.engine.layer_state import fingerprint, layer_digest, layer_tensors, tensors_digest
 from weft.engine.optimizer import Optimizer
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared
+from weft.trainer.metrics_log import LossDigest
 
 
 def tensors() -> dict[str, Tensor]:
@@ -68,7 +69,7 @@ def test_every_loss_and_every_layer_counts() -> None:
     def digest(losses: list[float], layers: dict[str, str]) -> str:
         found = LossDigest()
         found.add(losses)
-        return fingerprint(layers, found)
+        return fingerprint(layers, found.value)
 
     base = {"a": "1", "b": "2", "c": "3"}
     seen = {

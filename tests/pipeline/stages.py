@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.data import MicroBatches
 from weft.engine.consistency import parse_consistency
 from weft.engine.layer_state import layer_digest, optimizer_states, restore
 from weft.engine.losses import accuracy
@@ -25,7 +26,6 @@ from weft.pipeline.worker import Worker
 from weft.space import Space, Stream, Subnet, make_stream
 from weft.supernet import Chain, Choice, Optional, Shared, initialise
 from weft.supernet.partition import Cut
-from weft.trainer.batches import MicroBatches
 from weft.trainer.config import consistencies
 
 CPU = torch.device("cpu")

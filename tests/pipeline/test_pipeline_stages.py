@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stages import CPU, KINDS, Numbered, Outcome, Task, in_stages, make_task, sequentially
 
+from weft.data import MicroBatches
 from weft.engine.consistency import Bounded, Exact, Stashed, version_schedule
 from weft.engine.layer_state import layer_digest
 from weft.engine.optimizer import Optimizer
@@ -21,7 +22,6 @@ from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.stage import Stage
 from weft.pipeline.worker import Worker
 from weft.pipeline.workload import common_bounded, in_flight_limits, single_copy, virtual_cut
-from weft.trainer.batches import MicroBatches
 
 quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
 

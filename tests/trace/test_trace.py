@@ -191,6 +191,7 @@ def test_a_run_that_goes_as_simulated_has_the_figures_of_the_simulation(
     assert tuple(row["peak_in_flight"] for row in found["stages"]) == result.peak
     assert (found["bubble"], found["steady_bubble"]) == (result.bubble, result.steady_bubble)
     assert found["simulated"] == {
+        "steps": 12,
         "time": result.time,
         "bubble": result.bubble,
         "steady_bubble": result.steady_bubble,
@@ -218,7 +219,7 @@ def test_the_error_of_the_simulation_is_that_of_the_time_of_what_both_did() -> N
     real = traced(on(shared(4, 1, 4), 2, latency=1.0))
     expected = on(shared(4, 1, 8), 2)
     found = summary(columns(Trace(0, real.stages, simulated=expected.spans)))["simulated"]
-    assert found["time"] == expected.time
+    assert (found["time"], found["steps"]) == (expected.time, 8)
     assert found["error"] == pytest.approx(on(shared(4, 1, 4), 2).time / (real.end - real.begin) - 1)
     assert found["error"] < 0
 

@@ -67,7 +67,7 @@ def test_a_person_reads_shares_bubbles_and_the_worst_waits(run: Path, monkeypatc
     assert "\x1b" not in out
     # 3 steps of 1 + 2 + 1 + 2 seconds and two messages: 19.5 s, of which each stage works 9.
     assert "19.5 s; bubble 0.538" in out
-    assert "simulated: 18 s for operations that took 19.5 s (-7.7 %); bubble 0.500" in out
+    assert "simulated: 18 s for the first 3 steps, which took 19.5 s (-7.7 %); bubble 0.500" in out
     assert re.search(r"0 .* 46\.2 % .* 6 .* 0\.3077 .* 1 .* 1750 ms .* 3500 ms", out)
     assert re.search(r"0B0 .* 3500 ms .* 1 s .* 1B0", out)
     assert re.search(r"1F0 .* 1250 ms .* 0 s .* 0F0", out)

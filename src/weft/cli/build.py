@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from weft import zoo
-from weft.config import Config, DataSource, Source, locate, to_dict, values_of
+from weft.config import Config, DataSource, Source, to_dict, values_of
 from weft.data import Data, as_data, open_data
 from weft.engine.bilevel import Bilevel
 from weft.engine.losses import accuracy, cross_entropy, mean_squared_error
@@ -23,6 +23,7 @@ from weft.search.gradient import GradientSearchConfig
 from weft.supernet import Chain, Factory
 from weft.trainer.api import TrainedRun, load_run
 from weft.trainer.config import Execution, Parts, RunConfig, TrainConfig, Validation, at_least
+from weft.utils.imports import import_object
 
 FUNCTIONS = {"accuracy": accuracy, "cross_entropy": cross_entropy, "mean_squared_error": mean_squared_error}
 
@@ -34,7 +35,7 @@ def supernet_of(config: Config, folder: Path, data: Data | None = None) -> Chain
     for that if it is not at hand.
     """
     source = _source(config.supernet)
-    found = locate(source.source, folder) if ":" in source.source else zoo.find(source.source)
+    found = import_object(source.source, folder) if ":" in source.source else zoo.find(source.source)
     if isinstance(found, Chain):
         return found
     if not callable(found):
@@ -67,7 +68,7 @@ def data_of(config: Config, folder: Path) -> Data:
             return open_data(place, **source.options)
         source = replace(source, options={"path": place, **source.options})
     if ":" in source.source:
-        found = locate(source.source, folder)
+        found = import_object(source.source, folder)
         if callable(found):
             _check_options("data", found, source)
             found = found(**source.options)
@@ -174,11 +175,11 @@ def _optimizer(options: Mapping[str, Any], folder: Path) -> Optimizer:
     if kind is not None and not isinstance(kind, str):
         raise ConfigError(f'optimizer.kind must be text, not {type(kind).__name__}: for example kind = "adamw"')
     if kind is not None and ":" in kind:
-        name, kind = kind, locate(kind, folder)
+        name, kind = kind, import_object(kind, folder)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ConfigError(f"optimizer.kind: '{name}' is not a class of optimizers as in torch.optim")
     if "groups" in given and ":" in str(given["groups"]):
-        given["groups"] = locate(str(given["groups"]), folder)
+        given["groups"] = import_object(str(given["groups"]), folder)
     if "others" in given:
         if not isinstance(given["others"], dict):
             raise ConfigError('optimizer.others must be a table, such as {kind = "adamw", lr = 1e-3}')
@@ -207,7 +208,7 @@ def _made(key: str, spec: str | None, folder: Path) -> Any:
     """A callable by name; a class, or a function without arguments, is called for it."""
     if spec is None:
         return None
-    found = locate(spec, folder)
+    found = import_object(spec, folder)
     if isinstance(found, type) or (inspect.isfunction(found) and not inspect.signature(found).parameters):
         try:
             found = found()

@@ -81,7 +81,7 @@ def traced_stages(console: Console, found: dict[str, Any]) -> None:
     )
     if simulated := found["simulated"]:
         error = "" if simulated["error"] is None else f" ({100 * simulated['error']:+.1f} %)"
-        real = f" for operations that took {simulated['real_time']:.4g} s{error}"
+        real = f" for the first {simulated['steps']:,} steps, which took {simulated['real_time']:.4g} s{error}"
         steady = f"bubble {simulated['bubble']:.3f}, steady bubble {simulated['steady_bubble']:.3f}"
         console.print(f"simulated: {simulated['time']:.4g} s{real}; {steady}", soft_wrap=True)
     table = Table("stage", "busy", "ops", "ops/s", "most in flight", "mean wait", "worst wait")

@@ -68,12 +68,12 @@ def is_supernet(spec: str) -> bool:
 def _own(spec: str, folder: Path) -> Subject:
     from torch import nn
 
-    from weft.config import locate
+    from weft.utils.imports import import_object
 
     name, _, attribute = spec.partition(":")
     if name.endswith(".py"):
         folder, name = Path(name).parent, Path(name).stem
-    made = locate(f"{name}:{attribute}", folder)
+    made = import_object(f"{name}:{attribute}", folder)
     made = made() if callable(made) and not isinstance(made, nn.Module) else made
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
         raise PlanError(f"'{spec}' gives {type(made).__name__}: it must return (model, batch) or (model, batch, loss)")

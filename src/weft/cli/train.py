@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -23,8 +22,7 @@ from weft.engine.train_step import TrainStep
 from weft.errors import WeftError
 from weft.search.methods import count
 from weft.space import Subnet
-from weft.supernet import Chain, Factory, LazyLayer, extract, initialise
-from weft.trainer.batches import make_loader
+from weft.supernet import Chain, Factory, build_on_meta, extract
 from weft.trainer.config import TrainConfig, resolve
 from weft.utils.units import format_bytes
 
@@ -33,9 +31,9 @@ META = torch.device("meta")
 
 def describe(net: Chain | Factory, data: Data, train: TrainConfig, device: str, path: Path) -> dict[str, Any]:
     """Steps, subnets, parameters, memory in bytes and place of the run that ``weft.train`` would make of this."""
-    chain = on_meta(net)
+    chain = build_on_meta(net)
     config = resolve(train, chain)
-    loader = make_loader(data, config, torch.device("cpu"))
+    loader = config.loader(data, torch.device("cpu"))
     per_epoch = getattr(loader, "per_epoch", None)
     batch = {name: tensor.to(META) for name, tensor in loader.batch(0).items()}
     largest, smallest = chain.largest(), chain.smallest()
@@ -61,29 +59,6 @@ def describe(net: Chain | Factory, data: Data, train: TrainConfig, device: str, 
         "memory_gradients": parameters(chain, largest, batch) * 4,
         "memory_activations": activations(chain, largest, batch, config),
     }
-
-
-def on_meta(net: Chain | Factory) -> Chain:
-    """The supernet without data: every shape is right, and nothing is allocated unless it needs values to be made."""
-    if isinstance(net, Chain):
-        return _built(copy.deepcopy(net)).to(META)
-    try:
-        with META:
-            return _built(net()).to(META)
-    except WeftError:
-        raise
-    except Exception:  # what reads values while it is made, or cannot be made at all: then this says why
-        return initialise(net).to(META)
-
-
-def _built(chain: Chain) -> Chain:
-    for name in chain.layers:
-        module = chain.module(name)
-        if isinstance(module, LazyLayer):
-            block, _, label = name.rpartition(".")
-            with META:
-                chain.get_submodule(block).add_module(label, module.factory())
-    return chain
 
 
 def parameters(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor]) -> int:

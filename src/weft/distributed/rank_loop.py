@@ -25,9 +25,16 @@ IDLE = 0.5
 class RankLoop:
     """Drives the worker of one stage over the same links, however often a new one takes over."""
 
-    def __init__(self, transport: Transport, heartbeat: Heartbeat, tracer: Tracer | None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        heartbeat: Heartbeat,
+        tracer: Tracer | None,
+        stop_confirmed: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """``stop_confirmed`` says, after a signal, whether it is the user who wants to stop."""
         self.transport, self.heartbeat = transport, heartbeat
-        self._tracer = tracer
+        self._tracer, self._stop_confirmed = tracer, stop_confirmed
         self.busy = 0.0
         self.deciding = 0.0
         self.ops = 0
@@ -49,7 +56,7 @@ class RankLoop:
     def drive(self, worker: Worker, stopping: Callable[[], bool]) -> Iterator[OpResult | None]:
         """Works until the worker is done; gives every operation, and None for every idle round.
 
-        ``stopping`` says whether the user wants to stop; the first stage then ends the run at the next whole step.
+        ``stopping`` says whether a signal has come; the first stage then ends the run at the next whole step.
         """
         self._offload = worker.stage.offload
         worker.on_start = self._starts
@@ -60,7 +67,7 @@ class RankLoop:
         while not worker.done:
             while (arrived := self.transport.take(0)) is not None:
                 self._receive(worker, arrived)
-            if not ended and stopping():
+            if not ended and stopping() and self._stop_confirmed():
                 m = worker.stage.config.microbatches
                 until = -(-worker.scheduler.known // m) * m
                 if until < worker.scheduler.total:
@@ -68,7 +75,7 @@ class RankLoop:
                 ended = True
             done = worker.work()
             if done is None:
-                self.heartbeat.idle()
+                self.heartbeat.op = None
                 yield None
                 arrived = None if worker.done else self.transport.take(IDLE)
                 if arrived is not None:
@@ -82,7 +89,7 @@ class RankLoop:
             self._publish()
             yield done
         self.deciding += worker.stats.deciding
-        self.heartbeat.idle()
+        self.heartbeat.op = None
         self._publish(now=True)
 
     @property
@@ -93,7 +100,7 @@ class RankLoop:
         return status if self._offload is None else {**status, "offload": self._offload.stats()}
 
     def _starts(self, op: Op) -> None:
-        self.heartbeat.doing(str(op))
+        self.heartbeat.op = (str(op), time.monotonic())
 
     def _receive(self, worker: Worker, arrived: Received) -> None:
         message = arrived.message

@@ -101,11 +101,9 @@ class InPlaceWeights:
 # Under ``bounded`` that second forward would compute with newer weights than the first, and the gradient would belong
 # to neither. All numbers of stages would agree on it, so no comparison of runs finds it. The first backwards of a
 # layer are watched; later ones cost nothing.
-#
+
 BACKWARDS = 2
 """Backwards that are watched."""
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class RecomputeGuard:
@@ -114,14 +112,15 @@ class RecomputeGuard:
     def __init__(self, layer: str, module: nn.Module, schedule: VersionSchedule) -> None:
         self._layer, self._module, self._schedule = layer, module, schedule
         moves = isinstance(schedule.consistency, Bounded) and schedule.max_version_lag > 0
-        self._backwards = BACKWARDS if moves else 0
+        self.backwards = BACKWARDS if moves else 0
+        """How many more are to be watched."""
 
     def backward(self) -> AbstractContextManager[None]:
         """A block for a backward with the layer's weights in place; raises ConsistencyError where it computes with
         them anew."""
-        if not self._backwards:
-            return _NOTHING
-        self._backwards -= 1
+        if not self.backwards:
+            return nullcontext()
+        self.backwards -= 1
         return self._unread()
 
     @contextmanager

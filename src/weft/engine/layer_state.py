@@ -11,8 +11,7 @@ head.out.weight~12               the sum of the gradients of tied parameters in 
 from __future__ import annotations
 
 import hashlib
-import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,17 +124,6 @@ def restore(weights: VersionedLayer, tensors: Mapping[str, Tensor], numbers: Map
 # Fingerprints: SHA-256 over every weight, every optimizer state and every loss, made of one digest a layer.
 
 
-class LossDigest:
-    """A chain of hashes over the losses in step order; its 64 hex digits are all that a checkpoint needs."""
-
-    def __init__(self, value: str = "0" * 64) -> None:
-        self.value = value
-
-    def add(self, losses: Iterable[float]) -> None:
-        for loss in losses:
-            self.value = hashlib.sha256(bytes.fromhex(self.value) + struct.pack("<d", loss)).hexdigest()
-
-
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over names, types, shapes and bytes, in order of the names."""
     total = hashlib.sha256()
@@ -146,9 +134,10 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def fingerprint(layers: Mapping[str, str], losses: LossDigest) -> str:
-    """The digest of a whole run from those of its layers, which different processes may have made."""
-    total = hashlib.sha256(losses.value.encode())
+def fingerprint(layers: Mapping[str, str], losses: str) -> str:
+    """The digest of a run, from the digests of its layers, which different processes may have made, and of its
+    losses."""
+    total = hashlib.sha256(losses.encode())
     for name in sorted(layers):
         total.update(f"\0{name}\0{layers[name]}".encode())
     return total.hexdigest()

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.utils.rng import Part, key
-
-_MASK = (1 << 64) - 1
+from weft.utils.rng import GOLDEN, MASK, Part, key, splitmix64
 
 
 class Seeder:
@@ -39,7 +37,7 @@ class Seeder:
         base = self._layers.get(layer)
         if base is None:
             base = self._layers[layer] = key(self._seed, "layer", layer)
-        return _mix(_mix(base + step) + microbatch) >> 1
+        return _next(_next(base + step) + microbatch) >> 1
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -52,12 +50,8 @@ class Seeder:
                 generator.set_state(state)
 
 
-def _mix(x: int) -> int:
-    # splitmix64: every bit of the result depends on every bit of x.
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+def _next(state: int) -> int:
+    return splitmix64((state + GOLDEN) & MASK)
 
 
 class HostSeeder(Seeder):

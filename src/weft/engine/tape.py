@@ -169,7 +169,8 @@ class Tape:
                 block = layer.bound(own_leaves)
                 if block is not None:
                     stack.enter_context(block)
-                stack.enter_context(layer.recompute_guard.backward())
+                if layer.recompute_guard.backwards:
+                    stack.enter_context(layer.recompute_guard.backward())
             results = grad() if self._in_background is None else self._in_background(grad)
         if not inputs:
             return list(results), ()

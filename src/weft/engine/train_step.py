@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.data import Augment, Batch
-from weft.engine.bilevel import Bilevel
+from weft.data import Augment, Batch, Data, IterableLoader, Loader, Source
+from weft.engine.bilevel import Bilevel, BilevelLoader, with_progress
 from weft.engine.consistency import Consistency, VersionSchedule, version_schedule
 from weft.engine.grad_exchange import SMALL, GlobalNormClipper, Ties, delay_of, span_of, ties_of
 from weft.engine.layer_state import CheckpointPart, capture
@@ -59,6 +59,28 @@ class TrainStep:
     seed: int = 0
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Measured beside the loss; they change no weight."""
+
+    def loader(self, data: Data, device: torch.device, workers: int = 0) -> Loader | IterableLoader | BilevelLoader:
+        """The batches of the run by step; a DataLoader of the user's own is taken as it is."""
+
+        def loader(source: Source) -> Loader:
+            return Loader(source, self.batch_size, self.seed, augment=self.augment, workers=workers, device=device)
+
+        train = data.train if isinstance(data.train, IterableLoader) else loader(data.train)
+        if self.architecture_search is None:
+            return train
+        if data.validation is None:
+            raise TrainError(
+                "architecture parameters learn on validation data, and this data set has none: split some off it"
+            )
+        return BilevelLoader(self.architecture_search, train, loader(data.validation), self.steps)
+
+    def validation_batches(self, loader: Loader, step: int) -> Iterator[Batch]:
+        """All validation data; where the chain has architecture parameters, with how far the run has come."""
+        batches = loader.all()
+        if self.architecture_search is None:
+            return batches
+        return (with_progress(batch, step / self.steps) for batch in batches)
 
     def parts(self, batch: Batch) -> list[Batch]:
         """The micro-batches of a step."""

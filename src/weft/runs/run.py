@@ -174,6 +174,30 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+_RENAMED = {"Taught": "InPlaceDistillation", "Validate": "Validation", "Residency": "OffloadConfig"}
+"""Classes of weft that had other names when older manifests were written."""
+
+
+def without_modules(value: Any) -> Any:
+    """A plain value in which the names of weft's own functions and classes do not say in which module they live.
+
+    A manifest that was written before a module moved then equals one of today.
+
+    >>> without_modules("weft.pipeline.losses.cross_entropy")
+    'weft.cross_entropy'
+    >>> without_modules({"loss": "weft.engine.losses:cross_entropy", "own": "mycode.nets:loss"})
+    {'loss': 'weft:cross_entropy', 'own': 'mycode.nets:loss'}
+    """
+    if isinstance(value, Mapping):
+        return {name: without_modules(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_modules(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    short = re.sub(r"\bweft(?:\.[a-z]\w*)*([.:])(?=\w)", r"weft\1", value)
+    return re.sub(r"\b(" + "|".join(_RENAMED) + r")\b(?=\()", lambda match: _RENAMED[match[1]], short)
+
+
 def _check_vacant(path: Path) -> None:
     if (path / "manifest.json").exists():
         raise RunError(f"'{path}' already holds a run; resume it, or choose another name")

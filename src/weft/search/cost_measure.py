@@ -31,7 +31,7 @@ from weft.search.cost import flops, latencies, latency, parameters
 from weft.search.cost_table import LIMIT, Table, Values, closed, combinations, reduced
 from weft.search.cost_trace import Held, LevelTracer, NotedSubnet, Open, call_node, node_key
 from weft.space import Subnet, Value
-from weft.supernet import Chain, Layer, LazyLayer, as_activations, build_layer, extract
+from weft.supernet import Chain, Layer, LazyLayer, as_activations, build_layer, build_on_meta, extract
 from weft.utils.rng import generator
 
 WHOLE = 64  # up to so many combinations a latency is that of a whole layer
@@ -56,7 +56,7 @@ class Measure:
     def _start(self, real: bool) -> None:
         self._real = real
         place = self.device if real else torch.device("meta")
-        self.chain = _copied(self.given[0], place, real)
+        self.chain = (_copied(self.given[0], place) if real else build_on_meta(self.given[0])).eval()
         self.batch = {name: tensor.to(place) for name, tensor in self.given[1].items()}
         self._layer = ""
         self._open: set[nn.Module] = set()  # composites that are traced as a part of the one around them
@@ -392,24 +392,22 @@ class _Call(nn.Module):
         return self._run()
 
 
-def _copied(chain: Chain, place: torch.device, real: bool) -> Chain:
-    """The chain with its weights on the device; on the meta device none takes memory."""
+def _copied(chain: Chain, place: torch.device) -> Chain:
+    """The chain with every layer built, and its weights on the device."""
     memo: dict[int, Any] = {id(chain.space): chain.space}
     for tensor in (*chain.parameters(), *chain.buffers()):
-        if not (real and tensor.is_meta):
+        if not tensor.is_meta:
             moved = tensor.detach().to(place)
             kept = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(moved, requires_grad=tensor.requires_grad) if kept else moved
     made = copy.deepcopy(chain, memo)
     for name in made.layers:
         module = made.module(name)
-        if isinstance(module, LazyLayer) or (
-            real and any(t.is_meta for t in (*module.parameters(), *module.buffers()))
-        ):
+        if isinstance(module, LazyLayer) or any(t.is_meta for t in (*module.parameters(), *module.buffers())):
             where, _, label = name.rpartition(".")
             built = build_layer(module, name, 0, torch.device("cpu")).to(place)
             made.get_submodule(where).add_module(label, built)
-    return made.eval()
+    return made
 
 
 def _found(known: Mapping[Key, Any], names: Sequence[str], values: Values) -> Any:

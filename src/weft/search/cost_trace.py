@@ -11,7 +11,7 @@ from weft.elastic import Leaf, Module
 from weft.elastic.extract import Tracer
 from weft.search.cost_table import Values
 from weft.space import Subnet, Value
-from weft.space.frozen_space import FrozenSpace
+from weft.space.subnet import FrozenSpace
 
 
 class Open(Exception):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.elastic import Mixture
 from weft.elastic.module import takes_pick
-from weft.errors import SpaceError, SupernetError, nearest
+from weft.errors import SpaceError, SupernetError, WeftError, nearest
 from weft.space import Choice as SpaceChoice
 from weft.space import Space, Subnet, Value
 from weft.supernet.blocks import Block
@@ -20,8 +22,10 @@ from weft.supernet.layer import (
     as_activations,
     as_module,
     build_layer,
+    build_layer_on_meta,
     extra_inputs,
     run_layer,
+    shapes_only,
 )
 from weft.supernet.tied_weights import begin_alike, make_ties
 from weft.utils.rng import torch_seeded
@@ -178,20 +182,54 @@ def initialise(
     """
     if not isinstance(net, Chain):
         with torch_seeded(seed, "build"):
-            chain = net()
-        if not isinstance(chain, Chain):
-            raise SupernetError(f"the supernet's factory returned {type(chain).__name__}, not a weft.Chain")
-        net = chain
+            net = _made(net)
     built = list(net.layers if only is None else only)
     for name in built:
         if name not in net.layers:
             raise SupernetError(f"no layer is named '{name}'{nearest(name, net.layers)}")
-        block, _, label = name.rpartition(".")
-        parent = net.get_submodule(block) if block else net
-        parent.add_module(label, build_layer(net.module(name), name, seed, torch.device(device)))
+        _replace(net, name, build_layer(net.module(name), name, seed, torch.device(device)))
     begin_alike(net, seed, built)
     _check_layers(net)
     return net
+
+
+def build_on_meta(net: Chain | Factory) -> Chain:
+    """The chain with every layer built but without values: all shapes are right, and no weight is drawn or allocated.
+
+    A chain is copied, less its values. A factory that reads values runs as usual, and its tensors are dropped.
+    """
+    if isinstance(net, Chain):
+        memo: dict[int, Any] = {id(net.space): net.space}
+        for tensor in (*net.parameters(), *net.buffers()):
+            shape = tensor.detach().to("meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(shape, requires_grad=tensor.requires_grad) if is_parameter else shape
+        chain = copy.deepcopy(net, memo)
+    else:
+        try:
+            with shapes_only():
+                chain = _made(net)
+        except WeftError:
+            raise
+        except Exception:  # it reads values, or it fails on any device: then this says why
+            with torch_seeded(0, "build"):
+                chain = _made(net)
+    for name in chain.layers:
+        _replace(chain, name, build_layer_on_meta(chain.module(name), name))
+    return chain
+
+
+def _made(factory: Factory) -> Chain:
+    chain = factory()
+    if not isinstance(chain, Chain):
+        raise SupernetError(f"the supernet's factory returned {type(chain).__name__}, not a weft.Chain")
+    return chain
+
+
+def _replace(chain: Chain, name: str, module: nn.Module) -> None:
+    block, _, label = name.rpartition(".")
+    parent = chain.get_submodule(block) if block else chain
+    parent.add_module(label, module)
 
 
 def _common_space(blocks: Sequence[Block]) -> Space:

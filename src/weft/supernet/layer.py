@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from weft.elastic import Pick
-from weft.errors import SupernetError
+from weft.errors import SupernetError, WeftError
 from weft.utils.rng import torch_seeded
 
 Activations = tuple[Tensor, ...]
@@ -102,6 +104,39 @@ def build_layer(module: nn.Module, name: str, seed: int, device: torch.device) -
                 f"layer '{name}' has tied weights on the meta device, which torch would untie: give it as a factory"
             )
     return module.to(device)
+
+
+def build_layer_on_meta(module: nn.Module, name: str) -> nn.Module:
+    """The layer's module with shapes but without values.
+
+    A factory runs on the meta device and draws nothing. A factory that needs values as it runs gets them, which takes
+    memory until its tensors are on the meta device too.
+    """
+    if isinstance(module, LazyLayer):
+        try:
+            with shapes_only():
+                module = module.factory()
+        except WeftError:
+            raise
+        except Exception:  # it reads values, or it fails on any device: then build_layer says why
+            module = build_layer(module, name, 0, torch.device("cpu"))
+    return module.to("meta")
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Within the block, new tensors are on the meta device and torch.nn.init does nothing."""
+    with torch.device("meta"), _NothingDrawn():
+        yield
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Skips torch.nn.init. On the meta device it has no effect, but torch would import its compiler for it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else (kwargs or {}).get("tensor")
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -21,7 +21,16 @@ from weft.errors import SupernetError
 from weft.space import Space, Subnet
 from weft.supernet.blocks import Block, Choice
 from weft.supernet.chain import Chain, Factory
-from weft.supernet.layer import Activations, Candidate, LazyLayer, Runner, as_module, extra_inputs, run_layer
+from weft.supernet.layer import (
+    Activations,
+    Candidate,
+    LazyLayer,
+    Runner,
+    as_module,
+    build_layer_on_meta,
+    extra_inputs,
+    run_layer,
+)
 from weft.utils.rng import generator
 
 Relax = Callable[[Tensor, bool, Tensor | None], Tensor]
@@ -128,13 +137,10 @@ def _read_by(block: Block, chain: Chain) -> set[str]:
 
 
 def parts(block: Block, chain: Chain) -> Iterator[nn.Module]:
-    """Every module of a block; of what is not built yet, a shadow without values."""
+    """Every module of a block. A layer that is not built yet is built without values, for the occasion."""
     for name in block.candidates():
         module = chain.module(name)
-        if isinstance(module, LazyLayer):
-            with torch.device("meta"):
-                module = module.factory()
-        yield from module.modules()
+        yield from (build_layer_on_meta(module, name) if isinstance(module, LazyLayer) else module).modules()
 
 
 class _Always:

@@ -21,12 +21,12 @@ from weft.engine.optimizer import GlobalNorm, Optimizer
 from weft.engine.train_step import TrainStep
 from weft.errors import CheckpointError, RunError, WeftError
 from weft.runs import Run
+from weft.runs.run import without_modules
 from weft.space import make_stream
 from weft.supernet import Chain
 from weft.trainer.checkpointing import initial_digest
 from weft.trainer.config import Execution, Parts, RunConfig, TrainConfig, merge_fields, prefers_channels_last
 from weft.utils.files import to_json
-from weft.utils.names import without_modules
 
 KEY = "train_config"
 """Where the manifest has what decides the bits. In manifests of format 1 it was called ``law``."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +138,17 @@ class StepCollector:
             place += size + 1
         skipped = sum(not math.isfinite(loss) for loss in losses)
         return StepRecord(self._next, self._config.stream[self._next], losses, metrics, skipped)
+
+
+class LossDigest:
+    """A chain of hashes over the losses in step order; its 64 hex digits are all that a checkpoint needs."""
+
+    def __init__(self, value: str = "0" * 64) -> None:
+        self.value = value
+
+    def add(self, losses: Iterable[float]) -> None:
+        for loss in losses:
+            self.value = hashlib.sha256(bytes.fromhex(self.value) + struct.pack("<d", loss)).hexdigest()
 
 
 def _record(result: StepResult, losses: list[float], sums: Mapping[str, tuple[list[float], float]]) -> StepRecord:

@@ -24,7 +24,6 @@ from weft.runs import Checkpoints
 from weft.space import Subnet, make_stream
 from weft.supernet import Chain, Factory, initialise
 from weft.supernet.partition import Cut, best_cut, check_cut, check_stages, stage_of
-from weft.trainer.batches import make_loader
 from weft.trainer.config import Execution, RunConfig, TrainConfig, prefers_channels_last, resolve
 
 log = logging.getLogger("weft.pipeline")
@@ -51,7 +50,7 @@ class LayerCosts:
 
 def profile_layers(chain: Chain, data: Data, config: TrainStep, device: torch.device) -> LayerCosts:
     """Costs for one micro-batch; the chain itself is not changed."""
-    batch = config.parts(make_loader(data, config, device).batch(0))[0]
+    batch = config.parts(config.loader(data, device).batch(0))[0]
     twin = copy.deepcopy(chain).to(device)
     costs = profile_chain(twin, batch, 3, config.optimizer, config.loss)
     return LayerCosts(dict(costs.items()), tuple(message_seconds(size) for size in message_bytes(twin, batch)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weft.data import Batch, Data, Loader
+from weft.data import Batch, Data, Loader, MicroBatches
 from weft.distributed.rank_loop import RankLoop
 from weft.distributed.store import ControlStore
 from weft.engine.cuda_graphs import CudaGraphCache
@@ -24,7 +24,6 @@ from weft.pipeline.worker import Worker
 from weft.space import Subnet
 from weft.supernet import Chain
 from weft.supernet.partition import Cut
-from weft.trainer.batches import MicroBatches, make_loader, validation_batches
 from weft.trainer.config import Execution, Validation
 from weft.trainer.evaluate import Calibration, ForwardPipeline, Scores
 from weft.trainer.metrics_log import StepCollector, StepRecord
@@ -122,7 +121,7 @@ class PipelineEngine:
                 for _ in pipeline.forward(subnet, first):
                     pass
                 norms.freeze()
-                for outputs, batch in pipeline.forward(subnet, validation_batches(held, config, step)):
+                for outputs, batch in pipeline.forward(subnet, config.validation_batches(held, step)):
                     with torch.inference_mode(), config.autocast(stage.device):
                         scores.add(outputs, batch)
             if stage.is_last:
@@ -141,7 +140,7 @@ class PipelineEngine:
             self._batches.close()
 
     def _loader(self) -> Any:
-        return make_loader(self.data, self.config, self.stage.device, self._workers)
+        return self.config.loader(self.data, self.stage.device, self._workers)
 
     def _records(self, worker: Worker) -> Iterator[StepRecord]:
         for n, report in worker.reports if self.stage.is_first else ():

@@ -151,11 +151,9 @@ def _take_part(
         if step is not None:
             trainer.restore(step)
         tracer = _start_tracer(run, me, part, engine) if part.execution.trace else None
-        engine.loop = RankLoop(transport, heartbeat, tracer)
+        engine.loop = RankLoop(transport, heartbeat, tracer, partial(_stop_wanted, store.store))
         try:
-            digest = trainer.run_to_end(
-                checkpoint_every(job.config, job.run), lambda: asked() and _stop_wanted(store.store)
-            )
+            digest = trainer.run_to_end(checkpoint_every(job.config, job.run), asked)
         except KeyboardInterrupt:
             transport.close()
             raise

@@ -15,7 +15,7 @@ from weft.data import Data
 from weft.distributed.store import ControlStore
 from weft.distributed.transport import PeerLost
 from weft.elastic.mixture import choice_options
-from weft.engine.layer_state import CheckpointPart, LossDigest, fingerprint, layer_digest, optimizer_states, restore
+from weft.engine.layer_state import CheckpointPart, fingerprint, layer_digest, optimizer_states, restore
 from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainedLayers, TrainStep
 from weft.errors import CheckpointError, TrainError, WeftError
@@ -26,7 +26,7 @@ from weft.supernet import Chain
 from weft.supernet.mixed_chain import MixedChain
 from weft.trainer.checkpointing import CheckpointWriter
 from weft.trainer.config import Validation
-from weft.trainer.metrics_log import StepRecord
+from weft.trainer.metrics_log import LossDigest, StepRecord
 from weft.utils.malloc import keep_freed_memory
 from weft.utils.rng import generator
 
@@ -194,7 +194,8 @@ class Trainer:
                 writer.put(step, item, self._meta(step, item) if self.store.rank == 0 else {})
             case event, fields:
                 self.emit(event, **fields)
-        writer.check()
+        if writer.problem is not None:
+            raise writer.problem
         self._announce(writer)
 
     def _meta(self, step: int, snapshot: CheckpointPart) -> dict[str, Any]:
@@ -232,7 +233,7 @@ class Trainer:
         for part in self.store.gather("digests", own):
             digests |= part
         if self.store.rank == 0:
-            self.store.set("fingerprint", fingerprint(digests, self._losses))
+            self.store.set("fingerprint", fingerprint(digests, self._losses.value))
         return str(self.store.get("fingerprint"))
 
     def _version_lag(self) -> dict[str, dict[str, int]]:

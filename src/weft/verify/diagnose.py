@@ -16,7 +16,6 @@ from weft.data import Batch, Data
 from weft.engine.rng import Seeder, deterministic
 from weft.engine.train_step import TrainStep
 from weft.supernet import Activations, Chain, Factory, as_activations, extra_inputs, initialise, run_layer
-from weft.trainer.batches import make_loader
 from weft.trainer.config import Execution
 from weft.verify.record import Difference, fresh
 
@@ -67,7 +66,7 @@ class Subject:
         seeder, picks = Seeder(config.seed, device), config.stream[step]
         with deterministic(device), seeder.preserved(), config.autocast(device):
             chain = self.execution.lay_out(initialise(fresh(self.net), config.seed, device)).train()
-            for j, batch in enumerate(config.parts(make_loader(self.load(), config, device).batch(step))):
+            for j, batch in enumerate(config.parts(config.loader(self.load(), device).batch(step))):
                 carry, subnet = chain.enter(batch), picks[j % len(picks)]
                 for layer in chain.route(subnet):
                     module, seeded = chain.module(layer), partial(seeder.set, step, j, layer.name)
@@ -90,7 +89,7 @@ class Subject:
         return Cause(IMPURE, f"building layer '{name}' twice gives other weights", remedy)
 
     def _of_batch(self, step: int) -> Cause | None:
-        one, other = (make_loader(self.load(), self.config, self.device).batch(step) for _ in range(2))
+        one, other = (self.config.loader(self.load(), self.device).batch(step) for _ in range(2))
         name = next((name for name in one if not _equal([one[name]], [other.get(name)])), None)
         if name is None:
             return None

@@ -41,10 +41,10 @@ weft.gantt = (time, more) => {
   };
   // A simulation holds the first steps of a run; the real time of the same operations stands beside it.
   const compared = () => {
-    const { seconds, real_seconds: real } = base.simulated;
+    const { steps, seconds, real_seconds: real } = base.simulated;
     if (!format.known(seconds) || !format.known(real) || !(real > 0)) return `simulated, ${lasting("simulated")}`;
     const error = seconds / real - 1;
-    const part = real < 0.99 * (time.whole[1] - time.whole[0]) ? "the first operations" : "the same operations";
+    const part = `the same ${steps} ${steps === 1 ? "step" : "steps"}`;
     return `simulated, ${format.seconds(seconds)}; ${part} took ${format.seconds(real)} (${error < 0 ? "−" : "+"}${format.percent(Math.abs(error))})`;
   };
   const series = (palette) =>

@@ -65,6 +65,7 @@ def document(run: Path, **query: Any) -> dict[str, Any]:
         simulated = {
             "spans": [] if many else simulated_rows(trace, expected, events.subnets),
             "buckets": _buckets(trace.simulated, 0.0, window) if many else None,
+            "steps": error["steps"],
             "seconds": round(error["time"], 6),
             "real_seconds": round(error["real_time"], 6),
         }

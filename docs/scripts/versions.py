@@ -1,4 +1,4 @@
-"""explanation/law-*.svg: schedules of weft's own simulator, four promises on one stream, and exact on a spaced one.
+"""explanation/versions-*.svg: simulated schedules: four consistencies on one stream, and exact on a spaced one.
 
 stage 0   | 0| 1|     |  0  | ...     a box is an op, as long as it takes; in it its micro-batch, and under that
 stage 1      | 0|  0  |  1  | ...     the version of the weights that it sees
@@ -17,7 +17,7 @@ from weft.trainer.partitioning import default_in_flight
 
 STAGES, STEPS, CHOICES = 4, 10, 6
 CUT = (1, 2, 3)
-LAWS = {
+PICTURES = {
     "exact": ("exact", False),
     "delayed": ("delayed(3)", False),
     "lagged": ("lagged(3)", False),
@@ -37,23 +37,23 @@ STYLE = (
 
 def work(consistency: str, spaced: bool) -> Workload:
     """Four blocks, one a stage. Every step uses the one layer of each; or, spaced, one of six candidates in turn."""
-    promise = parse_consistency(consistency)
+    rule = parse_consistency(consistency)
 
     def picks(n: int) -> list[tuple[int, Hashable]]:
         return [(block, (block, (n + block) % CHOICES if spaced else 0)) for block in range(STAGES)]
 
-    return Workload(STAGES, 1, STEPS, picks, lambda _: promise)
+    return Workload(STAGES, 1, STEPS, picks, lambda _: rule)
 
 
 def schedule(name: str) -> Simulated:
     """What the simulator makes of it with the windows that a run would have: forward 1, backward 2."""
-    found = work(*LAWS[name])
+    found = work(*PICTURES[name])
     return simulate(found, CUT, [SchedulePolicy(window) for window in default_in_flight(found, CUT, None)])
 
 
 def versions(name: str, block: int, n: int) -> tuple[int, int]:
     """The versions that forward and backward of a micro-batch see, counted over the layer's own updates."""
-    consistency, spaced = LAWS[name]
+    consistency, spaced = PICTURES[name]
     at = version_schedule(parse_consistency(consistency), block, STAGES, 1, STEPS)
     return (n // CHOICES, n // CHOICES) if spaced else (at.forward_reads(n), at.backward_reads(n))
 
@@ -61,7 +61,7 @@ def versions(name: str, block: int, n: int) -> tuple[int, int]:
 def picture(name: str) -> str:
     """The schedule as SVG, for light and dark."""
     found = schedule(name)
-    consistency, spaced = LAWS[name]
+    consistency, spaced = PICTURES[name]
     end = found.time
     wide, high = LEFT + UNIT * SHOWN + 12, TOP + ROW * STAGES + 24
     stream = "every step uses other candidates than the five before it" if spaced else "every step uses every layer"
@@ -82,10 +82,10 @@ def picture(name: str) -> str:
         y, n = TOP + ROW * span.op.stage, span.op.microbatch
         version = versions(name, span.op.stage, n)[span.op.kind == "B"]
         word = "forward" if span.op.kind == "F" else "backward"
-        told = f"{span.op}: {word} of micro-batch {n} on stage {span.op.stage}, sees version {version}"
+        title = f"{span.op}: {word} of micro-batch {n} on stage {span.op.stage}, sees version {version}"
         middle = f"{x + width / 2:.1f}"
         parts.append(
-            f'<g><title>{told}</title><rect class="{span.op.kind}" x="{x + 0.5:.1f}" y="{y}" width="{width - 1:.1f}" '
+            f'<g><title>{title}</title><rect class="{span.op.kind}" x="{x + 0.5:.1f}" y="{y}" width="{width - 1:.1f}" '
             f'height="30" rx="2"/><text class="s" x="{middle}" y="{y + 13}" text-anchor="middle">{n}</text>'
             f'<text class="s" x="{middle}" y="{y + 26}" text-anchor="middle">v{version}</text></g>'
         )
