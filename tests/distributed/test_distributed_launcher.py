@@ -202,7 +202,7 @@ def lines(folder: Path) -> dict[str, str]:
 
 
 def test_each_stage_gets_its_place(work, tmp_path, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     before = dict(os.environ)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
@@ -228,15 +228,13 @@ def test_each_stage_gets_its_place(work, tmp_path, monkeypatch):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
 
 
-@pytest.mark.parametrize(("inherited", "threads", "expected"), [(None, None, "1"), ("4", None, "4"), ("4", 2, "2")])
-def test_threads_are_those_asked_for_else_those_of_the_parent_else_one(
-    work, tmp_path, monkeypatch, inherited, threads, expected
-):
+@pytest.mark.parametrize(("inherited", "expected"), [(None, "1"), ("4", "4")])
+def test_without_a_number_threads_are_those_of_the_parent_else_one(work, tmp_path, monkeypatch, inherited, expected):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if inherited:
         monkeypatch.setenv("OMP_NUM_THREADS", inherited)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    launch(1, Call(work.tell, (str(tmp_path),)), threads=threads)
+    launch(1, Call(work.tell, (str(tmp_path),)))
     said = json.loads((tmp_path / "0.0").read_text())
     assert (said["OMP_NUM_THREADS"], said["GLOO_SOCKET_IFNAME"]) == (expected, "lo")
 
@@ -394,23 +392,14 @@ def test_an_outcome_crosses_the_store():
 # The end
 
 
-def test_stages_stop_by_themselves_on_ctrl_c(work, tmp_path, start):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stages_stop_by_themselves_on_ctrl_c_and_sigterm(work, tmp_path, start, number):
     seen = tmp_path / "seen"
     seen.mkdir()
     main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=2, work="until_told", seen=str(seen)))
     wait_for(lambda: len(lines(seen)) == 2 and all(lines(seen).values()))
-    os.killpg(main.pid, signal.SIGINT)  # a terminal sends it to all of its processes; only the parent may act on it
-    out, err = main.communicate(timeout=50)
-    assert (out, err, main.returncode) == ("interrupted\n", "", 7)
-    assert lines(seen) == {"0.0": "stopped: True", "0.1": "stopped: True"}
-
-
-def test_sigterm_is_passed_on_to_stages(work, tmp_path, start):
-    seen = tmp_path / "seen"
-    seen.mkdir()
-    main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=2, work="until_told", seen=str(seen)))
-    wait_for(lambda: len(lines(seen)) == 2)
-    os.kill(main.pid, signal.SIGTERM)
+    # A terminal sends Ctrl-C to all of its processes; only the parent may act on it.
+    os.killpg(main.pid, number) if number == signal.SIGINT else os.kill(main.pid, number)
     out, err = main.communicate(timeout=50)
     assert (out, err, main.returncode) == ("interrupted\n", "", 7)
     assert lines(seen) == {"0.0": "stopped: True", "0.1": "stopped: True"}

@@ -6,14 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import stages
 import torch
 from elastics import layered
+from stages import Task, in_stages, sequentially
 from torch import Tensor, nn
 
 import weft
 from weft.data import Data, Tensors, open_data
-from weft.engine.bilevel import Bilevel, BilevelLoader
+from weft.engine.bilevel import Bilevel, BilevelLoader, with_progress
 from weft.errors import TrainError
 from weft.search.gradient.methods import GDAS, Darts, DrNAS
 from weft.supernet.mixed_chain import PROGRESS, make_mixed_chain, mixed_factory
@@ -83,15 +86,42 @@ def test_a_step_changes_its_own_level_and_no_other(tmp_path: Path) -> None:
     assert not all(torch.equal(two[name], three[name]) for name in two)
 
 
+def digits_at(step: int) -> dict[str, Tensor]:
+    part = open_data("digits").train.take(np.arange(8 * step, 8 * step + 8))  # type: ignore[union-attr]
+    return with_progress(part, step / 8)
+
+
+@pytest.mark.parametrize("consistency", ["exact", "bounded(2, 3)"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_search_repeats_to_the_bit_and_is_the_same_on_two_stages(tmp_path: Path, method: str) -> None:
-    found = {train(tmp_path, method, microbatches=2, stages=stages).fingerprint for stages in (1, 1, 2)}
-    assert len(found) == 1
+def test_a_search_repeats_to_the_bit_on_any_number_of_stages(
+    monkeypatch: pytest.MonkeyPatch, method: str, consistency: str
+) -> None:
+    relax, side = METHODS[method]
+    net = mixed_factory(layered, relax, side)
+    monkeypatch.setitem(stages.KINDS, "mixed", (net, digits_at))
+    config = TrainConfig(
+        steps=8,
+        microbatches=2,
+        batch_size=8,
+        loss=loss,
+        architecture_search=Bilevel(),
+        stream=net().space.first(),
+        consistency=consistency,
+    )
+    task = Task("mixed", resolve(config, net()))
+    alone = sequentially(task)
+    assert sequentially(task) == alone
+    for cut, seed in (((2,), 0), ((1, 3), 1)):
+        found, _ = in_stages(task, cut, 4, seed)
+        assert (found.layers, found.losses) == (alone.layers, alone.losses)
 
 
-def test_mixed_supernets_train_under_bounded_on_any_number_of_stages(tmp_path: Path) -> None:
-    found = {train(tmp_path, "drnas", consistency="bounded(2, 3)", stages=stages).fingerprint for stages in (1, 3)}
-    assert len(found) == 1
+def test_a_search_is_the_same_on_processes(tmp_path: Path) -> None:
+    runs = [train(tmp_path, "drnas", steps=4, stages=count, validation=2) for count in (1, 2)]
+    assert runs[0].fingerprint == runs[1].fingerprint
+    for run in runs:
+        phases = [e["phase"] for e in run.run.events.read() if e["event"] == "step"]
+        assert phases == ["weights", "architecture"] * 2
 
 
 def test_a_window_of_both_levels_is_averaged_over_the_steps_of_each_level(tmp_path: Path) -> None:
@@ -200,12 +230,6 @@ def test_the_second_order_is_refused_where_it_cannot_be_had(tmp_path: Path) -> N
     for changes in ({"stages": 2}, {"microbatches": 2}, {"consistency": "lagged(2)"}):
         with pytest.raises(TrainError, match="second order"):
             train(tmp_path, architecture_search=Bilevel(order=2), **changes)
-
-
-def test_the_log_has_the_phase_of_every_step(tmp_path: Path) -> None:
-    for stages in (1, 2):
-        events = train(tmp_path, steps=4, stages=stages).run.events.read()
-        assert [e["phase"] for e in events if e["event"] == "step"] == ["weights", "architecture"] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

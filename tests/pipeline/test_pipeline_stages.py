@@ -38,8 +38,7 @@ def assert_same(whole: Outcome, parts: Outcome) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("m", [1, 2, 4])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("m", "optimizer"), [(1, "sgd"), (2, "adamw"), (4, "sgd")])
 def test_every_number_of_stages_gives_the_bits_of_one(kind: str, m: int, optimizer: str) -> None:
     shared = {
         "stem": "delayed(2)",
@@ -53,8 +52,7 @@ def test_every_number_of_stages_gives_the_bits_of_one(kind: str, m: int, optimiz
     task = make_task(kind, m=m, consistency=shared, optimizer=OPTIMIZERS[optimizer](), clip=1.0)
     whole, blocks = sequentially(task), len(chain.blocks)
     for cut in ((), (2,), (1, blocks - 1), tuple(range(1, blocks))):
-        for seed in (0, 1):
-            assert_same(whole, in_stages(task, cut, 2 * len(cut) + 2, seed)[0])
+        assert_same(whole, in_stages(task, cut, 2 * len(cut) + 2, len(cut))[0])
 
 
 @pytest.mark.parametrize("after", [1, 20])
@@ -101,7 +99,7 @@ def cases(draw: st.DrawFn) -> tuple[Task, tuple[int, ...], int, int]:
     return task, cut, draw(st.integers(1, 9)), draw(st.integers(0, 2**32 - 1))
 
 
-@settings(quiet, max_examples=80)
+@settings(quiet, max_examples=60)
 @given(cases())
 def test_any_mixture_cut_window_and_timing_gives_the_bits_of_one_stage(
     case: tuple[Task, tuple[int, ...], int, int],
@@ -110,7 +108,7 @@ def test_any_mixture_cut_window_and_timing_gives_the_bits_of_one_stage(
     assert_same(sequentially(task), in_stages(task, cut, window, seed)[0])
 
 
-@settings(quiet, max_examples=40)
+@settings(quiet, max_examples=25)
 @given(cases())
 def test_a_backward_that_is_split_gives_the_same_bits(case: tuple[Task, tuple[int, ...], int, int]) -> None:
     task, cut, window, seed = case
@@ -163,7 +161,7 @@ def resumed_elsewhere(
 resumes = given(cases(), st.integers(1, 3), st.integers(0, 10), st.data())
 
 
-@settings(quiet, max_examples=60)
+@settings(quiet, max_examples=30)
 @resumes
 def test_a_checkpoint_taken_in_flight_goes_on_with_the_same_bits_on_any_other_cut(
     case: tuple[Task, tuple[int, ...], int, int], every: int, which: int, data: st.DataObject

@@ -145,9 +145,17 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("m", [1, 2])
-@pytest.mark.parametrize("consistency", ["exact", "delayed(2)", "lagged(4)", "bounded(8,4)", "bounded(2,4)"])
+CONSISTENCIES = ("exact", "delayed(2)", "lagged(4)", "bounded(8,4)", "bounded(2,4)")
+
+
+@pytest.mark.parametrize(
+    ("consistency", "m", "optimizer"),
+    [
+        *((consistency, m, "sgd") for consistency in CONSISTENCIES for m in (1, 2)),
+        *(("lagged(4)", 2, optimizer) for optimizer in OPTIMIZERS if optimizer != "sgd"),
+        *(("bounded(2,4)", 1, optimizer) for optimizer in OPTIMIZERS if optimizer != "sgd"),
+    ],
+)
 def test_a_resumed_run_has_the_fingerprint_of_an_undisturbed_one(
     tmp_path: Path, consistency: str, m: int, optimizer: str
 ) -> None:
