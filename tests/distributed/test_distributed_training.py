@@ -175,10 +175,7 @@ def test_a_run_goes_on_on_any_other_number_of_stages(tmp_path: Path, kind: str) 
         ({"stages": 2, "cut": (1, 2)}, "the cut (1, 2) makes 3 stages, but 2 are asked for"),
         ({"stages": 2, "cut": (6,)}, "the cut (6,) of 6 blocks must rise from 1 to at most 5"),
         ({"cut": (2,)}, "the cut (2,) makes 2 stages, but 1 is asked for"),
-        (
-            {"stages": 2, "optimizer": GLOBAL, "consistency": {"shared": "lagged(2)"}},
-            "one consistency for all layers",
-        ),
+        ({"stages": 2, "optimizer": GLOBAL, "consistency": {"shared": "lagged(2)"}}, "one consistency for all layers"),
         ({"stages": 2, "split_backward": "defer"}, "split_backward='defer': True or False"),
         ({"stages": 2, "loss": lambda outputs, batch: outputs.sum()}, "processes.<lambda>, cannot be sent to them"),
         ({"stages": 2, "metrics": {"a": lambda outputs, batch: 0}}, "and 'a', "),
@@ -245,9 +242,7 @@ def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda event: event.get("step", 0))
 
 
-def test_three_processes_with_one_copy_have_the_bits_scores_and_version_lag_of_one_device(
-    tmp_path: Path,
-) -> None:
+def test_three_processes_with_one_copy_have_the_bits_scores_and_version_lag_of_one_device(tmp_path: Path) -> None:
     one, told = trained(tmp_path, "one")
     three, said = trained(tmp_path, "three", stages=3)
     assert one.fingerprint == three.fingerprint

@@ -161,13 +161,7 @@ class Reference:
         return new[0], new[1]
 
 
-def compare(
-    chain: Chain,
-    consistency: dict[str, str],
-    m: int,
-    picks: list[tuple[Subnet, ...]],
-    seed: int = 0,
-) -> None:
+def compare(chain: Chain, consistency: dict[str, str], m: int, picks: list[tuple[Subnet, ...]], seed: int = 0) -> None:
     """Trains both and compares every element of every layer, and every loss, after every step."""
     steps = len(picks)
 
@@ -385,11 +379,7 @@ OPTIMIZERS = [
 )
 @pytest.mark.parametrize("make_chain", [mlp, convolutional])
 def test_exact_training_is_the_plain_loop_to_the_last_bit(
-    make_chain: Callable[[], Chain],
-    kind: str,
-    cls: Any,
-    options: dict[str, Any],
-    m: int,
+    make_chain: Callable[[], Chain], kind: str, cls: Any, options: dict[str, Any], m: int
 ) -> None:
     ours, theirs = initialise(make_chain, seed=3), initialise(make_chain, seed=3)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))

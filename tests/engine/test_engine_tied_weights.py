@@ -35,11 +35,7 @@ from weft.zoo import language_model
 BLOCKS = 6
 quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
 CUTS = st.sets(st.integers(1, BLOCKS - 1), max_size=BLOCKS - 1).map(lambda cut: tuple(sorted(cut)))
-OPTIMIZERS = {
-    "sgd": None,
-    "adamw": Optimizer("adamw", lr=1e-2, weight_decay=0.1),
-    "muon": Optimizer("muon", lr=1e-2),
-}
+OPTIMIZERS = {"sgd": None, "adamw": Optimizer("adamw", lr=1e-2, weight_decay=0.1), "muon": Optimizer("muon", lr=1e-2)}
 
 
 def task_of(consistency: str, *, steps: int = 10, m: int = 1, **options: Any) -> Task:

@@ -120,9 +120,7 @@ def convolutional(blocks: int = 4) -> Chain:
     space = Space()
     middle: list[Any] = [
         Choice(
-            space,
-            f"b{k}",
-            {"c3": lambda: Residual(3), "c1": lambda: Residual(1), "none": nn.Identity, "pool": pooling},
+            space, f"b{k}", {"c3": lambda: Residual(3), "c1": lambda: Residual(1), "none": nn.Identity, "pool": pooling}
         )
         for k in range(blocks - 1)
     ]
@@ -250,10 +248,7 @@ def encoder_decoder() -> Chain:
 
 def images(step: int, rows: int = 4) -> Batch:
     draw = torch.Generator().manual_seed(step)
-    return {
-        "x": torch.randn(rows, 1, 5, 5, generator=draw),
-        "label": torch.randint(0, 3, (rows,), generator=draw),
-    }
+    return {"x": torch.randn(rows, 1, 5, 5, generator=draw), "label": torch.randint(0, 3, (rows,), generator=draw)}
 
 
 def words(step: int, rows: int = 4) -> Batch:

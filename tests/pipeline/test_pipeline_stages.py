@@ -231,10 +231,7 @@ def test_a_version_stays_for_a_checkpoint_although_every_micro_batch_that_read_i
         worker.receive(Message("B", n, (torch.ones_like(output),), (), report))
         while (done := worker.work()) is not None:
             snapshots += done.snapshots
-    assert [(snapshot.at, snapshot.layers["embed"]["kept"]) for snapshot in snapshots] == [
-        (2, [0, 1]),
-        (4, [0, 1]),
-    ]
+    assert [(snapshot.at, snapshot.layers["embed"]["kept"]) for snapshot in snapshots] == [(2, [0, 1]), (4, [0, 1])]
 
 
 # Asynchronous pipelines: one copy of the weights where the real pipeline is the virtual one, and the same bits at
@@ -371,10 +368,7 @@ def test_the_variants_differ_in_what_they_compute() -> None:
 
 @settings(quiet, max_examples=20)
 @given(
-    depth=st.integers(2, 6),
-    every=st.sampled_from([2, 4, 6]),
-    until=st.integers(1, 11),
-    seed=st.integers(0, 2**32 - 1),
+    depth=st.integers(2, 6), every=st.sampled_from([2, 4, 6]), until=st.integers(1, 11), seed=st.integers(0, 2**32 - 1)
 )
 def test_one_copy_can_be_drained_in_the_middle_of_an_update(depth: int, every: int, until: int, seed: int) -> None:
     """Forwards that are to read an old version come after the drain: then it is kept for them."""

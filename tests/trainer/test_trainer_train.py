@@ -62,12 +62,7 @@ def sgd(**options: Any) -> Optimizer:
     return Optimizer("sgd", lr=0.05, momentum=0.9, **options)
 
 
-OPTIONS: dict[str, Any] = {
-    "steps": 6,
-    "batch_size": 8,
-    "stream": "iid",
-    "optimizer": sgd(),
-}
+OPTIONS: dict[str, Any] = {"steps": 6, "batch_size": 8, "stream": "iid", "optimizer": sgd()}
 
 
 # -- reproducible
