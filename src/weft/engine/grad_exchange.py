@@ -53,37 +53,29 @@ TiedGradients = list[tuple[int, int, Tensor | None]]
 """What goes to which stage: (stage, number, gradient); None where the slot has no gradient."""
 
 
-def delay_of(consistencies: Iterable[Consistency]) -> int:
-    """How many updates old the norm is that scales one; raises TrainError where layers are not updated together."""
-    distinct = set(consistencies)
-    delay = delay_together(distinct)
-    if delay is None:
-        raise TrainError(
-            "clip='global:...' needs one consistency for all layers, exact, bounded(K, depth) or stashed: the norm is "
-            f"that of one update, and here layers are updated at different times ({some_of(distinct)}). Clip each "
-            "layer by its own norm, with a number"
-        )
-    return delay
-
-
-def delay_together(consistencies: Iterable[Consistency]) -> int | None:
-    """After how many updates all stages can know of one, without a stop of the pipeline; None where layers are not
-    updated together."""
+def delay_of(
+    consistencies: Iterable[Consistency],
+    what: str = "clip='global:...'",
+    remedy: str = "clip each layer by its own norm, with a number",
+) -> int:
+    """After how many updates all stages know the sums of one. Raises TrainError where layers are not updated together:
+    it names ``what`` needs that, and a ``remedy``."""
     distinct = set(consistencies)
     one = next(iter(distinct)) if len(distinct) == 1 else None
     if isinstance(one, VirtualPipeline):
         return -(-one.depth // one.every)
-    return 0 if isinstance(one, Exact) else None
+    if not isinstance(one, Exact):
+        raise TrainError(
+            f"{what} needs one consistency for all layers, exact, bounded(K, depth) or stashed, since all stages share "
+            "sums of one update; here layers are updated at different times "
+            f"({', '.join(sorted(map(str, distinct))[:3])}): {remedy}"
+        )
+    return 0
 
 
 def span_of(consistency: Consistency, m: int) -> int:
     """How many micro-batches an update has where all layers are updated together."""
     return consistency.every if isinstance(consistency, VirtualPipeline) else m
-
-
-def some_of(consistencies: set[Consistency]) -> str:
-    """Some of the consistencies, for an error."""
-    return ", ".join(sorted(map(str, consistencies))[:3])
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:
@@ -174,10 +166,13 @@ class GlobalNormClipper:
         self.count = slot + 1
 
 
-def check_ties(chain: Chain, consistencies: Iterable[Consistency]) -> None:
-    """Raises TrainError where the layers of a chain with tied weights are not updated together."""
-    if chain.ties:
-        _delay(chain.ties, consistencies)
+def check_ties(chain: Chain, consistencies: Iterable[Consistency]) -> int:
+    """The delay of a chain's tied weights; raises TrainError where their layers are not updated together."""
+    if not chain.ties:
+        return 0
+    first, second = chain.ties[0]
+    tied = f"'{first}' and '{second}' are tied, which"
+    return delay_of(consistencies, tied, "untie them, or give all layers one of these")
 
 
 def ties_of(
@@ -188,7 +183,7 @@ def ties_of(
         return None
     consistencies = list(consistencies)
     stage = {name: of[layer.block] if of else 0 for name, layer in chain.layers.items()}
-    ties = Ties(chain.ties, _delay(chain.ties, consistencies), span_of(consistencies[0], m), stage, index)
+    ties = Ties(chain.ties, check_ties(chain, consistencies), span_of(consistencies[0], m), stage, index)
     return ties if ties.concerned else None
 
 
@@ -321,15 +316,3 @@ class Ties:
         if target == self._index:
             return []
         return [(self._index + (1 if target > self._index else -1), (slot * len(self._ties) + tie) * 2 + end, gradient)]
-
-
-def _delay(ties: Sequence[Tie], consistencies: Iterable[Consistency]) -> int:
-    distinct = set(consistencies)
-    delay = delay_together(distinct)
-    if delay is None:
-        raise TrainError(
-            f"'{ties[0].first}' and '{ties[0].second}' are tied, which needs one consistency for all layers, exact, "
-            "bounded(K, depth) or stashed: their gradients are those of one update, and here layers are "
-            f"updated at different times ({some_of(distinct)}). Untie them, or give all layers one of these"
-        )
-    return delay

@@ -63,11 +63,7 @@ def capture(weights: VersionedLayer, optimizer: LayerOptimizer, at: int) -> tupl
     for begin in kept:
         for path, tensor in zip(weights.names, weights.kept[begin], strict=True):
             tensors[f"{name}.{path}@{begin}"] = tensor
-    numbers: dict[str, Any] = {
-        "newest": weights.newest,
-        "kept": kept,
-        "volatile": sorted(weights.volatile()),
-    }
+    numbers: dict[str, Any] = {"newest": weights.newest, "kept": kept, "volatile": sorted(weights.volatile())}
     if weights.pending is not None:
         numbers["pending"] = weights.pending.slot
         numbers["records"] = len(weights.pending.records)

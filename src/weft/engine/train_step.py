@@ -150,12 +150,7 @@ class TrainedLayers:
     """Some layers of a chain in training; ``stages`` gives the stage of every block, and ``index`` this one's."""
 
     def __init__(
-        self,
-        chain: Chain,
-        config: TrainStep,
-        device: torch.device,
-        stages: Sequence[int] = (),
-        index: int = 0,
+        self, chain: Chain, config: TrainStep, device: torch.device, stages: Sequence[int] = (), index: int = 0
     ) -> None:
         self.chain, self.config, self.device = chain, config, device
         self.is_first, self.is_last = index == 0, not stages or index == stages[-1]

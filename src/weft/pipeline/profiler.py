@@ -20,11 +20,7 @@ Loss = Callable[[Any, Batch], Tensor]
 
 
 def profile_chain(
-    chain: Chain,
-    batch: Batch,
-    repeats: int = 5,
-    optimizer: Optimizer | None = None,
-    loss: Loss | None = None,
+    chain: Chain, batch: Batch, repeats: int = 5, optimizer: Optimizer | None = None, loss: Loss | None = None
 ) -> dict[str, tuple[float, float]]:
     """Seconds of forward and backward by layer name, medians over passes through the whole chain after one to warm up.
 
