@@ -181,7 +181,7 @@ def _pass(
     engine: TrainedLayers, step: int, batch: Batch, arch: bool, weights: bool
 ) -> tuple[Any, Tensor, LayerGradients]:
     """Outputs, loss and gradients of a step of one micro-batch."""
-    tape, layers = Tape(step, engine.chain.enter(batch)), engine.chain.route(engine.subnet(step))
+    tape, layers = Tape(step, engine.chain.enter(batch)), engine.chain.route(engine.config.subnet(step))
     with engine.config.autocast(engine.device):
         for _ in engine.run_layers(tape, step, layers, batch, lambda layer, _: arch if layer.arch else weights):
             pass

@@ -86,7 +86,7 @@ class SequentialReference(TrainedLayers):
 
     def explain_nonfinite(self, n: int, batch: Batch) -> NonFiniteError:
         """The error for the loss of micro-batch n: runs the forward again to find the first bad layer."""
-        names = [layer.name for layer in self.route(self.subnet(n))]
+        names = [layer.name for layer in self.route(self.config.subnet(n))]
         with nullcontext() if self.offload is None else self.offload.pinned_on_device(names):
             return self.nonfinite_loss(n, self.first_nonfinite(n, self.chain.enter(batch), batch))
 
@@ -106,7 +106,7 @@ class SequentialReference(TrainedLayers):
         in_background = None if self.offload is None else self.offload.prefetch_during
         tape = Tape(n, self.chain.enter(batch), self._graphs, in_background=in_background)
         with config.autocast(self.device):
-            for _ in self.run_layers(tape, n, self.chain.route(self.subnet(n)), batch):
+            for _ in self.run_layers(tape, n, self.chain.route(self.config.subnet(n)), batch):
                 pass
             outputs, loss = self.compute_loss(tape, n, batch)
         backward = partial(tape.backward, (loss,), (self._loss_gradient,))

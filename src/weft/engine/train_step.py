@@ -82,6 +82,17 @@ class TrainStep:
             return batches
         return (with_progress(batch, step / self.steps) for batch in batches)
 
+    def subnet(self, n: int) -> Subnet:
+        """The subnet of micro-batch n."""
+        m, stream = self.microbatches, self.stream
+        subnets = stream[n // m]
+        if len(subnets) not in (1, m):
+            raise TrainError(
+                f"the stream '{stream.name}' gives {len(subnets)} subnets a step, but a step has {m} micro-batches: "
+                f"set microbatches={len(subnets)}"
+            )
+        return subnets[n % m % len(subnets)]
+
     def parts(self, batch: Batch) -> list[Batch]:
         """The micro-batches of a step."""
         return [batch] * self.microbatches if self.distill is not None else split(batch, self.microbatches)
@@ -178,17 +189,6 @@ class TrainedLayers:
         self._with_versions: dict[str, VersionedLayer] = {}
         """Layers that keep older versions."""
 
-    def subnet(self, n: int) -> Subnet:
-        """The subnet of micro-batch n."""
-        m, stream = self.config.microbatches, self.config.stream
-        subnets = stream[n // m]
-        if len(subnets) not in (1, m):
-            raise TrainError(
-                f"the stream '{stream.name}' gives {len(subnets)} subnets a step, but a step has {m} micro-batches: "
-                f"set microbatches={len(subnets)}"
-            )
-        return subnets[n % m % len(subnets)]
-
     def route(self, subnet: Subnet) -> list[Layer]:
         """The layers that a subnet uses here, in chain order."""
         return [layer for layer in self.chain.route(subnet) if layer.block in self.blocks]
@@ -206,7 +206,7 @@ class TrainedLayers:
         ``trains`` says which layers train in a step; the configuration says it where None is given.
         """
         step, j = divmod(n, self.config.microbatches)
-        trains, subnet = trains or self.config.trains, self.subnet(n)
+        trains, subnet = trains or self.config.trains, self.config.subnet(n)
         for layer in layers:
             self.seeder.set(step, j, layer.name)
             weights = self.weights[layer.name]
@@ -299,7 +299,7 @@ class TrainedLayers:
         if _has_nonfinite(activations):
             return "the batch itself" if self.is_first else ""
         i, j = divmod(n, self.config.microbatches)
-        subnet = self.subnet(n)
+        subnet = self.config.subnet(n)
         with torch.no_grad(), self.config.autocast(self.device):
             for layer in self.route(subnet):
                 self.seeder.set(i, j, layer.name)
@@ -314,7 +314,7 @@ class TrainedLayers:
         """The error for a loss that is not a number."""
         i, j = divmod(n, self.config.microbatches)
         return NonFiniteError(
-            f"the loss is not a number in step {i}, micro-batch {j}, subnet {self.subnet(n)}: "
+            f"the loss is not a number in step {i}, micro-batch {j}, subnet {self.config.subnet(n)}: "
             f"it first appears in {where or 'another stage'}. "
             "Try a lower learning rate, clipping, or on_nonfinite='skip'"
         )

@@ -38,7 +38,7 @@ def attach(
     chain, config, weights = engine.chain, engine.config, engine.weights
     if config.architecture_search is not None and config.architecture_search.order == 2:
         raise TrainError("the second order changes all weights within a step: train without offload, or at order 1")
-    m = config.microbatches
+    microbatches = config.steps * config.microbatches
     chain_reference = weakref.ref(chain)  # the cache below must not keep the chain alive
 
     def names(layers: Sequence[Layer]) -> list[str]:
@@ -46,15 +46,14 @@ def attach(
 
     @lru_cache(maxsize=2 * MAX_ROUTES)
     def route(n: int) -> list[str]:
-        picks = config.stream[n // m]
         chain = chain_reference()
         assert chain is not None
-        return names(chain.route(picks[n % m % len(picks)]))
+        return names(chain.route(config.subnet(n)))
 
     routes = None
-    if config.steps * m <= MAX_ROUTES:
+    if microbatches <= MAX_ROUTES:
         scored = (names(chain.route(subnet)) for subnet in extra_subnets)
-        routes = [*(route(n) for n in range(config.steps * m)), *scored]
+        routes = [*(route(n) for n in range(microbatches)), *scored]
     deferred = engine.clipper is not None or engine.ties is not None
     manager = OffloadManager(
         weights, engine.optimizer, engine.device, offload, route, routes, deferred, copy_engine, host_buffer

@@ -152,7 +152,7 @@ class Stage(LayerUpdates):
 
     def _route(self, n: int) -> list[Layer]:
         if n not in self._routes:
-            self._routes[n] = self.route(self.subnet(n))
+            self._routes[n] = self.route(self.config.subnet(n))
         return self._routes[n]
 
     def _report(self, loss: Tensor, metrics: Mapping[str, tuple[Tensor, float]]) -> Tensor:

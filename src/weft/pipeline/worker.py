@@ -231,7 +231,7 @@ class Worker:
         try:
             self._send(self.stage.index + 1, Message("F", n, outputs, tuple(x.requires_grad for x in outputs)))
         except PipelineError as problem:
-            last = self.stage.route(self.stage.subnet(n))[-1:]  # none where the blocks of this stage are skipped
+            last = self.stage.route(self.stage.config.subnet(n))[-1:]  # none where the blocks of this stage are skipped
             raise PipelineError(f"layer '{last[0].name}': {problem}" if last else str(problem)) from problem
 
     def _backward(self, n: int) -> None:
