@@ -1,3 +1,3 @@
 """One thread for every test of this folder."""
 
-from stages import one_thread as one_thread
+from one_thread import one_thread as one_thread
