@@ -106,19 +106,23 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+def train(folder: Path, net: Any = mlp, source: Any = None, **changes: Any) -> weft.TrainedRun:
+    return weft.train(net, data() if source is None else source, folder=folder, **{**OPTIONS, **changes})
+
+
 def undisturbed_and_resumed(
-    tmp_path: Path, build: Any, crashes: tuple[int, ...] = (4, 7), **options: Any
+    folder: Path, net: Any, crashes: tuple[int, ...] = (4, 7), source: Any = None, **changes: Any
 ) -> tuple[weft.TrainedRun, weft.TrainedRun]:
-    given = {**OPTIONS, **options}
-    parts = weft.Data("rows", weft.Tensors(**data()), weft.Tensors(**{key: rows[:8] for key, rows in data().items()}))
-    whole = weft.train(build, parts, run="whole", folder=tmp_path, **given)
+    rows = data()
+    parts = weft.Data("rows", weft.Tensors(**rows), weft.Tensors(**{key: part[:8] for key, part in rows.items()}))
+    given = {"net": net, "source": parts if source is None else source, **changes}
+    whole = train(folder, run="whole", **given)
     for at in crashes:
         with pytest.raises(Crash):
-            weft.train(build, parts, run="x", folder=tmp_path, resume=True, callbacks=[crashing(at)], **given)
+            train(folder, run="x", resume=True, callbacks=[crashing(at)], **given)
     # The crash came after a checkpoint, and not at the last moment of a window.
-    assert weft.Run.open(tmp_path / "x").checkpoints.steps()[-1] == crashes[-1] // 3 * 3
-    resumed = weft.train(build, parts, run="x", folder=tmp_path, resume=True, **given)
-    return whole, resumed
+    assert weft.Run.open(folder / "x").checkpoints.steps()[-1] == crashes[-1] // 3 * 3
+    return whole, train(folder, run="x", resume=True, **given)
 
 
 def assert_same(whole: weft.TrainedRun, resumed: weft.TrainedRun) -> None:
@@ -190,11 +194,7 @@ def test_the_optimizers_state_comes_back_in_its_own_type(tmp_path: Path, kind: A
         return Chain(Choice(Space(), "b", layers), Shared(nn.Identity(), "end"))
 
     source = {key: value.to(dtype) for key, value in data().items() if key != "kind"}
-    given = {**OPTIONS, "optimizer": Optimizer(kind, lr=0.05)}
-    whole = weft.train(build, source, run="whole", folder=tmp_path, **given)
-    with pytest.raises(Crash):
-        weft.train(build, source, run="x", folder=tmp_path, callbacks=[crashing(7)], **given)
-    assert_same(whole, weft.train(build, source, run="x", folder=tmp_path, resume=True, **given))
+    assert_same(*undisturbed_and_resumed(tmp_path, build, (7,), source, optimizer=Optimizer(kind, lr=0.05)))
 
 
 MIXED = {"shared": "lagged(4)", "b0": "delayed(3)", "b1.p": "bounded(4,4)", "b1.q": "exact", "b1.tied": "bounded(8,3)"}
@@ -232,16 +232,9 @@ def test_images_with_channels_innermost_resume_too(tmp_path: Path, consistency: 
 
     generator = torch.Generator().manual_seed(0)
     images = {"x": torch.randn(40, 2, 4, 4, generator=generator), "y": torch.randn(40, 48, generator=generator)}
-    given = {
-        **OPTIONS,
-        "channels_last": True,
-        "consistency": consistency,
-        "optimizer": Optimizer("sgd", lr=0.01, momentum=0.9, fused=fused),
-    }
-    whole = weft.train(build, images, run="whole", folder=tmp_path, **given)
-    with pytest.raises(Crash):
-        weft.train(build, images, run="x", folder=tmp_path, callbacks=[crashing(4)], **given)
-    assert_same(whole, weft.train(build, images, run="x", folder=tmp_path, resume=True, **given))
+    optimizer = Optimizer("sgd", lr=0.01, momentum=0.9, fused=fused)
+    given: dict[str, Any] = {"channels_last": True, "consistency": consistency, "optimizer": optimizer}
+    assert_same(*undisturbed_and_resumed(tmp_path, build, (4,), images, **given))
 
 
 def test_a_sandwich_of_subnets_resumes(tmp_path: Path) -> None:
@@ -284,41 +277,37 @@ def test_a_layer_that_counts_in_a_buffer_of_its_own_resumes(tmp_path: Path) -> N
 
 
 def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path: Path) -> None:
-    given = {**OPTIONS, "consistency": "lagged(4)"}
-    whole = weft.train(mlp, data(), run="whole", folder=tmp_path, **given)
+    whole = train(tmp_path, run="whole", consistency="lagged(4)")
     with pytest.raises(Crash):
-        weft.train(mlp, data(), run="x", folder=tmp_path, callbacks=[crashing(7)], **given)
+        train(tmp_path, run="x", callbacks=[crashing(7)], consistency="lagged(4)")
     checkpoints = weft.Run.open(tmp_path / "x").checkpoints
     assert checkpoints.steps() == [3, 6]
     shard = next((tmp_path / "x" / "checkpoints").glob("*6*/*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(bytes(content))
-    assert_same(whole, weft.train(mlp, data(), run="x", folder=tmp_path, resume=True, **given))
+    assert_same(whole, train(tmp_path, run="x", resume=True, consistency="lagged(4)"))
 
 
 def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
-    given = {**OPTIONS, "checkpoint_every": 100}
-    whole = weft.train(mlp, data(), run="whole", folder=tmp_path, **given)
+    whole = train(tmp_path, run="whole", checkpoint_every=100)
     with pytest.raises(Crash):
-        weft.train(mlp, data(), run="x", folder=tmp_path, callbacks=[crashing(7)], **given)
-    assert_same(whole, weft.train(mlp, data(), run="x", folder=tmp_path, resume=True, **given))
+        train(tmp_path, run="x", callbacks=[crashing(7)], checkpoint_every=100)
+    assert_same(whole, train(tmp_path, run="x", resume=True, checkpoint_every=100))
 
 
 def test_resuming_a_finished_run_trains_nothing_and_gives_its_fingerprint(tmp_path: Path) -> None:
-    first = weft.train(mlp, data(), run="x", folder=tmp_path, **OPTIONS)
+    first = train(tmp_path, run="x")
     events: list[str] = []
-    again = weft.train(
-        mlp, data(), run="x", folder=tmp_path, resume=True, callbacks=[lambda e: events.append(e["event"])], **OPTIONS
-    )
+    again = train(tmp_path, run="x", resume=True, callbacks=[lambda e: events.append(e["event"])])
     assert events == ["started", "finished"]
     assert_same(first, again)
 
 
 def test_resume_of_a_run_that_is_not_there_starts_it(tmp_path: Path) -> None:
-    assert weft.train(mlp, data(), run="new", folder=tmp_path, resume=True, **OPTIONS).run.name == "new"
+    assert train(tmp_path, run="new", resume=True).run.name == "new"
     with pytest.raises(RunError, match="name of the run"):
-        weft.train(mlp, data(), folder=tmp_path, resume=True, **OPTIONS)
+        train(tmp_path, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -344,20 +333,20 @@ def test_arguments_that_would_change_the_result_are_refused_on_resume(
     tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(Crash):
-        weft.train(mlp, data(), run="x", folder=tmp_path, callbacks=[crashing(4)], **OPTIONS)
+        train(tmp_path, run="x", callbacks=[crashing(4)])
     with pytest.raises(RunError, match=f"made with {named} = "):
-        weft.train(mlp, data(), run="x", folder=tmp_path, resume=True, **{**OPTIONS, **change})
+        train(tmp_path, run="x", resume=True, **change)
 
 
 def test_other_data_and_another_supernet_are_refused_on_resume(tmp_path: Path) -> None:
     with pytest.raises(Crash):
-        weft.train(mlp, data(), run="x", folder=tmp_path, callbacks=[crashing(4)], **OPTIONS)
+        train(tmp_path, run="x", callbacks=[crashing(4)])
     other = data()
     other["x"][0, 0] += 1
     with pytest.raises(RunError, match="made with data = "):
-        weft.train(mlp, other, run="x", folder=tmp_path, resume=True, **OPTIONS)
+        train(tmp_path, source=other, run="x", resume=True)
     with pytest.raises(RunError, match="made with space = "):
-        weft.train(noisy, data(), run="x", folder=tmp_path, resume=True, **OPTIONS)
+        train(tmp_path, net=noisy, run="x", resume=True)
 
     def wider() -> Chain:
         chain = mlp()
@@ -365,7 +354,7 @@ def test_other_data_and_another_supernet_are_refused_on_resume(tmp_path: Path) -
         return chain
 
     with pytest.raises(CheckpointError, match="does not fit layer 'head'"):
-        weft.train(wider, data(), run="x", folder=tmp_path, resume=True, **OPTIONS)
+        train(tmp_path, net=wider, run="x", resume=True)
 
 
 def weighted(outputs: Tensor, batch: dict[str, Tensor], weight: float) -> Tensor:
@@ -383,31 +372,29 @@ def test_losses_that_print_their_address_can_be_resumed_in_another_process(tmp_p
         folder = tmp_path / str(make())[:10].strip("<>").replace(".", "")
         kept = [make()]  # so that the second one lies elsewhere
         with pytest.raises(Crash):
-            weft.train(mlp, data(), run="x", folder=folder, callbacks=[crashing(4)], **{**OPTIONS, "loss": kept[0]})
+            train(folder, run="x", callbacks=[crashing(4)], loss=kept[0])
         manifest = weft.Run.open(folder / "x").manifest
         assert "0x" not in str(manifest["train_config"]["loss"])
-        weft.train(mlp, data(), run="x", folder=folder, resume=True, **{**OPTIONS, "loss": make()})
+        train(folder, run="x", resume=True, loss=make())
     with pytest.raises(RunError, match="made with loss"):
-        weft.train(
-            mlp, data(), run="x", folder=folder, resume=True, **{**OPTIONS, "loss": partial(weighted, weight=0.25)}
-        )
+        train(folder, run="x", resume=True, loss=partial(weighted, weight=0.25))
 
 
 def test_a_run_of_that_name_is_not_overwritten(tmp_path: Path) -> None:
-    weft.train(mlp, data(), run="x", folder=tmp_path, **OPTIONS)
+    train(tmp_path, run="x")
     with pytest.raises(RunError):
-        weft.train(mlp, data(), run="x", folder=tmp_path, **OPTIONS)
+        train(tmp_path, run="x")
 
 
 def test_a_layer_that_is_not_used_after_the_crash_lets_go_of_its_old_versions(tmp_path: Path) -> None:
     space = mlp().space
     p, q = space.subnet(b0="p", b1="p"), space.subnet(b0="q", b1="q")
-    given = {**OPTIONS, "stream": Listed(space, [(p,)] * 5 + [(q,)] * 6), "consistency": "delayed(3)"}
+    given: dict[str, Any] = {"stream": Listed(space, [(p,)] * 5 + [(q,)] * 6), "consistency": "delayed(3)"}
     with pytest.raises(Crash):
-        weft.train(mlp, data(), run="x", folder=tmp_path, callbacks=[crashing(6)], **given)
+        train(tmp_path, run="x", callbacks=[crashing(6)], **given)
     assert weft.Run.open(tmp_path / "x").checkpoints.load().meta["layers"]["b0.p"]["kept"] == [3, 4]
-    whole = weft.train(mlp, data(), run="whole", folder=tmp_path, **given)
-    assert_same(whole, weft.train(mlp, data(), run="x", folder=tmp_path, resume=True, **given))
+    whole = train(tmp_path, run="whole", **given)
+    assert_same(whole, train(tmp_path, run="x", resume=True, **given))
 
 
 # Runs that are interrupted or killed in the middle of anything, in processes of their own, and go on.

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
-from weft.cli.build import train_parts
-from weft.config import make_config
 from weft.data import Data, IterableLoader, Tensors
 from weft.engine.losses import accuracy, cross_entropy, mean_squared_error
 from weft.engine.optimizer import Optimizer
-from weft.errors import CheckpointError, ConfigError, ConsistencyError, RunError, StreamError, TrainError
+from weft.errors import CheckpointError, ConsistencyError, RunError, StreamError, TrainError
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared, initialise
 from weft.trainer.config import prefers_channels_last
@@ -65,11 +63,15 @@ def sgd(**options: Any) -> Optimizer:
 OPTIONS: dict[str, Any] = {"steps": 6, "batch_size": 8, "stream": "iid", "optimizer": sgd()}
 
 
+def train(folder: Path, net: Any = build, source: Any = None, **changes: Any) -> weft.TrainedRun:
+    return weft.train(net, data() if source is None else source, folder=folder, **{**OPTIONS, **changes})
+
+
 # -- reproducible
 
 
 def test_the_same_configuration_gives_the_same_fingerprint_and_another_seed_another(tmp_path: Path) -> None:
-    found = [weft.train(build, data(), seed=seed, folder=tmp_path, **OPTIONS).fingerprint for seed in (0, 0, 1)]
+    found = [train(tmp_path, seed=seed).fingerprint for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
     assert len(found[0]) == 64
 
@@ -81,7 +83,7 @@ def test_the_users_generators_neither_influence_a_run_nor_are_moved_by_it(tmp_pa
         np.random.seed(seed)  # noqa: NPY002
         random.seed(seed)
         before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
-        found.append(weft.train(build, data(), folder=tmp_path, validation=2, **OPTIONS).fingerprint)
+        found.append(train(tmp_path, validation=2).fingerprint)
         assert torch.equal(torch.get_rng_state(), before[0])
         assert np.random.get_state()[1].tolist() == before[1]  # noqa: NPY002
         assert random.getstate() == before[2]
@@ -90,7 +92,7 @@ def test_the_users_generators_neither_influence_a_run_nor_are_moved_by_it(tmp_pa
 
 def test_what_should_not_matter_does_not(tmp_path: Path) -> None:
     """Workers, checkpoints, validation, metrics and callbacks watch a run and change nothing."""
-    plain = weft.train(build, data(), folder=tmp_path, **OPTIONS).fingerprint
+    plain = train(tmp_path).fingerprint
     others: list[dict[str, Any]] = [
         {"data_workers": 1},
         {"data_workers": 3},
@@ -101,7 +103,7 @@ def test_what_should_not_matter_does_not(tmp_path: Path) -> None:
         {"keep_checkpoints": 1},
     ]
     for other in others:
-        assert weft.train(build, data(), folder=tmp_path, **OPTIONS, **other).fingerprint == plain, other
+        assert train(tmp_path, **other).fingerprint == plain, other
 
 
 def test_what_should_matter_does(tmp_path: Path) -> None:
@@ -128,7 +130,7 @@ def test_what_should_matter_does(tmp_path: Path) -> None:
 
 def test_training_leaves_torchs_settings_as_they_were(tmp_path: Path) -> None:
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    weft.train(build, data(), folder=tmp_path, **OPTIONS)
+    train(tmp_path)
     assert (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory) == before
 
 
@@ -169,16 +171,12 @@ def test_a_foreign_loader_trains_reproducibly(tmp_path: Path) -> None:
         loader = IterableLoader(DataLoader(pairs, batch_size=8, shuffle=True), ("x", "label"))
         return Data("foreign", loader, samples(20, 1))  # type: ignore[arg-type]
 
-    found = [
-        weft.train(build, foreign(), folder=tmp_path, validation=every, **{**OPTIONS, "steps": 14})
-        for every in (None, None, 2)
-    ]
+    found = [train(tmp_path, source=foreign(), validation=every, steps=14) for every in (None, None, 2)]
     assert found[0].fingerprint == found[1].fingerprint == found[2].fingerprint
-    assert weft.train(
-        build,
-        DataLoader(pairs, batch_size=8),
-        folder=tmp_path,
-        **{**OPTIONS, "loss": lambda out, batch: torch.nn.functional.cross_entropy(out, batch["y"])},
+    assert train(
+        tmp_path,
+        source=DataLoader(pairs, batch_size=8),
+        loss=lambda out, batch: torch.nn.functional.cross_entropy(out, batch["y"]),
     )
 
 
@@ -187,15 +185,12 @@ def test_a_foreign_loader_trains_reproducibly(tmp_path: Path) -> None:
 
 def test_callbacks_see_every_event_that_is_written(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
-    trained = weft.train(
-        build,
-        data(),
-        folder=tmp_path,
+    trained = train(
+        tmp_path,
         callbacks=[lambda e: seen.append(dict(e))],
         checkpoint_every=2,
         validation=3,
         metrics={"accuracy": accuracy},
-        **OPTIONS,
     )
     written = list(trained.run.events.read())
     assert [e["event"] for e in seen] == [e["event"] for e in written]
@@ -212,14 +207,7 @@ def test_callbacks_see_every_event_that_is_written(tmp_path: Path) -> None:
 
 
 def test_a_steps_event_holds_its_loss_metrics_rate_and_subnets(tmp_path: Path) -> None:
-    trained = weft.train(
-        build,
-        data(),
-        folder=tmp_path,
-        microbatches=2,
-        metrics={"accuracy": accuracy},
-        **{**OPTIONS, "optimizer": sgd(warmup_steps=2)},
-    )
+    trained = train(tmp_path, microbatches=2, metrics={"accuracy": accuracy}, optimizer=sgd(warmup_steps=2))
     steps = [e for e in trained.run.events.read() if e["event"] == "step"]
     assert [e["step"] for e in steps] == list(range(6))
     assert [e["rate"] for e in steps] == [trained.step.optimizer.lr_factor(i, 6) for i in range(6)]
@@ -229,14 +217,7 @@ def test_a_steps_event_holds_its_loss_metrics_rate_and_subnets(tmp_path: Path) -
 
 
 def test_validation_scores_named_subnets_with_the_weights_of_that_moment(tmp_path: Path) -> None:
-    trained = weft.train(
-        build,
-        data(),
-        folder=tmp_path,
-        validation=weft.Validation(3, random=2, bn_batches=2),
-        metrics={"accuracy": accuracy},
-        **OPTIONS,
-    )
+    trained = train(tmp_path, validation=weft.Validation(3, random=2, bn_batches=2), metrics={"accuracy": accuracy})
     events = [e for e in trained.run.events.read() if e["event"] == "validation"]
     assert [(e["step"], e["pick"]) for e in events] == [
         (s, p) for s in (2, 5) for p in ("largest", "smallest", "random0", "random1")
@@ -258,16 +239,14 @@ def _train_batches(trained: weft.TrainedRun, count: int) -> list[dict[str, Tenso
 
 
 def test_without_recalibration_validation_uses_the_running_statistics(tmp_path: Path) -> None:
-    trained = weft.train(
-        build, data(), folder=tmp_path, validation=weft.Validation(6, random=0, bn_batches=0), **OPTIONS
-    )
+    trained = train(tmp_path, validation=weft.Validation(6, random=0, bn_batches=0))
     events = [e for e in trained.run.events.read() if e["event"] == "validation"]
     truth = evaluate(trained.chain, trained.chain.largest(), [samples(20, 1).take(np.arange(20))], cross_entropy)
     assert events[0]["scores"] == truth
 
 
 def test_recalibration_is_a_plain_average_for_one_subnet_and_is_undone(tmp_path: Path) -> None:
-    chain = weft.train(build, data(), folder=tmp_path, **OPTIONS).chain
+    chain = train(tmp_path).chain
     before = {name: t.clone() for name, t in chain.state_dict().items()}
     subnet = chain.space.subnet(b0="p", b1="skip")
     batches = [samples(16, 5).take(np.arange(16)), samples(16, 6).take(np.arange(16))]
@@ -301,7 +280,7 @@ def test_evaluation_weights_batches_by_their_sizes() -> None:
 def test_tensorboard_shows_the_losses_that_the_events_hold(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = weft.TensorBoard(tmp_path / "logs")
-    trained = weft.train(build, data(), folder=tmp_path, validation=3, callbacks=[board], **OPTIONS)
+    trained = train(tmp_path, validation=3, callbacks=[board])
     shown = accumulator.EventAccumulator(str(tmp_path / "logs")).Reload()
     assert {"train/loss", "train/rate", "validation/largest/loss", "validation/random1/loss"} <= set(
         shown.Tags()["scalars"]
@@ -314,7 +293,7 @@ def test_tensorboard_shows_the_losses_that_the_events_hold(tmp_path: Path) -> No
 
 
 def test_a_run_starts_from_a_state_dict_a_file_a_run_a_folder_or_a_chain(tmp_path: Path) -> None:
-    source = weft.train(build, data(), run="source", folder=tmp_path, **OPTIONS)
+    source = train(tmp_path, run="source")
     state = {name: t.clone() for name, t in source.chain.state_dict().items()}
     save_file(state, str(tmp_path / "weights.safetensors"))
     starts: list[Any] = [
@@ -328,9 +307,7 @@ def test_a_run_starts_from_a_state_dict_a_file_a_run_a_folder_or_a_chain(tmp_pat
     still = Optimizer("sgd", lr=0.0)
     found = []
     for start in starts:
-        trained = weft.train(
-            build, data(), folder=tmp_path, init_from=start, **{**OPTIONS, "optimizer": still, "steps": 1, "seed": 5}
-        )
+        trained = train(tmp_path, init_from=start, optimizer=still, steps=1, seed=5)
         for name, tensor in trained.chain.named_parameters():
             assert torch.equal(tensor, state[name]), name
         found.append(trained.fingerprint)
@@ -340,19 +317,19 @@ def test_a_run_starts_from_a_state_dict_a_file_a_run_a_folder_or_a_chain(tmp_pat
 def test_start_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     state = initialise(build).state_dict()
     with pytest.raises(CheckpointError, match=r"'head.weight' has shape \(9, 9\), but the supernet has \(3, 4\)"):
-        weft.train(build, data(), folder=tmp_path, init_from={**state, "head.weight": torch.ones(9, 9)}, **OPTIONS)
+        train(tmp_path, init_from={**state, "head.weight": torch.ones(9, 9)})
     with pytest.raises(CheckpointError, match="none of the 1 weights fits"):
-        weft.train(build, data(), folder=tmp_path, init_from={"other": torch.ones(1)}, **OPTIONS)
+        train(tmp_path, init_from={"other": torch.ones(1)})
     with pytest.raises(CheckpointError, match="neither a run nor"):
-        weft.train(build, data(), folder=tmp_path, init_from=tmp_path / "absent", **OPTIONS)
+        train(tmp_path, init_from=tmp_path / "absent")
     (tmp_path / "bad").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="safetensors"):
-        weft.train(build, data(), folder=tmp_path, init_from=tmp_path / "bad", **OPTIONS)
+        train(tmp_path, init_from=tmp_path / "bad")
 
 
 def test_part_of_the_weights_is_enough_and_the_source_stays_as_it_is(tmp_path: Path) -> None:
     state = {"stem.weight": torch.full((WIDTH, WIDTH), 0.5), "unknown": torch.ones(2)}
-    trained = weft.train(build, data(), folder=tmp_path, init_from=state, **{**OPTIONS, "steps": 2})
+    trained = train(tmp_path, init_from=state, steps=2)
     assert torch.equal(state["stem.weight"], torch.full((WIDTH, WIDTH), 0.5))
     fresh = initialise(build, 0)
     assert not torch.equal(trained.chain.module("stem").weight, fresh.module("stem").weight)
@@ -361,15 +338,15 @@ def test_part_of_the_weights_is_enough_and_the_source_stays_as_it_is(tmp_path: P
 def test_a_chain_is_trained_in_place(tmp_path: Path) -> None:
     chain = initialise(build, 0)
     before = chain.module("head").weight.detach().clone()
-    trained = weft.train(chain, data(), folder=tmp_path, **OPTIONS)
+    trained = train(tmp_path, net=chain)
     assert trained.chain is chain
     assert not chain.training
     assert not torch.equal(chain.module("head").weight, before)
-    assert trained.fingerprint == weft.train(build, data(), folder=tmp_path, **OPTIONS).fingerprint
+    assert trained.fingerprint == train(tmp_path).fingerprint
 
 
 def test_a_run_can_be_loaded_again_with_its_weights(tmp_path: Path) -> None:
-    trained = weft.train(build, data(), run="x", folder=tmp_path, **OPTIONS)
+    trained = train(tmp_path, run="x")
     loaded = weft.load_run(tmp_path / "x", build, data(), **OPTIONS)
     for (name, a), b in zip(trained.chain.state_dict().items(), loaded.chain.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
@@ -383,7 +360,7 @@ def test_a_teachers_outputs_enter_the_loss(tmp_path: Path) -> None:
     teacher = nn.Sequential(nn.Linear(WIDTH, CLASSES), nn.Dropout(0.5))
 
     def trained(loss: Any) -> weft.TrainedRun:
-        return weft.train(build, data(), folder=tmp_path, **{**OPTIONS, "loss": loss})
+        return train(tmp_path, loss=loss)
 
     by_module = trained(weft.Distillation(teacher))
     assert by_module.fingerprint == trained(weft.Distillation(lambda batch: teacher[0](batch["x"]))).fingerprint
@@ -401,12 +378,7 @@ def test_a_teachers_outputs_enter_the_loss(tmp_path: Path) -> None:
 def test_a_teacher_is_the_same_on_the_last_of_several_stages(tmp_path: Path, precision: str) -> None:
     torch.manual_seed(0)
     loss = weft.Distillation(nn.Sequential(nn.Linear(WIDTH, CLASSES), nn.Dropout(0.5)))
-    found = {
-        weft.train(
-            build, data, folder=tmp_path, **{**OPTIONS, "loss": loss, "stages": n, "precision": precision}
-        ).fingerprint
-        for n in (1, 2)
-    }
+    found = {train(tmp_path, source=data, loss=loss, stages=n, precision=precision).fingerprint for n in (1, 2)}
     assert len(found) == 1
 
 
@@ -421,7 +393,7 @@ def test_distillation_is_zero_for_a_student_like_its_teacher() -> None:
 
 
 def test_a_subnet_is_retrained_from_scratch_or_from_what_it_inherits(tmp_path: Path) -> None:
-    trained = weft.train(build, data(), run="super", folder=tmp_path, **OPTIONS)
+    trained = train(tmp_path, run="super")
     subnet = trained.chain.space.subnet(b0="q", b1="skip")
     state = {name: t.clone() for name, t in trained.chain.state_dict().items()}
     scratch = weft.retrain(trained, subnet, steps=2)
@@ -450,17 +422,17 @@ def test_retraining_keeps_the_settings_of_its_run(tmp_path: Path) -> None:
         "consistency": "delayed(2)",
         "precision": "bf16",
     }
-    trained = weft.train(build, data(), folder=tmp_path, **{**OPTIONS, **kept})
+    trained = train(tmp_path, **kept)
     subnet = trained.chain.space.first()
     again = weft.retrain(trained, subnet, steps=6)
-    alone = weft.train(build, data(), folder=tmp_path, **{**OPTIONS, **kept, "stream": subnet})
+    alone = train(tmp_path, stream=subnet, **kept)
     assert again.fingerprint == alone.fingerprint
     other = weft.retrain(trained, subnet, steps=6, run="other", optimizer=weft.Optimizer(clip=None))
     assert other.fingerprint != alone.fingerprint
 
 
 def test_retraining_needs_the_function_that_makes_the_supernet(tmp_path: Path) -> None:
-    trained = weft.train(initialise(build), data(), folder=tmp_path, **OPTIONS)
+    trained = train(tmp_path, net=initialise(build))
     with pytest.raises(TrainError, match="function that makes the supernet"):
         weft.retrain(trained, trained.chain.space.first(), steps=1)
 
@@ -469,14 +441,14 @@ def test_retraining_needs_the_function_that_makes_the_supernet(tmp_path: Path) -
 
 
 def test_each_micro_batch_of_a_sandwich_trains_its_own_subnet(tmp_path: Path) -> None:
-    trained = weft.train(build, data(), folder=tmp_path, **{**OPTIONS, "stream": "sandwich:2", "microbatches": 4})
+    trained = train(tmp_path, stream="sandwich:2", microbatches=4)
     largest, smallest = trained.chain.largest(), trained.chain.smallest()
     for event in trained.run.events.read():
         if event["event"] == "step":
             assert event["subnets"][:2] == [largest.id, smallest.id]
             assert len(event["subnets"]) == 4
     with pytest.raises(TrainError, match="set microbatches=4, not 2"):
-        weft.train(build, data(), folder=tmp_path, **{**OPTIONS, "stream": "sandwich:2", "microbatches": 2})
+        train(tmp_path, stream="sandwich:2", microbatches=2)
 
 
 def test_a_chain_without_a_choice_trains_its_one_subnet(tmp_path: Path) -> None:
@@ -484,14 +456,14 @@ def test_a_chain_without_a_choice_trains_its_one_subnet(tmp_path: Path) -> None:
         return Chain(Shared(partial(nn.Linear, WIDTH, CLASSES), "only"))
 
     subnet = plain().space.subnet()
-    trained = weft.train(plain, data(), folder=tmp_path, validation=3, **{**OPTIONS, "stream": subnet})
+    trained = train(tmp_path, net=plain, validation=3, stream=subnet)
     assert len([e for e in trained.run.events.read() if e["event"] == "step"]) == 6
     assert {e["pick"] for e in trained.run.events.read() if e["event"] == "validation"} == {"largest"}
 
 
 def test_a_consistency_may_be_given_for_all_for_a_block_a_layer_or_the_shared_ones(tmp_path: Path) -> None:
     def said(consistency: Any) -> dict[str, str]:
-        trained = weft.train(build, data(), folder=tmp_path, **{**OPTIONS, "steps": 1, "consistency": consistency})
+        trained = train(tmp_path, steps=1, consistency=consistency)
         return {name: str(c) for name, c in trained.step.consistency.items()}
 
     assert set(said("lagged(2)").values()) == {"lagged(2)"}
@@ -552,9 +524,7 @@ def test_a_mistake_is_told_before_anything_is_trained(
         pytest.skip("there is a CUDA device here")
     seen: list[str] = []
     with pytest.raises(error, match=match):
-        weft.train(
-            build, data(), folder=tmp_path, callbacks=[lambda e: seen.append(e["event"])], **{**OPTIONS, **change}
-        )
+        train(tmp_path, callbacks=[lambda e: seen.append(e["event"])], **change)
     assert not seen
 
 
@@ -567,13 +537,7 @@ def test_a_stream_that_is_too_short_is_told_before_anything_is_trained(tmp_path:
 
     stream = Short(chain.space, [(chain.space.first(),)] * 3)
     with pytest.raises(TrainError, match="3 steps, fewer than the run's 6"):
-        weft.train(
-            chain,
-            data(),
-            folder=tmp_path,
-            callbacks=[lambda e: seen.append(e["event"])],
-            **{**OPTIONS, "stream": stream},
-        )
+        train(tmp_path, net=chain, callbacks=[lambda e: seen.append(e["event"])], stream=stream)
     assert not seen
 
 
@@ -581,7 +545,7 @@ def test_a_stream_that_is_too_short_is_told_before_anything_is_trained(tmp_path:
 
 
 def test_a_pick_from_a_front_is_retrained_without_naming_its_run(tmp_path: Path) -> None:
-    trained = weft.train(build, data(), folder=tmp_path, **OPTIONS)
+    trained = train(tmp_path)
     pick = weft.search(trained, minimize=["loss", "parameters"], budget=4).best()
     by_pick = weft.retrain(pick, steps=2, run="by-pick")
     by_name = weft.retrain(trained, pick.subnet, steps=2, run="by-name")
@@ -593,7 +557,7 @@ def test_a_pick_from_a_front_is_retrained_without_naming_its_run(tmp_path: Path)
 def test_validation_without_validation_data_is_refused(tmp_path: Path) -> None:
     alone = weft.Data("alone", data().train)
     with pytest.raises(TrainError, match="validation needs validation data"):
-        weft.train(build, alone, folder=tmp_path, **{**OPTIONS, "validation": 1})
+        train(tmp_path, source=alone, validation=1)
 
 
 def test_weights_that_are_not_finite_never_reach_a_checkpoint(tmp_path: Path) -> None:
@@ -610,7 +574,7 @@ def test_weights_that_are_not_finite_never_reach_a_checkpoint(tmp_path: Path) ->
         return Overflow.apply(outputs).sum() * 1e-3
 
     with pytest.raises(weft.WeftError, match=r"weights of layer '\w+' are not finite before step 1"):
-        weft.train(build, data(), folder=tmp_path, run="x", checkpoint_every=1, **{**OPTIONS, "loss": loss})
+        train(tmp_path, run="x", checkpoint_every=1, loss=loss)
     assert weft.Run.open(tmp_path / "x").checkpoints.steps() == []
 
 
@@ -646,15 +610,6 @@ def photographs() -> weft.Data:
     return weft.Data("pictures", weft.Tensors(image=images, label=torch.arange(24) % 3))
 
 
-def preferred(build: Callable[[], Chain], device: str) -> bool:
-    return prefers_channels_last(initialise(build), device)
-
-
-@pytest.mark.parametrize("build", [pictures, volumes, digits_conv, digits_mlp])
-def test_a_run_that_is_not_told_keeps_channels_first_on_a_cpu(build: Callable[[], Chain]) -> None:
-    assert preferred(build, "cpu") is False
-
-
 @pytest.mark.parametrize(
     ("build", "last"),
     [
@@ -668,11 +623,12 @@ def test_a_run_that_is_not_told_keeps_channels_first_on_a_cpu(build: Callable[[]
     ],
     ids=["one candidate", "digits-conv", "transposed", "digits-mlp", "lines", "images and volumes", "volume held"],
 )
-def test_a_run_that_is_not_told_puts_channels_last_where_images_are_convolved_on_a_gpu(
+def test_channels_are_last_by_default_where_images_are_convolved_on_a_gpu(
     build: Callable[[], Chain], last: bool
 ) -> None:
-    assert preferred(build, "cuda") is last
-    assert preferred(build, "cuda:1") is last
+    chain = initialise(build)
+    assert not prefers_channels_last(chain, "cpu")
+    assert prefers_channels_last(chain, "cuda") is prefers_channels_last(chain, "cuda:1") is last
 
 
 def test_torch_still_refuses_to_lay_out_volumes_as_images() -> None:
@@ -681,13 +637,18 @@ def test_torch_still_refuses_to_lay_out_volumes_as_images() -> None:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize(("told", "last"), [(None, False), (False, False), (True, True)])
-def test_the_manifest_says_how_the_filters_of_a_run_lie_and_they_lie_so(
-    tmp_path: Path, told: bool | None, last: bool
+@pytest.mark.parametrize("given", [None, False, True])
+def test_filters_lie_as_the_manifest_says_and_a_retrained_run_keeps_that_unless_told(
+    tmp_path: Path, given: bool | None
 ) -> None:
-    trained = weft.train(pictures, photographs(), channels_last=told, folder=tmp_path, **TWO_STEPS)
-    assert trained.run.manifest["train_config"]["channels_last"] is last
-    assert trained.chain.state_dict()["b.conv.weight"].is_contiguous(memory_format=torch.channels_last) is last
+    trained = weft.train(pictures, photographs(), channels_last=given, folder=tmp_path, **TWO_STEPS)
+    filters = trained.chain.state_dict()["b.conv.weight"]
+    assert filters.is_contiguous(memory_format=torch.channels_last) is bool(given)
+    subnet = trained.chain.largest()
+    other = weft.retrain(trained, subnet, run="other", channels_last=not given)
+    runs = (trained, weft.retrain(trained, subnet), other)
+    described = [run.run.manifest["train_config"]["channels_last"] for run in runs]
+    assert described == [bool(given), bool(given), not given]
 
 
 def test_the_layout_is_part_of_what_a_resumed_run_must_have_in_common(tmp_path: Path) -> None:
@@ -696,27 +657,3 @@ def test_the_layout_is_part_of_what_a_resumed_run_must_have_in_common(tmp_path: 
     assert one.fingerprint == again.fingerprint
     with pytest.raises(RunError, match=r"channels_last = False, now it is True"):
         weft.train(pictures, photographs(), run="x", folder=tmp_path, resume=True, channels_last=True, **TWO_STEPS)
-
-
-@pytest.mark.parametrize("told", [None, True])
-def test_retraining_keeps_the_layout_unless_it_is_told_another(tmp_path: Path, told: bool | None) -> None:
-    trained = weft.train(pictures, photographs(), channels_last=told, folder=tmp_path, **TWO_STEPS)
-    subnet = trained.chain.largest()
-    again = weft.retrain(trained, subnet)
-    assert again.run.manifest["train_config"]["channels_last"] is bool(told)
-    other = weft.retrain(trained, subnet, run="other", channels_last=not told)
-    assert other.run.manifest["train_config"]["channels_last"] is (not told)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "given"),
-    [([], None), (["--execution.channels_last=true"], True), (["--execution.channels-last=false"], False)],
-)
-def test_a_config_hands_the_layout_to_the_run(tmp_path: Path, overrides: list[str], given: bool | None) -> None:
-    config = make_config({"supernet": "digits-conv"}, overrides)
-    assert train_parts(config, tmp_path)[1].channels_last is given
-
-
-def test_a_config_takes_no_number_for_the_layout() -> None:
-    with pytest.raises(ConfigError, match=r"'execution.channels_last' must be bool or nothing, not int"):
-        make_config({"supernet": "digits-conv"}, ["--execution.channels_last=1"])
