@@ -36,10 +36,10 @@ from weft.distributed.store import asked_to_stop, connect, report
 from weft.distributed.log_forwarding import EventsToParent
 
 def mark(folder, text=""):
-    told = read_env()
-    new = Path(folder) / f"new.{told.rank}"
+    env = read_env()
+    new = Path(folder) / f"new.{env.rank}"
     new.write_text(text or str(os.getpid()))
-    new.rename(Path(folder) / f"{told.restarts}.{told.rank}")
+    new.rename(Path(folder) / f"{env.restarts}.{env.rank}")
 
 def tell(folder):
     mark(folder, json.dumps(dict(os.environ)))
@@ -58,15 +58,15 @@ def leave(folder):
 def speak(folder):
     """Stage 0 has two events, then stage 1 dies once; the second time all is said again, and more."""
     store, told = connect(), read_env()
-    if told.rank == 0:
+    if env.rank == 0:
         say = EventsToParent(store)
-        for step in range(2 + told.restarts):
+        for step in range(2 + env.restarts):
             say({"event": "step", "step": step, "loss": float("nan")})
         store.set("said", "")
     store.wait(["said"])
-    if told.rank == 1 and told.restarts == 0:
+    if env.rank == 1 and env.restarts == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    if told.restarts == 0:
+    if env.restarts == 0:
         time.sleep(600)
 
 def stay(folder):
@@ -94,19 +94,19 @@ def listeners(pid):
 def reduce(folder):
     import torch
     import torch.distributed as dist
-    told = read_env()
+    env = read_env()
     dist.init_process_group("gloo", init_method="env://")
-    total = torch.tensor([told.rank + 1.0])
+    total = torch.tensor([env.rank + 1.0])
     dist.all_reduce(total)
     seen = {"stage": listeners(os.getpid()), "parent": listeners(os.getppid()), "sum": total.item(),
-            "threads": torch.get_num_threads(), "restarts": told.restarts, "world": told.world}
+            "threads": torch.get_num_threads(), "restarts": env.restarts, "world": env.world}
     mark(folder, json.dumps(seen))
     dist.barrier()
-    if told.rank == 1 and told.restarts == 0:
+    if env.rank == 1 and env.restarts == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
-    if told.rank == 0:
-        report(connect(), {"sum": total.item(), "restarts": told.restarts})
+    if env.rank == 0:
+        report(connect(), {"sum": total.item(), "restarts": env.restarts})
     dist.destroy_process_group()
 
 def not_finite(folder):
@@ -330,7 +330,7 @@ def test_an_error_of_the_users_making_comes_back_as_itself_and_starts_nothing_ag
         assert not alive(int(pid))
 
 
-def test_a_bug_in_a_stage_is_told_in_one_line_and_leaves_no_files(work, tmp_path, monkeypatch):
+def test_a_bug_in_a_stage_is_reported_in_one_line_and_leaves_no_files(work, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(TrainError, match=r"^rank 0 ended with exit code 1: ValueError: no such key; all stages"):
         launch(1, Call(work.bug), restarts=0)
@@ -350,7 +350,7 @@ def test_what_cannot_be_sent_to_a_stage_is_named(work, make, culprit):
         launch(2, make(work))
 
 
-def test_a_function_that_stages_cannot_import_is_told_once(work, monkeypatch):
+def test_a_function_that_stages_cannot_import_is_reported_once(work, monkeypatch):
     import types
 
     module = types.ModuleType("only_here")
@@ -445,7 +445,7 @@ def test_a_grandchild_does_not_outlive_a_parent_that_is_killed(tmp_path, start):
     wait_for(lambda: not alive(pid), 20.0)
 
 
-def test_a_script_without_a_guard_is_told_so(work, start):
+def test_a_script_without_a_guard_is_told_to_add_one(work, start):
     text = MAIN.format(folder=str(Path(work.__file__).parent), stages=1, work="bug", seen="")
     main = start(text.replace('if __name__ == "__main__":', "if True:"))
     out, err = main.communicate(timeout=50)

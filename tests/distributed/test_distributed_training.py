@@ -181,7 +181,9 @@ def test_a_run_goes_on_on_any_other_number_of_stages(tmp_path: Path, kind: str) 
         ({"stages": 2, "metrics": {"a": lambda outputs, batch: 0}}, "and 'a', "),
     ],
 )
-def test_a_mistake_is_told_in_one_line_and_leaves_no_run(tmp_path: Path, mistake: dict[str, Any], words: str) -> None:
+def test_a_mistake_is_reported_in_one_line_and_leaves_no_run(
+    tmp_path: Path, mistake: dict[str, Any], words: str
+) -> None:
     with pytest.raises(WeftError, match=re.escape(words)) as caught:
         train("text", tmp_path / "runs", "x", **mistake)
     assert "\n" not in str(caught.value)

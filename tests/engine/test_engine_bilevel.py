@@ -1,4 +1,4 @@
-"""Two levels in one run: who learns from what, that it repeats to the bit, and that stages change nothing."""
+"""Two levels in one run: each learns from its own data, to the same bits on any number of stages."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_end(tmp_path: Path, metho
     assert again.fingerprint == whole.fingerprint
 
 
-def test_validation_data_is_needed_and_said_to_be(tmp_path: Path) -> None:
+def test_a_search_without_validation_data_is_refused(tmp_path: Path) -> None:
     net = mixed_factory(layered, Darts())
     data = Data("x", open_data("digits").train)
     with pytest.raises(TrainError, match="validation data"):

@@ -1,4 +1,4 @@
-"""Recipes by name: schedules that end above 0, and weight decay for matrices alone."""
+"""Schedules by name that end above 0, and weight decay for matrices alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_end_that_is_none_is_refused(text: str) -> None:
         make_schedule(text)
 
 
-def test_a_schedule_that_is_not_known_is_told_with_the_nearest() -> None:
+def test_an_unknown_schedule_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(TrainError, match=r"unknown schedule 'cosin:0\.1'; did you mean 'cosine'\?"):
         make_schedule("cosin:0.1")
 

@@ -1,5 +1,5 @@
-"""The reference against a literal one that keeps every version and derives every gradient by hand, and against the
-loop that anybody would write."""
+"""The reference against a literal one, which keeps every version and derives every gradient by hand, and against a
+plain training loop."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def test_bounded_drift_is_read_by_the_backward_alone() -> None:
     assert len(sequential.weights["stem"].kept) == 2
 
 
-# The law at `exact` against the loop that anybody would write: zero_grad, backward, one optimizer a layer.
+# `exact` against a plain training loop: zero_grad, backward, one optimizer a layer.
 
 
 LOOP_STEPS, ROWS = 12, 12

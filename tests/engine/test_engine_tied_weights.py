@@ -89,8 +89,8 @@ def test_under_exact_it_is_a_plain_model_with_one_parameter(optimizer: str) -> N
 
 
 def literal(task: Task, every: int, depth: int) -> dict[str, Tensor]:
-    """``stashed`` from the formulas: every version of every parameter is kept, and nothing is shared but the text of
-    the law. SGD without momentum or decay."""
+    """``stashed`` from the formulas: every version of every parameter is kept, and no code is shared with the engine.
+    SGD without momentum or decay."""
     chain, delay, m = task.chain().train(), -(-depth // every), task.config.microbatches
     for module in chain.modules():
         if isinstance(module, nn.Dropout):

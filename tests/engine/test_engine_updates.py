@@ -1,4 +1,4 @@
-"""The rules of the law one by one: who is updated, with what, at which rate, and what is kept."""
+"""The rules of updates one by one: which layers change, by what, at which rate, and what is kept."""
 
 from __future__ import annotations
 
@@ -598,7 +598,7 @@ def test_a_micro_batch_sees_the_old_version_whatever_the_layer_is_made_of(
     assert all(not torch.equal(a, b) and b.dtype == a.dtype for a, b in zip(start, chain.parameters(), strict=True))
 
 
-def test_the_law_holds_for_a_supernet_in_double_precision() -> None:
+def test_a_supernet_in_double_precision_keeps_the_versions_too() -> None:
     found = []
     for consistency in ("exact", "bounded(1,1)", "bounded(1,3)"):
         chain = two_choices().double()

@@ -146,9 +146,9 @@ def least_of(task: Task) -> int:
     return sequential.offload.least
 
 
-def resided(task: Task, said: OffloadConfig, seed: int | None = None) -> tuple[Outcome, OffloadManager]:
+def resided(task: Task, config: OffloadConfig, seed: int | None = None) -> tuple[Outcome, OffloadManager]:
     sequential = SequentialReference(task.chain(), task.config, CPU)
-    attach(sequential, said, copy_engine=None if seed is None else Late(seed))
+    attach(sequential, config, copy_engine=None if seed is None else Late(seed))
     memory = sequential.offload
     assert memory is not None
     sequential.train_mode()
@@ -162,13 +162,13 @@ def resided(task: Task, said: OffloadConfig, seed: int | None = None) -> tuple[O
 
 
 @contextmanager
-def stages_reside(said: dict[int, OffloadConfig], mover: Callable[[], Any]) -> Any:
+def stages_reside(config: dict[int, OffloadConfig], mover: Callable[[], Any]) -> Any:
     """Within the block every stage that is made has its layers on the host."""
     made: list[OffloadManager] = []
 
     def make(*arguments: Any, **options: Any) -> Stage:
         stage = Stage(*arguments, **options)
-        attach(stage, said[stage.index], copy_engine=(own := mover()))
+        attach(stage, config[stage.index], copy_engine=(own := mover()))
         assert stage.offload is not None
         if isinstance(own, Early):
             own.memory = stage.offload.device.memory
@@ -182,7 +182,7 @@ def stages_reside(said: dict[int, OffloadConfig], mover: Callable[[], Any]) -> A
 
 ADAM = Optimizer("adamw", lr=1e-3, weight_decay=0.01)
 KINDS = ("text", "convolutional", "encoder-decoder", "plain")
-PROMISES = ("exact", "delayed(2)", "lagged(2)", "bounded(2, 3)", "bounded(4, 2)", "stashed(2, 3)")
+CONSISTENCIES = ("exact", "delayed(2)", "lagged(2)", "bounded(2, 3)", "bounded(4, 2)", "stashed(2, 3)")
 
 
 def same(one: Outcome, other: Outcome) -> None:
@@ -190,7 +190,7 @@ def same(one: Outcome, other: Outcome) -> None:
     assert one.layers == other.layers
 
 
-@pytest.mark.parametrize("consistency", PROMISES)
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
 @pytest.mark.parametrize("m", [1, 2])
 def test_the_least_budget_gives_the_same_bits_however_late_copies_come(consistency: str, m: int) -> None:
     task = make_task("text", m=m, consistency=consistency, optimizer=ADAM)
@@ -202,7 +202,7 @@ def test_the_least_budget_gives_the_same_bits_however_late_copies_come(consisten
         assert memory.stats()["evicted_bytes"] > 0
 
 
-@pytest.mark.parametrize("consistency", PROMISES)
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
 @pytest.mark.parametrize("factor", [1.0, 1.5])
 def test_nothing_is_copied_before_the_device_has_done_what_it_was_given_to_do(consistency: str, factor: float) -> None:
     task = make_task("text", m=2, steps=7, consistency=consistency, optimizer=ADAM)
@@ -331,14 +331,14 @@ def cases(draw: st.DrawFn) -> Case:
     m = draw(st.sampled_from([1, 2]))
     chain = (stages.KINDS | stages.ALIKE)[kind][0]()
     mixed = kind != "tied" and draw(st.booleans())
-    one = draw(st.sampled_from(["exact", "bounded(2, 3)"] if kind == "tied" else PROMISES))
-    said: Any = {name: draw(st.sampled_from(PROMISES)) for name in chain.layers} if mixed else one
+    one = draw(st.sampled_from(["exact", "bounded(2, 3)"] if kind == "tied" else CONSISTENCIES))
+    consistency: Any = {name: draw(st.sampled_from(CONSISTENCIES)) for name in chain.layers} if mixed else one
     together = not mixed and one in ("exact", "bounded(2, 3)", "stashed(2, 3)")
     task = make_task(
         kind,
         steps=6,
         m=m,
-        consistency=said,
+        consistency=consistency,
         optimizer=draw(st.sampled_from([None, ADAM, Optimizer("sgd", lr=0.05, momentum=0.9, foreach=True)])),
         seed=draw(st.integers(0, 9)),
         clip=draw(st.sampled_from([None, 0.5, GlobalNorm(0.2)] if together else [None, 0.5])),
@@ -359,8 +359,8 @@ def cases(draw: st.DrawFn) -> Case:
 def run_case(case: Case, **options: Any) -> tuple[Outcome, list[Any]]:
     cut = options.pop("cut", case.cut)
     budgets = case.budgets(cut)
-    said = {index: OffloadConfig(budget) for index, budget in budgets.items()}
-    with stages_reside(said, Early if case.early else partial(Late, case.seed)) as made:
+    config = {index: OffloadConfig(budget) for index, budget in budgets.items()}
+    with stages_reside(config, Early if case.early else partial(Late, case.seed)) as made:
         found = in_stages(case.task, cut, case.window, case.seed, **case.how, **options)
     for index, memory in enumerate(made):
         assert memory.stats()["peak"] <= budgets[index]

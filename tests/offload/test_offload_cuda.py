@@ -25,18 +25,18 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 CUDA = torch.device("cuda")
 ADAM = Optimizer("adamw", lr=1e-3, weight_decay=0.01)
-PROMISES = ("exact", "delayed(2)", "lagged(2)", "bounded(2, 3)", "stashed(2, 3)")
+CONSISTENCIES = ("exact", "delayed(2)", "lagged(2)", "bounded(2, 3)", "stashed(2, 3)")
 
 
-def trained(task: Task, said: OffloadConfig | None) -> tuple[Outcome, Any]:
+def trained(task: Task, config: OffloadConfig | None) -> tuple[Outcome, Any]:
     chain = task.chain()
-    if said is None:
+    if config is None:
         chain = chain.to(CUDA)
     else:
         move_buffers(chain, CUDA)
     sequential = SequentialReference(chain, task.config, task.config.stream, CUDA)
-    if said is not None:
-        attach(sequential, said)
+    if config is not None:
+        attach(sequential, config)
     losses = []
     with deterministic(CUDA):
         sequential.train_mode()
@@ -49,7 +49,7 @@ def trained(task: Task, said: OffloadConfig | None) -> tuple[Outcome, Any]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("consistency", PROMISES)
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
 def test_any_budget_gives_the_same_bits_on_a_gpu(consistency: str, precision: str) -> None:
     for optimizer in (ADAM, Optimizer("adamw", lr=1e-3, foreach=True), Optimizer("sgd", lr=0.05, momentum=0.9)):
         task = make_task("text", steps=12, m=2, consistency=consistency, optimizer=optimizer, precision=precision)

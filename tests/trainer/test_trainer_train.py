@@ -517,7 +517,7 @@ def test_a_block_may_state_its_consistency_and_the_run_has_the_last_word(tmp_pat
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_a_mistake_is_told_before_anything_is_trained(
+def test_a_mistake_is_refused_before_anything_is_trained(
     tmp_path: Path, change: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     if change.get("device") == "cuda" and torch.cuda.is_available():
@@ -528,7 +528,7 @@ def test_a_mistake_is_told_before_anything_is_trained(
     assert not seen
 
 
-def test_a_stream_that_is_too_short_is_told_before_anything_is_trained(tmp_path: Path) -> None:
+def test_a_stream_that_is_too_short_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     chain = initialise(build)
     seen: list[str] = []
 
@@ -578,8 +578,7 @@ def test_weights_that_are_not_finite_never_reach_a_checkpoint(tmp_path: Path) ->
     assert weft.Run.open(tmp_path / "x").checkpoints.steps() == []
 
 
-# How images and filters lie in memory: what a run that is not told does, and that what it is told is kept.
-
+# The memory format of images and filters.
 
 Layers = dict[str, Callable[[], nn.Module]]
 TWO_STEPS: dict[str, Any] = {"steps": 2, "batch_size": 8, "stream": "iid"}
