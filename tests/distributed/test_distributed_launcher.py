@@ -57,7 +57,7 @@ def leave(folder):
 
 def speak(folder):
     """Stage 0 has two events, then stage 1 dies once; the second time all is said again, and more."""
-    store, told = connect(), read_env()
+    store, env = connect(), read_env()
     if env.rank == 0:
         say = EventsToParent(store)
         for step in range(2 + env.restarts):
