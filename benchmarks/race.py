@@ -101,7 +101,7 @@ class Careless(Stage):
         super().__init__(*arguments)
         self.weights = {name: Loose(w.layer, w.module, w.schedule) for name, w in self.weights.items()}
 
-    def uses(self, n: int) -> list[LayerDependency]:
+    def dependencies(self, n: int) -> list[LayerDependency]:
         return []
 
     def weigh(self, n: int, counts: bool) -> None:

@@ -297,13 +297,15 @@ class Pipeline:
             assert all(position["F", n] < position["B", n] for n in range(self.case.total))
             assert self.asked[stage] == list(range(self.case.total))
             assert scheduler.done
-            assert not any((scheduler.in_flight, scheduler._needs, scheduler._missing, scheduler._done))  # no leaks
+            assert not any(
+                (scheduler.in_flight, scheduler._dependencies, scheduler._missing, scheduler._done)
+            )  # no leaks
             assert not any(layer.users or layer.early or layer.waiting for layer in scheduler._layers.values())
         assert self.applied == self.case.users
 
     def state(self) -> str:
         """Everything that the future depends on."""
-        schedulers = [{k: v for k, v in vars(s).items() if k != "_uses"} for s in self.schedulers]
+        schedulers = [{k: v for k, v in vars(s).items() if k != "_dependencies_of"} for s in self.schedulers]
         return repr((schedulers, self.arrived, self.running, self.finished, self.messages, self.wakeful))
 
     def clone(self) -> Pipeline:
@@ -318,7 +320,7 @@ class Pipeline:
             for name, value in vars(scheduler).items():
                 if isinstance(value, (set, dict)):
                     setattr(scheduler, name, copy.deepcopy(value))
-            scheduler._uses = other._uses(stage)
+            scheduler._dependencies_of = other._uses(stage)
         return other
 
 

@@ -199,10 +199,10 @@ def test_a_message_cannot_arrive_before_it_is_sent() -> None:
 def test_every_layer_reads_by_its_own_consistency() -> None:
     told = ["exact", "delayed(1)", "lagged(2)", "exact"]
     work = Workload(4, 1, 6, lambda n: list(enumerate(range(4))), lambda layer: parse_consistency(told[layer]))  # type: ignore[call-overload]
-    assert work.uses((3,), 0)(5) == [(0, 5, 5, 5), (1, 5, 4, 4), (2, 2, 1, 1)]
-    assert work.uses((3,), 1)(5) == [(3, 5, 5, 5)]
+    assert work.dependencies_of((3,), 0)(5) == [(0, 5, 5, 5), (1, 5, 4, 4), (2, 2, 1, 1)]
+    assert work.dependencies_of((3,), 1)(5) == [(3, 5, 5, 5)]
     frozen = replace(work, consistency=lambda layer: None if layer == 1 else Exact())
-    assert [need.layer for need in frozen.uses((3,), 0)(5)] == [0, 2]
+    assert [need.layer for need in frozen.dependencies_of((3,), 0)(5)] == [0, 2]
     assert frozen.stage_costs((3,), 5) == [(3, 6), (1, 2)]
 
 
@@ -306,7 +306,7 @@ def test_the_laws_hold_on_every_machine(
 
     # No version is read before the updates that make it are applied, at the ends of whole backwards.
     for stage in range(stages):
-        uses = work.uses(cut, stage)
+        uses = work.dependencies_of(cut, stage)
         users: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
         for n in range(m * steps):
             for need in uses(n):

@@ -43,13 +43,13 @@ class LayerUpdates(TrainedLayers):
         """Keeps the gradients of micro-batch n for a layer, and its statistics, until their turn."""
         self._stashed[name, n] = (gradients, record)
 
-    def apply_due(self, needs: Iterable[LayerDependency], kind: str, oldest: int) -> None:
+    def apply_due(self, dependencies: Iterable[LayerDependency], kind: str, oldest: int) -> None:
         """Applies updates that have waited so far and that the next operation must read."""
         due = []
-        for need in needs:
-            pending = None if need.layer is TEACHER else self.weights[str(need.layer)].pending
-            if pending is not None and pending.slot < (need.backward if kind == "B" else need.forward):
-                due.append(self.weights[str(need.layer)])
+        for dependency in dependencies:
+            pending = None if dependency.layer is TEACHER else self.weights[str(dependency.layer)].pending
+            if pending is not None and pending.slot < (dependency.backward if kind == "B" else dependency.forward):
+                due.append(self.weights[str(dependency.layer)])
         self._update(due, oldest)
 
     def commit(self, turns: Sequence[tuple[Hashable, int]], scheduler: Scheduler) -> None:

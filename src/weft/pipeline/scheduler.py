@@ -99,7 +99,7 @@ class Scheduler:
         self,
         stage: int,
         stages: int,
-        uses: DependenciesOf,
+        dependencies_of: DependenciesOf,
         total: int,
         policy: SchedulePolicy,
         first: int = 0,
@@ -113,9 +113,9 @@ class Scheduler:
         """The oldest micro-batch whose backward is not finished here."""
         self.known = first
         """Micro-batches below this are registered with their layers."""
-        self._uses = uses
+        self._dependencies_of = dependencies_of
         self._layers: dict[Hashable, _Layer] = {}
-        self._needs: dict[int, Sequence[LayerDependency]] = {}
+        self._dependencies: dict[int, Sequence[LayerDependency]] = {}
         self._done: set[int] = set()
         self._missing: dict[tuple[Kind, int], int] = {}  # layers that an operation still waits for
         self._ready: dict[Kind, list[int]] = {"F": [], "B": []}
@@ -134,9 +134,9 @@ class Scheduler:
             self._waiting_forwards += 1
         missing = 0
         self._register(microbatch + 1)
-        for need in self._needs[microbatch]:
-            version = need.backward if kind == "B" else need.forward
-            layer = self._layers[need.layer]
+        for dependency in self._dependencies[microbatch]:
+            version = dependency.backward if kind == "B" else dependency.forward
+            layer = self._layers[dependency.layer]
             if not layer.has(version):
                 heapq.heappush(layer.waiting, (version, microbatch, kind))
                 missing += 1
@@ -198,7 +198,9 @@ class Scheduler:
             self._done.remove(self.oldest)
             self.oldest += 1
         turns: list[tuple[Hashable, int]] = []
-        for layer in dict.fromkeys(need.layer for need in self._needs.pop(op.microbatch)):  # tied weights: once
+        for layer in dict.fromkeys(
+            dependency.layer for dependency in self._dependencies.pop(op.microbatch)
+        ):  # tied weights: once
             turns += self._apply(layer, op.microbatch)
         return turns
 
@@ -214,9 +216,9 @@ class Scheduler:
         self.total = total
         self.advance_counter(FORWARDS, self.forwarded)
 
-    def needs(self, op: Op) -> Sequence[LayerDependency]:
+    def dependencies(self, op: Op) -> Sequence[LayerDependency]:
         """The layers that an operation uses here."""
-        return self._needs[op.microbatch]
+        return self._dependencies[op.microbatch]
 
     def complete(self, layer: Hashable, slot: int, last: int) -> bool:
         """Whether every gradient of a slot of the layer, whose last micro-batch is ``last``, has had its turn."""
@@ -255,13 +257,13 @@ class Scheduler:
 
     def _register(self, until: int) -> None:
         for microbatch in range(self.known, until):
-            needs = self._needs[microbatch] = self._uses(microbatch)
-            for need in needs:
-                layer = self._layers.get(need.layer)
+            dependencies = self._dependencies[microbatch] = self._dependencies_of(microbatch)
+            for dependency in dependencies:
+                layer = self._layers.get(dependency.layer)
                 if layer is None:
-                    layer = self._layers[need.layer] = _Layer()
+                    layer = self._layers[dependency.layer] = _Layer()
                 if not layer.users or layer.users[-1][0] != microbatch:
-                    layer.users.append((microbatch, need.slot))
+                    layer.users.append((microbatch, dependency.slot))
         self.known = max(self.known, until)
 
     def _apply(self, key: Hashable, microbatch: int) -> list[tuple[Hashable, int]]:

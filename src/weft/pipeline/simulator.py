@@ -96,7 +96,7 @@ def simulate(
         Scheduler(
             s,
             stages,
-            work.uses(cut, s),
+            work.dependencies_of(cut, s),
             work.total,
             policies[s],
             counters=work.counters(cut, s, policies[s].max_in_flight),

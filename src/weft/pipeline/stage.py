@@ -71,19 +71,19 @@ class Stage(LayerUpdates):
         """Whether this stage needs batches: for the chain's input, the loss, or a layer's side inputs."""
         return self.is_first or self.is_last or any(w.layer.side for w in self.weights.values())
 
-    def uses(self, n: int) -> list[LayerDependency]:
+    def dependencies(self, n: int) -> list[LayerDependency]:
         """The layers that micro-batch n uses here, for the scheduler."""
-        dependencies: list[LayerDependency] = []
+        used: list[LayerDependency] = []
         for layer in self._route(n):
             if layer.name in self.ordered:
                 at = self.weights[layer.name].schedule
-                dependencies.append(LayerDependency(layer.name, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
+                used.append(LayerDependency(layer.name, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
         if self.config.distill is not None and self.is_last:
             # The teacher's outputs in step i are like a version: the first micro-batch makes them, and the others wait
             # for them. Those of the next step wait for the others.
             i, j = divmod(n, self.config.microbatches)
-            dependencies.append(LayerDependency(TEACHER, 2 * i + bool(j), 2 * i + bool(j), 0))
-        return dependencies
+            used.append(LayerDependency(TEACHER, 2 * i + bool(j), 2 * i + bool(j), 0))
+        return used
 
     def counters(self, kind: Kind, n: int) -> list[tuple[Hashable, int]]:
         """What an operation waits for beside versions: the norms that updates are scaled by, and the gradients that

@@ -74,7 +74,9 @@ class Worker:
         can_admit = None if stage.offload is None else stage.offload.can_start
         if stage.offload is not None:
             stage.offload.begin_run(first, until)
-        self.scheduler = Scheduler(stage.index, stage.stages, stage.uses, until, policy, first, counters, can_admit)
+        self.scheduler = Scheduler(
+            stage.index, stage.stages, stage.dependencies, until, policy, first, counters, can_admit
+        )
         stage.forwarded = first
         if stage.clipper is not None:
             self.scheduler.advance_counter(NORMS, stage.clipper.count)
@@ -127,7 +129,7 @@ class Worker:
         if op is None:
             return None
         self.stats.peak = max(self.stats.peak, len(self.scheduler.in_flight))
-        needs = self.scheduler.needs(op)
+        dependencies = self.scheduler.dependencies(op)
         if self.on_start is not None:
             self.on_start(op)
         offload = self.stage.offload
@@ -136,7 +138,7 @@ class Worker:
         start = time.perf_counter()
         self._register_snapshots()
         updates = self.stage.updates
-        self.stage.apply_due(needs, op.kind, self.scheduler.oldest)
+        self.stage.apply_due(dependencies, op.kind, self.scheduler.oldest)
         late, prepared = self.stage.updates - updates, time.perf_counter()
         if op.kind == "F":
             self._forward(op.microbatch)

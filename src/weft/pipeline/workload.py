@@ -36,7 +36,7 @@ class Workload:
     costs: Costs | None = None
     sizes: Sequence[float] | None = None
     """Bytes that enter each block in the forward of one micro-batch, and leave it as gradients in its backward."""
-    _clocks: dict[tuple[int, Hashable], VersionSchedule | None] = field(
+    _schedules: dict[tuple[int, Hashable], VersionSchedule | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _equal: dict[VersionSchedule, VersionSchedule] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -47,22 +47,22 @@ class Workload:
         """Micro-batches in the run."""
         return self.steps * self.microbatches
 
-    def uses(self, cut: Cut, stage: int) -> DependenciesOf:
+    def dependencies_of(self, cut: Cut, stage: int) -> DependenciesOf:
         """The layers that micro-batches use on one stage of a cut, for its scheduler."""
         shares = self._shares_of(cut)
 
-        def needs(n: int) -> list[LayerDependency]:
-            dependencies = []
-            reads: dict[int, tuple[int, int, int]] = {}  # most layers have the same clock: read once
+        def dependencies(n: int) -> list[LayerDependency]:
+            used = []
+            reads: dict[int, tuple[int, int, int]] = {}  # most layers have the same schedule: read once
             for block, layer in shares(n)[stage]:
-                at = self._clock(block, layer)
+                at = self._schedule(block, layer)
                 if at is not None:
                     if id(at) not in reads:
                         reads[id(at)] = (at.slot(n), at.forward_reads(n), at.backward_reads(n))
-                    dependencies.append(LayerDependency(layer, *reads[id(at)]))
-            return dependencies
+                    used.append(LayerDependency(layer, *reads[id(at)]))
+            return used
 
-        return needs
+        return dependencies
 
     def consistencies(self) -> set[Consistency]:
         """Those of the layers that train, as far as the first 64 micro-batches show."""
@@ -123,15 +123,15 @@ class Workload:
             self._shares[cut] = lru_cache(1024)(divide)
         return self._shares[cut]
 
-    def _clock(self, block: int, layer: Hashable) -> VersionSchedule | None:
+    def _schedule(self, block: int, layer: Hashable) -> VersionSchedule | None:
         key = (block, layer)
-        if key not in self._clocks:
+        if key not in self._schedules:
             promised, made = self.consistency(layer), None
             if promised is not None:
                 made = version_schedule(promised, block, self.blocks, self.microbatches, self.steps)
                 made = self._equal.setdefault(made, made)
-            self._clocks[key] = made
-        return self._clocks[key]
+            self._schedules[key] = made
+        return self._schedules[key]
 
 
 def chain_workload(
