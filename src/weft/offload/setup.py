@@ -66,8 +66,8 @@ def attach_for_scoring(
     chain: Chain, device: torch.device, config: OffloadConfig, copy_engine: CopyEngine | None = None
 ) -> OffloadManager:
     """Moves the layers of a chain that is only scored to the host, where they live from here on."""
-    clock = VersionSchedule(Exact(), 1, 1)
-    weights = {name: VersionedLayer(layer, chain.module(name), clock) for name, layer in chain.layers.items()}
+    schedule = VersionSchedule(Exact(), 1, 1)
+    weights = {name: VersionedLayer(layer, chain.module(name), schedule) for name, layer in chain.layers.items()}
     _MANAGERS[chain] = OffloadManager(weights, None, device, config, lambda n: (), (), False, copy_engine)
     return _MANAGERS[chain]
 
