@@ -357,7 +357,7 @@ def row(name: str, make: Callable[[], Case]) -> dict[str, Any]:
             sum(any(dim.parts > 1 for dim in entry.dims) for entry in graph.operators) / len(graph), 4
         ),
         "seconds": round(captured.seconds, 2),
-        "way": captured.way,
+        "way": captured.method,
         "notes": list(graph.notes),
     }
 

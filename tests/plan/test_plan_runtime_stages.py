@@ -30,7 +30,7 @@ from weft.plan.capture import CapturedModel, capture
 from weft.plan.graph import INPUT, PARAMETER, Dim, Graph, Operator, Read
 from weft.plan.graph import Tensor as Shape
 from weft.plan.planner import plan_captured
-from weft.plan.runtime import ParallelModule, RunOptions, parallelize
+from weft.plan.runtime import ParallelModule, StepOptions, parallelize
 from weft.plan.runtime.apply import transfer_splits
 from weft.plan.runtime.module import StageOp, one_forward_one_backward
 from weft.plan.runtime.program import ValueRef, split_batch
@@ -292,7 +292,7 @@ def test_stages_and_micro_batches_give_what_one_device_gives(
 
     def work(rank: int) -> None:
         for told, count, expected, (captured, strategy, stage) in cases:
-            check(parallelize(captured, strategy, stage, RunOptions(count), weights=expected.model), expected, told)
+            check(parallelize(captured, strategy, stage, StepOptions(count), weights=expected.model), expected, told)
 
     on_processes(stages * Mesh(mesh).devices, tmp_path, work)
 
@@ -309,7 +309,7 @@ def test_micro_batches_of_one_sample_run_though_their_program_is_another(tmp_pat
         4,
         tmp_path,
         lambda rank: check(
-            parallelize(captured, strategy, stage, RunOptions(ROWS), weights=expected.model), expected, "one by one"
+            parallelize(captured, strategy, stage, StepOptions(ROWS), weights=expected.model), expected, "one by one"
         ),
     )
 
@@ -409,7 +409,7 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
         with torch.no_grad():
             for value in other.parameters():
                 value.add_(rank)
-        module = parallelize(captured, strategy, stage, RunOptions(4), weights=other)
+        module = parallelize(captured, strategy, stage, StepOptions(4), weights=other)
         steps = torch.optim.AdamW(module.parameters(), lr=0.1)
         weight: Any = module.get_parameter("embed.weight")
         every = [torch.empty_like(weight.to_local()) for _ in range(4)]
@@ -425,7 +425,7 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
         gradients = [value for value in expected.gradients.values() if value is not None]
         norm = torch.linalg.vector_norm(torch.cat([value.flatten() for value in gradients]))
         for limit in (float(norm) / 4, float(norm) * 4):
-            module = parallelize(captured, strategy, stage, RunOptions(4), weights=expected.model)
+            module = parallelize(captured, strategy, stage, StepOptions(4), weights=expected.model)
             module.step(expected.batch)
             same("norm", module.clip_grad_norm_(limit).float(), norm)
             for key, value in module.named_parameters():
@@ -434,7 +434,7 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
                 same(f"clipped: {key}", module.full_tensor(value.grad), wanted * min(1, limit / float(norm)))
 
     def gradients_travel_once_a_step(rank: int) -> None:
-        module = parallelize(captured, strategy, stage, RunOptions(4), weights=expected.model)
+        module = parallelize(captured, strategy, stage, StepOptions(4), weights=expected.model)
         asked: list[int] = []
         before = MeshCollectives._all_reduce
         MeshCollectives._all_reduce = lambda self, tensor, axis: (
@@ -455,7 +455,7 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
     def layers_are_computed_again(rank: int) -> None:
         def kept(again: bool) -> int:
             module, sizes = (
-                parallelize(*drops, RunOptions(4, again, reshard_after_forward=False), weights=dropping.model),
+                parallelize(*drops, StepOptions(4, again, reshard_after_forward=False), weights=dropping.model),
                 [],
             )
             with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.nbytes), t)[1], lambda t: t):
@@ -464,16 +464,16 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
 
         torch.manual_seed(SEED)
         assert kept(True) < kept(False)
-        check(parallelize(*drops, RunOptions(4, recompute=True), weights=dropping.model), dropping, "recomputed")
+        check(parallelize(*drops, StepOptions(4, recompute=True), weights=dropping.model), dropping, "recomputed")
 
     def refusals(rank: int) -> None:
-        module = parallelize(*drops, RunOptions(4), weights=dropping.model)
+        module = parallelize(*drops, StepOptions(4), weights=dropping.model)
         torch.manual_seed(rank)
         with pytest.raises(PlanError, match="generators differ: seed torch alike"):
             module.step(dropping.batch)
         one = planned("text", 2, 4, (1,))
         with pytest.raises(PlanError, match=r"for 2 processes \(2 stages of a mesh of 1\), and there are 4"):
-            parallelize(*ready("text", one), RunOptions(4), weights=expected.model)
+            parallelize(*ready("text", one), StepOptions(4), weights=expected.model)
         # The first stage is told another cut than the second.
         moved = list(stage)
         if rank < 2:
@@ -482,7 +482,7 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
             )
             moved[border] = 1
         with pytest.raises(PlanError, match=r"do not agree on what they send|was lost"):
-            parallelize(captured, strategy, moved, RunOptions(4), weights=expected.model, timeout=10)
+            parallelize(captured, strategy, moved, StepOptions(4), weights=expected.model, timeout=10)
 
     def work(rank: int) -> None:
         shared_weights_stay_equal(rank)
@@ -501,7 +501,7 @@ def test_a_lost_process_is_told_and_not_waited_for_for_ever(tmp_path: Path, way:
     expected = case("perceptron")
 
     def work(rank: int) -> None:
-        module = parallelize(captured, strategy, stage, RunOptions(4), weights=expected.model, timeout=3)
+        module = parallelize(captured, strategy, stage, StepOptions(4), weights=expected.model, timeout=3)
         module.step(expected.batch)
         if rank == 1:
             if way == "gone":

@@ -8,7 +8,8 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.serve.downsample import LARGEST, Curve, number, rounded, whole
+from weft.serve.downsample import Curve
+from weft.serve.fields import LARGEST, number, rounded, whole_number
 
 POINTS = st.lists(st.tuples(st.integers(0, 2000), st.integers(-1000, 1000).map(float)), max_size=200)
 
@@ -97,4 +98,4 @@ def test_numbers_are_told_from_what_only_looks_like_them() -> None:
         None,
     ]
     assert math.isnan(number("nan") or 0.0)
-    assert [whole(value) for value in (3, -1, 2.0, True, LARGEST, "4")] == [3, None, None, None, None, None]
+    assert [whole_number(value) for value in (3, -1, 2.0, True, LARGEST, "4")] == [3, None, None, None, None, None]

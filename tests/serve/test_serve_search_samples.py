@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.search.objectives import Constraint, Objective
-from weft.serve.event_log import Reducer
-from weft.serve.views.search_samples import SCORED, Point, Sample, Scores, option_frequencies, ordered
+from weft.serve.event_log import SummaryCache
+from weft.serve.views.search_samples import SCORED, Point, Sample, ScoredSubnets, option_frequencies, ordered
 
 ACCURACY, FLOPS = Objective("accuracy", True), Objective("flops", False)
 
@@ -105,8 +105,8 @@ def line(subnet: str, accuracy: float | str, context: str = "x", **more: object)
     return json.dumps(told).encode()
 
 
-def scores(*lines: bytes) -> Scores:
-    found = Scores()
+def scores(*lines: bytes) -> ScoredSubnets:
+    found = ScoredSubnets()
     for one in lines:
         found.add_line(one)
     return found
@@ -140,7 +140,7 @@ def test_a_long_file_is_read_once_in_little_memory(tmp_path: Path) -> None:
     with open(path, "wb") as file:
         for at in range(count):
             file.write(line(f"{at:016x}", at / count, values={"op": at % 7}, costs={"flops": at}) + b"\n")
-    fold = Reducer(Scores)
+    fold = SummaryCache(ScoredSubnets)
     tracemalloc.start()
     points, seen = fold.query(path, lambda scores: scores.of("x"))
     peak = tracemalloc.get_traced_memory()[1]

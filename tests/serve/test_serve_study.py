@@ -14,10 +14,9 @@ import weft
 import weft.serve.views.study as worked_out
 from weft.runs.run import hold
 from weft.serve.views import study as studies
-from weft.serve.views.study_events import SHOWN, Trial
+from weft.serve.views.study_events import SHOWN, TrialState
 from weft.space import Space
-from weft.tune import Device, Job, StudyResult
-from weft.tune import Trial as Tried
+from weft.tune import Device, Job, StudyResult, Trial
 from weft.tune.jobs import Ended, Event, Lost, Reported
 
 optuna = pytest.importorskip("optuna")
@@ -70,7 +69,7 @@ class Instant:
         pass
 
 
-def never(trial: Tried) -> float:
+def never(trial: Trial) -> float:
     raise AssertionError("the executor knows without asking")
 
 
@@ -235,20 +234,24 @@ def test_however_many_trials_there_are_their_document_is_small_and_has_the_best(
 def test_importances_are_worked_out_once_for_a_number_of_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
-    def counting(space: Space, trials: Sequence[Trial], objectives: object) -> dict[str, Any]:
+    def counting(space: Space, trials: Sequence[TrialState], objectives: object) -> dict[str, Any]:
         calls.append(len(trials))
         return {"loss": [["x", 1.0]]}
 
     monkeypatch.setattr(worked_out, "_made", counting)
     found = Space()
     found.real("x", 0.0, 1.0)
-    trials = [Trial(n, {"x": 0.5}, "complete", [float(n)]) for n in range(1200)]
+    trials = [TrialState(n, {"x": 0.5}, "complete", [float(n)]) for n in range(1200)]
     for count in (2, 2, 3, 999, 1000, 1001, 1001, 1050, 1100, 1200):
         assert worked_out.importances(found, trials[:count], [("loss", False)], "key") == {"loss": [["x", 1.0]]}
     assert calls == [2, 3, 999, 1000, 1100]  # of more than a thousand, each tenth part
 
 
 def test_importances_take_no_trial_that_was_not_drawn_from_the_space() -> None:
-    odd = [Trial(0, {"lr": 7.0}, "complete", [1.0]), Trial(1, {"no": 1}, "complete", [2.0]), Trial(2, {}, "failed")]
+    odd = [
+        TrialState(0, {"lr": 7.0}, "complete", [1.0]),
+        TrialState(1, {"no": 1}, "complete", [2.0]),
+        TrialState(2, {}, "failed"),
+    ]
     assert worked_out.importances(space(), odd, [("loss", False)], "odd") == {}
     assert worked_out.importances(None, odd, [("loss", False)], "odd") == {}

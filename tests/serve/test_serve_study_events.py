@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.serve.views.study_events import BARS, TRIALS, Bar, StudyEvents, assign_lanes, device_bars
+from weft.serve.views.study_events import BARS, TRIALS, JobBar, StudyEvents, assign_lanes, device_bars
 
 GIB = 2**30
 
@@ -44,7 +44,7 @@ def test_no_two_of_a_lane_overlap_and_no_lane_is_taken_without_need(spans: list[
 
 
 def test_a_job_on_several_devices_is_a_bar_on_each() -> None:
-    bars = [Bar("a", [0], ["n/cuda:0", "n/cuda:1"], 10, 12, 5, 4, "complete"), Bar("b", [1], ["n/cuda:1"], 11)]
+    bars = [JobBar("a", [0], ["n/cuda:0", "n/cuda:1"], 10, 12, 5, 4, "complete"), JobBar("b", [1], ["n/cuda:1"], 11)]
     first, second = device_bars(bars, {"n/cuda:0": GIB, "n/cuda:1": GIB, "n/cuda:2": None}, 10)[:2]
     assert [bar["job"] for bar in first["bars"]] == ["a"]
     assert [(bar["job"], bar["start"], bar["end"], bar["lane"]) for bar in second["bars"]] == [

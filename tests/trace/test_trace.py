@@ -29,7 +29,7 @@ from weft.supernet.partition import best_cut
 from weft.trace.analysis import bubble, busy, gaps, idle_shares, steady_bubble, summary, worst_waits
 from weft.trace.perfetto import perfetto
 from weft.trace.reader import read_traces
-from weft.trace.recorder import Tracer
+from weft.trace.recorder import TraceRecorder
 
 EPOCH = 2.0**31
 """Later than any start line of today; whole and half seconds after it are exact in floats."""
@@ -80,7 +80,7 @@ def write(
 ) -> None:
     """Has a tracer for every stage write the trace."""
     for stage in trace.stages:
-        tracer = Tracer(folder / "traces" / f"stage{stage.stage}.jsonl", stage.stage)
+        tracer = TraceRecorder(folder / "traces" / f"stage{stage.stage}.jsonl", stage.stage)
         expected = simulated if stage.stage == 0 else None
         tracer.start(restart, len(trace.stages), trace.cut, trace.microbatches, expected)
         versions = stage.versions or (None,) * len(stage.spans)
@@ -289,7 +289,7 @@ def test_what_a_tracer_writes_is_read_back_to_the_last_bit(tmp_path: Path) -> No
 
 def test_nothing_is_written_before_a_flush_and_nothing_twice(tmp_path: Path) -> None:
     path = tmp_path / "traces" / "stage0.jsonl"
-    tracer = Tracer(path, 0)
+    tracer = TraceRecorder(path, 0)
     tracer.start(0, 1, ())
     before = path.read_bytes()
     for n in range(5):
@@ -303,7 +303,7 @@ def test_nothing_is_written_before_a_flush_and_nothing_twice(tmp_path: Path) -> 
 
 def test_threads_lose_no_line_to_a_flush(tmp_path: Path) -> None:
     path = tmp_path / "traces" / "stage0.jsonl"
-    tracer = Tracer(path, 0)
+    tracer = TraceRecorder(path, 0)
     tracer.start(0, 1, ())
 
     def record(first: int) -> None:
@@ -345,7 +345,7 @@ def test_the_last_of_two_starts_is_read(tmp_path: Path) -> None:
 def test_a_run_without_traces_says_how_to_get_them(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="has no traces"):
         read_traces(tmp_path)
-    Tracer(tmp_path / "traces" / "stage0.jsonl", 0).start(0, 2, (1,))
+    TraceRecorder(tmp_path / "traces" / "stage0.jsonl", 0).start(0, 2, (1,))
     with pytest.raises(RunError, match="no operation yet"):
         read_traces(tmp_path)
 

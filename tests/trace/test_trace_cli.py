@@ -17,7 +17,7 @@ from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.simulator import Simulated, simulate
 from weft.pipeline.workload import Workload
 from weft.runs import Run
-from weft.trace.recorder import Tracer
+from weft.trace.recorder import TraceRecorder
 
 EPOCH = 2.0**31
 
@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Path:
 def write(run: Path) -> None:
     """Three steps on two stages, one after the other: 0F 1F 1B 0B, with messages of a quarter of a second."""
     for stage in range(2):
-        tracer = Tracer(run / "traces" / f"stage{stage}.jsonl", stage)
+        tracer = TraceRecorder(run / "traces" / f"stage{stage}.jsonl", stage)
         tracer.start(0, 2, (1,), 1, simulated(0.0).spans if stage == 0 else None)
         for span in simulated(0.25).spans:
             if span.op.stage == stage:

@@ -12,7 +12,7 @@ from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.simulator import Duration, Simulated, Span, simulate
 from weft.pipeline.workload import Workload
 from weft.supernet.partition import best_cut
-from weft.trace.recorder import Tracer
+from weft.trace.recorder import TraceRecorder
 
 EPOCH = 2.0**31
 """Later than any start line of today; whole and half seconds after it are exact in floats."""
@@ -51,7 +51,7 @@ def write(
     """The trace of a run that went just as the simulation did, from micro-batch ``first`` on; every backward is
     followed by an update that takes so long, if any."""
     for stage in range(result.stages):
-        tracer = Tracer(run / "traces" / f"stage{stage}.jsonl", stage)
+        tracer = TraceRecorder(run / "traces" / f"stage{stage}.jsonl", stage)
         known = expected if stage == 0 else None
         tracer.start(restart, result.stages, tuple(range(1, result.stages)), m, known)
         flying: set[int] = set()

@@ -106,7 +106,7 @@ def tables(
     stage a parameter is fetched once for all that read it alike, in several ``stages`` each reader is charged.
     """
     training = training or TrainingSpec()
-    builder = _Builder(mesh, machine, training)
+    builder = _CostBuilder(mesh, machine, training)
     kept = _kept(graph, training.recompute)
     choices = _choices(graph, mesh, allowed)
     # Layers of a network are alike: what a table depends on is compared once, as a number.
@@ -180,7 +180,7 @@ def _signature(operator: Operator) -> object:
     return operator.kind, operator.dims, reads, operator.outputs, costs
 
 
-class _Builder:
+class _CostBuilder:
     """The tables of one operator, and of one edge."""
 
     def __init__(self, mesh: Mesh, machine: Machine, training: TrainingSpec) -> None:

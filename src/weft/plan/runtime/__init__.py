@@ -2,6 +2,6 @@
 
 from weft.plan.runtime.apply import apply_plan, parallelize
 from weft.plan.runtime.checks import unsupported
-from weft.plan.runtime.module import ParallelModule, RunOptions
+from weft.plan.runtime.module import ParallelModule, StepOptions
 
-__all__ = ["ParallelModule", "RunOptions", "apply_plan", "parallelize", "unsupported"]
+__all__ = ["ParallelModule", "StepOptions", "apply_plan", "parallelize", "unsupported"]

@@ -20,7 +20,7 @@ from weft.errors import PlanError
 from weft.plan.capture import CapturedModel, capture
 from weft.plan.graph import Graph, Operator, batch_size
 from weft.plan.runtime.checks import invalid_split, unsupported_operators
-from weft.plan.runtime.module import ParallelModule, RunOptions
+from weft.plan.runtime.module import ParallelModule, StepOptions
 from weft.plan.runtime.p2p import ProcessGrid, Stages, name_lost_peer
 from weft.plan.runtime.parameters import storage_owners
 from weft.plan.runtime.program import CapturedProgram, ValueRef, split_batch
@@ -42,7 +42,7 @@ def apply_plan(
         captured,
         strategy,
         stage,
-        RunOptions(plan.microbatches, plan.recompute),
+        StepOptions(plan.microbatches, plan.recompute),
         weights=model,
         mesh=mesh,
         timeout=timeout,
@@ -53,7 +53,7 @@ def parallelize(
     captured: CapturedModel,
     strategy: ShardingStrategy,
     stage: Sequence[int | None] | None = None,
-    options: RunOptions | None = None,
+    options: StepOptions | None = None,
     *,
     weights: nn.Module | Mapping[str, Tensor] | None = None,
     mesh: DeviceMesh | None = None,
@@ -68,7 +68,7 @@ def parallelize(
     holds it. A process that does not answer for ``timeout`` seconds is taken for lost. Raises PlanError where the
     strategy cannot be run.
     """
-    options, stage = options or RunOptions(), stage or [0] * len(captured.graph)
+    options, stage = options or StepOptions(), stage or [0] * len(captured.graph)
     if wrong := unsupported_operators(captured, strategy):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise PlanError(f"this plan cannot be run: {wrong[0]}{more}")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from weft.errors import PlanError
-from weft.plan.capture.batch import Batch
+from weft.plan.capture import Batch
 from weft.plan.graph import batch_size
 from weft.plan.runtime.lowering import LocalProgram, Segment
 from weft.plan.runtime.p2p import ProcessGrid, StageP2P, Stages, name_lost_peer
@@ -62,7 +62,7 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> tupl
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions:
+class StepOptions:
     """How a module runs what its strategy says: in so many micro-batches; with each layer's forward run again in the
     backward; with gathered parameters freed after the forward, and gathered again in the backward."""
 
@@ -99,7 +99,7 @@ class ParallelModule(nn.Module):
         grid: ProcessGrid,
         weights: nn.Module | Mapping[str, Tensor] | None,
         tied: Mapping[ValueRef, Stages],
-        options: RunOptions,
+        options: StepOptions,
     ) -> None:
         super().__init__()
         self._collectives = collectives = MeshCollectives(grid.device_mesh)

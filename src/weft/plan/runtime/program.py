@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from weft.errors import PlanError
-from weft.plan.capture import CapturedModel
-from weft.plan.capture.batch import Batch
+from weft.plan.capture import Batch, CapturedModel
 from weft.plan.graph import Graph, Operator, Read
 from weft.plan.graph import Tensor as GraphTensor
 from weft.plan.runtime.redistribute import MeshCollectives
@@ -45,8 +43,8 @@ class CapturedProgram:
 
     @property
     def root(self) -> fx.GraphModule:
-        program = self.captured.program
-        return program if isinstance(program, fx.GraphModule) else program.graph_module
+        root: fx.GraphModule = self.captured.program.graph_module
+        return root
 
     def calls(self) -> Iterator[tuple[int, fx.Node]]:
         """The calls in order, each with its operator's place; the picking of one of several results is none."""
@@ -210,11 +208,7 @@ class CallSignature:
             for node, key in captured.inputs.items()
         )
         exported = captured.program
-        if isinstance(exported, ExportedProgram):
-            found, tree = exported.graph_signature.user_outputs, exported.call_spec.out_spec
-        else:
-            one = captured.results[0] if len(captured.results) == 1 else list(captured.results)
-            found, tree = pytree.tree_flatten(one)
+        found, tree = exported.graph_signature.user_outputs, exported.call_spec.out_spec
         outputs = tuple(program.value(each) if isinstance(each, str) else (each,) for each in found)
         return cls(inputs, outputs, tree)
 

@@ -12,11 +12,11 @@ from torch import fx
 
 from weft.plan.graph import Dim
 
-Labels = tuple[str | None, ...]  # for each axis of a tensor the name of its dimension
+AxisNames = tuple[str | None, ...]  # for each axis of a tensor the name of its dimension
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class TensorValue:
     """A tensor between two operators. ``live``: it depends on a parameter; ``gradient``: on one that is trained, in a
     way that autograd follows."""
 
@@ -43,24 +43,24 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class TensorArgument:
     """A tensor argument: the place among the call's operands, and the tensor."""
 
     number: int
-    value: Value
+    value: TensorValue
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpCall:
     """A node of the program. ``given`` holds every argument of the operator's schema by name, defaults included, with
-    an :class:`Operand` for each tensor; ``operands`` are the tensors alone, in the order in which the node names
+    an :class:`TensorArgument` for each tensor; ``operands`` are the tensors alone, in the order in which the node names
     them."""
 
     target: str
     overload: str
     given: Mapping[str, Any]
-    operands: tuple[Value, ...]
-    results: tuple[Value, ...]
+    operands: tuple[TensorValue, ...]
+    results: tuple[TensorValue, ...]
     pointwise: bool = False
 
     def axis(self, rank: int, name: str = "dim") -> int:
@@ -75,16 +75,17 @@ class Call:
             return frozenset(range(rank))
         return frozenset(axis % rank if rank else 0 for axis in ([found] if isinstance(found, int) else found))
 
-    def operand(self, name: str) -> Operand | None:
+    def operand(self, name: str) -> TensorArgument | None:
         found = self.given.get(name)
-        return found if isinstance(found, Operand) else None
+        return found if isinstance(found, TensorArgument) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class IterationSpace:
     """What a rule says of a call: the iteration space, and for each operand and result the dimensions of its axes.
 
-    ``keeps`` and ``leaves`` are the operands and results that the backward needs, ``extra`` the bytes it needs besides.
+    ``saved_operands`` and ``saved_results`` are the operands and results that the backward needs, ``extra`` the bytes
+    that it needs besides.
     """
 
     kind: str
@@ -94,12 +95,12 @@ class Space:
     flops: float
     moved: float
     backward: float
-    keeps: tuple[int, ...]
-    leaves: tuple[int, ...]
+    saved_operands: tuple[int, ...]
+    saved_results: tuple[int, ...]
     extra: float
 
 
-Rule = Callable[[Call], Space | None]  # None: this call of the operator has no rule
+Rule = Callable[[OpCall], IterationSpace | None]  # None: this call of the operator has no rule
 RULES: dict[str, Rule] = {}
 
 
@@ -118,23 +119,23 @@ def rule(*targets: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def space(
-    call: Call,
+def iteration_space(
+    call: OpCall,
     kind: str,
-    reads: Sequence[Labels],
-    results: Sequence[Labels],
+    reads: Sequence[AxisNames],
+    results: Sequence[AxisNames],
     *,
-    whole: Collection[str] = (),
-    most: Mapping[str, int] | None = None,
+    unsplittable: Collection[str] = (),
+    max_parts: Mapping[str, int] | None = None,
     flops: float = 0.0,
     moved: float | None = None,
     backward: float = 1.0,
-    keeps: Sequence[int] = (),
-    leaves: Sequence[int] = (),
+    saved_operands: Sequence[int] = (),
+    saved_results: Sequence[int] = (),
     extra: float = 0.0,
-) -> Space:
+) -> IterationSpace:
     """The iteration space of tensors with named axes. A dimension may be split into a number of parts that divides
-    every axis that has its name (and ``most[name]``), unless it is among those that stay ``whole``."""
+    every axis that has its name (and ``max_parts[name]``), unless it is ``unsplittable``."""
     sizes: dict[str, int] = {}
     parts: dict[str, int] = {}
     for value, labels in (*zip(call.results, results, strict=True), *zip(call.operands, reads, strict=True)):
@@ -144,19 +145,19 @@ def space(
             if name is not None:
                 sizes[name] = max(sizes.get(name, 0), size)
                 parts[name] = math.gcd(parts.get(name, 0), size)
-    for name, limit in (most or {}).items():
+    for name, limit in (max_parts or {}).items():
         parts[name] = math.gcd(parts.get(name, 0), limit)
     places = {name: place for place, name in enumerate(sizes)}
-    return Space(
+    return IterationSpace(
         kind,
-        tuple(Dim(name, size, 1 if name in whole else max(parts[name], 1)) for name, size in sizes.items()),
+        tuple(Dim(name, size, 1 if name in unsplittable else max(parts[name], 1)) for name, size in sizes.items()),
         tuple(tuple(None if name is None else places[name] for name in labels) for labels in reads),
         tuple(tuple(None if name is None else places[name] for name in labels) for labels in results),
         flops,
         sum(value.bytes for value in (*call.operands, *call.results)) if moved is None else moved,
         backward,
-        tuple(keeps),
-        tuple(leaves),
+        tuple(saved_operands),
+        tuple(saved_results),
         extra,
     )
 
@@ -170,7 +171,7 @@ def names(prefix: str, count: int) -> tuple[str, ...]:
     return tuple(f"{prefix}{number}" for number in range(count))
 
 
-def broadcast(shape: Sequence[int], onto: Sequence[int], labels: Labels) -> Labels | None:
+def broadcast(shape: Sequence[int], onto: Sequence[int], labels: AxisNames) -> AxisNames | None:
     """The names of the axes of a tensor that is broadcast onto a shape with these names; None where it cannot be.
 
     >>> broadcast((1, 8), (4, 3, 8), ("b", "m", "n"))

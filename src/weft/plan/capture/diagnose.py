@@ -9,13 +9,12 @@ import traceback
 
 import torch
 
-_FOREIGN = re.compile(r"convert all Tensors to FakeTensors first.*Found in (aten\.\w+(?:\.\w+)?)", re.DOTALL)
 _BRANCH = re.compile(r"data-dependent|dynamic control flow|control flow|is_nonzero|_local_scalar_dense|Guard")
 
 
-def refusal(problem: BaseException) -> str:
+def diagnose(problem: BaseException) -> str:
     """
-    >>> refusal(ValueError("7 heads do not divide 64\\nmore"))
+    >>> diagnose(ValueError("7 heads do not divide 64\\nmore"))
     '7 heads do not divide 64 (ValueError)'
     """
     text = str(problem).strip()
@@ -27,8 +26,6 @@ def refusal(problem: BaseException) -> str:
     if missing := _missing(problem):
         name, function = missing
         return f"'{name}' is None where {function} needs a tensor ({first}){at}: give it in the batch"
-    if foreign := _FOREIGN.search(text):
-        return f"{foreign[1]} reads a tensor that is neither an input, a parameter nor a buffer of the model{at}"
     if is_branch(problem):
         return f"it decides by the values of tensors (data-dependent control flow){named}{at or ': ' + first}"
     return f"{first} ({type(problem).__name__}{named}){at}"

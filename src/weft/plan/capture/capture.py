@@ -1,4 +1,4 @@
-"""A model as the planner sees it, with the program that can be run."""
+"""Capture of a model: the graph that the planner sees, and the program that can be run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from weft.plan.capture.batch import Batch, Named
 from weft.plan.capture.build import build
-from weft.plan.capture.program import program
-from weft.plan.capture.settle import Loss
+from weft.plan.capture.export import Batch, Loss, NamedBatch, export_program
 from weft.plan.graph import Graph
 
 
@@ -28,9 +26,8 @@ class CapturedModel:
     buffer whose next value it is. The program names the device it was captured on in operators that make tensors."""
 
     graph: Graph
-    program: torch.export.ExportedProgram | fx.GraphModule
-    nodes: fx.Graph
-    way: str
+    program: torch.export.ExportedProgram
+    method: str
     places: Mapping[str, int]
     values: Mapping[str, tuple[int, int]]
     parameters: Mapping[str, str]
@@ -42,23 +39,28 @@ class CapturedModel:
     tied: Mapping[str, str]
     seconds: float
 
+    @property
+    def nodes(self) -> fx.Graph:
+        """The graph of the program's nodes."""
+        nodes: fx.Graph = self.program.graph
+        return nodes
+
 
 def capture(model: nn.Module, batch: Batch, *, loss: Loss | None = None, name: str | None = None) -> CapturedModel:
     """The graph of a model's forward for this batch, in the mode (training or evaluation) that it is in.
 
     ``batch`` is a tensor, a tuple of positional arguments or a mapping of keyword arguments; ``loss(output, batch)``
     makes the loss part of the graph. Nothing is computed: parameters may be on the meta device. Where ``torch.export``
-    fails other ways are tried, which ``graph.notes`` then say; where all fail, PlanError gives the reason."""
+    fails, another method is tried, as ``graph.notes`` then say; where that fails too, PlanError gives the reason."""
     start = time.perf_counter()
-    named = Named.of(batch, model)
-    found = program(model, named, loss)
+    named = NamedBatch.of(batch, model)
+    found = export_program(model, named, loss)
     graph, values, tied = build(name or type(model).__name__, model, found)
     places = {entry.name: place for place, entry in enumerate(graph.operators)}
     return CapturedModel(
         graph,
         found.program,
-        found.graph,
-        found.way,
+        found.method,
         places,
         values,
         found.parameters,

@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-from weft.plan.capture.call import Call, Labels, Operand, Space, broadcast, names, rule, space
+from weft.plan.capture.op_call import (
+    AxisNames,
+    IterationSpace,
+    OpCall,
+    TensorArgument,
+    broadcast,
+    iteration_space,
+    names,
+    rule,
+)
 
 
 @rule("embedding")
-def embedding(call: Call) -> Space | None:
+def embedding(call: OpCall) -> IterationSpace | None:
     """``(v, d), (i...) -> (i..., d)``; the vocabulary is whole."""
     indices = names("i", call.operands[1].rank)
-    return space(
+    return iteration_space(
         call,
         "embedding",
         [("v", "d"), indices],
         [(*indices, "d")],
-        whole=("v",),
+        unsplittable=("v",),
         moved=2.0 * call.results[0].bytes + call.operands[1].bytes,
-        keeps=[1],
+        saved_operands=[1],
     )
 
 
 @rule("index_select")
-def index_select(call: Call) -> Space | None:
+def index_select(call: OpCall) -> IterationSpace | None:
     """The indices are free; the axis they point into is whole."""
     rank = call.operands[0].rank
     axis = call.axis(rank)
     labels = names("a", rank)
-    read: Labels = (*labels[:axis], None, *labels[axis + 1 :])
+    read: AxisNames = (*labels[:axis], None, *labels[axis + 1 :])
     if call.operands[1].rank != 1:
         return None
-    return space(call, "copy", [read, (labels[axis],)], [labels], keeps=[1], moved=2.0 * call.results[0].bytes)
+    return iteration_space(
+        call, "copy", [read, (labels[axis],)], [labels], saved_operands=[1], moved=2.0 * call.results[0].bytes
+    )
 
 
 @rule("gather", "take_along_dim")
-def gather(call: Call) -> Space | None:
+def gather(call: OpCall) -> IterationSpace | None:
     """Every axis of the indices is free; the first operand is cut along those that it has in full."""
     value, index = call.operands
     if call.given.get("dim") is None or value.rank != index.rank:
@@ -43,27 +54,29 @@ def gather(call: Call) -> Space | None:
     full = [place != axis and value.shape[place] == index.shape[place] for place in range(value.rank)]
     read = tuple(name if kept else None for name, kept in zip(labels, full, strict=True))
     partial = [name for place, name in enumerate(labels) if place != axis and not full[place]]
-    return space(call, "copy", [read, labels], [labels], whole=partial, keeps=[1])
+    return iteration_space(call, "copy", [read, labels], [labels], unsplittable=partial, saved_operands=[1])
 
 
 @rule("index")
-def index(call: Call) -> Space | None:
+def index(call: OpCall) -> IterationSpace | None:
     """Axes that are not indexed are free, and so are the axes of the indices; those that they point into are whole."""
     found = _indexed(call)
     if found is None:
         return None
     read, indices, result = found
     keeps = range(1, len(call.operands))
-    return space(call, "copy", [read, *indices], [result], keeps=keeps, moved=2.0 * call.results[0].bytes)
+    return iteration_space(
+        call, "copy", [read, *indices], [result], saved_operands=keeps, moved=2.0 * call.results[0].bytes
+    )
 
 
-def _indexed(call: Call) -> tuple[Labels, list[Labels], Labels] | None:
+def _indexed(call: OpCall) -> tuple[AxisNames, list[AxisNames], AxisNames] | None:
     value = call.operands[0]
     given = call.given["indices"]
     if any(operand.value.dtype.itemsize == 1 for operand in given if operand is not None):
         return None  # a mask
     places = [axis for axis, operand in enumerate(given) if operand is not None]
-    shapes = [operand.value.shape for operand in given if isinstance(operand, Operand)]
+    shapes = [operand.value.shape for operand in given if isinstance(operand, TensorArgument)]
     rank = max((len(shape) for shape in shapes), default=0)
     padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
     shape = tuple(max(sizes) for sizes in zip(*padded, strict=True))
@@ -81,7 +94,7 @@ def _indexed(call: Call) -> tuple[Labels, list[Labels], Labels] | None:
 
 
 @rule("index_put", "_unsafe_index_put")
-def index_put(call: Call) -> Space | None:
+def index_put(call: OpCall) -> IterationSpace | None:
     """Entries of the first operand replaced, or added to: only axes that are not indexed are free."""
     given = call.given["indices"]
     numbers = [operand.number for operand in given if operand is not None]
@@ -97,18 +110,18 @@ def index_put(call: Call) -> Space | None:
     for offset in range(1, min(behind, source.rank) + 1):
         if source.shape[-offset] == value.shape[-offset]:
             read[-offset] = trailing[-offset]  # type: ignore[call-overload]
-    return space(
+    return iteration_space(
         call,
         "copy",
         [labels, *[(None,) * call.operands[number].rank for number in numbers], tuple(read)],
         [labels],
-        whole=labels[: value.rank - behind],
-        keeps=numbers,
+        unsplittable=labels[: value.rank - behind],
+        saved_operands=numbers,
     )
 
 
 @rule("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill")
-def scatter(call: Call) -> Space | None:
+def scatter(call: OpCall) -> IterationSpace | None:
     """The axis that is scattered along is whole; the others are free where all operands have them in full."""
     value = call.operands[0]
     axis = call.axis(value.rank)
@@ -125,34 +138,34 @@ def scatter(call: Call) -> Space | None:
         for place in range(value.rank):
             same[place] = same[place] and other.shape[place] == value.shape[place]
     axes = tuple(name if kept else None for name, kept in zip(labels, same, strict=True))
-    reads: list[Labels] = [labels]
+    reads: list[AxisNames] = [labels]
     for number, other in enumerate(call.operands[1:]):
         reads.append((None,) * other.rank if (flat and number == 0) or other.rank == 0 else axes)
     whole = [name for name, kept in zip(labels, same, strict=True) if not kept]
-    return space(call, "copy", reads, [labels], whole=whole, keeps=[1])
+    return iteration_space(call, "copy", reads, [labels], unsplittable=whole, saved_operands=[1])
 
 
 @rule("one_hot")
-def one_hot(call: Call) -> Space | None:
+def one_hot(call: OpCall) -> IterationSpace | None:
     """A new axis for the classes, which is whole."""
     labels = names("a", call.operands[0].rank)
-    return space(call, "copy", [labels], [(*labels, None)])
+    return iteration_space(call, "copy", [labels], [(*labels, None)])
 
 
 @rule("searchsorted", "bucketize")
-def search(call: Call) -> Space | None:
+def search(call: OpCall) -> IterationSpace | None:
     """Each entry is looked up in a sorted vector."""
     if call.target == "aten.bucketize":
         labels = names("a", call.operands[0].rank)
-        return space(call, "copy", [labels, (None,)], [labels]) if len(call.operands) == 2 else None
+        return iteration_space(call, "copy", [labels, (None,)], [labels]) if len(call.operands) == 2 else None
     if len(call.operands) != 2 or call.operands[0].rank != 1:
         return None
     labels = names("a", call.operands[1].rank)
-    return space(call, "copy", [(None,), labels], [labels])
+    return iteration_space(call, "copy", [(None,), labels], [labels])
 
 
 @rule("cdist", "_cdist_forward")
-def distances(call: Call) -> Space | None:
+def distances(call: OpCall) -> IterationSpace | None:
     """``(b..., p, m), (b..., r, m) -> (b..., p, r)``; the points' axis is whole."""
     left, right = call.operands
     batch = names("b", call.results[0].rank - 2)
@@ -160,7 +173,7 @@ def distances(call: Call) -> Space | None:
     one, two = broadcast(left.shape[:-2], leading, batch), broadcast(right.shape[:-2], leading, batch)
     if one is None or two is None:
         return None
-    return space(
-        call, "along", [(*one, "p", "m"), (*two, "r", "m")], [(*batch, "p", "r")], whole=("m",),
-        flops=3.0 * call.results[0].elements * left.shape[-1], keeps=[0, 1], leaves=[0],
+    return iteration_space(
+        call, "along", [(*one, "p", "m"), (*two, "r", "m")], [(*batch, "p", "r")], unsplittable=("m",),
+        flops=3.0 * call.results[0].elements * left.shape[-1], saved_operands=[0, 1], saved_results=[0],
     )  # fmt: skip
