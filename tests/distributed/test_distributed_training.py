@@ -130,14 +130,6 @@ def test_a_tuple_travels_and_a_checkpoint_of_two_stages_goes_on_on_one_and_on_th
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_one_stage_goes_on_on_four(tmp_path: Path) -> None:
-    one = train("text", tmp_path, "run")
-    four = train("text", up_to(one, 3, tmp_path / "4"), "run", resume=True, stages=4)
-    assert_same(one, four)
-    assert [event["at"] for event in told(four, "started")] == [0, 3]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("m", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -49,6 +49,11 @@ def batch(seed: int, rows: int = 4) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, WIDTH, generator=generator), "y": torch.randn(rows, WIDTH, generator=generator)}
 
 
+def train(sequential: SequentialReference, steps: int) -> None:
+    for i in range(steps):
+        sequential.step(i, batch(i))
+
+
 def whole(sequential: SequentialReference, name: str) -> dict[str, Tensor]:
     """Everything that a layer is, copied: weights, buffers, optimizer state, versions, gradients that wait."""
     tensors, numbers = capture(sequential.weights[name], sequential.optimizer, 0)
@@ -73,8 +78,7 @@ def test_a_layer_that_nobody_used_is_untouched(optimizer: Optimizer, consistency
     chain = two_choices(layer=lambda seed: nn.Sequential(linear(seed), nn.BatchNorm1d(WIDTH)))
     p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
     sequential = make_engine(chain, [p, p, p, p, *[q] * 6], consistency=consistency, m=m, optimizer=optimizer)
-    for i in range(4):
-        sequential.step(i, batch(i))
+    train(sequential, 4)
     newest = [t.detach().clone() for t in (*chain.module("b0.p").parameters(),)]
     state = {k: v for k, v in whole(sequential, "b0.p").items() if "@" not in k and not k.startswith("number")}
     touched = whole(sequential, "b0.q")
@@ -90,8 +94,7 @@ def test_optimizer_step_counts_are_per_layer() -> None:
     chain = two_choices()
     p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
     sequential = make_engine(chain, [p, q, p, p, p], optimizer=Optimizer("adamw", lr=0.1))
-    for i in range(5):
-        sequential.step(i, batch(i))
+    train(sequential, 5)
     counts = {
         name: float(sequential.optimizer.state(w.parameters[0])["step"]) for name, w in sequential.weights.items()
     }
@@ -116,8 +119,7 @@ def test_a_parameter_without_gradient_gets_zeros_so_decay_and_momentum_still_act
     chain, subnet = only(Half())
     options = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.5}
     sequential = make_engine(chain, [subnet] * 4, consistency=consistency, m=m, optimizer=Optimizer("sgd", **options))
-    for i in range(4):
-        sequential.step(i, batch(i))
+    train(sequential, 4)
     truth = nn.Parameter(torch.full((WIDTH,), 0.5))
     optimizer = torch.optim.SGD([truth], **options)
     updates = {"exact": 4, "delayed(1)": 4, "lagged(2)": 2, "bounded(2,1)": 2 * m}[consistency]
@@ -317,8 +319,7 @@ def test_a_layer_that_changes_its_own_buffers_late_is_refused_too() -> None:
 def test_a_layer_that_changes_its_own_buffers_may_be_exact_with_one_micro_batch() -> None:
     chain, subnet = only(Counts())
     sequential = make_engine(chain, [subnet] * 3)
-    for i in range(3):
-        sequential.step(i, batch(i))
+    train(sequential, 3)
     assert chain.module("b.only").seen == 3
 
 
@@ -701,8 +702,7 @@ def test_single_parameters_may_have_options_of_their_own() -> None:
     groups = lambda name, parameter: {"weight_decay": 0.0} if parameter.dim() < 2 else {"lr": 0.0}  # noqa: E731
     sequential = make_engine(chain, [p] * 2, optimizer=Optimizer("adamw", lr=0.1, weight_decay=0.5, groups=groups))
     before = {name: t.detach().clone() for name, t in chain.named_parameters()}
-    for i in range(2):
-        sequential.step(i, batch(i))
+    train(sequential, 2)
     for name, after in chain.named_parameters():
         assert torch.equal(before[name], after) == (name.endswith("weight") or name.startswith("b0.q")), name
 
@@ -712,8 +712,7 @@ def test_muon_takes_the_matrices_and_another_optimizer_the_rest() -> None:
     p = chain.space.subnet(b0="p")
     sequential = make_engine(chain, [p] * 2, optimizer=Optimizer("muon", lr=0.1, others=Optimizer("sgd", lr=0.0)))
     before = {name: t.detach().clone() for name, t in chain.named_parameters()}
-    for i in range(2):
-        sequential.step(i, batch(i))
+    train(sequential, 2)
     changed = {name for name, after in chain.named_parameters() if not torch.equal(before[name], after)}
     assert changed == {"stem.weight", "b0.p.weight", "head.weight"}
 
@@ -760,8 +759,7 @@ def test_a_subnet_that_uses_no_weights_at_all_is_a_step_like_any_other() -> None
     on, off = space.subnet(a=True, z=True), space.subnet(a=False, z=False)
     only_norm = space.subnet(a=False, z=True)
     sequential = make_engine(chain, [on, off, only_norm, on], consistency={"a": "delayed(1)", "z": "lagged(2)"})
-    for i in range(4):
-        sequential.step(i, batch(i))
+    train(sequential, 4)
     sequential.eval_mode()
     assert int(chain.module("z").num_batches_tracked) == 3
 

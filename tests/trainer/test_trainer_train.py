@@ -374,11 +374,10 @@ def test_a_teachers_outputs_enter_the_loss(tmp_path: Path) -> None:
         trained(weft.Distillation(teacher, inputs=("image",)))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_teacher_is_the_same_on_the_last_of_several_stages(tmp_path: Path, precision: str) -> None:
+def test_a_teacher_is_the_same_on_the_last_of_several_stages(tmp_path: Path) -> None:
     torch.manual_seed(0)
     loss = weft.Distillation(nn.Sequential(nn.Linear(WIDTH, CLASSES), nn.Dropout(0.5)))
-    found = {train(tmp_path, source=data, loss=loss, stages=n, precision=precision).fingerprint for n in (1, 2)}
+    found = {train(tmp_path, source=data, loss=loss, stages=n, precision="bf16").fingerprint for n in (1, 2)}
     assert len(found) == 1
 
 
