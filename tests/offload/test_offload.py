@@ -14,10 +14,9 @@ import stages
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stages import CPU, Outcome, Task, in_stages, make_task, sequentially
+from stages import CPU, Outcome, Task, in_stages, make_task, run_engine, sequentially
 from torch import Tensor
 
-from weft.engine.layer_state import layer_digest
 from weft.engine.optimizer import GlobalNorm, Optimizer
 from weft.engine.reference import SequentialReference
 from weft.errors import ConfigError, TrainError
@@ -151,14 +150,7 @@ def resided(task: Task, config: OffloadConfig, seed: int | None = None) -> tuple
     attach(sequential, config, copy_engine=None if seed is None else Late(seed))
     memory = sequential.offload
     assert memory is not None
-    sequential.train_mode()
-    losses = []
-    for step in range(task.config.steps):
-        losses += [loss.item() for loss in sequential.step(step, task.batch(step)).losses]
-    sequential.eval_mode()
-    return Outcome(
-        {name: layer_digest(w, sequential.optimizer) for name, w in sequential.weights.items()}, losses
-    ), memory
+    return run_engine(sequential, task), memory
 
 
 @contextmanager
@@ -210,13 +202,7 @@ def test_nothing_is_copied_before_the_device_has_done_what_it_was_given_to_do(co
     attach(sequential, OffloadConfig(int(least_of(task) * factor)), copy_engine=mover)
     assert sequential.offload is not None
     mover.memory = sequential.offload.device.memory
-    sequential.train_mode()
-    losses = []
-    for step in range(task.config.steps):
-        losses += [loss.item() for loss in sequential.step(step, task.batch(step)).losses]
-    sequential.eval_mode()
-    layers = {name: layer_digest(w, sequential.optimizer) for name, w in sequential.weights.items()}
-    same(Outcome(layers, losses), sequentially(task))
+    same(run_engine(sequential, task), sequentially(task))
 
 
 @pytest.mark.parametrize("kind", ["nadam", "adagrad", "adafactor", "rmsprop", "muon", "asgd"])

@@ -345,15 +345,18 @@ class Outcome:
     steps: int = 0
 
 
-def sequentially(task: Task) -> Outcome:
-    sequential = SequentialReference(task.chain(), task.config, CPU)
-    sequential.train_mode()
+def sequentially(task: Task, steps: int | None = None) -> Outcome:
+    return run_engine(SequentialReference(task.chain(), task.config, CPU), task, steps)
+
+
+def run_engine(engine: SequentialReference, task: Task, steps: int | None = None) -> Outcome:
+    """The outcome of a task, or of its first steps."""
+    engine.train_mode()
     losses = []
-    for step in range(task.config.steps):
-        result = sequential.step(step, task.batch(step))
-        losses += [loss.item() for loss in result.losses]
-    sequential.eval_mode()
-    return Outcome({name: layer_digest(w, sequential.optimizer) for name, w in sequential.weights.items()}, losses)
+    for step in range(task.config.steps if steps is None else steps):
+        losses += [loss.item() for loss in engine.step(step, task.batch(step)).losses]
+    engine.eval_mode()
+    return Outcome({name: layer_digest(w, engine.optimizer) for name, w in engine.weights.items()}, losses)
 
 
 def through_bytes(message: Message) -> Message:
