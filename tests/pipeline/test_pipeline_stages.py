@@ -216,7 +216,7 @@ def test_a_version_stays_for_a_checkpoint_although_every_micro_batch_that_read_i
     sent: list[Message] = []
     stage = Stage(task.chain(), task.config, torch.device("cpu"), (1,), 0)
     stage.train_mode()
-    batches = MicroBatches(Numbered(task), 0, 6, 1)  # type: ignore[arg-type]
+    batches = MicroBatches(Numbered(task), 0, 6, 1, task.config.parts)  # type: ignore[arg-type]
     worker = Worker(stage, SchedulePolicy(9), 0, 6, batches, lambda to, message: sent.append(message), every=2)
     while worker.work() is not None:
         pass
