@@ -104,7 +104,7 @@ def at(found: Any, path: str) -> Any:
     for key, condition in re.findall(r"([^.\[]+)(?:\[([^\]]*)\])?\.?", path):
         found = found[key]
         if condition:
-            pairs = [pair.split("=") for pair in condition.split(",")]
+            pairs = [pair.split("=", 1) for pair in condition.split(",")]
             (found,) = [row for row in found if all(str(row[name]) == value for name, value in pairs)]
     return found
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import stages
 import torch
-from elastics import layered
+from small_supernets import layered
 from stages import Task, in_stages, sequentially
 from torch import Tensor, nn
 

@@ -50,16 +50,6 @@ def test_what_is_added_is_read_and_what_was_read_is_not_read_again(file: Path) -
     }
 
 
-def test_a_torn_last_line_waits_for_the_rest_of_it(file: Path) -> None:
-    follower = FollowedFile(file, RunProgress)
-    append(file, step(0), step(1)[:20])
-    assert follower.query(figures) == (1, 1, 0)
-    append(file, step(1)[20:-1])
-    assert follower.query(figures) == (1, 1, 0)
-    append(file, b"\n")
-    assert follower.query(figures) == (2, 2, 0)
-
-
 def test_a_line_that_a_killed_writer_tore_is_counted_once_the_next_writer_comes(file: Path) -> None:
     append(file, step(0), step(1)[:-9])
     follower = FollowedFile(file, RunProgress)

@@ -36,10 +36,10 @@ def read(
         loaded = load_from_disk(str(path))
     except Exception as error:  # the library raises what it likes for damaged folders
         raise DataError(f"cannot read {path} as a saved Hugging Face data set: {error}") from error
-    found = dict(loaded) if isinstance(loaded, DatasetDict) else {"train": loaded}
-    parts = {PARTS[name]: rows for name, rows in found.items() if name in PARTS}
+    loaded_parts = dict(loaded) if isinstance(loaded, DatasetDict) else {"train": loaded}
+    parts = {PARTS[name]: rows for name, rows in loaded_parts.items() if name in PARTS}
     if "train" not in parts:
-        raise DataError(f"{path} has no 'train' part; it has {sorted(found)}")
+        raise DataError(f"{path} has no 'train' part; it has {sorted(loaded_parts)}")
     train = parts["train"]
     keys = _keys(path, train.features, columns)
     sources: dict[str, Source] = {}

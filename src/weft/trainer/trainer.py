@@ -7,11 +7,13 @@ where every process has a trainer of its own and that of rank 0 writes the log.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from weft.data import Data
+from weft.distributed.launcher import on_signals
 from weft.distributed.store import ControlStore
 from weft.distributed.transport import PeerLost
 from weft.elastic.mixture import choice_options
@@ -82,10 +84,7 @@ class Trainer:
         extremes: Mapping[str, Subnet],
         validation: Validation | None = None,
     ) -> None:
-        if validation is not None and data.validation is None:
-            raise TrainError(
-                "validation needs validation data, and this data set has none: split some off it, or leave it out"
-            )
+        check_validation(validation, data)
         self.chain, self.config, self.engine, self.store = chain, config, engine, store
         self.validation = validation
         self.start = 0
@@ -261,6 +260,14 @@ class Trainer:
         return fields
 
 
+def check_validation(validation: Validation | None, data: Data) -> None:
+    """Raises TrainError where a run is to be validated and has no data for it."""
+    if validation is not None and data.validation is None:
+        raise TrainError(
+            "validation needs validation data, and this data set has none: split some off it, or leave validation out"
+        )
+
+
 def validation_subnets(
     chain: Chain, extremes: Mapping[str, Subnet], config: TrainStep, validation: Validation | None
 ) -> dict[str, Subnet]:
@@ -273,3 +280,17 @@ def validation_subnets(
         return {"mixture": extremes["largest"]}
     rng = generator(config.seed, "validate")
     return {**extremes, **{f"random{k}": chain.space.sample(rng) for k in range(validation.random)}}
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """SIGINT and SIGTERM ask for a stop at the next whole step; a second one acts at once. Main thread only."""
+    asked = threading.Event()
+
+    def ask(number: int, frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    with on_signals(ask, "SIGINT", "SIGTERM"):
+        yield asked.is_set

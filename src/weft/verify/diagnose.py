@@ -1,5 +1,5 @@
-"""The likely cause of a difference: what was done where the runs part is done twice in one process, to see whether it
-is a function of its inputs alone."""
+"""The likely cause of a difference: the work of the step in which two runs differ is done twice in one process, to see
+whether it is a function of its inputs alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why two runs of one law differ, as far as the experiment tells, and what would mend it."""
+    """Why two runs differ, as far as the experiment shows, and what to do about it."""
 
     kind: str
     why: str
@@ -35,7 +35,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The run that is looked into."""
+    """The run under test."""
 
     net: Chain | Factory
     load: Callable[[], Data]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import pytest
 import torch
-from elastic_law import any_mixture, chain_of, check_agree, check_law, draw, near, padded
+from elastic_law import any_mixture, chain_of, check_agree, check_law, draw, near, padded, saved, weighted_subnets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.elastic import BatchNorm2d, Conv2d, Mixture, Module, Pick, Sequential, SqueezeExcite
+from weft.elastic import BatchNorm2d, Conv2d, Mixture, Sequential, SqueezeExcite
 from weft.engine.batch_stats import BatchStats
 from weft.errors import SupernetError
 from weft.space import Space, Subnet
@@ -112,10 +112,7 @@ def test_under_a_mixture_a_convolution_has_the_expectation_of_its_padded_weights
     mixture = any_mixture(space, 3)
     x = draw(2, conv.in_channels, 5, 6).requires_grad_()
     weight, bias = torch.zeros_like(conv.weight), None if conv.bias is None else torch.zeros_like(conv.bias)
-    for subnet in subnets(space, conv.sizes.names):
-        chance = torch.ones((), dtype=torch.float64)
-        for name in conv.sizes.names:
-            chance = chance * mixture[name][list(space.choices[name].options or ()).index(subnet[name])]
+    for chance, subnet in weighted_subnets(space, mixture, conv.sizes.names):
         outputs, within, kernel = conv.sizes.of(subnet)
         mask = padded(torch.ones(outputs, within, kernel, kernel, dtype=torch.float64), weight.shape)
         weight = weight + chance * mask * conv.weight
@@ -146,12 +143,8 @@ def test_any_convolution_under_any_mixture_is_linear_in_what_the_picks_give(
     x = draw(2, conv.in_channels, 6, 5, seed=seed)
     found = conv(x, mixture)
     total = torch.zeros_like(found)
-    for subnet in space.enumerate():
-        chance = 1.0
-        for name in ("o", "i", "k"):
-            options = space.choices[name].options or ()
-            chance *= float(mixture[name].detach()[options.index(subnet[name])])
-        total += chance * padded(conv(x[:, : int(subnet["i"])], subnet), found.shape)
+    for chance, subnet in weighted_subnets(space, mixture):
+        total += chance.detach() * padded(conv(x[:, : int(subnet["i"])], subnet), found.shape)
     near(found, total, 1e-10)
 
 
@@ -164,21 +157,14 @@ def test_the_mixed_convolution_saves_hardly_more_than_a_plain_one() -> None:
     mixture = Mixture(space, rows)
     conv._factors(mixture)
 
-    def saved(run: object) -> int:
-        kept: dict[int, int] = {}
+    def bytes_of(run: Callable[[], Tensor]) -> int:
+        with saved(nn.Identity()) as sizes:
+            assert run().requires_grad
+        return sum(sizes)
 
-        def pack(t: Tensor) -> Tensor:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            out = run()  # type: ignore[operator]
-        assert out.requires_grad
-        return sum(kept.values())
-
-    plain = saved(lambda: F.conv2d(x, conv.weight, conv.bias, padding=2))
-    assert saved(lambda: conv(x, mixture)) <= 1.03 * plain
-    assert saved(lambda: F.conv2d(x, conv.weight * torch.rand_like(conv.weight), conv.bias, padding=2)) > 1.5 * plain
+    plain = bytes_of(lambda: F.conv2d(x, conv.weight, conv.bias, padding=2))
+    assert bytes_of(lambda: conv(x, mixture)) <= 1.03 * plain
+    assert bytes_of(lambda: F.conv2d(x, conv.weight * torch.rand_like(conv.weight), conv.bias, padding=2)) > 1.5 * plain
 
 
 def test_under_autocast_gradients_come_back_in_the_types_of_their_weights() -> None:
@@ -280,40 +266,6 @@ def test_channels_that_a_forward_did_not_see_keep_their_statistics_when_it_is_fo
     for name, wanted in (("running_mean", mean), ("running_var", var)):
         near(getattr(norm, name), wanted, 1e-6)
     assert not norm._forward_pre_hooks
-
-
-class Either(Module):
-    """Runs one of two plain norms, or both under a mixture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.small, self.large = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
-
-    def forward(self, x: Tensor, pick: Pick) -> Tensor:
-        if isinstance(pick, Mixture):
-            return self.small(x) + self.large(x)
-        out: Tensor = self.small(x) if pick["kind"] == "small" else self.large(x)
-        return out
-
-
-def test_a_norm_that_a_forward_left_out_keeps_its_statistics() -> None:
-    space = make_space()
-    either = Either()
-    statistics = BatchStats("either", either, False)
-    statistics.attach()
-    base = dict(space.first().values)
-    x = draw(5, 3, 2, 2, dtype=torch.float32)
-    for kind in ("large", "small", "small"):
-        either(x, pick=space.subnet({**base, "kind": kind}))
-        statistics.fold(statistics.record(copy=False))
-    statistics.detach()
-    once, twice = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
-    once(x)
-    twice(x)
-    twice(x)
-    for own, wanted in ((either.large, once), (either.small, twice)):
-        for name in ("running_mean", "running_var"):
-            near(getattr(own, name), getattr(wanted, name), 1e-6)
 
 
 def test_a_mixture_without_a_chance_for_a_channel_leaves_its_statistics_alone() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 import weft
@@ -59,13 +58,3 @@ def blended() -> weft.Chain:
         weft.Elastic(space, "in", partial(elastic.Linear, space, 6, width)),
         weft.Elastic(space, "out", partial(elastic.Linear, space, width, 3)),
     )
-
-
-def any_mixture(space: weft.Space, seed: int = 0, dtype: torch.dtype = torch.float32) -> weft.elastic.Mixture:
-    """Probabilities that are none of them equal."""
-    rng = torch.Generator().manual_seed(seed)
-    rows = {
-        name: torch.softmax(torch.randn(len(choice.options), generator=rng, dtype=dtype), 0).requires_grad_()
-        for name, choice in space.choices.items()
-    }
-    return elastic.Mixture(space, rows)

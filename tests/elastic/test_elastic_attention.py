@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformer_law import (
+from elastic_law import (
     agrees_with_the_definition,
-    chances,
-    close,
     corners,
     expected,
     holds_for_one_hots,
-    holds_for_picks,
+    holds_for_subnets,
+    near,
     noise,
     random_mixture,
     randomise,
     refusing_values,
     saved,
+    weighted_subnets,
 )
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import weft
 from weft.elastic import (
@@ -49,56 +50,41 @@ def made(case: str) -> tuple[weft.Space, Attention]:
     """A space with the choices 'width' and more, and an attention of it."""
     space = weft.Space()
     width = space.integer("width", [6, 12])
-    if case == "heads":
-        return space, Attention(space, width, space.integer("heads", [1, 2, 3]), 4)
-    if case == "causal, eager":
-        heads = space.integer("heads", [1, 2, 3])
-        return space, Attention(space, width, heads, 4, causal=True, eager=True)
-    if case == "causal, without biases":
-        heads = space.integer("heads", [1, 3])
-        return space, Attention(space, width, heads, 4, causal=True, bias=False, out_bias=False)
-    if case == "groups of heads":
-        groups, each = space.integer("groups", [1, 2]), space.integer("each", [1, 2, 3])
-        return space, Attention(space, width, groups * each, 4, groups)
-    if case == "groups of heads, eager":
-        groups, each = space.integer("groups", [1, 2]), space.integer("each", [1, 2])
-        return space, Attention(space, width, groups * each, 4, groups, eager=True, causal=True)
-    if case == "a number of heads, whatever the groups":
-        return space, Attention(space, width, 4, 4, space.integer("groups", [1, 2, 4]))
-    if case == "heads for two groups":
-        return space, Attention(space, width, space.integer("heads", [2, 4, 6]), 4, 2)
-    if case == "one key and value":
-        return space, Attention(space, width, space.integer("heads", [1, 2, 3]), 4, 1)
-    if case == "head size":
-        return space, Attention(space, width, space.integer("heads", [1, 2]), space.integer("size", [2, 3, 5]))
-    if case == "head size, fixed scale":
-        return space, Attention(space, width, 2, space.integer("size", [2, 5]), scale=0.3)
-    if case == "head size from the width":
-        heads = space.integer("heads", [1, 2, 3])
-        return space, Attention(space, width, heads, width / heads)
-    if case == "all of it":
-        groups, each = space.integer("groups", [1, 2]), space.integer("each", [1, 2])
-        return space, Attention(space, width, groups * each, space.integer("size", [2, 3]), groups, causal=True)
-    assert case == "rotary"
+    options = {**CASES[case][1], **({"rotary": Rotary(4)} if case == "rotary" else {})}
+    return space, Attention(space, width, *CASES[case][0](space), **options)
+
+
+def grouped(space: weft.Space) -> tuple[Any, ...]:
     groups, each = space.integer("groups", [1, 2]), space.integer("each", [1, 2])
-    return space, Attention(space, width, groups * each, 4, groups, causal=True, rotary=Rotary(4))
+    return groups * each, 4, groups
 
 
-CASES = [
-    "heads",
-    "causal, eager",
-    "causal, without biases",
-    "groups of heads",
-    "groups of heads, eager",
-    "a number of heads, whatever the groups",
-    "heads for two groups",
-    "one key and value",
-    "head size",
-    "head size, fixed scale",
-    "head size from the width",
-    "all of it",
-    "rotary",
-]
+def all_of_it(space: weft.Space) -> tuple[Any, ...]:
+    heads, _, groups = grouped(space)
+    return heads, space.integer("size", [2, 3]), groups
+
+
+def from_width(space: weft.Space) -> tuple[Any, ...]:
+    heads = space.integer("heads", [1, 2, 3])
+    return heads, space.handle("width") / heads
+
+
+THREE = lambda space: (space.integer("heads", [1, 2, 3]), 4)  # noqa: E731
+CASES: dict[str, tuple[Callable[[weft.Space], tuple[Any, ...]], dict[str, Any]]] = {
+    "heads": (THREE, {}),
+    "causal, eager": (THREE, {"causal": True, "eager": True}),
+    "causal, without biases": (THREE, {"causal": True, "bias": False, "out_bias": False}),
+    "groups of heads": (grouped, {}),
+    "groups of heads, eager": (grouped, {"eager": True, "causal": True}),
+    "a number of heads, whatever the groups": (lambda space: (4, 4, space.integer("groups", [1, 2, 4])), {}),
+    "heads for two groups": (lambda space: (space.integer("heads", [2, 4, 6]), 4, 2), {}),
+    "one key and value": (lambda space: (space.integer("heads", [1, 2, 3]), 4, 1), {}),
+    "head size": (lambda space: (space.integer("heads", [1, 2]), space.integer("size", [2, 3, 5])), {}),
+    "head size, fixed scale": (lambda space: (2, space.integer("size", [2, 5])), {"scale": 0.3}),
+    "head size from the width": (from_width, {}),
+    "all of it": (all_of_it, {"causal": True}),
+    "rotary": (grouped, {"causal": True}),
+}
 
 
 def first_features(space: weft.Space, x: Tensor) -> Callable[[weft.Subnet], Tensor]:
@@ -111,7 +97,7 @@ def test_pick_and_one_hot_and_plain_attention_are_one(case: str) -> None:
     randomise(attention)
     part = first_features(space, noise(2, TOKENS, 12))
     subnets = list(space.enumerate())
-    holds_for_picks(attention, part, subnets)
+    holds_for_subnets(attention, part, subnets)
     holds_for_one_hots(attention, part, subnets[::2] + subnets[-1:], space, garbage=3.0)
 
 
@@ -194,14 +180,14 @@ def test_a_transposed_grid_holds_the_law_and_keeps_its_layout_in_the_plain_form(
     x = noise(2, TOKENS, 6)
     out = torch.zeros(2, TOKENS, 18)
     mixture = random_mixture(space)
-    for chance, subnet in chances(space, mixture):
+    for chance, subnet in weighted_subnets(space, mixture):
         weight = torch.zeros(18, 6)
         rows = torch.arange(18).view(3, 3, 2)[:, : subnet["heads"]].flatten()
         weight[rows, : subnet["width"]] = grid.plain(subnet).weight.detach()
         bias = torch.zeros(18)
         bias[rows] = grid.bias.detach()[rows]
         out += chance.detach() * F.linear(x, weight, bias)
-    close(grid(x, pick=mixture).detach(), out, 1e-5)
+    near(grid(x, pick=mixture).detach(), out, 1e-5)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -210,7 +196,7 @@ def test_pick_and_one_hot_and_plain_perceptrons_are_one(gated: bool) -> None:
     width, ratio = space.integer("width", [4, 7, 8]), space.categorical("ratio", [1.5, 2.0])
     mlp = randomise(MLP(space, width, ratio * width, nn.SiLU if gated else nn.GELU, gated))
     part = first_features(space, noise(2, 3, 8))
-    holds_for_picks(mlp, part, list(space.enumerate()))
+    holds_for_subnets(mlp, part, list(space.enumerate()))
     holds_for_one_hots(mlp, part, list(space.enumerate()), space, garbage=3.0)
 
     def literal(x: Tensor, mixture: Mixture) -> Tensor:
@@ -230,7 +216,7 @@ def test_pick_and_one_hot_and_plain_transformer_blocks_are_one(norm: type) -> No
     attention, mlp = Attention(space, width, heads, 4, causal=True), MLP(space, width, ratio * width)
     block = randomise(TransformerBlock(space, width, attention, mlp, norm, dropout=0.5)).eval()
     part = first_features(space, noise(2, TOKENS, 10))
-    holds_for_picks(block, part, list(space.enumerate()))
+    holds_for_subnets(block, part, list(space.enumerate()))
     holds_for_one_hots(block, part, list(space.enumerate()), space)
 
 
@@ -241,11 +227,11 @@ def test_pick_and_one_hot_and_plain_ends_are_one() -> None:
     tokens, patches = TokenEmbedding(space, 9, width, 3), PatchEmbedding(space, 8, 4, width, 2)
     heads = [Head(space, width, 5, of) for of in ("all", "first", "mean")]
     for first, x in ((tokens, ids), (patches, images)):
-        holds_for_picks(randomise(first), lambda _, x=x: x, list(space.enumerate()))
+        holds_for_subnets(randomise(first), lambda _, x=x: x, list(space.enumerate()))
         holds_for_one_hots(first, lambda _, x=x: x, list(space.enumerate()), space)
     part = first_features(space, noise(2, 3, 7))
     for head in heads:
-        holds_for_picks(randomise(head), part, list(space.enumerate()))
+        holds_for_subnets(randomise(head), part, list(space.enumerate()))
         holds_for_one_hots(head, part, list(space.enumerate()), space, garbage=3.0)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from elastic_law import near, noise, pad, random_mixture
 from torch import Tensor, nn
-from transformer_law import close, noise, pad, random_mixture
 from transformers import (
     BertConfig,
     BertModel,
@@ -135,7 +135,7 @@ def test_a_one_hot_mixture_of_the_chain_is_its_pick(family: str) -> None:
         mixture = Mixture(chain.space, {name: certain[name].double() for name in chain.space.choices})
         with torch.no_grad():
             out = chain(x, subnet)
-            close(chain(x, mixture), pad(out, out.shape), 1e-12)
+            near(chain(x, mixture), pad(out, out.shape), 1e-12)
 
 
 def test_a_smaller_pick_of_llama_is_the_llama_that_is_cut_by_hand() -> None:
