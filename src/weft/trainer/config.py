@@ -17,10 +17,9 @@ from torch import nn
 from weft.data import Augment
 from weft.engine.bilevel import Bilevel
 from weft.engine.consistency import Consistency, parse_consistency
-from weft.engine.grad_clip import GlobalNorm, delay_of
+from weft.engine.grad_exchange import check_ties, delay_of
 from weft.engine.losses import InPlaceDistillation, cross_entropy
-from weft.engine.optimizer import Optimizer
-from weft.engine.tied_weights import check_ties
+from weft.engine.optimizer import GlobalNorm, Optimizer
 from weft.engine.train_step import Distill, Loss, Metric, TrainStep
 from weft.errors import ConsistencyError, TrainError, nearest
 from weft.offload.config import OffloadConfig

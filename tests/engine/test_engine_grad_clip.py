@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from stages import CPU, Task, in_stages, make_task, sequentially
 
 from weft.engine.consistency import parse_consistency
-from weft.engine.grad_clip import GlobalNorm, delay_of, make_clip
-from weft.engine.optimizer import Optimizer
+from weft.engine.grad_exchange import delay_of
+from weft.engine.optimizer import GlobalNorm, Optimizer, make_clip
 from weft.engine.reference import SequentialReference
 from weft.errors import TrainError
 
@@ -45,7 +45,7 @@ def test_what_clip_means() -> None:
 def test_under_exact_it_is_what_torch_does() -> None:
     task = task_of("exact", steps=4, limit=0.05, optimizer=Optimizer("sgd", lr=0.5))
     chain = task.chain()
-    ours = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
+    ours = SequentialReference(task.chain(), task.config, CPU)
     ours.train_mode()
     chain.train()
     optimizer = torch.optim.SGD(chain.parameters(), lr=0.5)
@@ -60,7 +60,7 @@ def test_under_exact_it_is_what_torch_does() -> None:
         norm = torch.nn.utils.clip_grad_norm_(chain.parameters(), 0.05)
         assert norm > 0.05, "nothing was clipped"
         for group in optimizer.param_groups:
-            group["lr"] = 0.5 * task.config.schedule(step, 4)
+            group["lr"] = 0.5 * task.config.optimizer.lr_factor(step, 4)
         optimizer.step()
         ours.step(step, batch)
     for own, true in zip(ours.chain.parameters(), chain.parameters(), strict=True):
@@ -74,12 +74,12 @@ def test_update_u_is_scaled_by_the_norm_of_update_u_minus_the_delay() -> None:
     free = make_task("plain", steps=8, consistency=f"bounded({every}, {depth})", optimizer=optimizer)
     task = task_of(f"bounded({every}, {depth})", steps=8, limit=limit, optimizer=optimizer)
     assert delay_of(task.config.consistency.values()) == 2
-    run = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
+    run = SequentialReference(task.chain(), task.config, CPU)
     run.train_mode()
     seen: list[dict[str, float]] = []
     changes: list[dict[str, float]] = []
-    assert run.norms is not None
-    record = run.norms.record
+    assert run.clipper is not None
+    record = run.clipper.record
 
     def spy(slot: int, layer: str, gradients: list[torch.Tensor]) -> None:
         while len(seen) <= slot:
@@ -87,12 +87,12 @@ def test_update_u_is_scaled_by_the_norm_of_update_u_minus_the_delay() -> None:
         seen[slot][layer] = float(sum(g.double().square().sum() for g in gradients)) ** 0.5
         record(slot, layer, gradients)
 
-    run.norms.record = spy  # type: ignore[method-assign]
+    run.clipper.record = spy  # type: ignore[method-assign]
     for step in range(8):
         before = {name: [p.detach().clone() for p in w.parameters] for name, w in run.weights.items()}
         run.step(step, task.batch(step))
         if step % every == every - 1:
-            rate = task.config.schedule(step, 8)
+            rate = task.config.optimizer.lr_factor(step, 8)
             changes.append(
                 {
                     name: float(
@@ -117,7 +117,7 @@ def test_update_u_is_scaled_by_the_norm_of_update_u_minus_the_delay() -> None:
 
 @settings(quiet, max_examples=30)
 @given(
-    promise=st.sampled_from(["exact", "bounded(2, 3)", "bounded(4, 6)", "bounded(2, 6)", "stashed(2, 3)"]),
+    consistency=st.sampled_from(["exact", "bounded(2, 3)", "bounded(4, 6)", "bounded(2, 6)", "stashed(2, 3)"]),
     m=st.sampled_from([1, 2]),
     cut=st.sets(st.integers(1, BLOCKS - 1), max_size=BLOCKS - 1).map(lambda cut: tuple(sorted(cut))),
     max_in_flight=st.integers(1, 8),
@@ -126,10 +126,10 @@ def test_update_u_is_scaled_by_the_norm_of_update_u_minus_the_delay() -> None:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_cut_and_timing_gives_the_bits_of_one_device(
-    promise: str, m: int, cut: tuple[int, ...], window: int, steps: int, split: bool, seed: int
+    consistency: str, m: int, cut: tuple[int, ...], max_in_flight: int, steps: int, split: bool, seed: int
 ) -> None:
-    task = task_of(promise, steps=steps, m=m)
-    found, _ = in_stages(task, cut, window, seed, split=split)
+    task = task_of(consistency, steps=steps, m=m)
+    found, _ = in_stages(task, cut, max_in_flight, seed, split=split)
     alone = sequentially(task)
     assert found.layers == alone.layers
     assert found.losses == alone.losses
@@ -137,13 +137,15 @@ def test_any_cut_and_timing_gives_the_bits_of_one_device(
 
 @settings(quiet, max_examples=15)
 @given(
-    promise=st.sampled_from(["exact", "bounded(2, 3)", "bounded(1, 3)"]),
+    consistency=st.sampled_from(["exact", "bounded(2, 3)", "bounded(1, 3)"]),
     at=st.integers(1, 3),
     cut=st.sampled_from([(2, 4), (), (1, 2, 3)]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_a_run_that_goes_on_elsewhere_knows_the_norms(promise: str, at: int, cut: tuple[int, ...], seed: int) -> None:
-    task = task_of(promise, steps=12)
+def test_a_run_that_goes_on_elsewhere_knows_the_norms(
+    consistency: str, at: int, cut: tuple[int, ...], seed: int
+) -> None:
+    task = task_of(consistency, steps=12)
     running, snapshots = in_stages(task, (2, 4), [3, 2, 1], seed, every=3)
     alone = sequentially(task)
     assert running.layers == alone.layers

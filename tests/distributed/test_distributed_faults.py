@@ -27,7 +27,7 @@ import weft
 from weft.errors import NonFiniteError, PipelineError, TrainError
 from weft.trainer.api import TrainedRun
 
-HERE = Path(__file__).parent
+HERE = Path(disturbed.__file__).parent
 
 STEPS = 40
 
@@ -277,16 +277,18 @@ def test_a_loss_that_is_not_a_number_names_the_layer_of_any_process(tmp_path: Pa
 CONFIG = """
 supernet = "disturbed:text"
 data = {{ source = "disturbed:samples", options = {{ kind = "text" }} }}
-run = "x"
-runs = {runs!r}
+[run]
+name = "x"
+folder = {runs!r}
+checkpoint_every = 1000
 [train]
 steps = 200
 batch_size = 4
 microbatches = 2
 loss = "disturbed:loss"
 stream = "iid"
+[execution]
 threads = 1
-checkpoint_every = 1000
 [consistency]
 shared = "lagged(2)"
 """
@@ -333,7 +335,7 @@ def test_ctrl_c_writes_a_checkpoint_and_the_run_goes_on_on_another_number_of_sta
     assert out == ""
     again = "weft train config.toml --stages=2 --resume"
     assert err == f"stopped; a checkpoint after {at[0]} steps is written. Resume with: {again}\n"
-    with started(*weft_train, "--resume", "--json", "--train.stages=1", cwd=tmp_path) as process:
+    with started(*weft_train, "--resume", "--json", "--execution.stages=1", cwd=tmp_path) as process:
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     net, data = disturbed.text, partial(disturbed.samples, "text")
@@ -348,7 +350,7 @@ import disturbed, weft
 from functools import partial
 weft.train(
     disturbed.text, partial(disturbed.samples, "text"), steps=6 + {differ} * int(os.environ["RANK"]), batch_size=4,
-    stream="iid", runs=sys.argv[1], run="x", consistency="lagged(2)",
+    stream="iid", folder=sys.argv[1], run="x", consistency="lagged(2)",
 )
 """
 

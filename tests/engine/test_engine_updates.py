@@ -1,14 +1,15 @@
-"""The rules of the law one by one: who is updated, with what, at which rate, and what is kept."""
+"""The rules of updates one by one: which layers change, by what, at which rate, and what is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from math import ceil
 from typing import Any
 
 import pytest
 import torch
+from stages import make_engine
 from torch import Tensor, nn
 
 from weft.engine.layer_state import capture
@@ -48,6 +49,11 @@ def batch(seed: int, rows: int = 4) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, WIDTH, generator=generator), "y": torch.randn(rows, WIDTH, generator=generator)}
 
 
+def train(sequential: SequentialReference, steps: int) -> None:
+    for i in range(steps):
+        sequential.step(i, batch(i))
+
+
 def whole(sequential: SequentialReference, name: str) -> dict[str, Tensor]:
     """Everything that a layer is, copied: weights, buffers, optimizer state, versions, gradients that wait."""
     tensors, numbers = capture(sequential.weights[name], sequential.optimizer, 0)
@@ -68,14 +74,11 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 )
 @pytest.mark.parametrize("consistency", ["exact", "delayed(2)", "lagged(2)", "bounded(2,2)"])
 @pytest.mark.parametrize("m", [1, 2])
-def test_a_layer_that_nobody_used_is_untouched(
-    make: Callable[..., SequentialReference], optimizer: Optimizer, consistency: str, m: int
-) -> None:
+def test_a_layer_that_nobody_used_is_untouched(optimizer: Optimizer, consistency: str, m: int) -> None:
     chain = two_choices(layer=lambda seed: nn.Sequential(linear(seed), nn.BatchNorm1d(WIDTH)))
     p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
-    sequential = make(chain, [p, p, p, p, *[q] * 6], consistency=consistency, m=m, optimizer=optimizer)
-    for i in range(4):
-        sequential.step(i, batch(i))
+    sequential = make_engine(chain, [p, p, p, p, *[q] * 6], consistency=consistency, m=m, optimizer=optimizer)
+    train(sequential, 4)
     newest = [t.detach().clone() for t in (*chain.module("b0.p").parameters(),)]
     state = {k: v for k, v in whole(sequential, "b0.p").items() if "@" not in k and not k.startswith("number")}
     touched = whole(sequential, "b0.q")
@@ -87,12 +90,11 @@ def test_a_layer_that_nobody_used_is_untouched(
     assert not same(touched, whole(sequential, "b0.q"))
 
 
-def test_optimizer_step_counts_are_per_layer(make: Callable[..., SequentialReference]) -> None:
+def test_optimizer_step_counts_are_per_layer() -> None:
     chain = two_choices()
     p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
-    sequential = make(chain, [p, q, p, p, p], optimizer=Optimizer("adamw", lr=0.1))
-    for i in range(5):
-        sequential.step(i, batch(i))
+    sequential = make_engine(chain, [p, q, p, p, p], optimizer=Optimizer("adamw", lr=0.1))
+    train(sequential, 5)
     counts = {
         name: float(sequential.optimizer.state(w.parameters[0])["step"]) for name, w in sequential.weights.items()
     }
@@ -113,14 +115,11 @@ class Half(nn.Module):
 
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("consistency", ["exact", "delayed(1)", "lagged(2)", "bounded(2,1)"])
-def test_a_parameter_without_gradient_gets_zeros_so_decay_and_momentum_still_act(
-    make: Callable[..., SequentialReference], consistency: str, m: int
-) -> None:
+def test_a_parameter_without_gradient_gets_zeros_so_decay_and_momentum_still_act(consistency: str, m: int) -> None:
     chain, subnet = only(Half())
     options = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.5}
-    sequential = make(chain, [subnet] * 4, consistency=consistency, m=m, optimizer=Optimizer("sgd", **options))
-    for i in range(4):
-        sequential.step(i, batch(i))
+    sequential = make_engine(chain, [subnet] * 4, consistency=consistency, m=m, optimizer=Optimizer("sgd", **options))
+    train(sequential, 4)
     truth = nn.Parameter(torch.full((WIDTH,), 0.5))
     optimizer = torch.optim.SGD([truth], **options)
     updates = {"exact": 4, "delayed(1)": 4, "lagged(2)": 2, "bounded(2,1)": 2 * m}[consistency]
@@ -131,13 +130,13 @@ def test_a_parameter_without_gradient_gets_zeros_so_decay_and_momentum_still_act
     assert not torch.equal(truth, torch.full((WIDTH,), 0.5))
 
 
-def test_a_frozen_parameter_stays_as_it_is(make: Callable[..., SequentialReference]) -> None:
+def test_a_frozen_parameter_stays_as_it_is() -> None:
     layer = linear(1)
     layer.bias.requires_grad_(False)
     for consistency in ("exact", "delayed(2)", "bounded(1,1)"):
         chain, subnet = only(layer)
         before, weight = layer.bias.clone(), layer.weight.detach().clone()
-        sequential = make(
+        sequential = make_engine(
             chain, [subnet] * 3, consistency=consistency, optimizer=Optimizer("sgd", lr=0.1, weight_decay=0.1)
         )
         for i in range(3):
@@ -146,13 +145,11 @@ def test_a_frozen_parameter_stays_as_it_is(make: Callable[..., SequentialReferen
         assert not torch.equal(layer.weight, weight)
 
 
-def test_a_layer_used_by_some_micro_batches_is_still_divided_by_all_of_them(
-    make: Callable[..., SequentialReference],
-) -> None:
+def test_a_layer_used_by_some_micro_batches_is_still_divided_by_all_of_them() -> None:
     chain = two_choices()
     p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
     twin = two_choices()
-    sequential = make(chain, [(p, q, q, q)], m=4, optimizer=Optimizer("sgd", lr=1.0))
+    sequential = make_engine(chain, [(p, q, q, q)], m=4, optimizer=Optimizer("sgd", lr=1.0))
     data = batch(0, rows=8)
     before = chain.module("b0.p").weight.detach().clone()
     sequential.step(0, data)
@@ -175,7 +172,7 @@ def test_a_layer_used_by_some_micro_batches_is_still_divided_by_all_of_them(
     ],
 )
 def test_an_updates_rate_is_that_of_the_step_of_its_last_micro_batch(
-    make: Callable[..., SequentialReference], consistency: str, last: list[int] | None, m: int
+    consistency: str, last: list[int] | None, m: int
 ) -> None:
     """The layer is x + w with a loss of sum(w), so every mean gradient is 1 and an update moves w by its rate alone."""
 
@@ -189,7 +186,7 @@ def test_an_updates_rate_is_that_of_the_step_of_its_last_micro_batch(
 
     chain, subnet = only(Shift())
     last = last if last is not None else {1: [3, 6], 2: [1, 3, 5, 6]}[m]
-    sequential = make(
+    sequential = make_engine(
         chain,
         [subnet] * 7,
         m=m,
@@ -214,12 +211,10 @@ def test_an_updates_rate_is_that_of_the_step_of_its_last_micro_batch(
 
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("consistency", ["exact", "delayed(2)", "lagged(2)", "bounded(2,1)", "bounded(4,1)"])
-def test_statistics_are_folded_in_micro_batch_order_when_the_update_is_applied(
-    make: Callable[..., SequentialReference], consistency: str, m: int
-) -> None:
+def test_statistics_are_folded_in_micro_batch_order_when_the_update_is_applied(consistency: str, m: int) -> None:
     norm = nn.BatchNorm1d(WIDTH, momentum=0.3)
     chain, subnet = only(norm)
-    sequential = make(chain, [subnet] * 5, m=m, consistency=consistency, optimizer=Optimizer("sgd", lr=0.0))
+    sequential = make_engine(chain, [subnet] * 5, m=m, consistency=consistency, optimizer=Optimizer("sgd", lr=0.0))
     waits = {"exact": m, "delayed(2)": m, "lagged(2)": 2 * m, "bounded(2,1)": 2, "bounded(4,1)": 4}[consistency]
     mean, var, count, waiting = torch.zeros(WIDTH), torch.ones(WIDTH), 0, []
     for i in range(5):
@@ -243,12 +238,12 @@ def test_statistics_are_folded_in_micro_batch_order_when_the_update_is_applied(
     assert int(norm.num_batches_tracked) == count == 5 * m
 
 
-def test_norms_of_different_momentum_in_one_layer_keep_their_own(make: Callable[..., SequentialReference]) -> None:
+def test_norms_of_different_momentum_in_one_layer_keep_their_own() -> None:
     layer = nn.Sequential(
         nn.BatchNorm1d(WIDTH, momentum=0.5, affine=False), nn.BatchNorm1d(WIDTH, momentum=0.25, affine=False)
     )
     chain, subnet = only(layer)
-    sequential = make(chain, [subnet] * 2, m=2, consistency="lagged(2)")
+    sequential = make_engine(chain, [subnet] * 2, m=2, consistency="lagged(2)")
     data = [batch(0, 8), batch(1, 8)]
     expected = [torch.zeros(WIDTH), torch.zeros(WIDTH)]
     for part in (data[0]["x"][:4], data[0]["x"][4:], data[1]["x"][:4], data[1]["x"][4:]):
@@ -262,7 +257,7 @@ def test_norms_of_different_momentum_in_one_layer_keep_their_own(make: Callable[
     torch.testing.assert_close(layer[1].running_mean, expected[1])
 
 
-def test_a_norm_that_the_user_froze_normalises_with_its_own_buffers(make: Callable[..., SequentialReference]) -> None:
+def test_a_norm_that_the_user_froze_normalises_with_its_own_buffers() -> None:
     class Frozen(nn.BatchNorm1d):
         def train(self, mode: bool = True) -> Frozen:
             return super().train(False)
@@ -272,7 +267,7 @@ def test_a_norm_that_the_user_froze_normalises_with_its_own_buffers(make: Callab
         norm.running_mean.copy_(torch.tensor([1.0, 2.0, 3.0]))
     chain, subnet = only(norm)
     before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
-    sequential = make(chain, [subnet] * 4, on_nonfinite="skip", optimizer=Optimizer("sgd", lr=0.0))
+    sequential = make_engine(chain, [subnet] * 4, on_nonfinite="skip", optimizer=Optimizer("sgd", lr=0.0))
     bad = batch(1)
     bad["y"][0, 0] = torch.nan
     for i, data in enumerate([batch(0), bad, batch(2)]):
@@ -301,53 +296,44 @@ class Counts(nn.Module):
 @pytest.mark.parametrize(
     ("consistency", "m"), [("exact", 2), ("delayed(1)", 1), ("lagged(1)", 1), ("bounded(1,1)", 1), ("bounded(2,1)", 2)]
 )
-def test_a_layer_that_changes_its_own_buffers_is_refused(
-    make: Callable[..., SequentialReference], consistency: str, m: int
-) -> None:
+def test_a_layer_that_changes_its_own_buffers_is_refused(consistency: str, m: int) -> None:
     chain, subnet = only(Counts())
-    sequential = make(chain, [subnet] * 3, consistency=consistency, m=m)
+    sequential = make_engine(chain, [subnet] * 3, consistency=consistency, m=m)
     with pytest.raises(ConsistencyError, match=r"'b.only' changes its own buffers .* needs 'exact'"):
         sequential.step(0, batch(0))
 
 
-def test_a_layer_that_changes_its_own_buffers_late_is_refused_too(make: Callable[..., SequentialReference]) -> None:
+def test_a_layer_that_changes_its_own_buffers_late_is_refused_too() -> None:
     class Late(Counts):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if float(x[0, 0]) > 0 else x * self.scale
 
     chain, subnet = only(Late())
-    sequential = make(chain, [subnet] * 3, consistency="delayed(1)")
+    sequential = make_engine(chain, [subnet] * 3, consistency="delayed(1)")
     data = batch(0)
     sequential.step(0, {**data, "x": -data["x"].abs()})
     with pytest.raises(ConsistencyError, match="changes its own buffers"):
         sequential.step(1, {**data, "x": data["x"].abs()})
 
 
-def test_a_layer_that_changes_its_own_buffers_may_be_exact_with_one_micro_batch(
-    make: Callable[..., SequentialReference],
-) -> None:
+def test_a_layer_that_changes_its_own_buffers_may_be_exact_with_one_micro_batch() -> None:
     chain, subnet = only(Counts())
-    sequential = make(chain, [subnet] * 3)
-    for i in range(3):
-        sequential.step(i, batch(i))
+    sequential = make_engine(chain, [subnet] * 3)
+    train(sequential, 3)
     assert chain.module("b.only").seen == 3
 
 
 @pytest.mark.parametrize(("consistency", "m"), [("exact", 2), ("delayed(1)", 1), ("lagged(1)", 1), ("bounded(1,1)", 1)])
-def test_a_norm_with_a_cumulative_average_is_refused(
-    make: Callable[..., SequentialReference], consistency: str, m: int
-) -> None:
+def test_a_norm_with_a_cumulative_average_is_refused(consistency: str, m: int) -> None:
     chain, subnet = only(nn.BatchNorm1d(WIDTH, momentum=None))
     with pytest.raises(ConsistencyError, match=r"'b.only' .* momentum=None"):
-        make(chain, [subnet] * 3, consistency=consistency, m=m)
+        make_engine(chain, [subnet] * 3, consistency=consistency, m=m)
 
 
-def test_a_norm_with_a_cumulative_average_may_be_exact_with_one_micro_batch(
-    make: Callable[..., SequentialReference],
-) -> None:
+def test_a_norm_with_a_cumulative_average_may_be_exact_with_one_micro_batch() -> None:
     ours, theirs = nn.BatchNorm1d(WIDTH, momentum=None), nn.BatchNorm1d(WIDTH, momentum=None)
     chain, subnet = only(ours)
-    sequential = make(chain, [subnet] * 3)
+    sequential = make_engine(chain, [subnet] * 3)
     for i in range(3):
         sequential.step(i, batch(i))
         theirs(batch(i)["x"])
@@ -373,25 +359,24 @@ def test_a_norm_with_a_cumulative_average_may_be_exact_with_one_micro_batch(
     ],
 )
 @pytest.mark.parametrize("regular", [True, False])
-def test_no_more_versions_are_kept_than_the_design_says(
-    make: Callable[..., SequentialReference], consistency: str, most: int | None, regular: bool
-) -> None:
+def test_no_more_versions_are_kept_than_the_design_says(consistency: str, most: int | None, regular: bool) -> None:
     chain = two_choices(blocks=4)
     generator = torch.Generator().manual_seed(5)
     pick = ["p", "q"]
     draws = torch.randint(0, 2, (20, 4), generator=generator).tolist()
     steps = [chain.space.subnet({f"b{i}": "p" if regular else pick[row[i]] for i in range(4)}) for row in draws]
-    sequential = make(chain, steps, consistency=consistency, optimizer=Optimizer("sgd", lr=0.01))
+    sequential = make_engine(chain, steps, consistency=consistency, optimizer=Optimizer("sgd", lr=0.01))
     reached = dict.fromkeys(sequential.weights, 0)
     for i in range(20):
         sequential.step(i, batch(i))
         for name, weights in sequential.weights.items():
-            limit = most if most is not None else ceil((weights.clock.window - 1) / weights.clock.consistency.every)
+            at = weights.schedule
+            limit = most if most is not None else ceil((at.window - 1) / at.consistency.every)
             assert len(weights.kept) <= limit, name
             reached[name] = max(reached[name], len(weights.kept))
             # Each kept version has a reader to come, which asks for a number between its own and the next one's.
             begins = sorted(weights.kept)
-            reads = {weights.clock.forward_reads(n) for n in range(i + 1, 20)}
+            reads = {weights.schedule.forward_reads(n) for n in range(i + 1, 20)}
             for begin, end in pairwise([*begins, weights.newest]):
                 assert any(begin <= version < end for version in reads), f"'{name}' keeps version {begin} for nobody"
     assert all(not weights.kept for weights in sequential.weights.values())
@@ -399,7 +384,9 @@ def test_no_more_versions_are_kept_than_the_design_says(
         for name, weights in sequential.weights.items():
             if not name.endswith(".q"):
                 assert reached[name] == (
-                    most if most is not None else ceil((weights.clock.window - 1) / weights.clock.consistency.every)
+                    most
+                    if most is not None
+                    else ceil((weights.schedule.window - 1) / weights.schedule.consistency.every)
                 )
 
 
@@ -422,12 +409,12 @@ class Sum(nn.Module):
 @pytest.mark.parametrize("consistency", ["exact", "lagged(2)", "bounded(2,1)"])
 @pytest.mark.parametrize("m", [1, 2])
 def test_parameters_that_share_a_gradient_tensor_are_each_scaled_once(
-    make: Callable[..., SequentialReference], consistency: str, clip: float | None, m: int
+    consistency: str, clip: float | None, m: int
 ) -> None:
     """In the last window the layer is used by the last micro-batch alone, so nothing has copied its gradient before."""
     chain = two_choices(layer=lambda seed: Sum())
     p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
-    sequential = make(
+    sequential = make_engine(
         chain,
         [p, p, q, (q,) * (m - 1) + (p,)],
         m=m,
@@ -440,7 +427,7 @@ def test_parameters_that_share_a_gradient_tensor_are_each_scaled_once(
         layer = chain.module("b0.p")
         torch.testing.assert_close(layer.b - layer.a, torch.ones(WIDTH), rtol=0, atol=1e-6)
     twin = two_choices(layer=lambda seed: Twins())
-    other = make(
+    other = make_engine(
         twin,
         [twin.space.load_subnet({"space": twin.space.id, "values": {"b0": s}}) for s in "ppq"]
         + [tuple(twin.space.subnet(b0=s) for s in "q" * (m - 1) + "p")],
@@ -478,13 +465,13 @@ class Turned(nn.Module):
 @pytest.mark.parametrize("way", ["default", "fused", "foreach"])
 @pytest.mark.parametrize("consistency", ["exact", "lagged(2)"])
 def test_gradients_that_lie_otherwise_in_memory_than_their_weights_are_applied_element_by_element(
-    make: Callable[..., SequentialReference], kind: str, way: str, consistency: str
+    kind: str, way: str, consistency: str
 ) -> None:
     found = []
     for extra in ({"fused": False, "foreach": False}, {} if way == "default" else {way: True}):
         chain, subnet = only(Turned())
         optimizer = Optimizer(kind, lr=0.1, **extra)
-        sequential = make(
+        sequential = make_engine(
             chain, [subnet] * 3, consistency=consistency, optimizer=optimizer, loss=lambda out, batch: out.sum()
         )
         for i in range(3):
@@ -494,7 +481,7 @@ def test_gradients_that_lie_otherwise_in_memory_than_their_weights_are_applied_e
         torch.testing.assert_close(plain, other)
 
 
-def test_a_gradient_that_autograd_hands_out_expanded_can_be_clipped(make: Callable[..., SequentialReference]) -> None:
+def test_a_gradient_that_autograd_hands_out_expanded_can_be_clipped() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -504,18 +491,20 @@ def test_a_gradient_that_autograd_hands_out_expanded_can_be_clipped(make: Callab
             return self.w + 0
 
     chain, subnet = only(Bare())
-    sequential = make(chain, [subnet], clip=1.0, optimizer=Optimizer("sgd", lr=1.0), loss=lambda out, batch: out.sum())
+    sequential = make_engine(
+        chain, [subnet], clip=1.0, optimizer=Optimizer("sgd", lr=1.0), loss=lambda out, batch: out.sum()
+    )
     sequential.step(0, batch(0))
     norm = 12**0.5
     torch.testing.assert_close(chain.module("b.only").w.detach(), torch.full((4, WIDTH), -1.0 / norm))
 
 
-def test_clipping_bounds_the_mean_gradient_of_each_layer_by_itself(make: Callable[..., SequentialReference]) -> None:
+def test_clipping_bounds_the_mean_gradient_of_each_layer_by_itself() -> None:
     free, clipped = two_choices(), two_choices()
     p = free.space.subnet(b0="p")
     before = {name: [t.detach().clone() for t in free.module(name).parameters()] for name in free.layers}
     for chain, clip in ((free, None), (clipped, 0.5)):
-        make(chain, [p], m=2, clip=clip, optimizer=Optimizer("sgd", lr=1.0)).step(0, batch(0))
+        make_engine(chain, [p], m=2, clip=clip, optimizer=Optimizer("sgd", lr=1.0)).step(0, batch(0))
     for name in ("stem", "b0.p", "head"):
         gradient = [a - b for a, b in zip(before[name], free.module(name).parameters(), strict=True)]
         norm = torch.cat([g.flatten() for g in gradient]).norm()
@@ -527,79 +516,44 @@ def test_clipping_bounds_the_mean_gradient_of_each_layer_by_itself(make: Callabl
 # -- layers of many kinds under old versions
 
 
-def layers() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.GRU(WIDTH, WIDTH, batch_first=True)
+class Called(nn.Module):
+    """A module of torch behind a function that gives it its input."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x.unsqueeze(1))[0].squeeze(1)
+    def __init__(self, inner: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.call = inner, call
 
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.second.weight = self.first.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(torch.tanh(self.first(x)))
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.MultiheadAttention(WIDTH, 1, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.inner(x.unsqueeze(0), x.unsqueeze(0), x.unsqueeze(0), need_weights=False)[0].squeeze(0)
-
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)
-
-    class Double(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(WIDTH, WIDTH).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x.double()).float()
-
-    class Convolution(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Conv1d(1, 1, 3, padding=1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x.unsqueeze(1)).squeeze(1)
-
-    yield from (
-        ("recurrent", Recurrent),
-        ("tied", Tied),
-        ("attention", Attention),
-        ("weight norm", Normed),
-        ("double", Double),
-        ("convolution", Convolution),
-    )
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.inner, x)
 
 
-@pytest.mark.parametrize("factory", [pytest.param(factory, id=name) for name, factory in layers()])
+def tied() -> nn.Module:
+    pair = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    pair[2].weight = pair[0].weight
+    return pair
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "recurrent": lambda: Called(nn.GRU(WIDTH, WIDTH, batch_first=True), lambda gru, x: gru(x[:, None])[0].squeeze(1)),
+    "tied": tied,
+    "attention": lambda: Called(nn.MultiheadAttention(WIDTH, 1), lambda attend, x: x + attend(x, x, x)[0]),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "double": lambda: Called(nn.Linear(WIDTH, WIDTH).double(), lambda linear, x: linear(x.double()).float()),
+    "convolution": lambda: Called(nn.Conv1d(1, 1, 3, padding=1), lambda filters, x: filters(x[:, None]).squeeze(1)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("consistency", ["delayed(2)", "lagged(2)", "bounded(1,3)"])
-def test_a_micro_batch_sees_the_old_version_whatever_the_layer_is_made_of(
-    make: Callable[..., SequentialReference], factory: Callable[[], nn.Module], consistency: str
-) -> None:
+def test_a_micro_batch_sees_the_old_version_whatever_the_layer_is_made_of(kind: str, consistency: str) -> None:
     """The first three micro-batches read version 0, so their losses are those of the layer as it was, and it trains."""
     torch.manual_seed(0)
     space = Space()
-    chain = Chain(Choice(space, "b", {"only": factory()}), Shared(nn.Identity(), "a"), Shared(nn.Identity(), "z"))
+    chain = Chain(Choice(space, "b", {"only": LAYERS[kind]()}), Shared(nn.Identity(), "a"), Shared(nn.Identity(), "z"))
     subnet = space.first()
     with torch.no_grad():
         old = [((chain(batch(i)["x"], subnet) - batch(i)["y"]) ** 2).sum() for i in range(3)]
-    sequential = make(
+    sequential = make_engine(
         chain, [subnet] * 6, consistency={"b.only": consistency}, optimizer=Optimizer("sgd", lr=0.05, weight_decay=0.1)
     )
     start = [p.detach().clone() for p in chain.parameters()]
@@ -610,12 +564,12 @@ def test_a_micro_batch_sees_the_old_version_whatever_the_layer_is_made_of(
     assert all(not torch.equal(a, b) and b.dtype == a.dtype for a, b in zip(start, chain.parameters(), strict=True))
 
 
-def test_the_law_holds_for_a_supernet_in_double_precision(make: Callable[..., SequentialReference]) -> None:
+def test_a_supernet_in_double_precision_keeps_the_versions_too() -> None:
     found = []
     for consistency in ("exact", "bounded(1,1)", "bounded(1,3)"):
         chain = two_choices().double()
         p = chain.space.subnet(b0="p")
-        sequential = make(chain, [p] * 3, m=1, consistency=consistency, optimizer=Optimizer("sgd", lr=0.01))
+        sequential = make_engine(chain, [p] * 3, m=1, consistency=consistency, optimizer=Optimizer("sgd", lr=0.01))
         data = [{k: v.double() for k, v in batch(i).items()} for i in range(3)]
         found.append([sequential.step(i, data[i]).losses[0].item() for i in range(3)])
         assert all(p.dtype is torch.float64 for p in chain.parameters())
@@ -641,16 +595,14 @@ class Everything(nn.Module):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("consistency", ["delayed(2)", "bounded({m},1)", "bounded({m},3)"])
-def test_where_nothing_moves_every_consistency_is_exact(
-    make: Callable[..., SequentialReference], consistency: str, m: int, precision: str
-) -> None:
+def test_where_nothing_moves_every_consistency_is_exact(consistency: str, m: int, precision: str) -> None:
     """At a rate of zero all versions are equal, so losses and the momentum of every gradient are those of `exact`."""
     found = []
     for said in ("exact", consistency.format(m=m)):
         torch.manual_seed(0)
         chain = two_choices(layer=lambda seed: Everything())
         p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
-        sequential = make(
+        sequential = make_engine(
             chain,
             [p, q, p, p, q],
             m=m,
@@ -669,7 +621,7 @@ def test_where_nothing_moves_every_consistency_is_exact(
         assert same(mine, true)
 
 
-def test_a_parameters_name_that_would_confuse_a_checkpoint_is_refused(make: Callable[..., SequentialReference]) -> None:
+def test_a_parameters_name_that_would_confuse_a_checkpoint_is_refused() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -677,7 +629,7 @@ def test_a_parameters_name_that_would_confuse_a_checkpoint_is_refused(make: Call
 
     chain, subnet = only(Odd())
     with pytest.raises(SupernetError, match=r"'parts.a#b.weight' of layer 'b.only'"):
-        make(chain, [subnet])
+        make_engine(chain, [subnet])
 
 
 # -- the optimizer sees layers come and go
@@ -694,16 +646,14 @@ def test_a_parameters_name_that_would_confuse_a_checkpoint_is_refused(make: Call
     ids=lambda options: options["kind"],
 )
 @pytest.mark.parametrize("way", ["fused", "foreach"])
-def test_a_layer_may_be_used_for_the_first_time_beside_one_that_has_a_state(
-    make: Callable[..., SequentialReference], options: dict[str, Any], way: str
-) -> None:
+def test_a_layer_may_be_used_for_the_first_time_beside_one_that_has_a_state(options: dict[str, Any], way: str) -> None:
     """The fused kernels are what a GPU runs; torch has them for the CPU as well."""
     found = []
     for extra in ({}, {way: True}):
         chain = two_choices()
         p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
         optimizer = Optimizer(options["kind"], **{k: v for k, v in options.items() if k != "kind"}, **extra)
-        sequential = make(chain, [p, q, p, q, q], optimizer=optimizer)
+        sequential = make_engine(chain, [p, q, p, q, q], optimizer=optimizer)
         for i in range(5):
             sequential.step(i, batch(i))
         found.append([p.detach().clone() for p in chain.parameters()])
@@ -711,25 +661,23 @@ def test_a_layer_may_be_used_for_the_first_time_beside_one_that_has_a_state(
         torch.testing.assert_close(plain, other)
 
 
-def test_single_parameters_may_have_options_of_their_own(make: Callable[..., SequentialReference]) -> None:
+def test_single_parameters_may_have_options_of_their_own() -> None:
     chain = two_choices()
     p = chain.space.subnet(b0="p")
     groups = lambda name, parameter: {"weight_decay": 0.0} if parameter.dim() < 2 else {"lr": 0.0}  # noqa: E731
-    sequential = make(chain, [p] * 2, optimizer=Optimizer("adamw", lr=0.1, weight_decay=0.5, groups=groups))
+    sequential = make_engine(chain, [p] * 2, optimizer=Optimizer("adamw", lr=0.1, weight_decay=0.5, groups=groups))
     before = {name: t.detach().clone() for name, t in chain.named_parameters()}
-    for i in range(2):
-        sequential.step(i, batch(i))
+    train(sequential, 2)
     for name, after in chain.named_parameters():
         assert torch.equal(before[name], after) == (name.endswith("weight") or name.startswith("b0.q")), name
 
 
-def test_muon_takes_the_matrices_and_another_optimizer_the_rest(make: Callable[..., SequentialReference]) -> None:
+def test_muon_takes_the_matrices_and_another_optimizer_the_rest() -> None:
     chain = two_choices()
     p = chain.space.subnet(b0="p")
-    sequential = make(chain, [p] * 2, optimizer=Optimizer("muon", lr=0.1, others=Optimizer("sgd", lr=0.0)))
+    sequential = make_engine(chain, [p] * 2, optimizer=Optimizer("muon", lr=0.1, others=Optimizer("sgd", lr=0.0)))
     before = {name: t.detach().clone() for name, t in chain.named_parameters()}
-    for i in range(2):
-        sequential.step(i, batch(i))
+    train(sequential, 2)
     changed = {name for name, after in chain.named_parameters() if not torch.equal(before[name], after)}
     assert changed == {"stem.weight", "b0.p.weight", "head.weight"}
 
@@ -743,51 +691,46 @@ def test_an_unknown_optimizer_or_option_is_refused_by_name() -> None:
         Optimizer("lbfgs")
 
 
-def test_options_that_torch_refuses_come_back_as_an_error_of_ours(make: Callable[..., SequentialReference]) -> None:
+def test_options_that_torch_refuses_come_back_as_an_error_of_ours() -> None:
     chain, subnet = only(linear())
     with pytest.raises(TrainError, match="SGD refuses its options"):
-        make(chain, [subnet], optimizer=Optimizer("sgd", lr=-1.0))
+        make_engine(chain, [subnet], optimizer=Optimizer("sgd", lr=-1.0))
 
 
-def test_a_batch_that_does_not_divide_is_refused(make: Callable[..., SequentialReference]) -> None:
+def test_a_batch_that_does_not_divide_is_refused() -> None:
     chain, subnet = only(linear())
-    sequential = make(chain, [subnet], m=3)
+    sequential = make_engine(chain, [subnet], m=3)
     with pytest.raises(TrainError, match="multiple of 3"):
         sequential.step(0, batch(0, rows=4))
 
 
-def test_entries_of_a_batch_that_are_not_per_sample_cannot_be_split(make: Callable[..., SequentialReference]) -> None:
+def test_entries_of_a_batch_that_are_not_per_sample_cannot_be_split() -> None:
     chain, subnet = only(linear())
-    sequential = make(chain, [subnet], m=2)
+    sequential = make_engine(chain, [subnet], m=2)
     for odd in (torch.ones(3), torch.tensor(1.0)):
         with pytest.raises(TrainError, match="as many rows"):
             sequential.step(0, {**batch(0, rows=4), "odd": odd})
 
 
-def test_a_stream_with_another_number_of_subnets_than_micro_batches_is_refused(
-    make: Callable[..., SequentialReference],
-) -> None:
+def test_a_stream_with_another_number_of_subnets_than_micro_batches_is_refused() -> None:
     chain, subnet = only(linear())
     with pytest.raises(TrainError, match="set microbatches=3"):
-        make(chain, [(subnet,) * 3], m=2).step(0, batch(0))
+        make_engine(chain, [(subnet,) * 3], m=2).step(0, batch(0))
 
 
-def test_a_subnet_that_uses_no_weights_at_all_is_a_step_like_any_other(
-    make: Callable[..., SequentialReference],
-) -> None:
+def test_a_subnet_that_uses_no_weights_at_all_is_a_step_like_any_other() -> None:
     space = Space()
     chain = Chain(Optional(space, "a", linear(1)), Optional(space, "z", nn.BatchNorm1d(WIDTH, affine=False)))
     on, off = space.subnet(a=True, z=True), space.subnet(a=False, z=False)
     only_norm = space.subnet(a=False, z=True)
-    sequential = make(chain, [on, off, only_norm, on], consistency={"a": "delayed(1)", "z": "lagged(2)"})
-    for i in range(4):
-        sequential.step(i, batch(i))
+    sequential = make_engine(chain, [on, off, only_norm, on], consistency={"a": "delayed(1)", "z": "lagged(2)"})
+    train(sequential, 4)
     sequential.eval_mode()
     assert int(chain.module("z").num_batches_tracked) == 3
 
 
-def test_a_loss_that_is_no_number_is_refused(make: Callable[..., SequentialReference]) -> None:
+def test_a_loss_that_is_no_number_is_refused() -> None:
     chain, subnet = only(linear())
     for loss in (lambda out, batch: out.sum(0), lambda out, batch: 1.0):
         with pytest.raises(TrainError, match="one number"):
-            make(chain, [subnet], loss=loss).step(0, batch(0))
+            make_engine(chain, [subnet], loss=loss).step(0, batch(0))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stages import make_engine
 from torch import Tensor, nn
 
 import weft
@@ -14,12 +15,13 @@ from weft.data import as_data
 from weft.engine.layer_state import capture
 from weft.engine.losses import mean_squared_error
 from weft.engine.optimizer import Optimizer
-from weft.engine.reference import SequentialReference, StepResult
+from weft.engine.reference import SequentialReference
 from weft.errors import NonFiniteError, TrainError
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared
-from weft.trainer.config import make_settings
-from weft.trainer.trainer import Trainer
+from weft.trainer.config import Execution, TrainConfig, resolve
+from weft.trainer.device_engine import DeviceEngine
+from weft.trainer.metrics_log import StepRecord
 
 WIDTH = 3
 
@@ -78,12 +80,10 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), float("-inf")])
-def test_a_loss_that_is_no_number_stops_with_step_subnet_and_layer(
-    make: Callable[..., SequentialReference], value: float
-) -> None:
+def test_a_loss_that_is_no_number_stops_with_step_subnet_and_layer(value: float) -> None:
     chain = build(lambda: Trap(value))
     trap = chain.space.subnet(b="trap")
-    sequential = make(chain, [trap] * 3, m=2)
+    sequential = make_engine(chain, [trap] * 3, m=2)
     sequential.step(0, batch(0, 8))
     with pytest.raises(
         NonFiniteError, match=r"step 1, micro-batch 1, subnet b=trap: it first appears in layer 'b.trap'\."
@@ -91,25 +91,23 @@ def test_a_loss_that_is_no_number_stops_with_step_subnet_and_layer(
         sequential.step(1, batch(1, 8, bad=slice(6, 7)))
 
 
-def test_weights_a_batch_and_a_loss_that_are_to_blame_are_named(make: Callable[..., SequentialReference]) -> None:
+def test_weights_a_batch_and_a_loss_that_are_to_blame_are_named() -> None:
     chain = build()
     fine = chain.space.subnet(b="fine")
     with pytest.raises(NonFiniteError, match="in the batch itself"):
-        make(chain, [fine]).step(0, batch(0, bad=slice(0, 1), value=float("nan")))
+        make_engine(chain, [fine]).step(0, batch(0, bad=slice(0, 1), value=float("nan")))
     with pytest.raises(NonFiniteError, match="in the loss function"):
-        make(chain, [fine], loss=lambda out, batch: out.sum() * float("nan")).step(0, batch(0))
+        make_engine(chain, [fine], loss=lambda out, batch: out.sum() * float("nan")).step(0, batch(0))
     with torch.no_grad():
         chain.module("b.fine").weight[0, 0] = float("nan")
     with pytest.raises(NonFiniteError, match=r"'b.fine', whose weights are not finite"):
-        make(chain, [fine]).step(0, batch(0))
+        make_engine(chain, [fine]).step(0, batch(0))
 
 
-def test_the_layer_is_found_under_the_version_that_the_micro_batch_saw(
-    make: Callable[..., SequentialReference],
-) -> None:
+def test_the_layer_is_found_under_the_version_that_the_micro_batch_saw() -> None:
     chain = build()
     trap = chain.space.subnet(b="trap")
-    sequential = make(chain, [trap] * 6, consistency={"b.trap": "bounded(1,3)", "head": "delayed(2)"})
+    sequential = make_engine(chain, [trap] * 6, consistency={"b.trap": "bounded(1,3)", "head": "delayed(2)"})
     for i in range(4):
         sequential.step(i, batch(i))
     with pytest.raises(NonFiniteError, match=r"step 4, micro-batch 0, .* layer 'b.trap'\."):
@@ -117,10 +115,10 @@ def test_the_layer_is_found_under_the_version_that_the_micro_batch_saw(
 
 
 @pytest.mark.parametrize("consistency", ["exact", "delayed(1)", "lagged(2)", "bounded(2,1)", "bounded(2,3)"])
-def test_a_skipped_step_contributes_to_no_layer(make: Callable[..., SequentialReference], consistency: str) -> None:
+def test_a_skipped_step_contributes_to_no_layer(consistency: str) -> None:
     chain = build()
     trap = chain.space.subnet(b="trap")
-    sequential = make(chain, [trap] * 6, on_nonfinite="skip", consistency=consistency)
+    sequential = make_engine(chain, [trap] * 6, on_nonfinite="skip", consistency=consistency)
     for i in (0, 1):
         assert sequential.step(i, batch(i)).skipped == 0
     before = {name: whole(sequential, name) for name in chain.layers}
@@ -137,9 +135,7 @@ def test_a_skipped_step_contributes_to_no_layer(make: Callable[..., SequentialRe
 
 
 @pytest.mark.parametrize("consistency", ["exact", "lagged(2)", "bounded(4,3)"])
-def test_a_skipped_micro_batch_leaves_the_others_of_its_step(
-    make: Callable[..., SequentialReference], consistency: str
-) -> None:
+def test_a_skipped_micro_batch_leaves_the_others_of_its_step(consistency: str) -> None:
     """Step 1 has four micro-batches, of which one does not count: as if a loss that is 0 everywhere had stood there."""
     found = []
     for skipping in (True, False):
@@ -156,7 +152,7 @@ def test_a_skipped_micro_batch_leaves_the_others_of_its_step(
             return value
 
         steps = [trap] * 3
-        sequential = make(
+        sequential = make_engine(
             chain,
             steps,
             m=4,
@@ -174,9 +170,7 @@ def test_a_skipped_micro_batch_leaves_the_others_of_its_step(
         assert torch.equal(a, b)
 
 
-def test_a_skipped_micro_batch_takes_back_the_buffers_that_a_layer_changes_itself(
-    make: Callable[..., SequentialReference],
-) -> None:
+def test_a_skipped_micro_batch_takes_back_the_buffers_that_a_layer_changes_itself() -> None:
     class Average(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -189,7 +183,7 @@ def test_a_skipped_micro_batch_takes_back_the_buffers_that_a_layer_changes_itsel
 
     chain = build(Average)
     trap = chain.space.subnet(b="trap")
-    sequential = make(chain, [trap] * 3, on_nonfinite="skip")
+    sequential = make_engine(chain, [trap] * 3, on_nonfinite="skip")
     sequential.step(0, batch(0))
     before = whole(sequential, "b.trap")
     sequential.step(1, batch(1, bad=slice(0, 1), value=float("nan")))
@@ -198,12 +192,12 @@ def test_a_skipped_micro_batch_takes_back_the_buffers_that_a_layer_changes_itsel
     assert all(torch.isfinite(t).all() for t in whole(sequential, "b.trap").values())
 
 
-def test_a_gradient_that_is_no_number_skips_the_update_of_its_layer_alone(
-    make: Callable[..., SequentialReference],
-) -> None:
+def test_a_gradient_that_is_no_number_skips_the_update_of_its_layer_alone() -> None:
     chain = build(RootOfNothing)
     trap = chain.space.subnet(b="trap")
-    sequential = make(chain, [trap] * 3, on_nonfinite="skip", optimizer=Optimizer("adamw", lr=0.01, weight_decay=0.1))
+    sequential = make_engine(
+        chain, [trap] * 3, on_nonfinite="skip", optimizer=Optimizer("adamw", lr=0.01, weight_decay=0.1)
+    )
     sequential.step(0, batch(0))
     before = {name: whole(sequential, name) for name in chain.layers}
     big = batch(1)
@@ -246,16 +240,14 @@ def test_a_run_that_stops_says_so_in_its_events_and_a_run_that_skips_counts(tmp_
     assert all(torch.isfinite(t).all() for t in trained.chain.state_dict().values())
 
 
-def test_one_bad_micro_batch_stops_a_run_that_looks_at_its_losses_later(tmp_path: Path) -> None:
+def test_one_bad_micro_batch_stops_a_run_that_looks_at_its_losses_later() -> None:
     """As on a GPU, where losses arrive some steps late: the mean of the others must not hide it."""
     data = {"x": torch.randn(16, WIDTH), "y": torch.randn(16, WIDTH)}
     chain = build()
-    settings = make_settings(chain, steps=4, batch_size=4, microbatches=2, loss=mean_squared_error, stream="iid")
-    session = Trainer(chain, as_data(data), settings)
-    session.open(weft.Run.create(tmp_path, "x", manifest={}))
-    session.sequential.train_mode()
-    subnets = settings.stream[0]
-    late = StepResult(0, subnets, (torch.tensor(1.0), torch.tensor(float("inf"))), {})
+    config = resolve(TrainConfig(steps=4, batch_size=4, microbatches=2, loss=mean_squared_error, stream="iid"), chain)
+    engine = DeviceEngine(chain, as_data(data), config, Execution())
+    engine.layers.train_mode()
+    good, bad = (StepRecord(0, config.stream[0], losses, {}, 0) for losses in ([1.0, 2.0], [1.0, float("inf")]))
+    assert list(engine._finite(iter([good]))) == [good]
     with pytest.raises(NonFiniteError, match="step 0, micro-batch 1"):
-        session._log(iter([(late, [1.0, float("inf")], {})]))
-    session._log(iter([(late, [1.0, 2.0], {})]))
+        list(engine._finite(iter([bad])))

@@ -1,4 +1,4 @@
-"""Recipes by name: schedules that end above 0, and weight decay for matrices alone."""
+"""Schedules by name that end above 0, and weight decay for matrices alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.errors import TrainError
 
 
 def test_a_cosine_with_an_end_is_nanogpts_schedule() -> None:
-    schedule = make_schedule("cosine:0.1", warmup=100)
+    schedule = make_schedule("cosine:0.1", warmup_steps=100)
     for step in range(5000):
         if step < 100:
             wanted = 1e-3 * (step + 1) / 100
@@ -42,7 +42,7 @@ def test_a_schedule_begins_at_1_never_rises_and_ends_where_it_says(end: float, k
 
 
 def test_a_schedule_says_in_its_name_where_it_ends() -> None:
-    assert make_schedule("cosine:0.1", warmup=3).__qualname__ == "cosine:0.1(warmup=3, floor=0.0)"
+    assert make_schedule("cosine:0.1", warmup_steps=3).__qualname__ == "cosine:0.1(warmup=3, floor=0.0)"
     assert [is_named(text) for text in ("cosine", "cosine:0.1", "linear:1e-3", "mynet:schedule", "my.net:f")] == [
         True,
         True,
@@ -58,7 +58,7 @@ def test_an_end_that_is_none_is_refused(text: str) -> None:
         make_schedule(text)
 
 
-def test_a_schedule_that_is_not_known_is_told_with_the_nearest() -> None:
+def test_an_unknown_schedule_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(TrainError, match=r"unknown schedule 'cosin:0\.1'; did you mean 'cosine'\?"):
         make_schedule("cosin:0.1")
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stages import make_engine
 from torch import Tensor, nn
 
 from weft.engine.layer_state import fingerprint, layer_digest, layer_tensors, tensors_digest
 from weft.engine.optimizer import Optimizer
-from weft.engine.reference import SequentialReference
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared
 from weft.trainer.metrics_log import LossDigest
@@ -88,11 +86,11 @@ def test_every_loss_and_every_layer_counts() -> None:
     assert digest([1.0, 2.0], base) == digest([1.0, 2.0], dict(reversed(base.items())))
 
 
-def test_a_layers_digest_covers_weights_buffers_and_optimizer_state(make: Callable[..., SequentialReference]) -> None:
+def test_a_layers_digest_covers_weights_buffers_and_optimizer_state() -> None:
     space = Space()
     layer = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     chain = Chain(Choice(space, "b", {"p": layer}), Shared(nn.Identity(), "end"))
-    sequential = make(chain, [space.first()] * 2, optimizer=Optimizer("adamw", lr=0.01))
+    sequential = make_engine(chain, [space.first()] * 2, optimizer=Optimizer("adamw", lr=0.01))
     sequential.step(0, {"x": torch.randn(4, 3), "y": torch.randn(4, 3)})
     weights = sequential.weights["b.p"]
     names = set(layer_tensors(weights, sequential.optimizer))

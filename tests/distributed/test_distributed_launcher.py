@@ -1,4 +1,5 @@
-"""Real processes: stages are started, die, are started again, report, are stopped, and never outlive the parent."""
+"""Real processes: what tells them their place; stages are started, die, are started again, report, are stopped, and
+never outlive the parent."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from weft.distributed.env import DistEnv, _tasks_per_node, read_env
 from weft.distributed.launcher import launch
 from weft.distributed.remote_call import Call
 from weft.distributed.store import PARENT, report, report_error, reported
@@ -31,10 +36,10 @@ from weft.distributed.store import asked_to_stop, connect, report
 from weft.distributed.log_forwarding import EventsToParent
 
 def mark(folder, text=""):
-    told = read_env()
-    new = Path(folder) / f"new.{told.rank}"
+    env = read_env()
+    new = Path(folder) / f"new.{env.rank}"
     new.write_text(text or str(os.getpid()))
-    new.rename(Path(folder) / f"{told.restarts}.{told.rank}")
+    new.rename(Path(folder) / f"{env.restarts}.{env.rank}")
 
 def tell(folder):
     mark(folder, json.dumps(dict(os.environ)))
@@ -52,16 +57,16 @@ def leave(folder):
 
 def speak(folder):
     """Stage 0 has two events, then stage 1 dies once; the second time all is said again, and more."""
-    store, told = connect(), read_env()
-    if told.rank == 0:
+    store, env = connect(), read_env()
+    if env.rank == 0:
         say = EventsToParent(store)
-        for step in range(2 + told.restarts):
+        for step in range(2 + env.restarts):
             say({"event": "step", "step": step, "loss": float("nan")})
         store.set("said", "")
     store.wait(["said"])
-    if told.rank == 1 and told.restarts == 0:
+    if env.rank == 1 and env.restarts == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    if told.restarts == 0:
+    if env.restarts == 0:
         time.sleep(600)
 
 def stay(folder):
@@ -89,19 +94,19 @@ def listeners(pid):
 def reduce(folder):
     import torch
     import torch.distributed as dist
-    told = read_env()
+    env = read_env()
     dist.init_process_group("gloo", init_method="env://")
-    total = torch.tensor([told.rank + 1.0])
+    total = torch.tensor([env.rank + 1.0])
     dist.all_reduce(total)
     seen = {"stage": listeners(os.getpid()), "parent": listeners(os.getppid()), "sum": total.item(),
-            "threads": torch.get_num_threads(), "restarts": told.restarts, "world": told.world}
+            "threads": torch.get_num_threads(), "restarts": env.restarts, "world": env.world}
     mark(folder, json.dumps(seen))
     dist.barrier()
-    if told.rank == 1 and told.restarts == 0:
+    if env.rank == 1 and env.restarts == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
-    if told.rank == 0:
-        report(connect(), {"sum": total.item(), "restarts": told.restarts})
+    if env.rank == 0:
+        report(connect(), {"sum": total.item(), "restarts": env.restarts})
     dist.destroy_process_group()
 
 def not_finite(folder):
@@ -197,7 +202,7 @@ def lines(folder: Path) -> dict[str, str]:
 
 
 def test_each_stage_gets_its_place(work, tmp_path, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     before = dict(os.environ)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
@@ -223,15 +228,13 @@ def test_each_stage_gets_its_place(work, tmp_path, monkeypatch):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
 
 
-@pytest.mark.parametrize(("inherited", "threads", "expected"), [(None, None, "1"), ("4", None, "4"), ("4", 2, "2")])
-def test_threads_are_those_asked_for_else_those_of_the_parent_else_one(
-    work, tmp_path, monkeypatch, inherited, threads, expected
-):
+@pytest.mark.parametrize(("inherited", "expected"), [(None, "1"), ("4", "4")])
+def test_without_a_number_threads_are_those_of_the_parent_else_one(work, tmp_path, monkeypatch, inherited, expected):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if inherited:
         monkeypatch.setenv("OMP_NUM_THREADS", inherited)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    launch(1, Call(work.tell, (str(tmp_path),)), threads=threads)
+    launch(1, Call(work.tell, (str(tmp_path),)))
     said = json.loads((tmp_path / "0.0").read_text())
     assert (said["OMP_NUM_THREADS"], said["GLOO_SOCKET_IFNAME"]) == (expected, "lo")
 
@@ -327,7 +330,7 @@ def test_an_error_of_the_users_making_comes_back_as_itself_and_starts_nothing_ag
         assert not alive(int(pid))
 
 
-def test_a_bug_in_a_stage_is_told_in_one_line_and_leaves_no_files(work, tmp_path, monkeypatch):
+def test_a_bug_in_a_stage_is_reported_in_one_line_and_leaves_no_files(work, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(TrainError, match=r"^rank 0 ended with exit code 1: ValueError: no such key; all stages"):
         launch(1, Call(work.bug), restarts=0)
@@ -347,7 +350,7 @@ def test_what_cannot_be_sent_to_a_stage_is_named(work, make, culprit):
         launch(2, make(work))
 
 
-def test_a_function_that_stages_cannot_import_is_told_once(work, monkeypatch):
+def test_a_function_that_stages_cannot_import_is_reported_once(work, monkeypatch):
     import types
 
     module = types.ModuleType("only_here")
@@ -389,23 +392,14 @@ def test_an_outcome_crosses_the_store():
 # The end
 
 
-def test_stages_stop_by_themselves_on_ctrl_c(work, tmp_path, start):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stages_stop_by_themselves_on_ctrl_c_and_sigterm(work, tmp_path, start, number):
     seen = tmp_path / "seen"
     seen.mkdir()
     main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=2, work="until_told", seen=str(seen)))
     wait_for(lambda: len(lines(seen)) == 2 and all(lines(seen).values()))
-    os.killpg(main.pid, signal.SIGINT)  # a terminal sends it to all of its processes; only the parent may act on it
-    out, err = main.communicate(timeout=50)
-    assert (out, err, main.returncode) == ("interrupted\n", "", 7)
-    assert lines(seen) == {"0.0": "stopped: True", "0.1": "stopped: True"}
-
-
-def test_sigterm_is_passed_on_to_stages(work, tmp_path, start):
-    seen = tmp_path / "seen"
-    seen.mkdir()
-    main = start(MAIN.format(folder=str(Path(work.__file__).parent), stages=2, work="until_told", seen=str(seen)))
-    wait_for(lambda: len(lines(seen)) == 2)
-    os.kill(main.pid, signal.SIGTERM)
+    # A terminal sends Ctrl-C to all of its processes; only the parent may act on it.
+    os.killpg(main.pid, number) if number == signal.SIGINT else os.kill(main.pid, number)
     out, err = main.communicate(timeout=50)
     assert (out, err, main.returncode) == ("interrupted\n", "", 7)
     assert lines(seen) == {"0.0": "stopped: True", "0.1": "stopped: True"}
@@ -451,7 +445,7 @@ def test_a_grandchild_does_not_outlive_a_parent_that_is_killed(tmp_path, start):
     wait_for(lambda: not alive(pid), 20.0)
 
 
-def test_a_script_without_a_guard_is_told_so(work, start):
+def test_a_script_without_a_guard_is_told_to_add_one(work, start):
     text = MAIN.format(folder=str(Path(work.__file__).parent), stages=1, work="bug", seen="")
     main = start(text.replace('if __name__ == "__main__":', "if True:"))
     out, err = main.communicate(timeout=50)
@@ -459,3 +453,85 @@ def test_a_script_without_a_guard_is_told_so(work, start):
     assert err.strip().splitlines()[-1].endswith("put what the script does under `if __name__ == '__main__':`")
     assert err.count("Traceback") == 1
     assert out == ""
+
+
+# Which stage a process is, from what torchrun or srun put into its environment.
+
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_TASKS_PER_NODE": "2(x2),1",
+}
+MEETING = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+
+
+def test_torchrun_says_all():
+    assert read_env(TORCHRUN) == DistEnv(5, 8, 1, 4, 2, socket.gethostname())
+
+
+def test_a_process_that_nobody_started_has_no_ranks():
+    assert read_env({"PATH": "/bin"}) is None
+
+
+def test_a_task_of_srun_is_a_stage():
+    assert read_env(SRUN | MEETING) == DistEnv(3, 5, 1, 2, 0, socket.gethostname())
+
+
+def test_three_variables_of_slurm_are_enough_on_one_machine():
+    said = {"SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_LOCALID": "1"}
+    assert read_env(said | MEETING) == DistEnv(1, 3, 1, 3, 0, socket.gethostname())
+
+
+def test_torchrun_under_slurm_is_believed_before_slurm():
+    found = read_env(SRUN | TORCHRUN)
+    assert found is not None
+    assert (found.rank, found.world) == (5, 8)
+
+
+def test_a_step_smaller_than_its_job_counts_its_own_tasks():
+    found = read_env(SRUN | MEETING | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
+    assert found is not None
+    assert (found.world, found.local_world) == (4, 2)
+
+
+@pytest.mark.parametrize("change", [{"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {"SLURM_STEP_ID": None}])
+def test_a_single_task_and_the_shell_of_a_batch_script_are_no_stage(change):
+    said = {name: text for name, text in (SRUN | change).items() if text is not None}
+    assert read_env(said) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "absent"),
+    [
+        ({}, "MASTER_ADDR and MASTER_PORT"),
+        ({"MASTER_ADDR": "node7"}, "MASTER_PORT"),
+        ({"MASTER_PORT": "1"}, "MASTER_ADDR"),
+    ],
+)
+def test_srun_without_a_meeting_point_says_what_is_missing(given, absent):
+    with pytest.raises(TrainError, match=f"also need {absent} to find one another: export"):
+        read_env(SRUN | given)
+
+
+@pytest.mark.parametrize("change", [{"RANK": "x"}, {"RANK": "8"}, {"LOCAL_RANK": "4"}, {"WORLD_SIZE": "-1"}])
+def test_ranks_that_cannot_be_are_refused(change):
+    with pytest.raises(TrainError, match=r"must be a whole number|cannot be rank"):
+        read_env(TORCHRUN | change)
+
+
+@given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 5)), min_size=1))
+def test_the_short_form_of_slurm_is_read_back(runs):
+    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+    assert _tasks_per_node(text) == [count for count, times in runs for _ in range(times)]

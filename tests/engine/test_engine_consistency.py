@@ -46,7 +46,7 @@ def test_exact_is_delayed_by_nothing() -> None:
             b.forward_reads(n),
             b.backward_reads(n),
         )
-        assert a.last(a.slot(n)) == b.last(b.slot(n))
+        assert a.last_microbatch(a.slot(n)) == b.last_microbatch(b.slot(n))
 
 
 @pytest.mark.parametrize("consistency", [Exact(), *map(Delayed, range(6)), *map(Lagged, range(1, 7))])
@@ -67,7 +67,7 @@ def test_steps_see_exactly_the_updates_of_the_steps_and_windows_named(consistenc
         # A version's number is that of the updates below it, so the updates that are seen must be the first ones.
         assert seen == set(range(found.forward_reads(n))) == set(range(found.backward_reads(n)))
         assert found.slot(n) == slot
-        assert found.last(slot) == members[-1]
+        assert found.last_microbatch(slot) == members[-1]
         assert found.steps(slot) == len({x // m for x in members})
 
 
@@ -152,15 +152,15 @@ def test_no_micro_batch_sees_an_update_that_holds_it_or_a_later_one(
     for n in range(total):
         for seen in (found.forward_reads(n), found.backward_reads(n)):
             assert 0 <= seen <= found.slot(n)
-            assert seen == 0 or found.last(seen - 1) < n
+            assert seen == 0 or found.last_microbatch(seen - 1) < n
         assert found.forward_reads(n) >= before  # versions only grow, so the oldest reader is the next one
         before = found.forward_reads(n)
-        assert found.last(found.slot(n)) >= n
+        assert found.last_microbatch(found.slot(n)) >= n
     # Every micro-batch is in one slot, and the slots cover the run.
     slots = [found.slot(n) for n in range(total)]
     assert slots == sorted(slots)
     assert sum(found.steps(slot) for slot in set(slots)) == steps
-    assert found.last(slots[-1]) == total - 1
+    assert found.last_microbatch(slots[-1]) == total - 1
 
 
 @given(

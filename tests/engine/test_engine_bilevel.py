@@ -1,4 +1,4 @@
-"""Two levels in one run: who learns from what, that it repeats to the bit, and that stages change nothing."""
+"""Two levels in one run: each learns from its own data, to the same bits on any number of stages."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import stages
 import torch
 from small_supernets import layered
+from stages import Task, in_stages, sequentially
 from torch import Tensor, nn
 
 import weft
 from weft.data import Data, Tensors, open_data
-from weft.engine.bilevel import Bilevel, BilevelLoader
+from weft.engine.bilevel import Bilevel, BilevelLoader, with_progress
 from weft.errors import TrainError
 from weft.search.gradient.methods import GDAS, Darts, DrNAS
 from weft.supernet.mixed_chain import PROGRESS, make_mixed_chain, mixed_factory
-from weft.trainer.config import make_settings
-from weft.trainer.trainer import make_loader
+from weft.trainer.config import TrainConfig, resolve
 
 METHODS = {"darts": (Darts(), ()), "drnas": (DrNAS(), ()), "gdas": (GDAS(), (PROGRESS,))}
 
@@ -50,19 +52,17 @@ def weights(trained: weft.TrainedRun) -> dict[str, Tensor]:
 def test_the_levels_take_turns_after_the_warm_up() -> None:
     turns = Bilevel(warmup=3, every=3)
     assert [turns.architecture(i) for i in range(10)] == [False] * 5 + [True, False, False, True, False]
-    assert [turns.before(i) for i in range(7)] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (5, 1)]
+    assert [turns.counts_before(i) for i in range(7)] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (5, 1)]
     for i in range(40):
         seen = [turns.architecture(k) for k in range(i)]
-        assert turns.before(i) == (seen.count(False), seen.count(True))
+        assert turns.counts_before(i) == (seen.count(False), seen.count(True))
 
 
 def test_weights_learn_from_training_data_and_the_architecture_from_validation_data() -> None:
     data = Data("x", Tensors(x=torch.arange(10.0)), Tensors(x=-1 - torch.arange(10.0)))
     chain = make_mixed_chain(layered, Darts())
-    settings = make_settings(
-        chain, steps=8, loss=loss, batch_size=2, architecture_search=Bilevel(), stream=chain.space.first()
-    )
-    loader = make_loader(data, settings)
+    config = TrainConfig(steps=8, loss=loss, batch_size=2, architecture_search=Bilevel(), stream=chain.space.first())
+    loader = resolve(config, chain).loader(data, torch.device("cpu"))
     assert isinstance(loader, BilevelLoader)
     for i in range(8):
         assert bool((loader.batch(i)["x"] < 0).all()) == bool(i % 2)
@@ -86,21 +86,48 @@ def test_a_step_changes_its_own_level_and_no_other(tmp_path: Path) -> None:
     assert not all(torch.equal(two[name], three[name]) for name in two)
 
 
+def digits_at(step: int) -> dict[str, Tensor]:
+    part = open_data("digits").train.take(np.arange(8 * step, 8 * step + 8))  # type: ignore[union-attr]
+    return with_progress(part, step / 8)
+
+
+@pytest.mark.parametrize("consistency", ["exact", "bounded(2, 3)"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_search_repeats_to_the_bit_and_is_the_same_on_two_stages(tmp_path: Path, method: str) -> None:
-    found = {train(tmp_path, method, microbatches=2, stages=stages).fingerprint for stages in (1, 1, 2)}
-    assert len(found) == 1
+def test_a_search_repeats_to_the_bit_on_any_number_of_stages(
+    monkeypatch: pytest.MonkeyPatch, method: str, consistency: str
+) -> None:
+    relax, side = METHODS[method]
+    net = mixed_factory(layered, relax, side)
+    monkeypatch.setitem(stages.KINDS, "mixed", (net, digits_at))
+    config = TrainConfig(
+        steps=8,
+        microbatches=2,
+        batch_size=8,
+        loss=loss,
+        architecture_search=Bilevel(),
+        stream=net().space.first(),
+        consistency=consistency,
+    )
+    task = Task("mixed", resolve(config, net()))
+    alone = sequentially(task)
+    assert sequentially(task) == alone
+    for cut, seed in (((2,), 0), ((1, 3), 1)):
+        found, _ = in_stages(task, cut, 4, seed)
+        assert (found.layers, found.losses) == (alone.layers, alone.losses)
 
 
-def test_mixed_supernets_train_under_bounded_on_any_number_of_stages(tmp_path: Path) -> None:
-    found = {train(tmp_path, "drnas", consistency="bounded(2, 3)", stages=stages).fingerprint for stages in (1, 3)}
-    assert len(found) == 1
+def test_a_search_is_the_same_on_processes(tmp_path: Path) -> None:
+    runs = [train(tmp_path, "drnas", steps=4, stages=count, validation=2) for count in (1, 2)]
+    assert runs[0].fingerprint == runs[1].fingerprint
+    for run in runs:
+        phases = [e["phase"] for e in run.run.events.read() if e["event"] == "step"]
+        assert phases == ["weights", "architecture"] * 2
 
 
 def test_a_window_of_both_levels_is_averaged_over_the_steps_of_each_level(tmp_path: Path) -> None:
     # lagged(2): a window has one step of the weights and one of the architecture. With plain descent its first update
     # of the weights is the gradient of one step, not half of it.
-    options = {"optimizer": weft.Optimizer("sgd", lr=0.1), "schedule": "constant"}
+    options = {"optimizer": weft.Optimizer("sgd", lr=0.1, schedule="constant")}
     begun = weights(train(tmp_path, steps=1, optimizer=weft.Optimizer("sgd", lr=0.0)))
     exact = weights(train(tmp_path, steps=1, **options))
     lagged = weights(train(tmp_path, steps=2, consistency="lagged(2)", **options))
@@ -124,7 +151,7 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_end(tmp_path: Path, metho
     assert again.fingerprint == whole.fingerprint
 
 
-def test_validation_data_is_needed_and_said_to_be(tmp_path: Path) -> None:
+def test_a_search_without_validation_data_is_refused(tmp_path: Path) -> None:
     net = mixed_factory(layered, Darts())
     data = Data("x", open_data("digits").train)
     with pytest.raises(TrainError, match="validation data"):
@@ -164,8 +191,8 @@ def test_the_second_order_is_the_gradient_through_one_step_of_the_weights(tmp_pa
     data = Data("x", rows[0], rows[1])
     rate = 0.5
     net = mixed_factory(plain_choice, Darts())
-    options: dict[str, Any] = {"batch_size": 8, "schedule": "constant", "stream": net().space.first()}
-    options |= {"optimizer": weft.Optimizer("sgd", lr=rate), "loss": loss, "folder": tmp_path}
+    options: dict[str, Any] = {"batch_size": 8, "stream": net().space.first()}
+    options |= {"optimizer": weft.Optimizer("sgd", lr=rate, schedule="constant"), "loss": loss, "folder": tmp_path}
     arch = weft.Optimizer("sgd", lr=1.0)
     trained = weft.train(net, data, steps=2, architecture_search=Bilevel(arch, order=2), **options)
 
@@ -203,12 +230,6 @@ def test_the_second_order_is_refused_where_it_cannot_be_had(tmp_path: Path) -> N
     for changes in ({"stages": 2}, {"microbatches": 2}, {"consistency": "lagged(2)"}):
         with pytest.raises(TrainError, match="second order"):
             train(tmp_path, architecture_search=Bilevel(order=2), **changes)
-
-
-def test_the_log_has_the_phase_of_every_step(tmp_path: Path) -> None:
-    for stages in (1, 2):
-        events = train(tmp_path, steps=4, stages=stages).run.events.read()
-        assert [e["phase"] for e in events if e["event"] == "step"] == ["weights", "architecture"] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
