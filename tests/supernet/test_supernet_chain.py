@@ -247,7 +247,7 @@ class Returns(nn.Module):
 def test_what_cannot_travel_along_a_chain_is_refused(value: Callable[[Tensor], Any]) -> None:
     space = Space()
     chain = Chain(Choice(space, "b", {"bad": Returns(value)}), Shared(nn.Identity(), "end"))
-    with pytest.raises(SupernetError, match=r"'b.bad' gave .* cannot travel"):
+    with pytest.raises(SupernetError, match=r"'b.bad' gave .* cannot pass on"):
         chain(torch.ones(1), space.first())
 
 

@@ -9,7 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from weft.errors import SupernetError
+from weft.errors import SupernetError, WeftError
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Choice, Shared, export, extract
 from weft.supernet.export import _check_near
@@ -370,8 +369,9 @@ def test_a_module_with_a_fixed_batch_is_exported_for_that_batch_and_the_reason_i
     inputs = (torch.randn(4, 6),)
     paths = export(Baked(), inputs, tmp_path)
     assert json.loads(paths["json"].read_text())["dynamic_batch"] == {"torch": False, "onnx": False}
-    assert [record.name for record in caplog.records] == ["weft.supernet", "weft.supernet"]
-    assert all("constant (4)" in record.getMessage() for record in caplog.records)
+    logged = [record.getMessage() for record in caplog.records if record.name == "weft.supernet"]
+    assert len(logged) == 2
+    assert all("constant (4)" in message for message in logged)
     assert_same((torch.export.load(paths["torch"]).module()(*inputs),), (Baked()(*inputs),))
     session = onnxruntime.InferenceSession(paths["onnx"], providers=["CPUExecutionProvider"])
     assert session.get_inputs()[0].shape == [4, 6]
@@ -464,7 +464,7 @@ def test_a_missing_package_is_named_before_anything_is_written(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # import now fails, as if it were not installed
-    with pytest.raises(SupernetError, match=rf"the package {package}: pip install weft\[onnx\]"):
+    with pytest.raises(SupernetError, match=rf"needs {package}: pip install -e .\.\[onnx\]"):
         export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
     export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new", ["safetensors"])  # which needs none of them
@@ -491,7 +491,7 @@ def test_inputs_that_the_module_does_not_take_are_refused(inputs: Any, told: str
     [
         ({"inputs": []}, "the key 'inputs' of model.json is written by export"),
         ({"scores": {"loss": float("nan")}}, "cannot be written to model.json"),
-        ({"subnet": object()}, "neither a number, a text, a list nor a mapping"),
+        ({"subnet": object()}, "use numbers, strings, lists or mappings"),
     ],
 )
 def test_metadata_that_cannot_be_kept_is_refused(metadata: dict[str, Any], told: str, tmp_path: Path) -> None:
@@ -551,44 +551,9 @@ def test_a_second_export_takes_the_place_of_the_first(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
-    with pytest.raises(SupernetError, match=r"cannot write to '.*taken'"):
+    with pytest.raises(WeftError, match=r"cannot write '.*taken'"):
         export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "taken", ["safetensors"])
     assert contents(tmp_path) == {"taken": b"mine"}
-
-
-class Loud(nn.Module):
-    def __init__(self, streams: list[Any]) -> None:
-        super().__init__()
-        self.note = streams.append
-
-    def __deepcopy__(self, memo: Any) -> Loud:
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.note(sys.stderr)
-        print("mine")
-        print("mine", file=sys.stderr)
-        warnings.warn("mine", stacklevel=1)
-        return x + 1
-
-
-def test_what_this_thread_prints_is_dropped_until_the_export_is_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
-) -> None:
-    streams: list[Any] = []
-
-    class Other(Loud):
-        def forward(self, x: Tensor) -> Tensor:
-            other = threading.Thread(target=lambda: print("another's", file=sys.stderr))
-            other.start()
-            other.join()
-            return super().forward(x)
-
-    export(Other(streams), (torch.ones(2, 2),), tmp_path, ["safetensors"])
-    assert capsys.readouterr() == ("", "another's\n")
-    assert len(recwarn) == 0
-    print("kept", file=streams[0])  # a log handler made meanwhile keeps the stream that it found
-    assert capsys.readouterr() == ("", "kept\n")
 
 
 QUIET = """

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from elastics import layered
+from small_supernets import layered
 from torch import Tensor, nn
 
 import weft

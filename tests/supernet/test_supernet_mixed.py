@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from elastics import any_mixture, blended, layered
+from elastic_law import random_mixture as any_mixture
+from small_supernets import blended, layered
 from torch import nn
 
 import weft
