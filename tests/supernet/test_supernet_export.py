@@ -448,7 +448,7 @@ def test_a_missing_package_is_named_before_anything_is_written(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # import now fails, as if it were not installed
-    with pytest.raises(SupernetError, match=rf"the package {package}: pip install weft\[onnx\]"):
+    with pytest.raises(SupernetError, match=rf"needs {package}: pip install -e .\.\[onnx\]"):
         export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
     export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new", ["safetensors"])  # which needs none of them

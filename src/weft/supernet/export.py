@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import SupernetError, WeftError, nearest
+from weft.errors import SupernetError, WeftError, install_extra, nearest
 from weft.space import Subnet
 from weft.supernet.layer import Activations, as_activations
 from weft.utils.files import replacing_files, to_json
@@ -94,7 +94,7 @@ def _check_formats(formats: Sequence[str]) -> tuple[str, ...]:
         try:
             importlib.import_module(package)
         except ImportError as error:
-            raise SupernetError(f"the format 'onnx' needs the package {package}: pip install weft[onnx]") from error
+            raise SupernetError(f"the format 'onnx' needs {package}: {install_extra('onnx')}") from error
     return formats
 
 

@@ -24,7 +24,6 @@ from weft.distributed.launcher import launch
 from weft.distributed.log_forwarding import EventsToParent
 from weft.distributed.rank_loop import RankLoop
 from weft.distributed.remote_call import Call, pickled
-from weft.distributed.signals import stop_requests
 from weft.distributed.store import (
     PARENT,
     ControlStore,
@@ -47,7 +46,7 @@ from weft.trainer.config import checkpoint_every, validation_of
 from weft.trainer.manifest import describe_run, go_back, open_run
 from weft.trainer.partitioning import LaunchSpec, RankPart, partition
 from weft.trainer.pipeline_engine import PipelineEngine
-from weft.trainer.trainer import Trainer
+from weft.trainer.trainer import Trainer, stop_requests
 
 log = logging.getLogger("weft.pipeline")
 
