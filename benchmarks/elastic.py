@@ -45,7 +45,7 @@ from torch.nn import functional as F
 import weft
 from weft.elastic import LayerNorm, Leaf, Linear, Mixture, Sizes
 from weft.elastic.ops import linear, norm
-from weft.elastic.ops import linear as passes
+from weft.elastic.ops import weight as passes
 from weft.elastic.ops.linear import mixed_linear
 from weft.elastic.sizes import combinations
 from weft.supernet import extract

@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 import torch
-from elastics import layered
 from rich.console import Console
+from small_supernets import layered
 from torch import nn
 
 import weft

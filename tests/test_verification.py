@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from weft.cli import main
 from weft.engine.consistency import Exact, VersionSchedule
 from weft.utils.rng import key
-from weft.verify.record import Difference, Plan, RunRecord, Seen, first_difference
+from weft.verify.record import Difference, LayerUse, RunRecord, Seen, first_difference
 
 CODE = """
 import os, random
@@ -328,8 +328,8 @@ ROUTES = [["a", "b"], ["b"], ["a", "b"]]
 
 
 def test_the_first_difference_is_the_first_in_the_order_of_the_law() -> None:
-    plan = Plan(1, ROUTES, {name: VersionSchedule(Exact(), 1, 3) for name in "ab"})
-    assert first_difference(plan, trained(plan), trained(plan)) is None
+    use = LayerUse(1, ROUTES, {name: VersionSchedule(Exact(), 1, 3) for name in "ab"})
+    assert first_difference(use, trained(use), trained(use)) is None
     told = {
         (0, "a", "batch"): Difference(0, "a", "batch"),
         (1, "b", "forward"): Difference(1, "b", "forward"),
@@ -340,7 +340,7 @@ def test_the_first_difference_is_the_first_in_the_order_of_the_law() -> None:
         (-1, "b", "initial weights"): Difference(0, "b", "initial weights"),
     }
     for fault, difference in told.items():
-        assert first_difference(plan, trained(plan), trained(plan, fault)) == difference
+        assert first_difference(use, trained(use), trained(use, fault)) == difference
 
 
 @given(st.data())
@@ -349,23 +349,23 @@ def test_whatever_goes_wrong_is_found_where_it_went_wrong(data: st.DataObject) -
     routes = data.draw(st.lists(st.lists(st.sampled_from(names), min_size=1, unique=True), min_size=1, max_size=5))
     routes = [sorted(route) for route in routes for _ in range(m)]
     clocks = {name: VersionSchedule(Exact(), m, len(routes)) for name in names}
-    plan = Plan(m, routes, clocks)
+    use = LayerUse(m, routes, clocks)
     n = data.draw(st.integers(0, len(routes) - 1))
     name = data.draw(st.sampled_from(routes[n]))
     fault = data.draw(
         st.sampled_from([(n, routes[n][0], "batch"), (n, name, "forward"), (n, None, "loss"), (n, name, "backward")])
     )
-    found = first_difference(plan, trained(plan), trained(plan, fault))
+    found = first_difference(use, trained(use), trained(use, fault))
     assert found == Difference(n // m, fault[1], fault[2])  # type: ignore[arg-type]
 
 
-def trained(plan: Plan, fault: tuple[int, str | None, str] | None = None) -> RunRecord:
+def trained(use: LayerUse, fault: tuple[int, str | None, str] | None = None) -> RunRecord:
     """A run in symbols: what depends on something has it in its name, and a fault leaves a mark in what it reaches."""
-    weights = {name: f"{name}{'!' if fault == (-1, name, 'initial weights') else ''}" for name in plan.clocks}
+    weights = {name: f"{name}{'!' if fault == (-1, name, 'initial weights') else ''}" for name in use.clocks}
     sums: dict[str, str] = dict.fromkeys(weights, "")
     losses, records = {}, {}
-    for n, route in enumerate(plan.routes):
-        step, j = divmod(n, plan.microbatches)
+    for n, route in enumerate(use.routes):
+        step, j = divmod(n, use.microbatches)
 
         def mark(place: str, name: str | None, n: int = n) -> str:
             return "!" if fault == (n, name, place) else ""
@@ -381,7 +381,7 @@ def trained(plan: Plan, fault: tuple[int, str | None, str] | None = None) -> Run
         for name in reversed(route):
             gradient = f"{name}'({gradient}){mark('backward', name)}"
             sums[name] += gradient
-        if j == plan.microbatches - 1:
+        if j == use.microbatches - 1:
             for name in weights:
                 weights[name] += f" - {key(sums[name])}" * bool(sums[name])
                 sums[name] = ""

@@ -131,7 +131,7 @@ names the nearest key. `weft train`, `search`, `export`, `simulate` and `verify`
 """
 RUN = [
     ("## A run", config.Config, config.Config),
-    ("### [supernet]", config.Source, config.Source),
+    ("### [supernet]", config.NamedSource, config.NamedSource),
     ("### [data]", config.DataSource, config.DataSource),
     ("### [train]", config.Train, TrainConfig),
     ("### [execution]", config.ExecutionTable, Execution),

@@ -28,7 +28,8 @@ def page() -> str:
     asked = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     files, sections = {file.stem for file in RESULTS.glob("*.json")}, {one["file"] for one in asked["section"]}
     if files != sections:
-        raise ValueError(f"results.toml and benchmarks/results differ in {', '.join(sorted(files ^ sections))}")
+        names = ", ".join(sorted(files ^ sections))
+        raise ValueError(f"{names}: give each file of benchmarks/results one [[section]] in docs/scripts/results.toml")
     return asked["opening"] + "".join(_section(one) for one in asked["section"])
 
 
@@ -103,7 +104,7 @@ def at(found: Any, path: str) -> Any:
     for key, condition in re.findall(r"([^.\[]+)(?:\[([^\]]*)\])?\.?", path):
         found = found[key]
         if condition:
-            pairs = [pair.split("=") for pair in condition.split(",")]
+            pairs = [pair.split("=", 1) for pair in condition.split(",")]
             (found,) = [row for row in found if all(str(row[name]) == value for name, value in pairs)]
     return found
 

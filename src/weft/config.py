@@ -17,7 +17,7 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.offload.config import OffloadConfig
-from weft.trainer.config import Execution, RunConfig, TrainConfig, Validation
+from weft.trainer.config import MOVED_TO_OPTIMIZER, OLD_FIELDS, Execution, RunConfig, TrainConfig, Validation
 
 T = TypeVar("T")
 Names = str | tuple[str, ...]
@@ -54,7 +54,7 @@ def _plain(hint: Any, optional: bool) -> Any:
     return reduce(or_, dict.fromkeys([*found, *([NoneType] if optional else [])]))
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NamedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Something named, with options: ``"digits"``, a path, or ``module:attribute`` in the config's folder."""
 
     source: str
@@ -63,7 +63,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """arguments of what it names"""
 
 
-class DataSource(Source, frozen=True, forbid_unknown_fields=True):
+class DataSource(NamedSource, frozen=True, forbid_unknown_fields=True):
     """Data by name, kind or code, and perhaps the file or folder that it is read from.
 
     With a path alone, what lies there says of what kind it is.
@@ -144,7 +144,7 @@ class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run: a supernet, its data, and what is done with them."""
 
-    supernet: str | Source
+    supernet: str | NamedSource
     """a name of the zoo, or `module:function` from the folder of the config; a table with its `options`"""
     data: str | DataSource = "digits"
     """`digits`, `text`, a path, or `module:function`; a table with a `path` or `options` for it"""
@@ -172,48 +172,51 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.run.folder) / str(self.run.name)
 
 
+_TABLES = {"train": TrainConfig, "execution": Execution, "run": RunConfig}
+_TABLE_OF = {
+    entry.name: table
+    for table, source in _TABLES.items()
+    for entry in dataclasses.fields(source)
+    if entry.name not in ("name", "offload", "source")
+}
 RENAMED = {
     "runs": "run.folder",
     "residency": "offload",
     "offload.ahead": "offload.prefetch",
-    "train.schedule": "optimizer.schedule",
-    "train.warmup": "optimizer.warmup_steps",
-    "train.clip": "optimizer.clip",
-    "train.nonfinite": "train.on_nonfinite",
-    "train.init": "train.init_from",
-    "train.metrics": "run.metrics",
-    "train.validate": "run.validation",
-    "train.checkpoint_every": "run.checkpoint_every",
-    "train.keep": "run.keep_checkpoints",
-    "train.workers": "execution.data_workers",
-    "train.window": "execution.max_in_flight",
-    "train.prefer": "execution.pipeline_schedule",
-    "train.restarts": "execution.max_restarts",
-    **{f"train.{entry}": f"execution.{entry}" for entry in ("device", "stages", "cut", "split_backward", "trace")},
-    **{f"train.{entry}": f"execution.{entry}" for entry in ("threads", "cuda_graphs", "channels_last")},
+    **{f"train.{name}": f"{table}.{name}" for name, table in _TABLE_OF.items() if table != "train"},
+    **{f"train.{before}": f"{_TABLE_OF[now]}.{now}" for before, now in OLD_FIELDS.items() if now in _TABLE_OF},
+    **{f"train.{before}": f"optimizer.{now}" for before, now in MOVED_TO_OPTIMIZER.items()},
 }
-"""What keys of a configuration were called before, and are called now."""
+"""What keys of a configuration were called in format 1, and are called now."""
 
+_REMOVED = ("train.teacher", "train.flow", "train.rescale", "train.ranks", "train.placement", "offload.disk")
 _SCHEDULES = {"backward": "1f1b", "forward": "gpipe", "alternate": "naspipe"}
 
 
 def modern(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration that an older weft has left in a manifest, under today's keys."""
-    if "runs" not in saved:
-        return _copy(saved)
-    old = _copy(saved)
-    old["run"] = {"name": old.get("run")}
-    old["train"].pop("rescale", None)
+    """The configuration in a run's manifest, which an older weft may have written, under today's keys."""
+    values = _copy(saved)
+    if "runs" not in values:
+        return values
+    values["run"] = {"name": values.get("run")}
     for before, now in RENAMED.items():
-        at, _, name = before.rpartition(".")
-        holder = old.get(at, {}) if at else old
-        if name in holder:
-            value = holder.pop(name)
+        value = _pop(values, before)
+        if value is not None:
             table, _, key = now.rpartition(".")
-            (old.setdefault(table, {}) if table else old)[key] = (
-                _SCHEDULES.get(value, value) if name == "prefer" else value
-            )
-    return old
+            (values.setdefault(table, {}) if table else values)[key] = value
+    for key in _REMOVED:
+        _pop(values, key)
+    execution = values.setdefault("execution", {})
+    if "pipeline_schedule" in execution:
+        execution["pipeline_schedule"] = _SCHEDULES[execution["pipeline_schedule"]]
+    execution["split_backward"] = bool(execution.get("split_backward"))
+    return values
+
+
+def _pop(values: dict[str, Any], key: str) -> Any:
+    table, _, name = key.rpartition(".")
+    holder = values.get(table, {}) if table else values
+    return holder.pop(name, None)
 
 
 def read_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import disturbed
 import numpy as np
 import pytest
-import stages as nets
 import traceoracle as oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracefiles import EPOCH, simulated, step, write, write_events
 from traceoracle import read_by_line
 
-import weft
 from weft.errors import RunError
 from weft.pipeline.simulator import Simulated, jitter
 from weft.runs import Run
@@ -381,23 +377,3 @@ def test_names_are_given_as_they_are_and_are_no_longer_than_a_name(run: Path) ->
     write_events(run, step(0, "<img src=x onerror=alert(1)>", "y" * 5000))
     names = {row[4] for row in document(run)["real"]["spans"]}
     assert names == {"<img src=x onerror=alert(1)>", "y" * 64}
-
-
-@pytest.mark.long  # the tests in a browser have such a run, too
-def test_a_real_run_on_two_processes_is_told_whole(tmp_path: Path) -> None:
-    trained = weft.train(
-        nets.plain,
-        partial(disturbed.samples, "plain"),
-        steps=6,
-        batch_size=4,
-        runs=tmp_path,
-        run="real",
-        stages=2,
-        trace=True,
-    )
-    assert trained
-    found = document(tmp_path / "real")
-    assert {row[3] for row in found["real"]["spans"]} == set(range(6))
-    assert all(row[4] for row in found["real"]["spans"] if row[1] != "E")
-    assert found["simulated"]["spans"]
-    assert found["total"][1] > 0

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from weft import zoo
-from weft.config import Config, DataSource, Source, to_dict, values_of
+from weft.config import Config, DataSource, NamedSource, to_dict, values_of
 from weft.data import Data, as_data, open_data
 from weft.engine.bilevel import Bilevel
 from weft.engine.losses import accuracy, cross_entropy, mean_squared_error
@@ -143,8 +143,8 @@ def open_trained(config: Config, folder: Path) -> TrainedRun:
     return load_run(path, supernet_of(config, folder, data), data, **fields, metrics=run.metrics)
 
 
-def _source(value: str | Source) -> Source:
-    return Source(value) if isinstance(value, str) else value
+def _source(value: str | NamedSource) -> NamedSource:
+    return NamedSource(value) if isinstance(value, str) else value
 
 
 def _beside(path: str, folder: Path) -> str:
@@ -160,7 +160,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
         return {}
 
 
-def _check_options(what: str, function: Callable[..., Any], source: Source) -> None:
+def _check_options(what: str, function: Callable[..., Any], source: NamedSource) -> None:
     try:
         inspect.signature(function).bind(**source.options)
     except TypeError as problem:

@@ -17,7 +17,7 @@ from torch import nn
 from weft.cli import build
 from weft.cli.arguments import AsJson, joined
 from weft.cli.output import console, errors, print_json, results_alone
-from weft.config import Config, DataSource, Names, RunTable, Source, Train, convert, read_values
+from weft.config import Config, DataSource, NamedSource, Names, RunTable, Train, convert, read_values
 from weft.data import Data, Loader, as_data
 from weft.errors import ConfigError, WeftError
 from weft.space import Space, Value
@@ -96,7 +96,7 @@ class StudyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     objective: str | None = None
     """``module:function`` that takes a trial; otherwise there is a recipe."""
     recipe: Training | None = None
-    supernet: str | Source | None = None
+    supernet: str | NamedSource | None = None
     """Whose choices join the space: the model of a trial is its subnet, freshly initialised."""
     runs: str = "runs"
 
@@ -212,7 +212,7 @@ def tune_arguments(config: StudyConfig, folder: Path) -> tuple[Any, Any, dict[st
 def _recipe(config: StudyConfig, t: Training, folder: Path) -> tuple[Recipe, Chain | None]:
     source = "digits-conv" if config.supernet is None else config.supernet
     plain = Config(
-        supernet=source if isinstance(source, (str, Source)) else str(source),
+        supernet=source if isinstance(source, (str, NamedSource)) else str(source),
         data=t.data,
         train=Train(loss=t.loss, seed=t.seed),  # type: ignore[arg-type]
         run=RunTable(metrics=t.metrics),  # type: ignore[arg-type]

@@ -123,12 +123,12 @@ class Loader:
         return {name: tensor.to(self.device, non_blocking=onto) for name, tensor in self._pin(batch).items()}
 
     def _order(self, epoch: int) -> Indices:
-        for known, order in self._orders:
-            if known == epoch:
+        for number, order in self._orders:
+            if number == epoch:
                 return order
         length = len(self.source)
         order = generator(self.seed, "epoch", epoch).permutation(length) if self.shuffle else np.arange(length)
-        # Two are kept, since batches prepared ahead straddle the end of an epoch; a race only draws one again.
+        # Two are kept, since batches prepared ahead straddle the end of an epoch; a race draws one of them twice.
         self._orders = ((epoch, order), *self._orders[:1])
         return order
 

@@ -16,7 +16,7 @@ from weft.engine.weight_versions import Offload
 from weft.pipeline.message import Message
 from weft.pipeline.scheduler import Kind, Op
 from weft.pipeline.worker import OpResult, Worker
-from weft.trace.recorder import Tracer
+from weft.trace.recorder import TraceRecorder
 
 IDLE = 0.5
 """Seconds after which a rank that waits looks for signals."""
@@ -29,7 +29,7 @@ class RankLoop:
         self,
         transport: Transport,
         heartbeat: Heartbeat,
-        tracer: Tracer | None,
+        tracer: TraceRecorder | None,
         stop_confirmed: Callable[[], bool] = lambda: True,
     ) -> None:
         """``stop_confirmed`` says, after a signal, whether it is the user who wants to stop."""
@@ -121,23 +121,23 @@ class RankLoop:
             if self._tracer is not None:
                 self._tracer.flush()
 
-    def _trace(self, tracer: Tracer, done: OpResult, worker: Worker) -> None:
+    def _trace(self, tracer: TraceRecorder, done: OpResult, worker: Worker) -> None:
         _, kind, n = done.op
         begin, end = done.start, done.end if done.update is None else done.update[0]
-        if done.late:
-            self._trace_update(tracer, done.late, begin, done.prepared)
+        if done.deferred_updates:
+            self._trace_update(tracer, done.deferred_updates, begin, done.prepared)
             begin = done.prepared
         in_flight, versions = len(worker.scheduler.in_flight) + (kind == "B"), _seen(self._clocks, kind, n)
         tracer.op(done.op, begin + self._wall, end + self._wall, in_flight, versions)
         if done.update is not None:
-            self._trace_update(tracer, done.updated, *done.update)
+            self._trace_update(tracer, done.updates, *done.update)
         self._trace_rest(tracer, worker, done.end)
 
-    def _trace_update(self, tracer: Tracer, layers: int, begin: float, end: float) -> None:
+    def _trace_update(self, tracer: TraceRecorder, layers: int, begin: float, end: float) -> None:
         self._updates += layers
         tracer.update(layers, self._updates, begin + self._wall, end + self._wall)
 
-    def _trace_rest(self, tracer: Tracer, worker: Worker, begin: float) -> None:
+    def _trace_rest(self, tracer: TraceRecorder, worker: Worker, begin: float) -> None:
         """Updates that came neither before nor with an operation, but since ``begin``."""
         more = worker.stage.updates - self._updates
         if more:
@@ -146,8 +146,9 @@ class RankLoop:
 
 def _moving(worker: Worker) -> list[VersionSchedule]:
     """The clocks of layers whose backwards move on to newer weights, those that may be farthest ahead first."""
-    found = {weights.clock for weights in worker.stage.weights.values() if weights.parameters}
-    return sorted((at for at in found if at.moves_on), key=lambda at: (-at.drift, -at.window, at.span))
+    found = {weights.schedule for weights in worker.stage.weights.values() if weights.parameters}
+    moving = [at for at in found if at.backward_reads_newest]
+    return sorted(moving, key=lambda at: (-at.max_version_lag, -at.window, at.microbatches_per_update))
 
 
 def _seen(clocks: Sequence[VersionSchedule], kind: Kind, n: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from weft.elastic import Leaf, Module
-from weft.elastic.extract import Tracer
+from weft.elastic.extract import ElasticTracer
 from weft.search.cost_table import Values
 from weft.space import Subnet, Value
 from weft.space.subnet import FrozenSpace
@@ -30,7 +30,7 @@ class Held(nn.Module):
         self.add_module("held", module)
 
 
-class LevelTracer(Tracer):
+class LevelTracer(ElasticTracer):
     """Traces composites that are open, and stops at all others."""
 
     def __init__(self, subnet: Subnet, inputs: int, side: Sequence[str], opened: set[nn.Module]) -> None:

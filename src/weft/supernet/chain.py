@@ -1,4 +1,4 @@
-"""The supernet: a chain of blocks that holds every candidate and runs the subnet that it is given."""
+"""The supernet: a chain of blocks that holds every candidate and runs the subnet of each call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.supernet.layer import (
     run_layer,
     shapes_only,
 )
-from weft.supernet.tied_weights import begin_alike, make_ties
+from weft.supernet.tied_weights import copy_tied_weights, make_ties
 from weft.utils.rng import torch_seeded
 
 Inputs = Tensor | Activations | Mapping[str, Tensor]
@@ -38,10 +38,10 @@ _ROUTES_KEPT = 1 << 14
 
 class Chain(nn.Module):
     """Blocks in a row. ``chain(inputs, subnet)`` runs one subnet, or the expectation under a mixture of them; the chain
-    itself holds no active one.
+    itself holds no active subnet.
 
-    ``inputs`` names the entries of a batch that enter the chain (the first entry if not given). What a block returns, a
-    tensor or a tuple of tensors, is what the next block takes. ``tie`` names pairs of parameters of different blocks
+    ``inputs`` names the entries of a batch that enter the chain (by default the first entry). The next block takes what
+    a block returns, a tensor or a tuple of tensors. ``tie`` names pairs of parameters of different blocks
     that are one, such as ``("tokens.weight", "head.out.weight")``: each is a Parameter of its own, both begin with the
     values of the first, and training gives both the sum of their gradients, so that they stay equal.
     """
@@ -62,7 +62,14 @@ class Chain(nn.Module):
                 raise SupernetError(f"two blocks are named '{block.name}': names of blocks must differ")
             for name, candidate in block.candidates().items():
                 self.layers[name] = Layer(
-                    name, index, block.shared, block.consistency, block.side, block.elastic, block.arch, block.runner
+                    name,
+                    index,
+                    block.shared,
+                    block.consistency,
+                    block.side,
+                    block.elastic,
+                    block.is_architecture,
+                    block.forward_fn,
                 )
                 self._register(name, as_module(candidate, name))
         self.ties = make_ties(tie, self.layers)
@@ -90,20 +97,20 @@ class Chain(nn.Module):
     def count(self, subnet: Subnet | None = None) -> int:
         """How many numbers the layers of a subnet, or all layers, have as parameters; tied ones count once."""
         used = self.layers.values() if subnet is None else self.route(subnet)
-        again = sum(self.get_parameter(str(tie.second)).numel() for tie in self.ties)
-        return sum(p.numel() for layer in used for p in self.module(layer).parameters()) - again
+        twice = sum(self.get_parameter(str(tie.second)).numel() for tie in self.ties)
+        return sum(p.numel() for layer in used for p in self.module(layer).parameters()) - twice
 
     def route(self, subnet: Subnet) -> tuple[Layer, ...]:
         """The layers that the subnet uses, in chain order; raises SpaceError for a subnet of another space."""
-        known = self._routes.get(subnet) if isinstance(subnet, Subnet) else None
-        if known is None:
+        route = self._routes.get(subnet) if isinstance(subnet, Subnet) else None
+        if route is None:
             self.space.check(subnet)
             names = (block.pick(subnet) for block in self.blocks)
-            known = tuple(self.layers[name] for name in names if name is not None)
+            route = tuple(self.layers[name] for name in names if name is not None)
             if len(self._routes) >= _ROUTES_KEPT:
                 self._routes.clear()
-            self._routes[subnet] = known
-        return known
+            self._routes[subnet] = route
+        return route
 
     def enter(self, batch: Mapping[str, Tensor]) -> Activations:
         """The entries of a batch that enter the first block."""
@@ -117,16 +124,16 @@ class Chain(nn.Module):
 
     def forward(self, inputs: Inputs, subnet: Subnet | Mixture) -> Tensor | Activations:
         batch = inputs if isinstance(inputs, Mapping) else {}
-        carry = self.enter(inputs) if isinstance(inputs, Mapping) else as_activations(inputs, "the chain's input")
+        activations = self.enter(inputs) if isinstance(inputs, Mapping) else as_activations(inputs, "the chain's input")
         if isinstance(subnet, Mixture):
             for block in self.blocks:
                 modules = {name: self.module(name) for name in block.candidates()}
                 side = extra_inputs(self.layers[next(iter(modules))], batch, subnet)
-                carry = block.mixed(modules, carry, subnet, side)
-            return carry[0] if len(carry) == 1 else carry
+                activations = block.mixed(modules, activations, subnet, side)
+            return activations[0] if len(activations) == 1 else activations
         for layer in self.route(subnet):
-            carry = run_layer(layer, self.module(layer), carry, extra_inputs(layer, batch, subnet))
-        return carry[0] if len(carry) == 1 else carry
+            activations = run_layer(layer, self.module(layer), activations, extra_inputs(layer, batch, subnet))
+        return activations[0] if len(activations) == 1 else activations
 
     def largest(self) -> Subnet:
         """The subnet with the most parameters in every choice block; other choices at their last option.
@@ -142,16 +149,16 @@ class Chain(nn.Module):
     def _extreme(self, largest: bool) -> Subnet:
         if not self.space.choices:
             return self.space.subnet()
-        found = self.space.last() if largest else self.space.first()
+        best = self.space.last() if largest else self.space.first()
         for block in self.blocks:
             names = list(block.candidates())
-            if block.name not in found.values or len(names) < 2:
+            if block.name not in best.values or len(names) < 2:
                 continue
             count = {name: sum(p.numel() for p in self.module(name).parameters()) for name in names}
-            wanted = [name.partition(".")[2] for name in sorted(names, key=lambda name: count[name], reverse=largest)]
-            tries = (self._changed(found, block.name, label, -1 if largest else 0) for label in wanted)
-            found = next((subnet for subnet in tries if subnet is not None), found)
-        return found
+            labels = [name.partition(".")[2] for name in sorted(names, key=lambda name: count[name], reverse=largest)]
+            valid = (self._changed(best, block.name, label, -1 if largest else 0) for label in labels)
+            best = next((subnet for subnet in valid if subnet is not None), best)
+        return best
 
     def _changed(self, subnet: Subnet, name: str, value: str, option: int) -> Subnet | None:
         """The subnet with one choice changed, what that makes active at its first or last option; None if not valid."""
@@ -188,7 +195,7 @@ def initialise(
         if name not in net.layers:
             raise SupernetError(f"no layer is named '{name}'{nearest(name, net.layers)}")
         _replace(net, name, build_layer(net.module(name), name, seed, torch.device(device)))
-    begin_alike(net, seed, built)
+    copy_tied_weights(net, seed, built)
     _check_layers(net)
     return net
 
@@ -248,7 +255,7 @@ def _check_layers(chain: Chain) -> None:
         module = chain.module(name)
         if isinstance(module, LazyLayer):
             continue
-        if takes_pick(module) and not layer.elastic and layer.runner is None:
+        if takes_pick(module) and not layer.elastic and layer.forward_fn is None:
             raise SupernetError(
                 f"layer '{name}' is elastic ({type(module).__name__}) and needs the pick, which candidates of a choice "
                 "and shared layers do not get: put it into a weft.Elastic block, within an elastic.Switch if it is one "

@@ -8,6 +8,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,14 @@ def import_object(spec: str, folder: Path) -> Any:
             )
         value = getattr(value, part)
     return value
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None for one that is absent, or is used from its sources."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def make_callable(package: str, function: Callable[..., Any]) -> None:

@@ -31,7 +31,7 @@ class InWindow(NamedTuple):
 
 
 def in_window(stage: StageTrace, begin: float, window: tuple[float, float]) -> InWindow:
-    """What a stage did in a window of seconds after ``begin``."""
+    """The operations and updates of a stage in a window of seconds after ``begin``."""
     low, high = window[0] + begin, window[1] + begin
     found = [
         np.flatnonzero((end >= low) & (start <= high))
@@ -46,7 +46,7 @@ def real_rows(trace: Trace, picked: list[InWindow], subnets_of: SubnetsOf, waits
     subnets = _Subnets(trace, picked, trace.stages, subnets_of)
     found: list[Row] = []
     for number, (stage, own) in enumerate(zip(trace.stages, picked, strict=True)):
-        waited = _waited(trace, number, own.ops, waits[number])
+        waited = _waits_by_op(trace, number, own.ops, waits[number])
         ops = stage.ops
         for place, kind, n, start, end, seen, back in zip(
             own.ops.tolist(),
@@ -66,7 +66,7 @@ def real_rows(trace: Trace, picked: list[InWindow], subnets_of: SubnetsOf, waits
 
 
 def simulated_rows(trace: Trace, picked: list[InWindow], subnets_of: SubnetsOf) -> list[Row]:
-    """The same of what was simulated."""
+    """The same rows of the simulation."""
     subnets = _Subnets(trace, picked, trace.simulated, subnets_of)
     found: list[Row] = []
     for number, (stage, own) in enumerate(zip(trace.simulated, picked, strict=True)):
@@ -102,7 +102,7 @@ def _updates(trace: Trace, number: int, places: Numbers, subnets: _Subnets) -> l
     return found
 
 
-def _waited(trace: Trace, stage: int, places: Numbers, waits: Waits) -> dict[int, tuple[str, float]]:
+def _waits_by_op(trace: Trace, stage: int, places: Numbers, waits: Waits) -> dict[int, tuple[str, float]]:
     own = np.flatnonzero(np.isin(waits.op, places))
     causes = waits.cause()[own]
     return {
@@ -147,7 +147,7 @@ class _Subnets:
 
 
 class _TraceFolder:
-    """The traces of a run, kept between two looks at them."""
+    """The traces of a run, which are read on as they grow."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -168,7 +168,7 @@ class _TraceFolder:
             return self._trace
 
     def _read(self, number: int, path: Path) -> bool:
-        """Read what was added to a file; whether there was anything."""
+        """Read the new lines of a file; whether it has changed."""
         tail = self._tails.setdefault(number, LogTail(path))
         if number in self._files and not tail.changed():
             return False
@@ -184,7 +184,7 @@ _folders: Lru[_TraceFolder] = Lru(4)
 
 
 def load_trace(run: Path) -> Trace | None:
-    """The last start of a run, as far as it is written; None where nothing is. The same value as long as no file
-    changed, and only what was added is read where one did."""
+    """The last start of a run, as far as it is written; None without a trace. The same value as long as no file
+    changes; of a file that grows, the new lines are read."""
     folder = (run / "traces").absolute()
     return _folders.get(folder, "", lambda: _TraceFolder(folder)).load()
