@@ -210,7 +210,8 @@ def _digest(body: Any) -> str:
 # step-00001200/        a checkpoint, whole from the rename that makes it to the one that takes it away
 # .step-00001200.tmp/   being written; becomes step-00001200 by one rename
 # .step-00001200.gone/  being removed
-NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.(tmp|gone)")
+# .step-00001200.old/   left by an earlier weft that was killed as it replaced a checkpoint of the same step
+NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.(tmp|gone|old)")
 
 
 class StepFolders:
@@ -263,7 +264,9 @@ class StepFolders:
         With `before`, folders in preparation for this and later steps stay: other processes may be writing them.
         """
         for step, kind in list(self._entries()):
-            if kind == "gone" or (kind == "tmp" and (before is None or step < before)):
+            if kind == "old" and not self.path(step).exists():
+                os.rename(self.path(step, kind), self.path(step))
+            elif kind in ("gone", "old") or (kind == "tmp" and (before is None or step < before)):
                 shutil.rmtree(self.path(step, kind), ignore_errors=True)
 
     def _entries(self) -> Iterator[tuple[int, str]]:
