@@ -169,7 +169,7 @@ class Checkpoints:
             )
 
     def _read(self, step: int, use: Callable[[Path, dict[str, Any], list[ShardEntry]], T]) -> T:
-        """What `use` makes of a checkpoint; an error tells a damaged one from one that is not there (any more)."""
+        """The result of `use` for a checkpoint. The error says whether the checkpoint is damaged or missing."""
         folder = self._folders.path(step)
         try:
             return use(folder, *_manifest(folder, step))
@@ -255,7 +255,7 @@ class StepFolders:
         shutil.rmtree(gone, ignore_errors=True)
 
     def discard(self, step: int) -> None:
-        """Forget what was prepared for a step."""
+        """Remove what was prepared for a step."""
         shutil.rmtree(self.path(step, "tmp"), ignore_errors=True)
 
     def tidy(self, before: int | None = None) -> None:
