@@ -86,7 +86,7 @@ class WeftPeer:
 
     def figures(self) -> dict[str, Any]:
         assert self.stage is not None
-        drifts = sum((w.drifts for w in self.stage.weights.values()), Counter[int]())
+        drifts = sum((w.version_lags for w in self.stage.weights.values()), Counter[int]())
         return {"peak": self.peak, "deciding": self.deciding, "drifts": dict(drifts), "one_copy": self.stage.one_copy}
 
     def close(self) -> None:

@@ -124,13 +124,13 @@ class RankLoop:
     def _trace(self, tracer: TraceRecorder, done: OpResult, worker: Worker) -> None:
         _, kind, n = done.op
         begin, end = done.start, done.end if done.update is None else done.update[0]
-        if done.late:
-            self._trace_update(tracer, done.late, begin, done.prepared)
+        if done.deferred_updates:
+            self._trace_update(tracer, done.deferred_updates, begin, done.prepared)
             begin = done.prepared
         in_flight, versions = len(worker.scheduler.in_flight) + (kind == "B"), _seen(self._clocks, kind, n)
         tracer.op(done.op, begin + self._wall, end + self._wall, in_flight, versions)
         if done.update is not None:
-            self._trace_update(tracer, done.updated, *done.update)
+            self._trace_update(tracer, done.updates, *done.update)
         self._trace_rest(tracer, worker, done.end)
 
     def _trace_update(self, tracer: TraceRecorder, layers: int, begin: float, end: float) -> None:
@@ -146,8 +146,9 @@ class RankLoop:
 
 def _moving(worker: Worker) -> list[VersionSchedule]:
     """The clocks of layers whose backwards move on to newer weights, those that may be farthest ahead first."""
-    found = {weights.clock for weights in worker.stage.weights.values() if weights.parameters}
-    return sorted((at for at in found if at.moves_on), key=lambda at: (-at.drift, -at.window, at.span))
+    found = {weights.schedule for weights in worker.stage.weights.values() if weights.parameters}
+    moving = [at for at in found if at.backward_reads_newest]
+    return sorted(moving, key=lambda at: (-at.max_version_lag, -at.window, at.microbatches_per_update))
 
 
 def _seen(clocks: Sequence[VersionSchedule], kind: Kind, n: int) -> tuple[int, ...]:

@@ -1,5 +1,4 @@
-"""What a checkpoint holds of each layer: weights, optimizer state, older versions still to be read, gradients that
-wait.
+"""The content of a checkpoint, layer by layer: weights, optimizer state, older versions, and gradients that wait.
 
 block0.conv3.weight              the newest weight or buffer
 block0.conv3.weight#exp_avg      optimizer state
@@ -25,7 +24,7 @@ from weft.errors import CheckpointError
 
 
 @dataclass(slots=True)
-class Snapshot:
+class CheckpointPart:
     """The layers of a process as they are before micro-batch ``at``: a part of a checkpoint."""
 
     at: int
@@ -36,19 +35,19 @@ class Snapshot:
 
 def layer_tensors(weights: VersionedLayer, optimizer: LayerOptimizer) -> dict[str, Tensor]:
     """The newest weights, buffers and optimizer state of a layer, by global name."""
-    weights.readable()
+    weights.synchronize()
     weights.to_newest()
-    attached = weights.statistics.attached
-    weights.statistics.detach()
+    attached = weights.batch_stats.attached
+    weights.batch_stats.detach()
     name = weights.layer.name
-    found = {f"{name}.{path}": tensor for path, tensor in weights.module.state_dict().items()}
-    found |= {f"{name}.{path}": tensor for path, tensor in weights.volatile().items()}
+    tensors = {f"{name}.{path}": tensor for path, tensor in weights.module.state_dict().items()}
+    tensors |= {f"{name}.{path}": tensor for path, tensor in weights.volatile().items()}
     if attached:
-        weights.statistics.attach()
+        weights.batch_stats.attach()
     for path, parameter in zip(weights.names, weights.parameters, strict=True):
         for key, value in optimizer.state(parameter).items():
-            found[f"{name}.{path}#{key}"] = value
-    return found
+            tensors[f"{name}.{path}#{key}"] = value
+    return tensors
 
 
 def layer_digest(weights: VersionedLayer, optimizer: LayerOptimizer) -> str:
@@ -57,18 +56,14 @@ def layer_digest(weights: VersionedLayer, optimizer: LayerOptimizer) -> str:
 
 
 def capture(weights: VersionedLayer, optimizer: LayerOptimizer, at: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All tensors of a layer for a checkpoint before micro-batch ``at``, and the numbers that go with them."""
+    """All tensors of a layer for a checkpoint before micro-batch ``at``, and its numbers."""
     tensors = layer_tensors(weights, optimizer)
     name = weights.layer.name
     kept = weights.needed(at)
     for begin in kept:
         for path, tensor in zip(weights.names, weights.kept[begin], strict=True):
             tensors[f"{name}.{path}@{begin}"] = tensor
-    numbers: dict[str, Any] = {
-        "newest": weights.newest,
-        "kept": kept,
-        "volatile": sorted(weights.volatile()),
-    }
+    numbers: dict[str, Any] = {"newest": weights.newest, "kept": kept, "volatile": sorted(weights.volatile())}
     if weights.pending is not None:
         numbers["pending"] = weights.pending.slot
         numbers["records"] = len(weights.pending.records)
@@ -109,12 +104,12 @@ def restore(weights: VersionedLayer, tensors: Mapping[str, Tensor], numbers: Map
         saved = (tensors[f"{name}.{path}{mark}"] for path in weights.names)
         return [torch.empty_like(p).copy_(tensor) for p, tensor in zip(weights.parameters, saved, strict=True)]
 
-    weights.restored()
+    weights.on_restore()
     weights.newest = int(numbers["newest"])
     weights.kept = {int(begin): [t.requires_grad_() for t in version(f"@{begin}")] for begin in numbers["kept"]}
     weights.pending = None
     if "pending" in numbers:
-        count = 2 * len(weights.statistics.norms)
+        count = 2 * len(weights.batch_stats.norms)
         records = [
             [tensors[f"{name}+{number}.{index}"].to(device, copy=True) for index in range(count)]
             for number in range(int(numbers["records"]))

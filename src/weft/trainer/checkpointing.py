@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from weft.distributed.store import ControlStore
-from weft.engine.layer_state import Snapshot, tensors_digest
+from weft.engine.layer_state import CheckpointPart, tensors_digest
 from weft.engine.weight_versions import MARKS
 from weft.errors import CheckpointError
 from weft.runs import Checkpoints, Run
@@ -37,14 +37,14 @@ class CheckpointWriter:
         self.problem: Exception | None = None
         """What has gone wrong in the background, such as a full disk."""
         self._store = store
-        self._queue: queue.Queue[tuple[int, Snapshot, Meta] | None] = queue.Queue(maxsize=1)
+        self._queue: queue.Queue[tuple[int, CheckpointPart, Meta] | None] = queue.Queue(maxsize=1)
         self._thread: threading.Thread | None = None
         if store.world > 1:
             self._store = store.clone()
             self._thread = threading.Thread(target=self._run, name="weft-checkpoints", daemon=True)
             self._thread.start()
 
-    def put(self, step: int, snapshot: Snapshot, meta: Meta) -> None:
+    def put(self, step: int, snapshot: CheckpointPart, meta: Meta) -> None:
         """Writes a snapshot; ``meta`` is what rank 0 knows of the run at that step. Raises what an earlier one met."""
         if self.problem is not None:
             raise self.problem
@@ -72,7 +72,7 @@ class CheckpointWriter:
             except Exception as problem:
                 self.problem = problem
 
-    def _save(self, step: int, snapshot: Snapshot, meta: Meta) -> None:
+    def _save(self, step: int, snapshot: CheckpointPart, meta: Meta) -> None:
         began = time.perf_counter()
         tensors: dict[str, Tensor] = {name: tensor.cpu() for name, tensor in snapshot.tensors.items()}
         entry = self._checkpoints.write_shard(step, f"stage{self._store.rank}", tensors)

@@ -17,10 +17,9 @@ from torch import nn
 from weft.data import Augment
 from weft.engine.bilevel import Bilevel
 from weft.engine.consistency import Consistency, parse_consistency
-from weft.engine.grad_clip import GlobalNorm, delay_of
+from weft.engine.grad_exchange import check_ties, delay_of
 from weft.engine.losses import InPlaceDistillation, cross_entropy
-from weft.engine.optimizer import Optimizer
-from weft.engine.tied_weights import check_ties
+from weft.engine.optimizer import GlobalNorm, Optimizer
 from weft.engine.train_step import Distill, Loss, Metric, TrainStep
 from weft.errors import ConsistencyError, TrainError, nearest
 from weft.offload.config import OffloadConfig
@@ -224,7 +223,7 @@ def refuse_unknown(name: str, known: set[str]) -> NoReturn:
 def resolve(config: TrainConfig, chain: Chain, metrics: Mapping[str, Metric] | None = None) -> TrainStep:
     """What a configuration means for a chain; raises where the two do not go together."""
     search, stream = config.architecture_search, config.stream
-    if (search is None) == any(layer.arch for layer in chain.layers.values()):
+    if (search is None) == any(layer.is_architecture for layer in chain.layers.values()):
         raise TrainError(
             "a supernet with architecture parameters is trained on two levels, and only such a one: give train() "
             "architecture_search=Bilevel(...) and what weft.supernet.make_mixed_chain makes, or neither"

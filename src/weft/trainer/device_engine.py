@@ -11,7 +11,7 @@ import torch
 
 from weft.data import Data, Loader
 from weft.engine.cuda_graphs import CudaGraphCache
-from weft.engine.layer_state import Snapshot
+from weft.engine.layer_state import CheckpointPart
 from weft.engine.reference import SequentialReference
 from weft.engine.train_step import TrainStep
 from weft.offload import OffloadManager
@@ -59,7 +59,7 @@ class DeviceEngine:
 
     def train(
         self, stop: int, checkpoint_every: int, stopping: Callable[[], bool]
-    ) -> Iterator[StepRecord | Snapshot | Event]:
+    ) -> Iterator[StepRecord | CheckpointPart | Event]:
         config = self.config
         while self.reached < stop:
             result = self._reference.step(self.reached, next(self._batches))

@@ -17,8 +17,7 @@ from weft.data import Data, Normalise, ShiftFlip
 from weft.engine import losses
 from weft.engine.bilevel import Bilevel
 from weft.engine.consistency import Exact
-from weft.engine.grad_clip import GlobalNorm
-from weft.engine.optimizer import Optimizer
+from weft.engine.optimizer import GlobalNorm, Optimizer
 from weft.engine.train_step import TrainStep
 from weft.errors import CheckpointError, RunError, WeftError
 from weft.runs import Run

@@ -12,7 +12,7 @@ from weft.data import Batch, Data, Loader, MicroBatches
 from weft.distributed.rank_loop import RankLoop
 from weft.distributed.store import ControlStore
 from weft.engine.cuda_graphs import CudaGraphCache
-from weft.engine.layer_state import Snapshot
+from weft.engine.layer_state import CheckpointPart
 from weft.engine.train_step import TrainStep
 from weft.errors import TrainError
 from weft.offload import OffloadManager
@@ -52,7 +52,7 @@ class PipelineEngine:
         captures = config.microbatches == 1 and execution.cuda_graphs and device.type == "cuda" and not offloaded
         if offloaded:
             move_buffers(chain, device)
-        graphs = CudaGraphCache(alone=False) if captures else None
+        graphs = CudaGraphCache(one_at_a_time=False) if captures else None
         self.layers = self.stage = Stage(chain, config, device, cut, store.rank, graphs, execution.split_backward)
         self.reached = 0
         self.stopped = False
@@ -78,7 +78,7 @@ class PipelineEngine:
 
     def train(
         self, stop: int, checkpoint_every: int, stopping: Callable[[], bool]
-    ) -> Iterator[StepRecord | Snapshot | Event | None]:
+    ) -> Iterator[StepRecord | CheckpointPart | Event | None]:
         m, stage = self.config.microbatches, self.stage
         batch_of = self._batches or _no_batch
         policy = self._policies[stage.index]

@@ -17,10 +17,9 @@ from weft.distributed.launcher import on_signals
 from weft.distributed.store import ControlStore
 from weft.distributed.transport import PeerLost
 from weft.elastic.mixture import choice_options
-from weft.engine.layer_state import Snapshot, fingerprint, layer_digest, optimizer_states, restore
+from weft.engine.layer_state import CheckpointPart, fingerprint, layer_digest, optimizer_states, restore
 from weft.engine.rng import deterministic
-from weft.engine.train_step import TrainStep
-from weft.engine.trained_layers import TrainedLayers
+from weft.engine.train_step import TrainedLayers, TrainStep
 from weft.errors import CheckpointError, TrainError, WeftError
 from weft.runs import Run
 from weft.runs.events import Callback
@@ -54,7 +53,7 @@ class Engine(Protocol):
 
     def train(
         self, stop: int, checkpoint_every: int, stopping: Callable[[], bool]
-    ) -> Iterator[StepRecord | Snapshot | Event | None]:
+    ) -> Iterator[StepRecord | CheckpointPart | Event | None]:
         """Trains until step ``stop``, or the next whole step after ``stopping`` says so; None now and then, for whoever
         has to look after something else."""
         ...
@@ -183,13 +182,13 @@ class Trainer:
             self.emit("failed", at=self.engine.reached, reason=reason)
             raise
 
-    def _handle(self, item: StepRecord | Snapshot | Event | None, writer: CheckpointWriter) -> None:
+    def _handle(self, item: StepRecord | CheckpointPart | Event | None, writer: CheckpointWriter) -> None:
         match item:
             case StepRecord():
                 self._losses.add(item.losses)
                 self._digests[item.step + 1] = self._losses.value
                 self.emit("step", **item.fields(self.config))
-            case Snapshot():
+            case CheckpointPart():
                 step = item.at // self.config.microbatches
                 writer.put(step, item, self._meta(step, item) if self.store.rank == 0 else {})
             case event, fields:
@@ -198,7 +197,7 @@ class Trainer:
             raise writer.problem
         self._announce(writer)
 
-    def _meta(self, step: int, snapshot: Snapshot) -> dict[str, Any]:
+    def _meta(self, step: int, snapshot: CheckpointPart) -> dict[str, Any]:
         """What a checkpoint holds beside tensors; its numbers of layers are added by the writer."""
         self.run.events.flush()
         self._digests = {at: digest for at, digest in self._digests.items() if at >= step}
@@ -239,9 +238,9 @@ class Trainer:
     def _version_lag(self) -> dict[str, dict[str, int]]:
         """By how many updates backwards were ahead of their forwards, by layer, and how often."""
         own = {
-            name: {str(k): count for k, count in sorted(w.drifts.items())}
+            name: {str(k): count for k, count in sorted(w.version_lags.items())}
             for name, w in self.engine.layers.weights.items()
-            if w.drifts
+            if w.version_lags
         }
         lags: dict[str, dict[str, int]] = {}
         for part in self.store.gather("version lags", own):

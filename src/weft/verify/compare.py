@@ -128,8 +128,7 @@ class VerifyCase:
     def layer_use(self) -> LayerUse:
         """Which layers every micro-batch uses."""
         s, blocks = self.step, len(self.chain.blocks)
-        picks = [s.stream[step] for step in range(s.steps)]
-        subnets = [step[j % len(step)] for step in picks for j in range(s.microbatches)]
+        subnets = [s.subnet(n) for n in range(s.steps * s.microbatches)]
         clocks = {
             name: version_schedule(s.consistency[name], layer.block, blocks, s.microbatches, s.steps)
             for name, layer in self.chain.layers.items()

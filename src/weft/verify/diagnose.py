@@ -63,11 +63,11 @@ class Subject:
         """What is wrong with each layer of a step, and at last with the loss, whose name is None: each runs alone and
         twice, forward and backward, from the same inputs, weights, buffers and seeds."""
         config, device, found = self.config, self.device, list[tuple[str | None, Cause | None]]()
-        seeder, picks = Seeder(config.seed, device), config.stream[step]
+        seeder = Seeder(config.seed, device)
         with deterministic(device), seeder.preserved(), config.autocast(device):
             chain = self.execution.lay_out(initialise(fresh(self.net), config.seed, device)).train()
             for j, batch in enumerate(config.parts(config.loader(self.load(), device).batch(step))):
-                carry, subnet = chain.enter(batch), picks[j % len(picks)]
+                carry, subnet = chain.enter(batch), config.subnet(step * config.microbatches + j)
                 for layer in chain.route(subnet):
                     module, seeded = chain.module(layer), partial(seeder.set, step, j, layer.name)
                     run = partial(run_layer, layer, module, side=extra_inputs(layer, batch, subnet))
