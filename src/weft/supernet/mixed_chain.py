@@ -1,4 +1,4 @@
-"""A chain as a mixture of its subnets: blocks with architecture parameters, and probabilities that each block passes on.
+"""A chain as a mixture of its subnets: blocks with architecture parameters, whose probabilities each block passes on.
 
 Before the first block that reads a choice stands a block of one small layer, which holds that choice's architecture
 parameters and puts its probabilities at the end of the activations. So the parameters of a choice are on the stage of
