@@ -26,6 +26,7 @@ from weft.config import (
     Search,
     Train,
     make_config,
+    modern,
     read_config,
     to_dict,
 )
@@ -142,6 +143,43 @@ def test_a_key_or_type_that_is_wrong_is_refused_in_these_words(overrides: list[s
 @pytest.mark.parametrize(("before", "now"), sorted(RENAMED.items()))
 def test_a_key_of_an_older_weft_is_refused_with_its_new_name(before: str, now: str) -> None:
     assert refusal(LEAST, f"--{before}=1") == f"the key '{before}' has another name now: '{now}'"
+
+
+def test_the_configuration_in_an_old_manifest_is_read_under_todays_keys() -> None:
+    train = dict.fromkeys(
+        ("augment", "channels_last", "clip", "cut", "init", "placement", "ranks", "rescale", "teacher")
+    )
+    train |= {"batch_size": 64, "flow": False, "keep": 2, "metrics": ["accuracy"], "nonfinite": "skip", "restarts": 1}
+    train |= {"prefer": "alternate", "schedule": "linear", "split_backward": "defer", "steps": 20, "stages": 2}
+    train |= {"threads": 1, "trace": True, "validate": 200, "warmup": 3, "window": None, "workers": 0, "device": "cpu"}
+    offload = {"ahead": 16, "budget": "1GiB", "disk": None, "host": None}
+    old = {"supernet": "digits-mlp", "run": "spirals", "runs": "kept", "train": train, "residency": offload}
+    config = make_config(modern({**old, "optimizer": {"kind": "adamw", "lr": 0.01}}))
+    assert to_dict(config) == to_dict(
+        make_config(
+            {
+                "supernet": "digits-mlp",
+                "train": {"batch_size": 64, "on_nonfinite": "skip", "steps": 20},
+                "optimizer": {"kind": "adamw", "lr": 0.01, "schedule": "linear", "warmup_steps": 3},
+                "offload": {"budget": "1GiB", "prefetch": 16},
+                "run": {
+                    "name": "spirals",
+                    "folder": "kept",
+                    "keep_checkpoints": 2,
+                    "metrics": ["accuracy"],
+                    "validation": 200,
+                },
+                "execution": {
+                    "max_restarts": 1,
+                    "pipeline_schedule": "naspipe",
+                    "split_backward": True,
+                    "stages": 2,
+                    "threads": 1,
+                    "trace": True,
+                },
+            }
+        )
+    )
 
 
 def test_of_two_overrides_the_later_one_counts() -> None:

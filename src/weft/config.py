@@ -189,7 +189,11 @@ RENAMED = {
 }
 """What keys of a configuration were called in format 1, and are called now."""
 
-_REMOVED = ("train.teacher", "train.flow", "train.rescale", "train.ranks", "train.placement", "offload.disk")
+_REMOVED = (
+    *(f"train.{name}" for name in ("teacher", "flow", "rescale", "ranks", "placement")),
+    "offload.disk",
+    "offload.host",
+)
 _SCHEDULES = {"backward": "1f1b", "forward": "gpipe", "alternate": "naspipe"}
 
 

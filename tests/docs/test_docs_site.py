@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 import unicodedata
 from pathlib import Path
 
@@ -115,6 +116,18 @@ def test_the_readme_lists_every_folder_of_the_package() -> None:
     listed = re.findall(r"^  ([\w.]+)/? ", (ROOT / "README.md").read_text().split("src/weft/\n")[1], re.MULTILINE)
     folders = {path.parent.name for path in (ROOT / "src" / "weft").glob("*/__init__.py")}
     assert sorted(listed) == sorted(folders | {"errors.py", "config.py"})
+
+
+def test_contributing_names_files_that_exist_and_every_dependency() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    files = re.findall(r"`((?!tests/)(?:\w+/)+\w+\.py)`", page)
+    assert len(files) > 40
+    assert [file for file in files if not (ROOT / "src" / "weft" / file).is_file()] == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [project["dependencies"], *project["optional-dependencies"].values()]
+    names = {re.match(r"[\w-]+", one)[0] for group in wanted for one in group} - {"weft"}  # type: ignore[index]
+    rows = re.findall(r"^\| ([\w, -]+?)(?: \(`\w+`\))? \|", page.split("## Dependencies")[1], re.MULTILINE)
+    assert {name for row in rows for name in row.split(", ")} == names | {"package"}
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -280,3 +280,10 @@ def test_the_backward_of_a_slice_sees_what_the_weight_holds_by_then(kind: str) -
     before = gradient(lambda: None)
     assert torch.equal(gradient(lambda: None), before)
     assert torch.equal(gradient(lambda: layer.weight.data.mul_(2.0)), 2 * before)
+
+
+def test_a_size_of_too_many_combinations_is_refused_at_once() -> None:
+    space = weft.Space()
+    total = sum((space.integer(f"w{i}", [1, 2, 3]) for i in range(40)), start=weft.space.Expr.of(0))
+    with pytest.raises(weft.WeftError, match="combinations of options, more than 4,096"):
+        Linear(space, 4, total)

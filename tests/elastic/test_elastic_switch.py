@@ -205,6 +205,13 @@ def test_a_switch_that_does_not_fit_its_choice_is_refused(
         Switch(make_space(), choice, modules)
 
 
+def test_a_switch_refuses_options_that_would_share_a_name() -> None:
+    space = Space()
+    choice = space.categorical("op", ["a.b", "a_b"])
+    with pytest.raises(SupernetError, match="two modules of the switch on 'op' would both be called 'a_b'"):
+        Switch(space, choice, {"a.b": nn.Identity(), "a_b": Zero()})
+
+
 def test_a_switch_is_on_a_choice_and_not_on_an_expression_or_a_real_number() -> None:
     space = make_space()
     space.real("rate", 0.0, 1.0)

@@ -140,10 +140,12 @@ def test_less_memory_gives_a_plan_that_keeps_it(captured: CapturedModel) -> None
 
 
 def test_too_little_memory_is_refused_with_what_is_missing_and_what_would_do(captured: CapturedModel) -> None:
-    with pytest.raises(PlanError, match=r"no plan fits on 2 devices of 1.0 MiB: each needs at least") as told:
-        plan_captured(captured, "a100", devices=2, memory="1MiB")
+    with pytest.raises(PlanError, match=r"no plan fits on 2 devices of 32.0 MiB: each needs at least") as told:
+        plan_captured(captured, "a100", devices=2, memory="32MiB")
     devices = int(re.search(r"On (\d+) devices .* would do", str(told.value))[1])  # type: ignore[index]
-    assert plan_captured(captured, "a100", devices=devices, memory="1MiB", stages=1, compare=False).cost.memory <= 2**20
+    assert (
+        plan_captured(captured, "a100", devices=devices, memory="32MiB", stages=1, compare=False).cost.memory <= 2**25
+    )
     with pytest.raises(PlanError, match="More devices will not help"):
         plan_captured(captured, "a100", devices=1, memory=10)
 

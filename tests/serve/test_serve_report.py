@@ -225,7 +225,7 @@ def test_mistakes_are_told_in_one_line(runs: Path, tmp_path: Path) -> None:
 
 def test_without_its_packages_the_server_names_the_extra(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert "pip install 'weft[serve]'" in fails("serve", str(runs), "--port", "0")
+    assert "pip install -e '.[serve]'" in fails("serve", str(runs), "--port", "0")
 
 
 def test_a_report_says_where_it_lies(runs: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""From a configuration to the objects it names: the supernet, the data, and the arguments of ``weft.train``."""
+"""From a configuration to the objects that it names: the supernet, the data, and the configs of ``weft.train``."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def data_of(config: Config, folder: Path) -> Data:
 
 
 def train_parts(config: Config, folder: Path) -> Parts:
-    """What a configuration says of the training, its execution and its run, as ``weft.train`` takes it."""
+    """The three configs of ``weft.train``."""
     train, execution, offload = values_of(config.train), values_of(config.execution), values_of(config.offload)
     stream, init, distill = folder / train["stream"], train["init_from"], train["distill"]
     train |= {
@@ -105,7 +105,7 @@ def _run(config: Config, folder: Path) -> RunConfig:
 
 
 def gradient_search(config: Config) -> GradientSearchConfig:
-    """What a configuration says of a search by a gradient method."""
+    """The options of a search by a gradient method."""
     s = config.search
     if (s.warmup is not None and s.warmup < 0) or (s.rate is not None and not s.rate > 0):
         raise ConfigError(f"search.warmup is 0 or more and search.rate above 0, not {s.warmup} and {s.rate}")
@@ -156,7 +156,7 @@ def _beside(path: str, folder: Path) -> str:
 def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some functions that are not written in Python do not tell what they take
+    except (TypeError, ValueError):  # some functions that are not written in Python have no signature
         return {}
 
 
@@ -165,7 +165,7 @@ def _check_options(what: str, function: Callable[..., Any], source: NamedSource)
         inspect.signature(function).bind(**source.options)
     except TypeError as problem:
         raise ConfigError(f"{what}.options do not fit '{source.source}': {problem}") from None
-    except ValueError:  # some functions that are not written in Python do not tell what they take
+    except ValueError:  # some functions that are not written in Python have no signature
         return
 
 

@@ -337,7 +337,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 def _layers(plan: Plan) -> Table:
     """Operators with parameters, alike layers together."""
-    from weft.plan.costs import layer_of
+    from weft.plan.graph import layer_of
 
     table = Table("layer", "operator", "split", "times", title="strategy", title_justify="left")
     table.columns[3].justify = "right"

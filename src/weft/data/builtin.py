@@ -12,7 +12,7 @@ import torch
 
 from weft.data.dataset import Data, split
 from weft.data.source import Tensors, Text
-from weft.errors import DataError, nearest
+from weft.errors import DataError, install_extra, nearest
 
 
 def digits(seed: int = 0) -> Data:
@@ -20,7 +20,7 @@ def digits(seed: int = 0) -> Data:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise DataError("the digits come with scikit-learn: pip install weft[demo]") from error
+        raise DataError(f"the digits come with scikit-learn: {install_extra('demo')}") from error
     bunch = load_digits()
     image = torch.from_numpy((bunch.images / 16).astype(np.float32)).unsqueeze(1)
     label = torch.from_numpy(bunch.target.astype(np.int64))

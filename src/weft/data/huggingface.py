@@ -12,7 +12,7 @@ import torch
 from weft.data.dataset import PARTS, Data, evenly_spaced
 from weft.data.images import assembled, channels_first, log, scaled
 from weft.data.source import Batch, Indices, Source, Subset, checked, hash_samples
-from weft.errors import DataError
+from weft.errors import DataError, install_extra
 
 
 def read(
@@ -31,7 +31,7 @@ def read(
     try:
         from datasets import DatasetDict, load_from_disk
     except ImportError as error:
-        raise DataError("Hugging Face data sets are read by their own library: pip install weft[hf]") from error
+        raise DataError(f"Hugging Face data sets are read by their own library: {install_extra('hf')}") from error
     try:
         loaded = load_from_disk(str(path))
     except Exception as error:  # the library raises what it likes for damaged folders

@@ -17,7 +17,7 @@ import torch
 
 from weft.data.dataset import PARTS, Data, evenly_spaced, hold_out
 from weft.data.source import Batch, Indices, Source, Tensors, column, device_of, moved
-from weft.errors import DataError
+from weft.errors import DataError, install_extra
 from weft.utils.files import replacing
 
 log = logging.getLogger("weft.data")
@@ -89,7 +89,7 @@ def decode(
     try:
         from PIL import Image
     except ImportError as error:
-        raise DataError("images are decoded by Pillow: pip install weft[images]") from error
+        raise DataError(f"images are decoded by Pillow: {install_extra('images')}") from error
     if channels not in (1, 3):
         raise DataError(f"images have 1 channel (grey) or 3 (colour); got channels={channels}")
     shape = (size, size) if isinstance(size, int) else size

@@ -140,7 +140,7 @@ def look_ahead(engine: TrainedLayers, step: int, batch: Batch) -> tuple[Any, Ten
     """Outputs and loss on the held-out part of the batch, and the gradients of the architecture by layer."""
     train = training_part(batch)
     validation = {name: value for name, value in batch.items() if not name.startswith(TRAINING)}
-    layers = [w for w in engine.weights.values() if not w.layer.arch and w.parameters]
+    layers = [w for w in engine.weights.values() if not w.layer.is_architecture and w.parameters]
     parameters = [p for w in layers for p in w.parameters]
 
     def of_weights(by_layer: LayerGradients) -> list[Tensor]:
@@ -161,7 +161,7 @@ def look_ahead(engine: TrainedLayers, step: int, batch: Batch) -> tuple[Any, Ten
     foreach.copy_([p.data for p in parameters], before)
     change: LayerGradients = {}
     for name, gradients in by_layer.items():
-        if engine.weights[name].layer.arch:
+        if engine.weights[name].layer.is_architecture:
             triples = zip(gradients, sides[0][name], sides[1][name], strict=True)
             change[name] = [
                 None if g is None or up is None or down is None else g - rate * (up - down) / (2 * small)
@@ -183,7 +183,9 @@ def _pass(
     """Outputs, loss and gradients of a step of one micro-batch."""
     tape, layers = Tape(step, engine.chain.enter(batch)), engine.chain.route(engine.config.subnet(step))
     with engine.config.autocast(engine.device):
-        for _ in engine.run_layers(tape, step, layers, batch, lambda layer, _: arch if layer.arch else weights):
+        for _ in engine.run_layers(
+            tape, step, layers, batch, lambda layer, _: arch if layer.is_architecture else weights
+        ):
             pass
         outputs, loss = engine.compute_loss(tape, step, batch)
     return outputs, loss, tape.backward((loss,), (torch.ones((), device=loss.device),))

@@ -99,7 +99,7 @@ class TrainStep:
 
     def trains(self, layer: Layer, step: int) -> bool:
         """Whether the step changes the layer: architecture and weights take turns where there are both."""
-        return self.architecture_search is None or layer.arch == self.architecture_search.architecture(step)
+        return self.architecture_search is None or layer.is_architecture == self.architecture_search.architecture(step)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """A block in which forwards compute in the run's precision."""
@@ -327,7 +327,7 @@ class TrainedLayers:
         for name, weights in self.weights.items():
             for path, parameter in zip(weights.names, weights.parameters, strict=True):
                 named[f"{name}.{path}"] = parameter
-                if search is not None and weights.layer.arch:
+                if search is not None and weights.layer.is_architecture:
                     separate[f"{name}.{path}"] = search.optimizer
         alias = {str(tie.second): str(tie.first) for tie in self.chain.ties}
         return LayerOptimizer(self.config.optimizer, named, separate, alias)

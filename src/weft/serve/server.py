@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlencode
 
-from weft.errors import ConfigError, WeftError
+from weft.errors import ConfigError, WeftError, install_extra
 from weft.serve.library import Absent, Library
 from weft.serve.report import page_files
 
@@ -91,7 +91,7 @@ def require_serve() -> None:
     """Raises ConfigError that names the extra where the packages of the server are not installed."""
     for package in ("fastapi", "uvicorn"):
         if find_spec(package) is None:
-            raise ConfigError(f"weft serve needs {package}: pip install 'weft[serve]'")
+            raise ConfigError(f"weft serve needs {package}: {install_extra('serve')}")
 
 
 def _tagged(request: Request, body: bytes, tag: str, kind: str) -> Response:

@@ -12,7 +12,13 @@ from weft.elastic import Condition, Mixture
 from weft.elastic.mixture import choice_options
 from weft.errors import SupernetError
 from weft.space import Expr, Space, Subnet
-from weft.supernet.layer import Activations, Candidate, Runner, as_activations, check_name
+from weft.supernet.layer import Activations, Candidate, ForwardFn, as_activations, check_name
+
+Modules = Mapping[str, nn.Module]
+"""The modules of a block's layers, by name."""
+
+Extras = Mapping[str, Any]
+"""Keyword arguments of a module."""
 
 
 class Block(Protocol):
@@ -24,8 +30,8 @@ class Block(Protocol):
     side: tuple[str, ...]
     shared: bool
     elastic: bool
-    arch: bool
-    runner: Runner | None
+    is_architecture: bool
+    forward_fn: ForwardFn | None
 
     def candidates(self) -> Mapping[str, Candidate]:
         """The layers by their global names, in order."""
@@ -33,21 +39,15 @@ class Block(Protocol):
     def pick(self, subnet: Subnet) -> str | None:
         """The name of the layer that the subnet uses, or None where it skips the block."""
 
-    def mixed(
-        self,
-        modules: Mapping[str, nn.Module],
-        activations: Activations,
-        mixture: Mixture,
-        side: Mapping[str, Any],
-    ) -> Activations:
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
         """The expectation of the block's output under a mixture."""
 
 
 class _Base:
     shared = False
     elastic = False
-    arch = False
-    runner: Runner | None = None
+    is_architecture = False
+    forward_fn: ForwardFn | None = None
     space: Space | None
 
     def __init__(self, name: str, space: Space | None, side: Sequence[str], consistency: object) -> None:
@@ -77,13 +77,7 @@ class Shared(_Base):
     def pick(self, subnet: Subnet) -> str | None:
         return self.name
 
-    def mixed(
-        self,
-        modules: Mapping[str, nn.Module],
-        activations: Activations,
-        mixture: Mixture,
-        side: Mapping[str, Any],
-    ) -> Activations:
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
         return as_activations(modules[self.name](*activations, **side), self.name)
 
 
@@ -115,13 +109,7 @@ class Choice(_Base):
         # Without a value the choice is switched off by its condition (depth): the block is skipped.
         return self._names[str(subnet[self.name])] if self.name in subnet.values else None
 
-    def mixed(
-        self,
-        modules: Mapping[str, nn.Module],
-        activations: Activations,
-        mixture: Mixture,
-        side: Mapping[str, Any],
-    ) -> Activations:
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
         total: Activations | None = None
         for probability, name in zip(mixture[self.name].unbind(), self._names.values(), strict=True):
             out = as_activations(modules[name](*activations, **side), name)
@@ -163,13 +151,7 @@ class Optional(_Base):
     def pick(self, subnet: Subnet) -> str | None:
         return self.name if subnet.values.get(self.name) is True else None
 
-    def mixed(
-        self,
-        modules: Mapping[str, nn.Module],
-        activations: Activations,
-        mixture: Mixture,
-        side: Mapping[str, Any],
-    ) -> Activations:
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
         assert self.space is not None
         out = as_activations(modules[self.name](*activations, **side), self.name)
         if len(choice_options(self.space, self.name)) == 2:  # its choice is whether to skip it
@@ -207,13 +189,7 @@ class Elastic(_Base):
     def pick(self, subnet: Subnet) -> str | None:
         return self.name if self.condition is None or self.condition.holds(subnet) else None
 
-    def mixed(
-        self,
-        modules: Mapping[str, nn.Module],
-        activations: Activations,
-        mixture: Mixture,
-        side: Mapping[str, Any],
-    ) -> Activations:
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
         out = as_activations(modules[self.name](*activations, **{**side, "pick": mixture}), self.name)
         return _skipped(activations, out, self.condition, mixture, self.name)
 

@@ -62,7 +62,14 @@ class Chain(nn.Module):
                 raise SupernetError(f"two blocks are named '{block.name}': names of blocks must differ")
             for name, candidate in block.candidates().items():
                 self.layers[name] = Layer(
-                    name, index, block.shared, block.consistency, block.side, block.elastic, block.arch, block.runner
+                    name,
+                    index,
+                    block.shared,
+                    block.consistency,
+                    block.side,
+                    block.elastic,
+                    block.is_architecture,
+                    block.forward_fn,
                 )
                 self._register(name, as_module(candidate, name))
         self.ties = make_ties(tie, self.layers)
@@ -248,7 +255,7 @@ def _check_layers(chain: Chain) -> None:
         module = chain.module(name)
         if isinstance(module, LazyLayer):
             continue
-        if takes_pick(module) and not layer.elastic and layer.runner is None:
+        if takes_pick(module) and not layer.elastic and layer.forward_fn is None:
             raise SupernetError(
                 f"layer '{name}' is elastic ({type(module).__name__}) and needs the pick, which candidates of a choice "
                 "and shared layers do not get: put it into a weft.Elastic block, within an elastic.Switch if it is one "

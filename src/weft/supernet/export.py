@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import io
 import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import SupernetError, WeftError, nearest
+from weft.errors import SupernetError, WeftError, install_extra, nearest
 from weft.space import Subnet
 from weft.supernet.layer import Activations, as_activations
 from weft.utils.files import replacing_files, to_json
@@ -93,7 +94,7 @@ def _check_formats(formats: Sequence[str]) -> tuple[str, ...]:
         try:
             importlib.import_module(package)
         except ImportError as error:
-            raise SupernetError(f"the format 'onnx' needs the package {package}: pip install weft[onnx]") from error
+            raise SupernetError(f"the format 'onnx' needs {package}: {install_extra('onnx')}") from error
     return formats
 
 
@@ -150,13 +151,13 @@ def _export_mode() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block, warnings are dropped, and what torch and its exporters log below an error."""
+    """Within the block, drops warnings, what torch and its exporters log below an error, and what they print."""
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # torch.export prints graphs that it refuses
             warnings.simplefilter("ignore")
             yield
     finally:

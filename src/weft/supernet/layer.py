@@ -22,7 +22,7 @@ Activations = tuple[Tensor, ...]
 Candidate = nn.Module | Callable[[], nn.Module]
 """A module as it is, or a factory that is called when the layer is first needed."""
 
-Runner = Callable[[nn.Module, Activations, Mapping[str, Any]], Any]
+ForwardFn = Callable[[nn.Module, Activations, Mapping[str, Any]], Any]
 """Runs a module on activations, with its extra inputs."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -54,9 +54,9 @@ class Layer:
     consistency: str | None = None
     side: tuple[str, ...] = ()
     elastic: bool = False
-    arch: bool = False
+    is_architecture: bool = False
     """Whether it holds architecture parameters instead of weights."""
-    runner: Runner | None = None
+    forward_fn: ForwardFn | None = None
     """Runs its module, if a plain call does not: mixed layers take probabilities from the end of the activations."""
 
 
@@ -88,10 +88,7 @@ def build_layer(module: nn.Module, name: str, seed: int, device: torch.device) -
     """
     if isinstance(module, LazyLayer):
         with torch_seeded(seed, "init", name):
-            built = module.factory()
-        if not isinstance(built, nn.Module):
-            raise SupernetError(f"the factory of layer '{name}' returned {type(built).__name__}, not an nn.Module")
-        module = built
+            module = _made(module, name)
     for label, part in list(module.named_children()):
         if isinstance(part, LazyLayer):
             module.add_module(label, build_layer(part, f"{name}.{label}", seed, device))
@@ -106,6 +103,13 @@ def build_layer(module: nn.Module, name: str, seed: int, device: torch.device) -
     return module.to(device)
 
 
+def _made(lazy: LazyLayer, name: str) -> nn.Module:
+    module = lazy.factory()
+    if not isinstance(module, nn.Module):
+        raise SupernetError(f"the factory of layer '{name}' returned {type(module).__name__}, not an nn.Module")
+    return module
+
+
 def build_layer_on_meta(module: nn.Module, name: str) -> nn.Module:
     """The layer's module with shapes but without values.
 
@@ -115,7 +119,7 @@ def build_layer_on_meta(module: nn.Module, name: str) -> nn.Module:
     if isinstance(module, LazyLayer):
         try:
             with shapes_only():
-                module = module.factory()
+                module = _made(module, name)
         except WeftError:
             raise
         except Exception:  # it reads values, or it fails on any device: then build_layer says why
@@ -164,7 +168,7 @@ def _materialise(part: nn.Module, path: str) -> None:
 
 def run_layer(layer: Layer, module: nn.Module, activations: Activations, side: Mapping[str, Any]) -> Activations:
     """The output of a layer's module."""
-    out = module(*activations, **side) if layer.runner is None else layer.runner(module, activations, side)
+    out = module(*activations, **side) if layer.forward_fn is None else layer.forward_fn(module, activations, side)
     return as_activations(out, layer.name)
 
 

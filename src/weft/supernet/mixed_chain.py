@@ -19,13 +19,13 @@ from weft.elastic import Mixture, Module
 from weft.elastic.mixture import choice_options
 from weft.errors import SupernetError
 from weft.space import Space, Subnet
-from weft.supernet.blocks import Block, Choice
+from weft.supernet.blocks import Block, Choice, Extras, Modules
 from weft.supernet.chain import Chain, Factory
 from weft.supernet.layer import (
     Activations,
     Candidate,
+    ForwardFn,
     LazyLayer,
-    Runner,
     as_module,
     build_layer_on_meta,
     extra_inputs,
@@ -157,20 +157,14 @@ class _Always:
     def pick(self, subnet: Subnet) -> str | None:
         return self.name
 
-    def mixed(
-        self,
-        modules: Mapping[str, nn.Module],
-        activations: Activations,
-        mixture: Mixture,
-        side: Mapping[str, Any],
-    ) -> Activations:
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
         raise SupernetError("this chain is a mixture already: give it a batch and any subnet")
 
 
 class _ArchitectureBlock(_Always):
-    arch = True
+    is_architecture = True
     consistency: str | None = None
-    runner: Runner | None = None
+    forward_fn: ForwardFn | None = None
     space: Space | None
 
     def __init__(
@@ -184,8 +178,8 @@ class _ArchitectureBlock(_Always):
 
 
 class _MixedBlock(_Always):
-    arch = False
-    runner: Runner | None
+    is_architecture = False
+    forward_fn: ForwardFn | None
     space: Space | None
 
     def __init__(self, block: Block, chain: Chain, space: Space, known: tuple[str, ...]) -> None:
@@ -199,7 +193,7 @@ class _MixedBlock(_Always):
             self._module = nn.Module()
             for name in names:
                 self._module.add_module(name.partition(".")[2], as_module(chain.module(name), name))
-        self.runner = self._run
+        self.forward_fn = self._run
 
     def candidates(self) -> Mapping[str, Candidate]:
         module = self._module

@@ -100,7 +100,7 @@ def _place(name: str, layers: Mapping[str, Layer]) -> Place:
         )
     layer = max(inside, key=len)
     record = layers[layer]
-    if not record.shared or record.elastic or record.arch:
+    if not record.shared or record.elastic or record.is_architecture:
         raise SupernetError(
             f"tie: layer '{layer}' is a candidate, elastic or of the architecture, but tied parameters belong to "
             "layers that every subnet uses in full: put them into Shared blocks"

@@ -223,7 +223,7 @@ def refuse_unknown(name: str, known: set[str]) -> NoReturn:
 def resolve(config: TrainConfig, chain: Chain, metrics: Mapping[str, Metric] | None = None) -> TrainStep:
     """What a configuration means for a chain; raises where the two do not go together."""
     search, stream = config.architecture_search, config.stream
-    if (search is None) == any(layer.arch for layer in chain.layers.values()):
+    if (search is None) == any(layer.is_architecture for layer in chain.layers.values()):
         raise TrainError(
             "a supernet with architecture parameters is trained on two levels, and only such a one: give train() "
             "architecture_search=Bilevel(...) and what weft.supernet.make_mixed_chain makes, or neither"

@@ -63,12 +63,11 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """How a module runs what its strategy says: in so many micro-batches; with each layer's forward run again in the
-    backward; with gathered parameters freed after the forward, and gathered again in the backward."""
+    """How a module runs what its strategy says: in so many micro-batches, and with ``recompute`` with each layer's
+    forward run again in the backward."""
 
     microbatches: int = 1
     recompute: bool = False
-    reshard_after_forward: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +122,7 @@ class ParallelModule(nn.Module):
         self._rng_compared = False
         self._plan: StagePlan | None = None
         if stage_graph.loss is not None:
-            again = (options.recompute, options.reshard_after_forward)
-            self._plan = StagePlan.of(program, strategy, stage_graph, grid.stage, self._weights, *again)
+            self._plan = StagePlan.of(program, strategy, stage_graph, grid.stage, self._weights, options.recompute)
             self._p2p = StageP2P(grid, collectives.device, self._plan.receives, self._plan.sends)
 
     def forward(self, batch: Batch) -> Any:
@@ -137,8 +135,9 @@ class ParallelModule(nn.Module):
             )
         changes = self._stage_graph.changes
         if self._forward_program is None:
-            again = (self.options.recompute, self.options.reshard_after_forward)
-            self._forward_program = forward_program(self._program, self.strategy, changes, self._weights, *again)
+            self._forward_program = forward_program(
+                self._program, self.strategy, changes, self._weights, self.options.recompute
+            )
         program, segments = self._forward_program
         registers = self._filled(program, batch)
         if program.random:

@@ -44,7 +44,7 @@ def _place(of: str, name: str) -> tuple[int, bool, str]:
     return KINDS.index(of), not name.startswith("loss"), name
 
 
-def _pace(seconds: Curve, parts: int = 200) -> dict[str, Any]:
+def _pace(seconds: Curve, parts: int = 60) -> dict[str, Any]:
     """Steps a second over parts of the run, from the seconds up to each step."""
     points = seconds.coarser(parts).to_json()
     pairs = list(zip(points["x"], points["y"], strict=True))

@@ -84,9 +84,9 @@ weft.compare = (runs) => {
           ),
       },
       { name: "state", value: (run) => run.state, show: (run) => weft.badge(run.state) },
-      { name: "progress", number: true, value: (run) => run.done, show: weft.runs.progress },
+      { name: "progress", number: true, value: (run) => run.done, show: weft.runLine.progress },
       { name: "loss", number: true, value: (run) => run.loss },
-      { name: "metrics", value: (run) => weft.runs.metrics(run) },
+      { name: "metrics", value: (run) => weft.runLine.metrics(run) },
       { name: "stages", number: true, value: (run) => run.stages },
       { name: "took", number: true, value: (run) => run.seconds, show: (run) => format.duration(run.seconds) },
       {

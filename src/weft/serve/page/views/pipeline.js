@@ -56,7 +56,7 @@ weft.views.pipeline = {
       );
     };
     const build = (found) => {
-      time = weft.window(found.total);
+      time = weft.timeWindow(found.total);
       gantt = weft.gantt(time, { coloured: legend });
       gantt.chart.element.body.prepend(key);
       time.listen(look);
@@ -81,17 +81,17 @@ weft.views.pipeline = {
         }
         pair.querySelector("[data-part=stages]")?.remove();
         if (found.stages?.some((own) => weft.format.known(own.busy))) {
-          const made = weft.shares.stages(found.stages);
+          const made = weft.stages.stages(found.stages);
           made.dataset.part = "stages";
           pair.prepend(made);
         }
         if (found.busy?.time?.length) {
           if (over) over.draw();
-          else pair.append((over = weft.shares.overTime(() => whole.busy)).element);
+          else pair.append((over = weft.stages.overTime(() => whole.busy)).element);
         }
         place.hidden = !found.memory?.length;
         if (found.memory?.length) {
-          if (!time) time = weft.window(found.total);
+          if (!time) time = weft.timeWindow(found.total);
           if (!memory) place.append((memory = weft.memory(time)).element);
           memory.update((fine ?? found).memory, found.offload);
         }

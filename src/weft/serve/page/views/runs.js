@@ -51,7 +51,7 @@ weft.views.runs = {
         name: "progress",
         number: true,
         value: (run) => (run.steps ? run.done / run.steps : null),
-        show: weft.runs.progress,
+        show: weft.runLine.progress,
       },
       { name: "time left", number: true, value: (run) => run.left_s, show: (run) => format.duration(run.left_s) },
       { name: "loss curve", plain: true, value: () => "", show: (run) => weft.spark(run, sparks) },
@@ -59,9 +59,9 @@ weft.views.runs = {
       {
         name: "metrics",
         value: (run) => Object.values(run.metrics ?? {})[0] ?? null,
-        show: (run) => weft.runs.metrics(run),
+        show: (run) => weft.runLine.metrics(run),
       },
-      { name: "fingerprint", value: (run) => run.fingerprint ?? "", show: (run) => weft.runs.fingerprint(run) },
+      { name: "fingerprint", value: (run) => run.fingerprint ?? "", show: (run) => weft.runLine.fingerprint(run) },
       { name: "kind", value: (run) => run.kind },
       {
         name: "stages",
@@ -98,7 +98,7 @@ weft.views.runs = {
           list.replaceChildren(weft.el("section.figure.bare", { "aria-label": "all runs" }, table));
         }
         fill();
-        plans.replaceChildren(now.plans?.length ? weft.runs.plans(now.plans) : "");
+        plans.replaceChildren(now.plans?.length ? weft.runLine.plans(now.plans) : "");
         note.textContent += now.runs.reduce((sum, run) => sum + (run.damaged || 0), 0)
           ? ", some event lines were damaged and skipped"
           : "";

@@ -1,6 +1,6 @@
 // What the line about a run is made of: progress, metrics, fingerprint; and the list of plans.
 "use strict";
-weft.runs = {
+weft.runLine = {
   progress: (run) => {
     if (!run.steps) return weft.format.DASH;
     const share = Math.min((run.done ?? 0) / run.steps, 1);

@@ -1,6 +1,6 @@
 // The part of time that charts show: panned and zoomed by keys, and the same in all charts that follow it.
 "use strict";
-weft.window = (total) => {
+weft.timeWindow = (total) => {
   const charts = new Set();
   const listeners = new Set();
   let [whole, now] = [total, total];

@@ -1,6 +1,6 @@
 // How the stages spent their time: busy and waiting in all, and how busy over time.
 "use strict";
-weft.shares = {
+weft.stages = {
   COLOURS: { busy: "var(--c0)", input: "var(--c1)", weights: "var(--c3)", window: "var(--c10)", other: "var(--line)" },
 
   // A bar for each stage: busy, what it waited for, and the rest of its bubble.
@@ -8,7 +8,7 @@ weft.shares = {
     const { el, format } = weft;
     const all = [...new Set(stages.flatMap((own) => Object.keys(own.waits ?? {})))];
     const names = all.filter((name) => name !== "other" && stages.some((own) => own.waits?.[name] > 0));
-    const colour = (name, i) => weft.shares.COLOURS[name] ?? `var(--c${(i + 4) % 11})`;
+    const colour = (name, i) => weft.stages.COLOURS[name] ?? `var(--c${(i + 4) % 11})`;
     const rows = stages.map((own) => {
       const waits = names.map((name, i) => ({
         name: `waiting for ${name}`,

@@ -1,6 +1,6 @@
 // An operation as documents tell it: its name (`2F0`), what is known of it, and a table of many.
 "use strict";
-weft.op = (() => {
+weft.operation = (() => {
   const { el, format } = weft;
   // A name and a place in the palette for each kind.
   const KINDS = { F: ["forward", 0], B: ["backward", 2], U: ["update", 1] };

@@ -86,7 +86,7 @@ weft.curves = {
       failed,
       weft.facts([
         ["kind", run.kind],
-        ["progress", weft.runs.progress(run)],
+        ["progress", weft.runLine.progress(run)],
         ["time left", run.left_s === null ? null : format.duration(run.left_s)],
         ["took", run.seconds === null ? null : format.duration(run.seconds)],
         ["loss", run.loss === null ? null : format.number(run.loss)],
@@ -94,7 +94,7 @@ weft.curves = {
         ["stages", run.kind === "tune" ? null : run.stages],
         ["device", run.device],
         ["begun", format.date(run.created)],
-        ["fingerprint", run.fingerprint ? weft.runs.fingerprint(run) : null],
+        ["fingerprint", run.fingerprint ? weft.runLine.fingerprint(run) : null],
         [
           "equal to",
           run.same?.length

@@ -2,7 +2,7 @@
 "use strict";
 weft.gantt = (time, more) => {
   const { el, format } = weft;
-  const { KINDS, name, tip } = weft.op;
+  const { KINDS, name, tip } = weft.operation;
   let [by, base, detail] = ["kind", null, null];
 
   const inWindow = ([from, to], start, end) => end > from && start < to;
@@ -128,7 +128,7 @@ weft.gantt = (time, more) => {
       (base?.simulated ? -36 : 0) +
       60,
     option,
-    table: () => weft.op.table((parts("real")?.spans ?? []).filter((span) => inWindow(time.shown, span[5], span[6]))),
+    table: () => weft.operation.table((parts("real")?.spans ?? []).filter((span) => inWindow(time.shown, span[5], span[6]))),
     summary: () => `${lanes()} stages over ${format.seconds(time.whole[1] - time.whole[0])}.`,
     keys: "Arrow keys pan and zoom, + and - zoom, 0 shows all.",
     controls: [

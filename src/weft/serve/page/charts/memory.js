@@ -29,9 +29,9 @@ weft.memory = (time) => {
     keys,
     ready: ready(() => lanes),
     summary: () => `${now().layers.length} layers.`,
-    about: "arriving, resident, leaving",
     table: () => weft.layers.table(now()),
   });
+  lanes.element.body.prepend(weft.layers.key());
   const told = el("div");
   return {
     element: el(
@@ -63,7 +63,7 @@ weft.memory = (time) => {
       total.draw();
       lanes.draw();
       const rest = now().left_out;
-      lanes.element.about(`arriving, resident, leaving${rest ? `; ${rest} smaller layers are left out` : ""}`);
+      lanes.element.about(rest ? `${rest} smaller layers are left out` : "");
     },
   };
 };

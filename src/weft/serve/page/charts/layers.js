@@ -33,6 +33,8 @@ weft.layers = (() => {
       ],
     };
   };
+  const key = () =>
+    weft.key(["arriving", "resident", "leaving"].map((state) => [state, `var(--c${colour(state)})`]));
   const table = (own) =>
     weft.table(
       [
@@ -47,5 +49,5 @@ weft.layers = (() => {
       own.layers,
       { label: "layers" },
     );
-  return { option, table };
+  return { option, key, table };
 })();

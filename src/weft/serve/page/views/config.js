@@ -7,6 +7,8 @@ weft.views.config = {
     const head = el("div");
     const place = el("div.pair");
     host.append(head, place);
+    // The program is `weft` also where it was started as a module.
+    const program = (path) => String(path).split("/").pop().replace(/^__main__\.py$/, "weft");
     const flat = (value, path = "") => {
       if (value === null || typeof value !== "object" || Array.isArray(value)) return [[path, value]];
       return Object.entries(value).flatMap(([key, own]) => flat(own, path ? `${path}.${key}` : key));
@@ -32,7 +34,7 @@ weft.views.config = {
           weft.figure("Origin", {
             body: [
               Array.isArray(command)
-                ? weft.command(command.map((word, i) => (i ? quoted(word) : String(word).split("/").pop())).join(" "))
+                ? weft.command(command.map((word, i) => (i ? quoted(word) : program(word))).join(" "))
                 : null,
               table("manifest", flat(manifest)),
             ].filter(Boolean),

@@ -30,7 +30,7 @@ weft.layout = (() => {
       if (pair[0] !== pair[1]) between.set(pair.join(" "), pair);
     }
     const outer = laid(
-      { rankdir: "LR", nodesep: 34, ranksep: 64, edgesep: 16, marginx: 10, marginy: 26 },
+      { rankdir: "LR", align: "UL", nodesep: 34, ranksep: 64, edgesep: 16, marginx: 10, marginy: 26 },
       inner.map((own, at) => [at, own.graph().width + 2 * PAD, own.graph().height + HEAD + PAD]),
       between.values(),
     );
