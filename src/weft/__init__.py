@@ -1,4 +1,4 @@
-"""weft finds neural architectures and trains them on as many devices as there are, with bit-identical results."""
+"""Neural architecture search and training for PyTorch, reproducible to the last bit."""
 
 from __future__ import annotations
 

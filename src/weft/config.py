@@ -113,15 +113,15 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     method: str | None = None
     """`random`, `evolution`, `nsga2`; or a gradient method, which trains too"""
     seed: int = 0
-    """of the search"""
+    """seed of the search"""
     recalibrate: int = 2
     """batches that batch norms see again before a subnet is scored"""
     batch_size: int = 256
-    """of scoring"""
+    """samples of a batch when subnets are scored"""
     name: str = "search"
-    """of the folder under `results`"""
+    """name of the folder under `results`"""
     targets: Names = ()
-    """what the selected subnet shall cost, within 2 %: `"parameters=5e6"`; for gradient methods"""
+    """what the selected subnet must cost, within 2 %: `"parameters=5e6"`; for gradient methods"""
     warmup: int | None = None
     """Steps that train the weights alone, before the architecture learns too; if not given, as suits the method."""
     rate: float | None = None

@@ -10,7 +10,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from pages import DOCS, PAGES, ROOT
+from pages import DOCS, PAGES, ROOT, accept, weft_arguments
 
 from weft.engine.consistency import parse_consistency, version_schedule
 
@@ -110,6 +110,14 @@ def test_the_program_of_the_readme_prints_what_the_readme_shows(tmp_path: Path) 
     assert re.fullmatch(r"[0-9a-f]{16}", seen[0])  # the bits depend on the processor
     assert re.fullmatch(r"(block\d=(wide|narrow|skip) ?){6}", seen[1])
     assert float(seen[2]) > 0.9
+
+
+def test_weft_accepts_every_command_of_the_readme() -> None:
+    blocks = "".join((ROOT / "README.md").read_text().split("```")[1::2])
+    lines = re.findall(r"^weft .*", blocks, re.MULTILINE)
+    assert len(lines) >= 5
+    for line in lines:
+        accept(weft_arguments(line) or [])
 
 
 def test_the_readme_lists_every_folder_of_the_package() -> None:

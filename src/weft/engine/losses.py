@@ -32,6 +32,7 @@ def cross_entropy(outputs: Tensor, batch: Batch) -> Tensor:
 
 
 def mean_squared_error(outputs: Tensor, batch: Batch) -> Tensor:
+    """The mean of the squared differences between outputs and targets."""
     return F.mse_loss(outputs, target(batch))
 
 

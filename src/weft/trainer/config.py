@@ -33,15 +33,15 @@ class TrainConfig:
     """What decides the bits of a run, beside its supernet and its data; a run is resumed under the same one."""
 
     steps: int = 1000
-    """how many"""
+    """number of training steps"""
     batch_size: int = 64
-    """samples of a step"""
+    """samples of a step, over all its micro-batches"""
     microbatches: int = 1
-    """parts of a step; part of the result"""
+    """parts of a batch; they decide the result"""
     stream: str | Stream | Subnet = "spaced"
     """`iid`, `fair`, `spaced:N`, `sandwich:N`, `shrinking:KIND,...`, `fixed`, or a file of subnets"""
     optimizer: Optimizer | str = field(default_factory=Optimizer)
-    """with its learning rate's schedule and its clipping"""
+    """the optimizer, with the schedule of its learning rate and its clipping"""
     consistency: str | Consistency | Mapping[str, Any] | None = None
     """one for all layers, or by layer, by block, or for all `shared` ones; `exact` if not given"""
     loss: Loss = cross_entropy
@@ -59,7 +59,7 @@ class TrainConfig:
     init_from: Any = None
     """first weights: a state dict, a safetensors file, or the directory of a run"""
     seed: int = 0
-    """of weights, stream, batches and everything that is drawn"""
+    """seed of weights, stream, batches and all other random draws"""
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, str):
@@ -94,7 +94,7 @@ class Execution:
     data_workers: int = 0
     """threads that load data"""
     threads: int | None = None
-    """of each process; bits depend on it"""
+    """threads of each process; the bits depend on it"""
     cuda_graphs: bool = True
     """whether candidates become CUDA graphs on a GPU"""
     channels_last: bool | None = None
@@ -137,7 +137,7 @@ class Validation:
     random: int = 2
     """subnets drawn once"""
     batch_size: int = 256
-    """of scoring"""
+    """samples of a batch when subnets are scored"""
     bn_batches: int = 2
     """training batches that set the batch norms of each subnet before it is scored; 0 leaves them as they are"""
 
@@ -150,11 +150,11 @@ class RunConfig:
     """Where a run is kept, and what of it."""
 
     name: str | None = None
-    """of the run; if not given, that of the configuration file, or one made of the date"""
+    """name of the run; if not given, that of the configuration file, or one made of the date"""
     folder: Path | str = "runs"
     """the directory that holds the runs"""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """measured on the way beside the loss: `accuracy`, or code: `module:function`"""
+    """what is measured beside the loss: `accuracy`, or code: `module:function`"""
     validation: Validation | int | None = None
     """steps between two, or a table with `every`, `random`, `batch_size`, `bn_batches`; none if not given"""
     checkpoint_every: int | None = None
