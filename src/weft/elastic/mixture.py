@@ -123,12 +123,6 @@ class Mixture:
         """In bits, by choice."""
         return {n: -(p * p.clamp_min(1e-12).log2()).sum() for n, p in self._probabilities.items()}
 
-    def most_probable(self) -> Subnet:
-        """The subnet of the most likely options; raises SpaceError where the constraints forbid it."""
-        best = {name: int(self[name].argmax()) for name in self.space.choices}
-        values = self.space.rules.settle(lambda name, _: choice_options(self.space, name)[best[name]])
-        return self.space.subnet(values)
-
 
 class _Parts(Mapping[str, Tensor]):
     """The parts of a vector, cut on first use: a cut costs a backward even where nobody uses it."""
