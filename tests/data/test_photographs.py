@@ -13,7 +13,6 @@ from photographs import (
     TRAIN,
     VALIDATION,
     Psnr,
-    bicubic,
     pair,
     reduced,
     super_resolution,
@@ -69,7 +68,7 @@ def test_the_psnr_of_a_known_error_in_decibels():
     assert total.item() == pytest.approx(100.0 - 20 * math.log10(0.1 * 219 / 255), abs=1e-3)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 3))
 def test_psnr_adds_up_over_batches(first, second, border):
     drawn = torch.Generator().manual_seed(first * 10 + second)
@@ -79,10 +78,3 @@ def test_psnr_adds_up_over_batches(first, second, border):
     parts = [metric(outputs[part], {"targets": targets[part]}) for part in (slice(first), slice(first, None))]
     torch.testing.assert_close(whole, parts[0][0] + parts[1][0])
     assert count == parts[0][1] + parts[1][1] == first + second
-
-
-def test_bicubic_is_better_than_repeating_pixels_on_every_photograph():
-    for name in VALIDATION:
-        low, high = pair(name, 2)
-        repeated = low.repeat_interleave(2, -1).repeat_interleave(2, -2)
-        assert Psnr()(bicubic(low, 2), {"targets": high})[0] > Psnr()(repeated, {"targets": high})[0] + 1.0

@@ -17,7 +17,6 @@ from weft.elastic import BatchNorm2d, Conv2d, Mixture, Sequential, SqueezeExcite
 from weft.engine.batch_stats import BatchStats
 from weft.errors import SupernetError
 from weft.space import Space, Subnet
-from weft.supernet import Chain
 from weft.trainer.evaluate import Calibration
 from weft.utils.rng import torch_seeded
 
@@ -317,17 +316,8 @@ def test_an_elastic_norm_without_momentum_is_refused() -> None:
 def test_convolution_norm_and_gate_in_a_row_keep_the_law() -> None:
     space = make_space()
     a, b, kernel = (space.handle(name) for name in ("a", "b", "kernel"))
-    chain = chain_of_three(space, a, b, kernel)
+    conv, norm = Conv2d(space, a, 2 * b, kernel, bias=False), BatchNorm2d(space, 2 * b)
+    chain = chain_of(space, Sequential(conv, norm, nn.Hardswish(), SqueezeExcite(space, 2 * b, b)))
     rows = subnets(space, ("a", "b", "kernel"))
     for subnet in rows[:: len(rows) // 6]:
         check_law(chain, subnet, draw(3, 6, 5, 5), int(subnet["a"]))
-
-
-def chain_of_three(space: Space, a: object, b: object, kernel: object) -> Chain:
-    module = Sequential(
-        Conv2d(space, a, 2 * b, kernel, bias=False),  # type: ignore[operator, arg-type]
-        BatchNorm2d(space, 2 * b),  # type: ignore[operator]
-        nn.Hardswish(),
-        SqueezeExcite(space, 2 * b, b),  # type: ignore[operator, arg-type]
-    )
-    return chain_of(space, module)

@@ -212,18 +212,6 @@ def test_sizes_that_are_not_the_models_are_refused(sizes: dict[str, list[int]], 
         weft.from_transformers(model_of("vit"), space, **given)
 
 
-def test_a_list_of_another_length_is_refused() -> None:
-    space = weft.Space()
-    with pytest.raises(SupernetError, match=r"heads has 2 entries, but the model has 3 layers"):
-        weft.from_transformers(model_of("vit"), space, heads=[4, 4])
-
-
-def test_heads_that_the_models_groups_do_not_divide_are_refused() -> None:
-    space = weft.Space()
-    with pytest.raises(SupernetError, match=r"6 heads and 4 kv_heads"):
-        weft.from_transformers(model_of("llama"), space, heads=space.integer("heads", [6, 8]))
-
-
 def test_unknown_models_are_refused_with_the_known_ones() -> None:
     bert = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
     for model in (bert, nn.Linear(2, 2), model_of("gpt2").transformer):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import RunError
-from weft.utils.files import read_json, replacing, sha256_file, to_json, write_atomic, write_json
+from weft.utils.files import read_json, replacing, replacing_files, sha256_file, to_json, write_atomic, write_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -27,6 +27,7 @@ def test_text_and_bytes_are_written_as_given(tmp_path: Path) -> None:
     write_atomic(str(tmp_path / "b"), "über\n")
     assert (tmp_path / "a").read_bytes() == b"\x00\xff"
     assert (tmp_path / "b").read_bytes() == "über\n".encode()
+    assert sha256_file(tmp_path / "a") == hashlib.sha256(b"\x00\xff").hexdigest()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
@@ -69,12 +70,6 @@ def test_values_of_numpy_torch_and_dataclasses_become_plain() -> None:
     }
 
 
-def test_a_value_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="cannot write object"):
-        write_json(tmp_path / "x.json", {"a": object()})
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("text", ["", "{", '{"a": 1', "\xff", "[" * 100_000])
 def test_malformed_json_is_an_error_that_names_the_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_bytes(text.encode("latin1"))
@@ -82,11 +77,32 @@ def test_malformed_json_is_an_error_that_names_the_file(tmp_path: Path, text: st
         read_json(tmp_path / "x.json")
 
 
-def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_what_can_be_neither_read_nor_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="cannot write object"):
+        write_json(tmp_path / "x.json", {"a": object()})
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(RunError, match=r"cannot read .*x\.json': No such file"):
         read_json(tmp_path / "x.json")
     with pytest.raises(RunError, match=r"cannot write .*none/x\.json': No such file"):
         write_json(tmp_path / "none" / "x.json", 1)
+
+
+def test_files_of_a_folder_are_replaced_together_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+
+    def fail(folder: Path) -> None:
+        with replacing_files(folder) as temp:
+            (temp / "a").write_text("torn")
+            raise KeyError
+
+    for folder in (tmp_path, tmp_path / "new"):
+        with pytest.raises(KeyError):
+            fail(folder)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
+    with replacing_files(tmp_path, last=("a",)) as temp:
+        for name in "ab":
+            (temp / name).write_text("new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "new"}
 
 
 def test_a_write_that_fails_half_way_leaves_the_old_file_alone(tmp_path: Path) -> None:
@@ -101,9 +117,3 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_alone(tmp_path: Path) -
         work()
     assert (tmp_path / "x").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
-
-
-def test_the_hash_is_that_of_the_content(tmp_path: Path) -> None:
-    data = bytes(range(256)) * 1000
-    (tmp_path / "x").write_bytes(data)
-    assert sha256_file(tmp_path / "x") == hashlib.sha256(data).hexdigest()
