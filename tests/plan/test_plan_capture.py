@@ -71,7 +71,7 @@ def placeholders(captured: CapturedModel, model: nn.Module, batch: Any) -> dict[
 
 def run(captured: CapturedModel, model: nn.Module, batch: Any) -> dict[str, Any]:
     values = placeholders(captured, model, batch)
-    for node in captured.nodes.nodes:
+    for node in captured.program.graph.nodes:
         if node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: values[source.name])
             values[node.name] = node.target(*args, **kwargs)
@@ -234,7 +234,7 @@ def test_results_of_one_node_are_outputs_of_one_operator() -> None:
     reads = [(read.source, read.output) for entry in captured.graph.operators for read in entry.reads]
     assert (place, 0) in reads
     assert (place, 1) in reads
-    items = [node for node in captured.nodes.nodes if "getitem" in node.name]
+    items = [node for node in captured.program.graph.nodes if "getitem" in node.name]
     assert [captured.values[node.name] for node in items] == [(place, 0), (place, 1)]
     assert all(node.name not in captured.places for node in items)
 
@@ -525,7 +525,11 @@ def test_what_reads_the_states_of_an_lstm_is_captured_in_the_shapes_that_it_has(
     captured = capture(model, batch)
     assert captured.method == "export"
     wanted = model(batch)
-    found = {node.name: tuple(node.meta["val"].shape) for node in captured.nodes.nodes if node.name in captured.results}
+    found = {
+        node.name: tuple(node.meta["val"].shape)
+        for node in captured.program.graph.nodes
+        if node.name in captured.results
+    }
     assert [found[name] for name in captured.results] == [tuple(value.shape) for value in wanted]
     values = run(captured, model, batch)
     for name, whole in zip(captured.results, wanted, strict=True):

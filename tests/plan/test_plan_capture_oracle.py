@@ -51,7 +51,7 @@ def placeholders(captured: CapturedModel, model: nn.Module, batch: Any) -> dict[
 def run_whole(captured: CapturedModel, model: nn.Module, batch: Any) -> dict[str, Any]:
     """The value of every node, computed on one device."""
     values = placeholders(captured, model, batch)
-    for node in captured.nodes.nodes:
+    for node in captured.program.graph.nodes:
         if node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: values[source.name])
             values[node.name] = node.target(*args, **kwargs)

@@ -353,16 +353,12 @@ def test_a_plan_is_applied_to_a_model_and_trains_it_as_one_device_would(tmp_path
         losses.append(loss.detach())
 
     def work(rank: int) -> None:
-        with pytest.raises(PlanError, match="4 micro-batches, one of which must be captured: pass batch="):
-            plan.apply(model)
-        with pytest.raises(PlanError, match="give the batch and the loss that it was planned with"):
-            plan.apply(model, batch)
         with pytest.raises(PlanError, match="the plan is for 1 processes"):
             alone.apply(model)
         other = init_device_mesh("cpu", (2,))
         with pytest.raises(PlanError, match="2 stages of a mesh of 1, but the devices form one of 2; make one of 2x1"):
-            plan.apply(model, batch, squared, other)
-        module = plan.apply(model, batch, squared, init_device_mesh("cpu", (2, 1)))
+            plan.apply(model, other)
+        module = plan.apply(model, init_device_mesh("cpu", (2, 1)))
         assert isinstance(module, ParallelModule)
         assert (module.stage, len(module.ops)) == (rank, 8)
         with pytest.raises(PlanError, match=r"call step\(batch\)"):
@@ -389,7 +385,7 @@ def test_a_plan_of_one_stage_and_one_batch_takes_steps_too_where_a_batch_is_give
     expected.backward()
 
     def work(rank: int) -> None:
-        module = plan.apply(model, batch, squared)
+        module = plan.apply(model)
         assert isinstance(module, ParallelModule)
         same("loss", module.step(batch), expected.detach())
         for key, value in single.named_parameters():
@@ -525,7 +521,7 @@ def test_a_plan_that_cannot_be_run_says_why() -> None:
     plan = plan_captured(capture(Silent(), batch), "cpu", devices=2, stages=2, microbatches=2, compare=False)
     assert plan.unsupported()[0].startswith("'Silent' returns no loss, which micro-batches and stages need")
     with pytest.raises(PlanError, match="'Silent' returns no loss"):
-        plan.apply(Silent(), batch)
+        plan.apply(Silent())
     with pytest.raises(PlanError, match="a batch of 8 is not 3 equal micro-batches"):
         split_batch(batch, ROWS, 3)
 

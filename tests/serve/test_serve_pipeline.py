@@ -361,7 +361,7 @@ def test_what_was_offloaded_is_the_newest_that_all_stages_wrote(
 
 
 def test_subnets_are_found_wherever_in_a_long_file_their_step_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serve.event_log.PIECE", 1000)
+    monkeypatch.setattr("weft.serve.event_log.EVENTS", 1000)
     result = simulated(1, 3)
     write(run, result, first=150)
     events = [step(n if n % 7 else 1000 + n, f"s{n}") for n in range(300)]

@@ -134,6 +134,7 @@ def load_captured(
 
 def _plan_of(captured: CapturedModel, request: PlanRequest, best: SolvedConfig, untried: int) -> Plan:
     used = best.config.stages * best.config.mesh.devices
+    program, problem = _capture_part(captured, best.config.training.microbatches)
     compared = request.options.compare
     rows = tuple(compare_with_others(captured.graph, replace(request, devices=used))) if compared else ()
     return Plan(
@@ -152,9 +153,20 @@ def _plan_of(captured: CapturedModel, request: PlanRequest, best: SolvedConfig, 
         training=best.config.training,
         comparisons=rows,
         untried_configs=untried,
-        captured=captured,
+        captured=program,
+        not_captured=problem,
         machine_spec=request.machine,
     )
+
+
+def _capture_part(captured: CapturedModel, microbatches: int) -> tuple[CapturedModel | None, str]:
+    """One micro-batch, captured, or why it cannot be."""
+    from weft.plan.runtime import capture_microbatch
+
+    try:
+        return (captured if microbatches == 1 else capture_microbatch(captured, microbatches)), ""
+    except PlanError as problem:
+        return None, f"a micro-batch of the plan cannot be run: {problem}"
 
 
 def _search(graph: Graph, request: PlanRequest) -> tuple[SolvedConfig, int]:

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -88,16 +88,6 @@ class LogTail:
                     self._skipping, held, long = True, [], 0
         self._seen = now
 
-    def lines(self) -> Iterator[bytes]:
-        """The new lines one by one, without their ends."""
-        with suppress(OSError):
-            for _, piece in self.read():
-                for line in piece.split(b"\n")[:-1]:
-                    if len(line) <= self._longest:
-                        yield line
-                    else:
-                        self.skipped += 1
-
     def _goes_on(self) -> bool:
         """Whether the last bytes that were read are still in their place."""
         try:
@@ -145,14 +135,24 @@ class Lru(Generic[T]):
         return made
 
 
-class LineSummary(Protocol):
+class LineSummary:
     """The summary of the lines of a file; its size must not depend on how many there are."""
 
-    damaged: int
-    """Lines that cannot be read; the follower of the file adds those that are too long."""
+    def __init__(self) -> None:
+        self.damaged = 0
+        """Lines that cannot be read."""
+
+    def add_piece(self, offset: int, piece: bytes) -> None:
+        """Take in several lines, which begin at an offset of the file."""
+        for line in piece.split(b"\n")[:-1]:
+            if len(line) <= LONGEST_EVENT:
+                self.add_line(line)
+            else:
+                self.damaged += 1
 
     def add_line(self, line: bytes) -> None:
-        """Take in one line; a damaged one changes nothing."""
+        """Take in one line; a damaged one changes nothing else."""
+        raise NotImplementedError
 
 
 S = TypeVar("S", bound=LineSummary)
@@ -184,8 +184,9 @@ class FollowedFile(Generic[S]):
                 if self._file.replaced():
                     self._sum = self._begin()
                 before = self._file.skipped
-                for line in self._file.lines():
-                    self._sum.add_line(line)
+                with suppress(OSError):
+                    for offset, piece in self._file.read():
+                        self._sum.add_piece(offset, piece)
                 self._sum.damaged += self._file.skipped - before
             return question(self._sum)
 
@@ -210,13 +211,14 @@ def query_run(run: Path, question: Callable[[RunProgress], T]) -> T:
     return _events.query(run / "events.jsonl", question)
 
 
-class RunProgress:
+class RunProgress(LineSummary):
     """Curves and figures from the events of one run; its size does not depend on theirs."""
 
     def __init__(self) -> None:
         self.curves: dict[tuple[str, str], Curve] = {}
         """By kind (train, validation, progress) and name."""
-        self.points = self.damaged = self.done = 0
+        super().__init__()
+        self.points = self.done = 0
         self.steps: int | None = None
         self.stages: int | None = None
         self.seconds: float | None = None

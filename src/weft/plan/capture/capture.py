@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from weft.plan.capture.build import build
 from weft.plan.capture.export import Batch, Loss, NamedBatch, export_program
@@ -23,7 +23,8 @@ class CapturedModel:
     ``getitem`` is here only. ``parameters``, ``buffers``: placeholder -> name in the model; ``tied``: placeholder that
     is not used -> the one that is, for a parameter with two names; ``inputs``: placeholder -> place or key in the
     batch; ``constants``: placeholder -> tensor. ``results``: nodes that the model returns; ``mutated``: node -> the
-    buffer whose next value it is. The program names the device it was captured on in operators that make tensors."""
+    buffer whose next value it is. ``model``, ``batch`` and ``loss`` are what was captured. The program names the device
+    it was captured on in operators that make tensors."""
 
     graph: Graph
     program: torch.export.ExportedProgram
@@ -38,12 +39,9 @@ class CapturedModel:
     mutated: Mapping[str, str]
     tied: Mapping[str, str]
     seconds: float
-
-    @property
-    def nodes(self) -> fx.Graph:
-        """The graph of the program's nodes."""
-        nodes: fx.Graph = self.program.graph
-        return nodes
+    model: nn.Module = field(repr=False)
+    batch: Batch = field(repr=False)
+    loss: Loss | None = field(repr=False)
 
 
 def capture(model: nn.Module, batch: Batch, *, loss: Loss | None = None, name: str | None = None) -> CapturedModel:
@@ -71,4 +69,7 @@ def capture(model: nn.Module, batch: Batch, *, loss: Loss | None = None, name: s
         found.mutated,
         tied,
         time.perf_counter() - start,
+        model,
+        batch,
+        loss,
     )

@@ -214,7 +214,7 @@ class ParallelModule(nn.Module):
         asked for their ``own``, to every process; all of them must call it."""
         captured = self._program.captured
         nodes = {name: node for node, name in (*captured.parameters.items(), *captured.buffers.items())}
-        like = {node.name: node.meta["val"] for node in captured.nodes.nodes if "val" in node.meta}
+        like = {node.name: node.meta["val"] for node in captured.program.graph.nodes if "val" in node.meta}
         found: dict[str, Tensor] = {}
         with name_lost_peer(lambda: "gathering the state"):
             for name in names:

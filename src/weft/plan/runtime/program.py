@@ -48,7 +48,7 @@ class CapturedProgram:
 
     def calls(self) -> Iterator[tuple[int, fx.Node]]:
         """The calls in order, each with its operator's place; the picking of one of several results is none."""
-        for node in self.captured.nodes.nodes:
+        for node in self.captured.program.graph.nodes:
             if node.op == "call_function" and node.target is not operator.getitem:
                 if node.name not in self.captured.places:
                     raise PlanError(
@@ -64,7 +64,7 @@ class CapturedProgram:
 
     def dtypes(self) -> dict[ValueRef, torch.dtype]:
         """The types of all values."""
-        nodes = [node for node in self.captured.nodes.nodes if node.name in self.captured.values]
+        nodes = [node for node in self.captured.program.graph.nodes if node.name in self.captured.values]
         return {self.value(each.name): _dtype(each) for each in nodes if isinstance(each.meta.get("val"), Tensor)}
 
     def call(self, place: int, node: fx.Node, split: OpSplit, mesh: Mesh) -> ShardedCall:
@@ -202,7 +202,7 @@ class CallSignature:
     @classmethod
     def of(cls, program: CapturedProgram) -> CallSignature:
         captured = program.captured
-        held = {node.name: node.meta["val"] for node in captured.nodes.nodes if node.name in captured.inputs}
+        held = {node.name: node.meta["val"] for node in captured.program.graph.nodes if node.name in captured.inputs}
         inputs = tuple(
             ProgramInput(key, program.value(node), tuple(held[node].shape), held[node].dtype)
             for node, key in captured.inputs.items()

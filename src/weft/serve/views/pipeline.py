@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
@@ -16,7 +16,7 @@ import numpy as np
 from weft.errors import RunError, WeftError
 from weft.runs import events as run_events
 from weft.runs import read_json
-from weft.serve.event_log import LogTail, Lru
+from weft.serve.event_log import LineSummary, SummaryCache
 from weft.serve.fields import is_number, mapping, read_mapping
 from weft.serve.views.offload import device_memory
 from weft.serve.views.schedule import in_window, load_trace, real_rows, simulated_rows
@@ -52,7 +52,11 @@ def document(run: Path, **query: Any) -> dict[str, Any]:
 
     RunError for an empty window. A trace that is torn, or lacks a stage, is shown as far as it goes.
     """
-    events, trace = pipeline_events(run), load_trace(run)
+    return _events.query(run / "events.jsonl", lambda events: _document(run, events, query))
+
+
+def _document(run: Path, events: PipelineEvents, query: Mapping[str, Any]) -> dict[str, Any]:
+    trace, subnets_of = load_trace(run), partial(events.subnets, run / "events.jsonl")
     if trace is None or not any(len(stage.ops) for stage in trace.stages):
         _window(query, 0.0)
         return _untraced(events, REMEDY if trace is None else WAITING)
@@ -64,7 +68,7 @@ def document(run: Path, **query: Any) -> dict[str, Any]:
     if trace.simulated:
         error = simulation_error(trace) or {}
         simulated = {
-            "spans": [] if many else simulated_rows(trace, expected, events.subnets),
+            "spans": [] if many else simulated_rows(trace, expected, subnets_of),
             "buckets": _buckets(trace.simulated, 0.0, window) if many else None,
             "steps": error["steps"],
             "seconds": round(error["time"], 6),
@@ -77,7 +81,7 @@ def document(run: Path, **query: Any) -> dict[str, Any]:
         "total": [0.0, round(trace.end - trace.begin, 6)],
         "window": [round(at, 6) for at in window],
         "real": {
-            "spans": [] if many else real_rows(trace, real, events.subnets, waits),
+            "spans": [] if many else real_rows(trace, real, subnets_of, waits),
             "buckets": _buckets(trace.stages, trace.begin, window) if many else None,
         },
         "simulated": simulated,
@@ -207,44 +211,28 @@ POINTS = 400
 _STEP = re.compile(rb'\{"event": "step",.*?"step": (\d{1,15})[,}]')
 
 
-class PipelineEvents:
-    """The pipeline in the events of one run, followed as the file grows: subnets of steps, busy shares, offload.
+class PipelineEvents(LineSummary):
+    """The pipeline in the events of one run: subnets of steps, busy shares, offload.
 
     Of steps, only their places in the file are kept.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = LogTail(path)
-        self._lock = threading.Lock()
-        self._clear()
-
-    def _clear(self) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self._pieces: list[tuple[int, int, int, int]] = []  # offset, length, first and last step
         self.began: float | None = None
         self.busy: list[tuple[float, list[float]]] = []
         self.offload: list[dict[str, Any]] = []
         self._every, self._pending = 1, list[tuple[float, list[float]]]()
 
-    def refresh(self) -> None:
-        """Read the new lines."""
-        with self._lock:
-            if not self._file.changed():
-                return
-            if self._file.replaced():
-                self._clear()
-            with suppress(OSError):
-                for offset, piece in self._file.read():
-                    self._take(offset, piece)
-
-    def subnets(self, steps: Iterable[int]) -> dict[int, list[str]]:
-        """The ids of the subnets of some steps, as far as the events have them."""
+    def subnets(self, path: Path, steps: Iterable[int]) -> dict[int, list[str]]:
+        """The ids of the subnets of some steps, as far as the file of the events has them."""
         wanted = set(steps)
         if not wanted:
             return {}
         found: dict[int, list[str]] = {}
-        with self._lock:
-            near = [piece for piece in self._pieces if piece[2] <= max(wanted) and piece[3] >= min(wanted)]
-        with suppress(OSError), open(self._file.path, "rb") as file:
+        near = [piece for piece in self._pieces if piece[2] <= max(wanted) and piece[3] >= min(wanted)]
+        with suppress(OSError), open(path, "rb") as file:
             for offset, length, _, _ in near:
                 file.seek(offset)
                 for line in file.read(length).splitlines():
@@ -270,7 +258,7 @@ class PipelineEvents:
         moved = {"loaded_bytes": total("loaded_bytes", "brought"), "evicted_bytes": total("evicted_bytes", "sent")}
         return {"hits": uses - misses, "misses": misses, **moved}
 
-    def _take(self, offset: int, piece: bytes) -> None:
+    def add_piece(self, offset: int, piece: bytes) -> None:
         first, last = 2**60, -1
         for line in piece.splitlines():
             quick = _STEP.match(line)
@@ -345,12 +333,4 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
     return is_number(value) and abs(value) < 2**63
 
 
-_kept_events: Lru[PipelineEvents] = Lru(16)
-
-
-def pipeline_events(run: Path) -> PipelineEvents:
-    """The pipeline in the events of a run up to now; only new lines are read."""
-    path = (run / "events.jsonl").absolute()
-    found = _kept_events.get(path, "", lambda: PipelineEvents(path))
-    found.refresh()
-    return found
+_events = SummaryCache(PipelineEvents)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.runs.events import parse
-from weft.serve.event_log import SummaryCache
+from weft.serve.event_log import LineSummary, SummaryCache
 from weft.serve.fields import as_list, mapping, number, rounded, whole_number
 
 if TYPE_CHECKING:
@@ -80,13 +80,13 @@ class Sample:
         return list(self._points.values())
 
 
-class ScoredSubnets:
+class ScoredSubnets(LineSummary):
     """The subnets in a file of scores: a sample of each of the newest contexts."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.samples: OrderedDict[str, Sample] = OrderedDict()
         """By context; the one with the newest line is the last."""
-        self.damaged = 0
 
     def add_line(self, line: bytes) -> None:
         record = parse(line) or {} if len(line) <= LONGEST else {}
@@ -209,12 +209,12 @@ def probabilities(run: Path) -> dict[str, Any] | None:
     return _histories.query(run / "events.jsonl", MixtureHistory.to_json)
 
 
-class MixtureHistory:
+class MixtureHistory(LineSummary):
     """The mixture over the steps, in buckets that double in width whenever there are too many of them."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.choices: list[tuple[str, list[Any]]] = []
-        self.damaged = 0
         self.width = 1
         self._buckets: dict[int, tuple[int, int, Array]] = {}  # by step // width: steps, sum of steps, sum of mixtures
         self._turn = self._size = 0

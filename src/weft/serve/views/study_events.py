@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.runs.events import ENDS, parse
+from weft.serve.event_log import LineSummary
 from weft.serve.fields import as_list, finite, rounded, whole_number
 
 SHOWN = 1000
@@ -176,12 +177,13 @@ LONGEST = 1 << 15
 """The most bytes of the line that proposes a trial; a longer one is damage."""
 
 
-class StudyEvents:
+class StudyEvents(LineSummary):
     """The events of a study, line by line."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.trials: dict[int, TrialState] = {}
-        self.count = self.damaged = 0
+        self.count = 0
         self.devices: dict[str, int | None] = {}
         """The memory of each, by name."""
         self.running: dict[str, JobBar] = {}

@@ -40,12 +40,14 @@ weft.gantt = (time, more) => {
     );
   };
   // A simulation holds the first steps of a run; the real time of the same operations stands beside it.
-  const compared = () => {
+  const compared = (isNarrow) => {
     const { steps, seconds, real_seconds: real } = base.simulated;
     if (!format.known(seconds) || !format.known(real) || !(real > 0)) return `simulated, ${lasting("simulated")}`;
     const error = seconds / real - 1;
     const part = `the same ${steps} ${steps === 1 ? "step" : "steps"}`;
-    return `simulated, ${format.seconds(seconds)}; ${part} took ${format.seconds(real)} (${error < 0 ? "−" : "+"}${format.percent(Math.abs(error))})`;
+    const difference = `${error < 0 ? "−" : "+"}${format.percent(Math.abs(error))}`;
+    if (isNarrow) return `simulated, ${format.seconds(seconds)} of ${format.seconds(real)} (${difference})`;
+    return `simulated, ${format.seconds(seconds)}; ${part} took ${format.seconds(real)} (${difference})`;
   };
   const series = (palette) =>
     ["real", "simulated"].flatMap((which, axis) => {
@@ -85,7 +87,7 @@ weft.gantt = (time, more) => {
         ),
       ];
     });
-  const option = (palette) => {
+  const option = (palette, width) => {
     const [count, two] = [lanes(), Boolean(base?.simulated)];
     const high = weft.lanes.height(count, two ? 300 : 420);
     const names = Array.from({ length: count }, (_, stage) => `stage ${stage}`);
@@ -101,7 +103,7 @@ weft.gantt = (time, more) => {
       graphic: {
         elements: [
           heading(`real, ${lasting("real")}`, 4),
-          two ? heading(compared(), 22 + high + 18) : null,
+          two ? heading(compared(width < 560), 22 + high + 18) : null,
         ].filter(Boolean),
       },
       grid: two ? [bounds(0), bounds(1)] : [bounds(0)],
