@@ -69,12 +69,16 @@ class Both(Module):
 class Crop(Module):
     """Keeps the first tokens."""
 
+    reads = ("tokens",)
+
     def forward(self, x: Tensor, pick: Any) -> Tensor:
         return x[:, : pick["tokens"]]
 
 
 class Cases(Module):
     """Plain modules, of which one runs only for one combination of two choices."""
+
+    reads = ("case", "other")
 
     def __init__(self, options: int) -> None:
         super().__init__()
@@ -125,6 +129,8 @@ class Deep(Module):
 class Splitting(Module):
     """Gives two tensors, or one: what is around it looks which."""
 
+    reads = ("case",)
+
     def __init__(self, space: Space) -> None:
         super().__init__()
         self.layer = Linear(space, 4, 4)
@@ -136,6 +142,8 @@ class Splitting(Module):
 
 class Looking(Module):
     """Decides by what a module within gives, by what it took, and by numbers that it hands on."""
+
+    reads = ("other",)
 
     def __init__(self, space: Space) -> None:
         super().__init__()
@@ -156,6 +164,8 @@ class Looking(Module):
 
 
 class Keeping(Module):
+    reads = ("case",)
+
     def __init__(self, space: Space) -> None:
         super().__init__()
         self.layer = Linear(space, 4, 4)
@@ -180,6 +190,8 @@ class Times(Module):
 class Asking(Module):
     """Asks the pick for more than it declares, in every way that there is."""
 
+    reads = ("deep", "extra", "half")
+
     def __init__(self, space: Space) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4, bias=bool(index % 2)) for index in range(5))
@@ -199,6 +211,8 @@ class Asking(Module):
 
 class Twofold(Module):
     """One module and one weight in two places."""
+
+    reads = ("other",)
 
     def __init__(self, space: Space) -> None:
         super().__init__()
@@ -236,6 +250,8 @@ class Gossip(Module):
 
 
 class Say(Module):
+    reads = ("case",)
+
     def __init__(self, told: list[int]) -> None:
         super().__init__()
         self.told = told
