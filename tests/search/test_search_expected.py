@@ -188,7 +188,7 @@ class Times(Module):
 
 
 class Asking(Module):
-    """Asks the pick for more than it declares, in every way that there is."""
+    """Asks the pick in every way that there is."""
 
     reads = ("deep", "extra", "half")
 
@@ -660,10 +660,19 @@ def test_what_cannot_be_expected_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
         build_cost_model(chain, batch, "parameters")
 
 
+@pytest.mark.parametrize("missing", ["extra", "half"])
+def test_a_module_that_asks_the_pick_for_what_it_does_not_declare_is_refused(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.setattr(Asking, "reads", tuple(name for name in Asking.reads if name != missing))
+    with pytest.raises(SearchError, match=f"Asking asks the pick for '{missing}', which its `reads` do not name"):
+        build_cost_model(*asking(), "parameters")
+
+
 def test_modules_that_tell_each_other_more_than_tensors_are_refused() -> None:
     chain, batch = cases(lambda space: Gossip())()
     for metric in ("parameters", "flops"):
-        with pytest.raises(SearchError, match="follows neither from the choices that its modules ask the pick for"):
+        with pytest.raises(SearchError, match="follows neither from the choices that its modules name in `reads`"):
             build_cost_model(chain, batch, metric)
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-import statistics
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from operator import itemgetter
@@ -27,38 +26,29 @@ from weft.elastic import Leaf, Module
 from weft.elastic.extract import Tracer, plain_module
 from weft.elastic.mixture import choice_options
 from weft.errors import SearchError
-from weft.search.cost import flops, latencies, latency, parameters
-from weft.search.cost_table import LIMIT, Table, Values, closed, combinations, reduced
+from weft.search.cost import latency, parameters
+from weft.search.cost_table import LIMIT, Table, Values, closed, combinations, grid, reduced
 from weft.space import Subnet, Value
-from weft.supernet import Chain, Layer, LazyLayer, as_activations, build_layer, extract
-from weft.utils.rng import generator
+from weft.supernet import Chain, Layer, LazyLayer, as_activations, build_layer
 
 WHOLE = 64  # a layer with up to so many combinations has its latency taken as one
-CHECKS = 2  # random subnets, beside the last, that must agree with the tables
 OUTPUT = ""  # among the tables of a module: that of what it returns
 Key = tuple[Value | None, ...]
 Parts = dict[str, Table]
 
 
 class Measure:
-    """Works out the tables of a chain for one forward of a batch."""
+    """Works out the tables of a chain for one forward of a batch; on the meta device nothing is computed."""
 
     def __init__(
-        self, chain: Chain, batch: Mapping[str, Tensor], metric: str, device: torch.device, repeats: int
+        self, chain: Chain, batch: Mapping[str, Tensor], metric: str, device: torch.device, repeats: int = 1
     ) -> None:
-        self._source, self.metric, self.device, self.repeats = (chain, batch), metric, device, repeats
+        self.chain = _copied(chain, device)
+        self.batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        self.metric, self.device, self.repeats = metric, device, repeats
         self.space, self.rules = chain.space, chain.space.rules
-        self._order = {name: at for at, name in enumerate(self.rules.choices)}
-        self._grids: dict[Any, list[tuple[Values, Values | None]]] = {}
-        self._start(real=metric == "latency")
-
-    def _start(self, real: bool) -> None:
-        self._real = real
-        place = self.device if real else torch.device("meta")
-        self.chain = _copied(self._source[0], place, real)
-        self.batch = {name: tensor.to(place) for name, tensor in self._source[1].items()}
         self._layer = ""
-        self._open: set[nn.Module] = set()  # composites that are traced as a part of the one around them
+        self._grids: dict[Any, list[tuple[Values, Values | None]]] = {}
         self._variants: dict[Any, tuple[tuple[str, ...], dict[Key, Any]]] = {}
         self._results: dict[Any, Parts] = {}
         self._costs: dict[Any, tuple[int, float]] = {}
@@ -67,31 +57,19 @@ class Measure:
 
     def tables(self) -> list[Table]:
         """Tables whose sum is what a subnet costs, with NaN for combinations that no subnet has."""
-        try:
-            return self._tables()
-        except (RuntimeError, NotImplementedError, TypeError, ValueError):
-            if self._real:
-                raise
-        # Shapes were not enough: a layer reads values of tensors, so it has to run.
-        self._start(real=True)
-        return self._tables()
-
-    def _tables(self) -> list[Table]:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            if not self._real:
-                stack.enter_context(torch.device("meta"))
+            if self.device.type == "meta":
+                stack.enter_context(self.device)
             if self.metric == "flops":
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # as plain products it counts the same everywhere
-            activations, found = self._thing(self.chain.enter(self.batch)), list[Table]()
+            activations, found = _number(self._intern(self.chain.enter(self.batch))), list[Table]()
             for index in range(len(self.chain.blocks)):
                 parts = self._block(index, activations)
                 activations = parts.pop(OUTPUT)
                 found += parts.values()
             if self.metric == "parameters":
                 found += [_number(-self.chain.get_parameter(str(tie.second)).numel()) for tie in self.chain.ties]
-            if self.metric != "latency":
-                self._check(found)
         return found
 
     # -- the chain
@@ -111,27 +89,15 @@ class Measure:
     def _whole(self, layer: Layer, activations: Table, settled: Values) -> Parts:
         """A layer: a graph that does nothing but call it."""
         self._layer, module = layer.name, self.chain.module(layer)
-        modules = [part for _, part in module.named_modules(remove_duplicate=False)]
-        weights = [weight for _, weight in module.named_parameters(remove_duplicate=False)]
-        if len(modules) > len(set(modules)) or len(weights) > len(set(weights)):
-            # A part in two places has its parameters once: only a trace of the whole layer shows which are there.
-            self._open |= {part for part in modules if isinstance(part, Module)}
         counts = {len(self._things[int(number)]) for number in activations.values.flat if not math.isnan(number)}
         if len(counts) > 1:
             raise SearchError(f"layer '{layer.name}' takes {counts} tensors: costs need one number of them")
         inputs = [self._each(activations, itemgetter(at)) for at in range(max(counts, default=0))]
-        side = [self._thing(self.batch[name]) for name in layer.side]
+        side = [_number(self._intern(self.batch[name])) for name in layer.side]
         graph = fx.Graph()
         places = [graph.placeholder(f"x{at}") for at in range(len(inputs))]
         graph.output(graph.call_module("held", tuple(places), {name: graph.placeholder(name) for name in layer.side}))
-        while True:
-            try:
-                parts = self._walk(_Root(module), graph, [*inputs, *side], settled)
-                break
-            except _Open as request:
-                self._open |= request.modules
-                self._variants.clear()
-                self._results.clear()
+        parts = self._walk(_Root(module), graph, [*inputs, *side], settled)
         output = self._each(parts.pop(OUTPUT), lambda out: as_activations(out, layer.name))
         return {OUTPUT: output} | {f"{layer.name} {path}": table for path, table in parts.items()}
 
@@ -149,7 +115,7 @@ class Measure:
             if node.op == "get_attr":
                 where, _, name = path.rpartition(".")
                 tensor = getattr(root.get_submodule(where), name)
-                found = {OUTPUT: self._thing(tensor)}
+                found = {OUTPUT: _number(self._intern(tensor))}
                 if self.metric == "parameters" and isinstance(tensor, nn.Parameter):
                     found["own"] = _number(tensor.numel())
             else:
@@ -179,7 +145,7 @@ class Measure:
             key = (module, what, tuple(values.get(name) for name in names), *numbers)
             if key not in self._costs:
                 things = [self._things[int(number)] for number in numbers]
-                self._costs[key] = self._measured(node, _variant(plain, names, values), things)
+                self._costs[key] = self._measured(_Call(node, _variant(plain, names, values)), things)
             number, cost = self._costs[key]
             return {OUTPUT: _number(number)} | ({"own": _number(cost)} if cost else {})
 
@@ -201,25 +167,21 @@ class Measure:
         return {path: self._at(table, settled) for path, table in self._results[key].items()}
 
     def _graphs(self, module: Module, node: fx.Node) -> tuple[tuple[str, ...], dict[Key, Any]]:
-        """The graph of a composite by the choices that it reads."""
-        composites = [part for part in module.modules() if isinstance(part, Module) and not isinstance(part, Leaf)]
+        """The graph of a composite by the choices that it reads.
 
-        def trace(subnet: Subnet) -> fx.Graph:
-            tracer = _LevelTracer(subnet, len(node.args), tuple(node.kwargs), {module} | self._open)
-            try:
-                graph = tracer.trace(_Root(module))
-            except (TypeError, fx.proxy.TraceError):
-                if self._open.issuperset(composites):
-                    raise
-                raise _Open(composites) from None  # a module inside may return more than a tensor
-            (out,) = next(node for node in graph.nodes if node.op == "output").args
-            inside = module is not self.chain.module(self._layer)
-            if inside and not (isinstance(out, fx.Node) and out.op != "placeholder"):
-                raise _Open([module])  # the module around it may look at several tensors, or at its own input
-            return graph
+        A graph goes one level deep, but where the forward needs to see more than tensors of the modules inside, and
+        where one of these is in two places: it has its parameters once, and only a deep graph shows if it is there.
+        """
+        inputs, side = len(node.args), tuple(node.kwargs)
 
-        read = [name for part in composites if part is module or part in self._open for name in part.reads]
-        return self._variants_of((module, len(node.args), tuple(node.kwargs)), trace, read, type(module).__name__)
+        def trace(subnet: Subnet, kind: type[Tracer]) -> fx.Graph:
+            return kind(subnet, inputs, side).trace(_Root(module))
+
+        name, key = type(module).__name__, (module, inputs, side)
+        names, graphs = self._variants_of((*key, 1), partial(trace, kind=_LevelTracer), module.reads, name)
+        if _has_twins(module) or any(isinstance(one, (TypeError, fx.proxy.TraceError)) for one in graphs.values()):
+            return self._variants_of(key, partial(trace, kind=Tracer), _read_within(module), name)
+        return names, graphs
 
     def _variants_of(
         self, key: Any, function: Callable[[Subnet], Any], reads: Iterable[str], owner: str
@@ -232,32 +194,24 @@ class Measure:
                     continue
                 try:
                     found[at] = function(Subnet(self.rules.layout, _Declared(values, names, self.rules.choices, owner)))
-                except _Open:
-                    raise
                 except Exception as problem:  # raised if a subnet comes to it
                     found[at] = problem
             self._variants[key] = names, found
         return self._variants[key]
 
-    def _measured(self, node: fx.Node, module: nn.Module | None, things: Sequence[Any]) -> tuple[int, float]:
+    def _measured(self, call: _Call, things: Sequence[Any]) -> tuple[int, float]:
         """What a node returns, by number, and what it costs."""
-
-        def run() -> Any:
-            return _run(node, module, things)
-
         if self.metric == "latency":
-            return self._intern(run()), latency(_Call(run), [things], self.repeats) if node.op != "output" else 0.0
+            return self._intern(call(*things)), 0.0 if call.is_output else latency(call, things, self.repeats)
         if self.metric == "parameters":
-            return self._intern(run()), float(parameters(module)) if module is not None else 0.0
+            return self._intern(call(*things)), float(parameters(call))
         with FlopCounterMode(display=False) as counter:
-            out = run()
-        return self._intern(out), float(counter.get_total_flops())
+            number = self._intern(call(*things))
+        return number, float(counter.get_total_flops())
 
     # -- tables
 
-    def _over(
-        self, names: Iterable[str], settled: Values, inside: Callable[[Values, Values], Parts | None]
-    ) -> Parts:
+    def _over(self, names: Iterable[str], settled: Values, inside: Callable[[Values, Values], Parts | None]) -> Parts:
         """What ``inside`` returns for every combination of these choices, as tables over them too."""
         axes = tuple(name for name in closed(self.rules, names) if name not in settled)
         found = [None if v is None else inside({**settled, **raw}, v) for raw, v in self._grid(axes, settled)]
@@ -289,14 +243,9 @@ class Measure:
         """Every combination of options of these choices, and all active values unless it is forbidden."""
         key = (axes, tuple(settled.items()))
         if key not in self._grids:
-            self._grids[key] = []
-            for index in np.ndindex(*self._shape(axes)):
-                raw = {n: choice_options(self.space, n)[at] for n, at in zip(axes, index, strict=True)}
-                every, values = {**settled, **raw}, Values()
-                for name in sorted(every, key=self._order.__getitem__):
-                    if self.rules.is_active(name, values):
-                        values[name] = every[name]
-                self._grids[key].append((raw, None if self.rules.broken(values) else values))
+            self._shape(axes)
+            every = grid(self.rules, axes, settled)
+            self._grids[key] = [(raw, None if self.rules.broken(values) else values) for raw, values in every]
         return self._grids[key]
 
     def _at(self, table: Table, settled: Values) -> Table:
@@ -315,52 +264,12 @@ class Measure:
                 values[index] = self._intern(change(self._things[int(number)]))
         return reduced(Table(table.names, values))
 
-    def _thing(self, thing: Any) -> Table:
-        return _number(self._intern(thing))
-
     def _intern(self, thing: Any) -> int:
         key = _identity(thing)
         if key not in self._numbers:
             self._numbers[key] = len(self._things)
             self._things.append(thing)
         return self._numbers[key]
-
-    # -- whole subnets
-
-    def _samples(self, count: int) -> Iterator[tuple[Subnet, nn.Module, tuple[Tensor, ...]]]:
-        """The last subnet and some random ones, each as a plain module with its inputs."""
-        rng = generator("expected", self.space.id)
-        chosen = [self.space.last(), *(self.space.sample(rng) for _ in range(count))] if self.space.choices else []
-        for subnet in chosen or [self.space.subnet()]:
-            side = [name for layer in self.chain.route(subnet) for name in layer.side]
-            names = dict.fromkeys((*(self.chain.inputs or tuple(self.batch)[:1]), *side))
-            plain = extract(self.chain, subnet, self.batch)
-            yield subnet, plain, tuple(self.batch[name] for name in names)
-
-    def _check(self, tables: Sequence[Table]) -> None:
-        """Raises SearchError where whole subnets cost something else."""
-        for subnet, plain, inputs in self._samples(CHECKS):
-            cost = parameters(plain) if self.metric == "parameters" else flops(plain, inputs)
-            total = self.total(tables, subnet)
-            if total != cost:
-                raise SearchError(
-                    f"the {self.metric} of '{subnet}' are {cost:,} and not the {total:,.0f} of its parts: a layer does "
-                    "what follows neither from the choices that its modules declare in `reads` nor from the shapes of "
-                    "their inputs"
-                )
-
-    def scale(self, tables: Sequence[Table]) -> float:
-        """What whole subnets take, over the sum of their parts."""
-        subnets, rows, inputs = zip(*self._samples(4), strict=True)
-        times = latencies(rows, inputs[0], self.repeats)
-        sums = [self.total(tables, subnet) for subnet in subnets]
-        return statistics.median(time / part for time, part in zip(times, sums, strict=True)) if all(sums) else 1.0
-
-    def total(self, tables: Sequence[Table], subnet: Subnet) -> float:
-        """The sum of the tables for one subnet."""
-        options = {name: choice_options(self.space, name) for table in tables for name in table.names}
-        place = {n: own.index(subnet.values[n]) if n in subnet.values else 0 for n, own in options.items()}
-        return float(sum(table.values[tuple(place[name] for name in table.names)] for table in tables))
 
 
 class _Declared(dict[str, Value]):
@@ -375,23 +284,16 @@ class _Declared(dict[str, Value]):
             raise SearchError(f"{self._owner} asks the pick for '{name}', which its `reads` do not name: add it there")
         return super().__contains__(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+    def __getitem__(self, name: str) -> Value:
+        if name not in self:
+            raise KeyError(name)
+        return super().__getitem__(name)
 
-    def __missing__(self, name: str) -> Value:
-        assert name not in self
-        raise KeyError(name)
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().__getitem__(name) if name in self else default
 
     def keys(self) -> Any:
         return KeysView(self)
-
-
-class _Open(Exception):
-    """Says that composites cannot be traced by themselves."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.modules = set(modules)
 
 
 class _Root(nn.Module):
@@ -403,51 +305,57 @@ class _Root(nn.Module):
 
 
 class _LevelTracer(Tracer):
-    """Traces composites that are open, and stops at all others."""
-
-    def __init__(self, subnet: Subnet, inputs: int, side: Sequence[str], opened: set[nn.Module]) -> None:
-        super().__init__(subnet, inputs, side)
-        self._opened = opened
+    """Traces one composite, and stops at those inside it."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return (isinstance(m, Module) and m not in self._opened) or super().is_leaf_module(m, module_qualified_name)
+        inside = isinstance(m, Module) and m is not self.root.held
+        return inside or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         plain = all(isinstance(value, fx.Proxy) or value is self._subnet for value in (*args, *kwargs.values()))
         if isinstance(m, Module) and not isinstance(m, Leaf) and not plain:
-            self._opened = self._opened | {m}  # it takes more than tensors and the pick
+            raise TypeError(f"{type(m).__name__} takes more than tensors and the pick")
         return super().call_module(m, forward, args, kwargs)
 
 
 class _Call(nn.Module):
-    """A function as a module, to be timed; the arguments tell on which device."""
+    """What a node of a graph does, with a plain module in the place of an elastic one."""
 
-    def __init__(self, run: Callable[[], Any]) -> None:
+    def __init__(self, node: fx.Node, module: nn.Module | None) -> None:
         super().__init__()
-        self._run = run
+        self._node, self.module, self.is_output = node, module, node.op == "output"
 
-    def forward(self, *args: Any) -> Any:
-        return self._run()
+    def forward(self, *inputs: Any) -> Any:
+        node, known = self._node, dict(zip(self._node.all_input_nodes, inputs, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+        if self.is_output:
+            return args[0]
+        if self.module is not None:
+            return self.module(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
 
 
-def _copied(chain: Chain, place: torch.device, real: bool) -> Chain:
+def _copied(chain: Chain, device: torch.device) -> Chain:
     """The chain with its weights on the device; on the meta device none takes memory."""
     memo: dict[int, Any] = {id(chain.space): chain.space}
+    real = device.type != "meta"
     for tensor in (*chain.parameters(), *chain.buffers()):
         if not (real and tensor.is_meta):
-            moved = tensor.detach().to(place)
+            moved = tensor.detach().to(device)
             kept = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(moved, requires_grad=tensor.requires_grad) if kept else moved
     made = copy.deepcopy(chain, memo)
     for name in made.layers:
         module = made.module(name)
-        if isinstance(module, LazyLayer) or (
-            real and any(t.is_meta for t in (*module.parameters(), *module.buffers()))
-        ):
+        bare = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        if isinstance(module, LazyLayer) or (real and bare):
             where, _, label = name.rpartition(".")
-            built = build_layer(module, name, 0, torch.device("cpu")).to(place)
+            built = build_layer(module, name, 0, torch.device("cpu")).to(device)
             made.get_submodule(where).add_module(label, built)
     return made.eval()
 
@@ -455,6 +363,13 @@ def _copied(chain: Chain, place: torch.device, real: bool) -> Chain:
 def _read_within(module: nn.Module) -> set[str]:
     """The choices that a module reads, or a module inside it."""
     return {name for part in module.modules() if isinstance(part, Module) for name in part.reads}
+
+
+def _has_twins(module: nn.Module) -> bool:
+    """Whether a module or a parameter is in two places."""
+    modules = [part for _, part in module.named_modules(remove_duplicate=False)]
+    weights = [weight for _, weight in module.named_parameters(remove_duplicate=False)]
+    return len(modules) > len(set(modules)) or len(weights) > len(set(weights))
 
 
 def _variant(variants: Mapping[Key, Any], names: Sequence[str], values: Values) -> Any:
@@ -483,17 +398,3 @@ def _call_of(node: fx.Node) -> Any:
     places = {one: at for at, one in enumerate(node.all_input_nodes)}
     args = fx.node.map_arg((node.args, node.kwargs), lambda one: slice(places[one], "input"))
     return node.op, node.target if node.op != "call_module" else None, repr(args)
-
-
-def _run(node: fx.Node, module: nn.Module | None, values: Sequence[Any]) -> Any:
-    """What the node returns with these values of its inputs."""
-    known = dict(zip(node.all_input_nodes, values, strict=True))
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-    if node.op == "output":
-        return args[0]
-    if module is not None:
-        return module(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
