@@ -66,7 +66,7 @@ def from_transformers(
         )
     if kv_heads is not None and convert is not llama:
         raise SupernetError(f"{type(model).__name__} has as many keys and values as heads: leave kv_heads out")
-    wanted = Wanted(space, depth, width, heads, kv_heads, hidden, config._attn_implementation == "eager")
+    wanted = ElasticSizes(space, depth, width, heads, kv_heads, hidden, config._attn_implementation == "eager")
     try:
         chain = convert(model, wanted)
     except AttributeError as problem:
@@ -79,7 +79,7 @@ def from_transformers(
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ElasticSizes:
     """What may vary, as the caller has it."""
 
     space: Space
@@ -177,7 +177,7 @@ class JoinedAttention(Attention):
         return q, k, v
 
 
-def gpt2(model: Any, wanted: Wanted) -> Chain:
+def gpt2(model: Any, wanted: ElasticSizes) -> Chain:
     """The chain of a GPT2LMHeadModel; the head's weight, which the model shares with its embedding, is its own."""
     config, body, space = model.config, model.transformer, wanted.space
     if config.add_cross_attention or (wanted.eager and config.reorder_and_upcast_attn):
@@ -225,7 +225,7 @@ def gpt2(model: Any, wanted: Wanted) -> Chain:
 # Llama of transformers, made elastic.
 
 
-def llama(model: Any, wanted: Wanted) -> Chain:
+def llama(model: Any, wanted: ElasticSizes) -> Chain:
     """The chain of a LlamaForCausalLM; every layer has its own copy of the rotary frequencies."""
     config, body, space = model.config, model.model, wanted.space
     turn = body.rotary_emb
@@ -287,7 +287,7 @@ def llama(model: Any, wanted: Wanted) -> Chain:
 # ViT of transformers, made elastic.
 
 
-def vit(model: Any, wanted: Wanted) -> Chain:
+def vit(model: Any, wanted: ElasticSizes) -> Chain:
     """The chain of a ViTForImageClassification."""
     config, body, space = model.config, model.vit, wanted.space
     if not isinstance(model.classifier, nn.Linear):
