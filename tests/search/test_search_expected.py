@@ -701,7 +701,7 @@ def random_chains(draw: st.DrawFn) -> tuple[Chain, Batch]:
     return Chain(*blocks), {"x": torch.ones(2, 2)}
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(random_chains(), st.integers(0, 1000))
 def test_any_chain_is_the_sum_of_its_tables(made: tuple[Chain, Batch], seed: int) -> None:
     chain, batch = made

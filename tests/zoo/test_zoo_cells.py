@@ -86,7 +86,7 @@ def test_random_subnets_keep_the_law(kind: str) -> None:
     make, shape = SMALL[kind]
     chain = initialise(make(), 1)
     rng = generator("law", kind)
-    for _ in range(2):
+    for _ in range(1 if "," in kind else 2):  # of variants one will do
         check_law(chain, chain.space.sample(rng), draw(*shape), own_classes=(ReductionCell, Residual))
 
 
