@@ -346,7 +346,7 @@ def row(name: str, make: Callable[[], Case]) -> dict[str, Any]:
     except PlanError as problem:
         return {"model": name, "error": str(problem), "seconds": round(time.perf_counter() - start, 2)}
     graph = captured.graph
-    calls = {node.name for node in captured.nodes.nodes if node.op == "call_function"}
+    calls = {node.name for node in captured.program.graph.nodes if node.op == "call_function"}
     return {
         "model": name,
         "nodes": len(graph),
@@ -357,7 +357,7 @@ def row(name: str, make: Callable[[], Case]) -> dict[str, Any]:
             sum(any(dim.parts > 1 for dim in entry.dims) for entry in graph.operators) / len(graph), 4
         ),
         "seconds": round(captured.seconds, 2),
-        "way": captured.way,
+        "way": captured.method,
         "notes": list(graph.notes),
     }
 

@@ -84,7 +84,7 @@ class Log:
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.validation = float("nan")
-        self.drifts: dict[str, dict[str, int]] = {}
+        self.version_lags: dict[str, dict[str, int]] = {}
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         if event["event"] == "step":
@@ -92,11 +92,11 @@ class Log:
         elif event["event"] == "validation":
             self.validation = event["scores"]["loss"]
         elif event["event"] == "finished":
-            self.drifts = event["drift"]
+            self.version_lags = event["drift"]
 
     def drift(self, backwards: int) -> float:
         """By how many updates backwards were ahead of their forwards, on the mean over all of them."""
-        ahead = sum(int(drift) * count for layer in self.drifts.values() for drift, count in layer.items())
+        ahead = sum(int(drift) * count for layer in self.version_lags.values() for drift, count in layer.items())
         return ahead / backwards
 
 

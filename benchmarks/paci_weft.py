@@ -13,6 +13,7 @@ import torch.distributed as dist
 from paci_task import Meter, Steps, Task
 from torch import Tensor
 
+from weft.data import MicroBatches
 from weft.distributed.heartbeat import Heartbeat
 from weft.distributed.rank_loop import Runtime
 from weft.distributed.transport import Transport
@@ -22,7 +23,6 @@ from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.stage import Stage
 from weft.pipeline.worker import OpResult, Worker
 from weft.space import Fixed
-from weft.trainer.batches import MicroBatches
 
 CPU = torch.device("cpu")
 
@@ -86,7 +86,7 @@ class WeftPeer:
 
     def figures(self) -> dict[str, Any]:
         assert self.stage is not None
-        drifts = sum((w.drifts for w in self.stage.weights.values()), Counter[int]())
+        drifts = sum((w.version_lags for w in self.stage.weights.values()), Counter[int]())
         return {"peak": self.peak, "deciding": self.deciding, "drifts": dict(drifts), "one_copy": self.stage.one_copy}
 
     def close(self) -> None:

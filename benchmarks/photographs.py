@@ -35,7 +35,7 @@ def photograph(name: str) -> Tensor:
             pixels = data.stereo_motorcycle()[0] if name == "motorcycle" else getattr(data, name)()
     except ImportError as error:
         raise DataError(
-            f"photograph '{name}' comes with scikit-image and scikit-learn: pip install weft[demo,images] scikit-image"
+            f"photograph '{name}' needs scikit-image and scikit-learn: pip install -e '.[demo,images]' scikit-image"
         ) from error
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))).float() / 255.0
 

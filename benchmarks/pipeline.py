@@ -40,6 +40,7 @@ from machine import write
 from torch import Tensor, nn
 
 import weft
+from weft.data import MicroBatches
 from weft.distributed.env import read_env
 from weft.distributed.heartbeat import Heartbeat
 from weft.distributed.launcher import launch
@@ -61,7 +62,6 @@ from weft.pipeline.worker import Worker
 from weft.pipeline.workload import Workload, chain_workload
 from weft.space import Fixed, make_stream
 from weft.supernet.partition import best_cut
-from weft.trainer.batches import MicroBatches
 
 CPU = torch.device("cpu")
 STREAM = "spaced:2"
@@ -156,7 +156,7 @@ class Bench:
                 sequential.step(step, batch)
 
         seconds = self.timed(train if both or self.rank == 0 else lambda: None)
-        return seconds, {name: layer_digest(w, sequential.updater) for name, w in sequential.weights.items()}
+        return seconds, {name: layer_digest(w, sequential.optimizer) for name, w in sequential.weights.items()}
 
     def staged(self, kind: str) -> tuple[float, Runtime, dict[str, str]]:
         gated, fixed, free = kind == "flush", kind in ("ours", "tight"), kind in ("iid", "split")
@@ -174,7 +174,7 @@ class Bench:
         worker = Worker(stage, rule, 0, steps * m, batches, runtime.send)
         seconds = self.timed(lambda: runtime.drive(worker, lambda done: None))
         worker.finish()
-        return seconds, runtime, {name: layer_digest(w, stage.updater) for name, w in stage.weights.items()}
+        return seconds, runtime, {name: layer_digest(w, stage.optimizer) for name, w in stage.weights.items()}
 
     def torchs(self) -> float:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B

@@ -127,7 +127,7 @@ def from_model(case: Case) -> Problem:
     from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
     from weft.hardware.machine import machine
-    from weft.plan.capture.captured import capture
+    from weft.plan.capture import capture
     from weft.plan.costs import TrainingSpec, tables
     from weft.plan.sharding import Mesh
 

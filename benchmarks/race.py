@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import weft
-from weft.data import Loader, digits
+from weft.data import Loader, MicroBatches, digits
 from weft.distributed.env import read_env
 from weft.distributed.heartbeat import Heartbeat
 from weft.distributed.launcher import launch
@@ -56,7 +56,7 @@ from weft.distributed.remote_call import Call
 from weft.distributed.store import ControlStore, connect
 from weft.distributed.transport import Transport
 from weft.engine.consistency import Exact
-from weft.engine.layer_state import LossDigest, fingerprint, layer_digest, layer_tensors
+from weft.engine.layer_state import fingerprint, layer_digest, layer_tensors
 from weft.engine.losses import cross_entropy
 from weft.engine.optimizer import Optimizer, make_schedule
 from weft.engine.reference import SequentialReference
@@ -66,8 +66,8 @@ from weft.engine.weight_versions import VersionedLayer
 from weft.pipeline.scheduler import LayerDependency, SchedulePolicy
 from weft.pipeline.stage import Stage
 from weft.pipeline.worker import Worker
-from weft.trainer.batches import MicroBatches
 from weft.trainer.evaluate import Calibration
+from weft.trainer.metrics_log import LossDigest
 from weft.zoo import digits_conv
 
 CPU = torch.device("cpu")
@@ -99,9 +99,9 @@ class Careless(Stage):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.weights = {name: Loose(w.layer, w.module, w.clock) for name, w in self.weights.items()}
+        self.weights = {name: Loose(w.layer, w.module, w.schedule) for name, w in self.weights.items()}
 
-    def uses(self, n: int) -> list[LayerDependency]:
+    def dependencies(self, n: int) -> list[LayerDependency]:
         return []
 
     def weigh(self, n: int, counts: bool) -> None:
@@ -146,7 +146,7 @@ class Race:
         losses = [one.step(step, batch).losses[0].item() for step, batch in enumerate(batches)]
         seconds = time.perf_counter() - began
         one.eval_mode()
-        mark = whole({name: layer_digest(w, one.updater) for name, w in one.weights.items()}, losses)
+        mark = whole({name: layer_digest(w, one.optimizer) for name, w in one.weights.items()}, losses)
         self.score(chain, Path(folder, f"{mark}.json"))
         row = {"rate": rate, "kind": "sequential", "seed": seed, "fingerprint": mark}
         return {**row, "loss": statistics.fmean(losses[-LAST:]), "seconds": seconds}
@@ -169,7 +169,7 @@ class Race:
         seconds = time.perf_counter() - began
         worker.finish()
         if keep:
-            weights = [layer_tensors(w, stage.updater) for w in stage.weights.values()]
+            weights = [layer_tensors(w, stage.optimizer) for w in stage.weights.values()]
             plain = {name: t.detach() for own in weights for name, t in own.items() if "#" not in name}
             save_file(plain, f"{keep}-{self.rank}.safetensors")
         self.runs += 1
@@ -226,13 +226,13 @@ def first(report: tuple[int, Tensor]) -> int:
 
 
 def digests(stage: Stage) -> dict[str, str]:
-    return {name: layer_digest(w, stage.updater) for name, w in stage.weights.items()}
+    return {name: layer_digest(w, stage.optimizer) for name, w in stage.weights.items()}
 
 
 def whole(layers: Mapping[str, str], losses: list[float]) -> str:
     chained = LossDigest()
     chained.add(losses)
-    return fingerprint(layers, chained)
+    return fingerprint(layers, chained.value)
 
 
 def work(options: Mapping[str, Any], folder: str) -> None:

@@ -1,5 +1,5 @@
 """What cuDNN's recurrent layers take beside their results, from random ones on a GPU: what the law in
-`weft.memory.recurrent` was read from.
+`weft.memory.cudnn_rnn` was read from.
 
     python benchmarks/recurrent.py --rows FILE.csv.gz [--seconds 60] [--seed 0]
 

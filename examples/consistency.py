@@ -1,9 +1,9 @@
-"""One supernet under four promises about the versions of weights that a step sees.
+"""One supernet under four consistencies: which version of its weights each step sees.
 
 Trains the same supernet on the same stream with every layer exact, delayed, lagged and bounded. Prints the mean loss of
-the last steps and the fingerprint of each. They are different runs with different results, each of them the same
-whenever it is run again; `delayed(0)` is another word for `exact`, and has its fingerprint. The last two make one
-update in four steps, so that they are behind after as many steps:
+the last steps and the fingerprint of each run. The runs have different results, and each gives the same result whenever
+it is repeated; `delayed(0)` means the same as `exact` and has its fingerprint. The last two make one update in four
+steps, and so their losses fall more slowly:
 
     exact           loss 0.1577  fingerprint 64510d25...
     delayed(0)      loss 0.1577  fingerprint 64510d25...
@@ -26,15 +26,15 @@ OPTIONS: dict[str, Any] = {"steps": 300, "batch_size": 32, "optimizer": weft.Opt
 
 def main() -> None:
     data = weft.data.digits()
-    for promise in ("exact", "delayed(0)", "delayed(3)", "lagged(4)", "bounded(4, 3)"):
+    for consistency in ("exact", "delayed(0)", "delayed(3)", "lagged(4)", "bounded(4, 3)"):
         losses: list[float] = []
 
         def note(event: Mapping[str, Any], losses: list[float] = losses) -> None:
             if event["event"] == "step":
                 losses.append(event["loss"])
 
-        run = weft.train(digits_mlp, data, consistency=promise, callbacks=[note], **OPTIONS)
-        print(f"{promise:15} loss {mean(losses[-50:]):.4f}  fingerprint {run.fingerprint}")
+        run = weft.train(digits_mlp, data, consistency=consistency, callbacks=[note], **OPTIONS)
+        print(f"{consistency:15} loss {mean(losses[-50:]):.4f}  fingerprint {run.fingerprint}")
 
 
 if __name__ == "__main__":

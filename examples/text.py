@@ -1,8 +1,8 @@
 """A model of characters whose mixers are searched: at each depth attention, a causal convolution, or nothing.
 
-The tokens enter the embedding, and once more the head as a side input, so that it can hold what is known from the last
-character alone. Learns the text of Python's own help. Prints, in bits a character on validation text, what guessing
-costs and what the best and the smallest subnet cost, and what the best one writes:
+The tokens enter the embedding, and the head as a side input, so that the head can hold what the last character alone
+predicts. The text is Python's own help. The example prints the bits a character on validation text of guessing, of the
+smallest subnet and of the best one, and what the best one writes:
 
     guessing         6.69 bits
     smallest         4.11 bits  skip skip skip
@@ -83,8 +83,8 @@ def main() -> None:
     characters = data.info["size"]
     assert data.validation is not None
     few = weft.Data("text", data.train, weft.data.Subset(data.validation, range(100)), info=data.info)
-    optimizer = weft.Optimizer("adamw", lr=4e-3)
-    run = weft.train(lambda: build(characters), few, steps=400, batch_size=8, optimizer=optimizer, warmup=20, seed=0)
+    optimizer = weft.Optimizer("adamw", lr=4e-3, warmup_steps=20)
+    run = weft.train(lambda: build(characters), few, steps=400, batch_size=8, optimizer=optimizer, seed=0)
     front = weft.search(run, minimize=["loss", "flops"], budget=27)
     print(f"guessing         {math.log2(characters):.2f} bits")
     for name, member in (("smallest", front.best(maximize="loss")), ("best", front.best())):

@@ -17,7 +17,7 @@ settings.load_profile("weft")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Files of which a single test takes long: first, so that no worker is at one of them when the others have ended.
-FIRST = ("test_readme.py", "test_demo.py", "test_zoo_transformers.py", "test_docs_pages.py", "test_tune_split.py")
+FIRST = ("test_docs_site.py", "test_demo.py", "test_zoo_transformers.py", "test_docs_pages.py", "test_tune_split.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,20 +22,21 @@ from typing import Any
 
 import pytest
 import torch
-from elastics import layered
 from rich.console import Console
+from small_supernets import layered
 from torch import nn
 
 import weft
 from weft import zoo
 from weft.cli import main
 from weft.cli.progress import Bar
-from weft.config import Config, locate, make_config
+from weft.config import Config, make_config
 from weft.errors import SearchError
 from weft.runs import Run
 from weft.search.cost import parameters
 from weft.search.gradient import GRADIENT_METHODS, GradientSearchResult
 from weft.search.gradient.methods import GDAS
+from weft.utils.imports import import_object
 from weft.zoo.catalog import catalogue, summary
 
 SAMPLED = ("spos", "fairnas", "sandwich")
@@ -210,7 +211,7 @@ def test_python_finds_what_the_command_line_finds(searched: tuple[Path, dict[str
     with inside(folder):
         torch.set_num_threads(1)
         found = weft.search_gradient(
-            locate("grad_net:build", folder),
+            import_object("grad_net:build", folder),
             weft.data.digits(),
             method="drnas",
             steps=24,

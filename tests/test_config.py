@@ -16,20 +16,26 @@ from hypothesis import strategies as st
 from weft import zoo
 from weft.cli import build
 from weft.config import (
-    SGD,
+    RENAMED,
     Config,
     DataSource,
+    ExecutionTable,
     Export,
+    NamedSource,
+    RunTable,
     Search,
-    Source,
     Train,
-    locate,
     make_config,
+    modern,
     read_config,
     to_dict,
 )
+from weft.engine.optimizer import Optimizer
 from weft.errors import ConfigError, RunError, SupernetError, TrainError, WeftError
+from weft.offload.config import OffloadConfig
 from weft.supernet import Chain
+from weft.trainer.config import Execution, TrainConfig
+from weft.utils.imports import import_object
 
 LEAST = {"supernet": "digits-mlp"}
 
@@ -62,7 +68,7 @@ def test_a_file_and_overrides_make_one_config(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text('supernet = "mine:build"\n[train]\nsteps = 7\nseed = 1\n[search]\nmaximize = ["accuracy"]\n')
     config = read_config(path, ["--train.steps=9", "--train.batch-size=8", "--search.minimize=flops", "--run=a"])
-    assert (config.supernet, config.run) == ("mine:build", "a")
+    assert (config.supernet, config.run.name) == ("mine:build", "a")
     assert (config.train.steps, config.train.seed, config.train.batch_size) == (9, 1, 8)
     assert (config.search.maximize, config.search.minimize) == (("accuracy",), "flops")
 
@@ -71,18 +77,24 @@ def test_a_file_and_overrides_make_one_config(tmp_path: Path) -> None:
     ("override", "value"),
     [
         ("--train.steps=12", lambda c: c.train.steps == 12),
-        ("--train.clip=1", lambda c: c.train.clip == 1.0),
-        ("--train.clip=.5", lambda c: c.train.clip == 0.5),
-        ("--train.clip=global:1.0", lambda c: c.train.clip == "global:1.0"),
-        ("--train.cuda_graphs=false", lambda c: c.train.cuda_graphs is False),
-        ('--train.metrics=["accuracy", "m:f"]', lambda c: c.train.metrics == ("accuracy", "m:f")),
+        ("--optimizer.clip=1", lambda c: c.optimizer == {"clip": 1.0}),
+        ("--optimizer.clip=.5", lambda c: c.optimizer == {"clip": 0.5}),
+        ("--optimizer.clip=global:1.0", lambda c: c.optimizer == {"clip": "global:1.0"}),
+        ("--execution.cuda_graphs=false", lambda c: c.execution.cuda_graphs is False),
+        ('--run.metrics=["accuracy", "m:f"]', lambda c: c.run.metrics == ("accuracy", "m:f")),
+        ("--run.metrics=accuracy", lambda c: c.run.metrics == "accuracy"),
+        ("--run.validation=7", lambda c: c.run.validation == 7),
+        ("--run.validation={every=3, random=1}", lambda c: c.run.validation.random == 1),
+        ("--run=a", lambda c: c.run.name == "a"),
+        ("--offload.budget=1GiB", lambda c: c.offload.budget == "1GiB"),
+        ("--offload.budget=1000", lambda c: c.offload.budget == "1000"),
         ("--search.constraints=flops<=5e7", lambda c: c.search.constraints == "flops<=5e7"),
         ("--search.constraints=", lambda c: c.search.constraints == ""),
         ("--optimizer.lr=.1", lambda c: c.optimizer == {"lr": 0.1}),
         ("--optimizer.betas=[0.9, 0.99]", lambda c: c.optimizer == {"betas": [0.9, 0.99]}),
         ("--consistency=lagged(2)", lambda c: c.consistency == "lagged(2)"),
         ("--consistency.my-block.k-3=exact", lambda c: c.consistency == {"my-block.k-3": "exact"}),
-        ("--supernet.options.blocks=3", lambda c: c.supernet == Source("digits-mlp", {"blocks": 3})),
+        ("--supernet.options.blocks=3", lambda c: c.supernet == NamedSource("digits-mlp", {"blocks": 3})),
         ("--data.source=x.npz", lambda c: c.data == DataSource("x.npz")),
         ("--data.path=input.txt", lambda c: c.data == DataSource("x.npy", path="input.txt")),
         ("--data.path=7", lambda c: c.data == DataSource("x.npy", path="7")),
@@ -97,7 +109,7 @@ def test_an_override_sets_the_value_that_it_names(override: str, value: Any) -> 
 @pytest.mark.parametrize("text", ["7", "001", "5e12", "12e34567", "true", "1.5", "2026-01-01", "inf", "-3"])
 def test_where_text_is_wanted_a_number_stays_text(text: str) -> None:
     config = make_config(LEAST, [f"--run={text}", f"--export.subnet={text}", f"--train.augment={text}"])
-    assert (config.run, config.export.subnet, config.train.augment) == (text, text, text)
+    assert (config.run.name, config.export.subnet, config.train.augment) == (text, text, text)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +124,13 @@ def test_where_text_is_wanted_a_number_stays_text(text: str) -> None:
         (["--search.zzz=3"], "unknown key 'search.zzz'; known: maximize, minimize, constraints"),
         (["--train.steps=x"], "'train.steps' must be int, not str"),
         (["--train.steps=2.5"], "'train.steps' must be int, not float"),
-        (["--train.clip=true"], "'train.clip' must be float or str or nothing, not bool: a number is the largest norm"),
-        (["--train.cuda_graphs=1"], "'train.cuda_graphs' must be bool, not int"),
+        (["--execution.cuda_graphs=1"], "'execution.cuda_graphs' must be bool, not int"),
         (["--train=3"], "'train' must be table, not int"),
-        (["--train.metrics=[1]"], "'train.metrics[0]' must be str, not int"),
+        (["--run.metrics=[1]"], "'run.metrics[0]' must be str, not int"),
         (["--search.maximize={a=1}"], "must be str or list, not table"),
         (["--export.limits.flops=many"], "must be float, not str"),
-        (["--run.name=x"], "'run' must be str"),
+        (["--run.name.x=1"], "'run.name' must be str or nothing, not table"),
+        (["--offload.budget=[]"], "'offload.budget' must be int or str or nothing, not list"),
         (["--consistency=exact", "--consistency.stem=exact"], "'consistency' is a value, not a table"),
         (["--train.steps=1", "--train.steps.x=1"], "'steps' is a value, not a table"),
         (["train.steps=1"], "cannot read 'train.steps=1': an override is written --a.b=c"),
@@ -128,32 +140,75 @@ def test_a_key_or_type_that_is_wrong_is_refused_in_these_words(overrides: list[s
     assert words in refusal(LEAST, *overrides)
 
 
+@pytest.mark.parametrize(("before", "now"), sorted(RENAMED.items()))
+def test_a_key_of_an_older_weft_is_refused_with_its_new_name(before: str, now: str) -> None:
+    assert refusal(LEAST, f"--{before}=1") == f"the key '{before}' has another name now: '{now}'"
+
+
+def test_the_configuration_in_an_old_manifest_is_read_under_todays_keys() -> None:
+    train = dict.fromkeys(
+        ("augment", "channels_last", "clip", "cut", "init", "placement", "ranks", "rescale", "teacher")
+    )
+    train |= {"batch_size": 64, "flow": False, "keep": 2, "metrics": ["accuracy"], "nonfinite": "skip", "restarts": 1}
+    train |= {"prefer": "alternate", "schedule": "linear", "split_backward": "defer", "steps": 20, "stages": 2}
+    train |= {"threads": 1, "trace": True, "validate": 200, "warmup": 3, "window": None, "workers": 0, "device": "cpu"}
+    offload = {"ahead": 16, "budget": "1GiB", "disk": None, "host": None}
+    old = {"supernet": "digits-mlp", "run": "spirals", "runs": "kept", "train": train, "residency": offload}
+    config = make_config(modern({**old, "optimizer": {"kind": "adamw", "lr": 0.01}}))
+    assert to_dict(config) == to_dict(
+        make_config(
+            {
+                "supernet": "digits-mlp",
+                "train": {"batch_size": 64, "on_nonfinite": "skip", "steps": 20},
+                "optimizer": {"kind": "adamw", "lr": 0.01, "schedule": "linear", "warmup_steps": 3},
+                "offload": {"budget": "1GiB", "prefetch": 16},
+                "run": {
+                    "name": "spirals",
+                    "folder": "kept",
+                    "keep_checkpoints": 2,
+                    "metrics": ["accuracy"],
+                    "validation": 200,
+                },
+                "execution": {
+                    "max_restarts": 1,
+                    "pipeline_schedule": "naspipe",
+                    "split_backward": True,
+                    "stages": 2,
+                    "threads": 1,
+                    "trace": True,
+                },
+            }
+        )
+    )
+
+
 def test_of_two_overrides_the_later_one_counts() -> None:
     assert make_config(LEAST, ["--train.steps=1", "--train.steps=2"]).train.steps == 2
 
 
 @given(
-    table=st.sampled_from(["train", "search", "export"]),
+    table=st.sampled_from(["train", "execution", "run", "search", "export"]),
     key=st.text(st.sampled_from("abcdefghij_"), min_size=1, max_size=12),
 )
 def test_every_key_is_either_known_or_refused_with_its_name(table: str, key: str) -> None:
-    known: Any = {"train": Train, "search": Search, "export": Export}[table]
-    if key in {field.name for field in msgspec.structs.fields(known)}:
+    tables = {"train": Train, "execution": ExecutionTable, "run": RunTable, "search": Search, "export": Export}
+    known: Any = tables[table]
+    if key in {field.name for field in msgspec.structs.fields(known)} or f"{table}.{key}" in RENAMED:
         return
     assert refusal({**LEAST, table: {key: 1}}).startswith(f"unknown key '{table}.{key}'; ")
 
 
 @given(
     steps=st.integers(1, 10**6),
-    clip=st.none() | st.floats(0.01, 100),
+    validation=st.none() | st.integers(1, 9) | st.fixed_dictionaries({"every": st.integers(1, 9)}),
     names=st.lists(st.sampled_from(["accuracy", "m:f", "flops"]), max_size=3),
     options=st.dictionaries(st.sampled_from(["lr", "momentum"]), st.floats(0, 1)),
 )
 def test_a_config_reads_back_what_it_wrote(
-    steps: int, clip: float | None, names: list[str], options: dict[str, float]
+    steps: int, validation: Any, names: list[str], options: dict[str, float]
 ) -> None:
-    train = {"steps": steps, "clip": clip, "metrics": names}
-    config = make_config({**LEAST, "train": train, "optimizer": options, "search": {"maximize": names}})
+    tables = {"train": {"steps": steps}, "run": {"validation": validation, "metrics": names}}
+    config = make_config({**LEAST, **tables, "optimizer": options, "search": {"maximize": names}})
     assert make_config(to_dict(config)) == config
 
 
@@ -187,10 +242,10 @@ def test_code_is_found_in_the_folder_of_the_config(tmp_path: Path) -> None:
     (tmp_path / "cfg_package").mkdir()
     (tmp_path / "cfg_package" / "__init__.py").write_text("")
     (tmp_path / "cfg_package" / "inner.py").write_text("value = 4\n")
-    assert locate("cfg_found:value", tmp_path) == 3
-    assert locate("cfg_found:A.b", tmp_path) == 5
-    assert locate("cfg_package.inner:value", tmp_path) == 4
-    assert locate("weft.zoo:digits_conv", tmp_path) is zoo.digits_conv
+    assert import_object("cfg_found:value", tmp_path) == 3
+    assert import_object("cfg_found:A.b", tmp_path) == 5
+    assert import_object("cfg_package.inner:value", tmp_path) == 4
+    assert import_object("weft.zoo:digits_conv", tmp_path) is zoo.digits_conv
 
 
 @pytest.mark.parametrize(
@@ -223,7 +278,7 @@ def test_code_that_cannot_be_had_is_told_with_its_name(tmp_path: Path, spec: str
     }.items():
         (tmp_path / f"{name}.py").write_text(text)
     with pytest.raises(ConfigError) as caught:
-        locate(spec, tmp_path)
+        import_object(spec, tmp_path)
     assert words in str(caught.value)
     assert spec in str(caught.value)
 
@@ -301,10 +356,10 @@ def test_a_supernet_comes_from_the_zoo_or_from_ones_own_code(own: Path) -> None:
         (["--data=cfg_own:number"], WeftError, "cannot make data of int"),
         (["--train.loss=cross_entrpy"], ConfigError, "did you mean 'cross_entropy'"),
         (["--train.loss=cfg_own:number"], ConfigError, "train.loss: 'cfg_own:number' is int, which cannot be called"),
-        (["--train.metrics=acuracy"], ConfigError, "train.metrics: 'acuracy'"),
+        (["--run.metrics=acuracy"], ConfigError, "run.metrics: 'acuracy'"),
         (["--train.augment=cfg_own:Fails"], ConfigError, "'cfg_own:Fails' cannot be made: ValueError: no luck"),
-        (["--train.schedule=cfg_own:number"], ConfigError, "train.schedule"),
-        (["--train.device=gpu"], ConfigError, "train.device = 'gpu' is no device"),
+        (["--optimizer.schedule=cfg_own:number"], ConfigError, "optimizer.schedule"),
+        (["--execution.device=gpu"], TrainError, "device='gpu' is no device"),
         (["--optimizer.kind=sdg"], TrainError, "unknown optimizer 'sdg'; did you mean 'sgd'?"),
         (["--optimizer.learning_rate=1"], TrainError, "SGD has no option 'learning_rate'"),
         (["--optimizer.kind=3"], ConfigError, "optimizer.kind must be text, not int"),
@@ -319,7 +374,7 @@ def test_what_a_config_names_and_does_not_exist_is_refused(
         config = make_config(LEAST, overrides)
         build.supernet_of(config, own)
         build.data_of(config, own)
-        build.train_arguments(config, own)
+        build.train_parts(config, own)
 
     with pytest.raises(error) as caught:
         assemble()
@@ -327,31 +382,50 @@ def test_what_a_config_names_and_does_not_exist_is_refused(
 
 
 def test_every_function_of_a_run_can_be_ones_own(own: Path) -> None:
-    names = ("loss", "schedule")
-    overrides = [f"--train.{name}=cfg_own:{name}" for name in names]
-    overrides += ["--train.metrics=cfg_own:metric", "--train.augment=cfg_own:Augment"]
-    config = make_config(LEAST, overrides)
-    arguments = build.train_arguments(config, own)
+    overrides = ["--train.loss=cfg_own:loss", "--train.augment=cfg_own:Augment", "--run.metrics=cfg_own:metric"]
+    config, _, run = build.train_parts(make_config(LEAST, [*overrides, "--optimizer.schedule=cfg_own:schedule"]), own)
     module = sys.modules["cfg_own"]
-    assert all(arguments[name] is getattr(module, name) for name in names)
-    assert arguments["metrics"] == {"metric": module.metric}
-    assert isinstance(arguments["augment"], module.Augment)
-    made = build.train_arguments(make_config(LEAST, ["--train.loss=cfg_own:taught"]), own)["loss"]
+    assert (config.loss, config.optimizer.schedule) == (module.loss, module.schedule)
+    assert run.metrics == {"metric": module.metric}
+    assert isinstance(config.augment, module.Augment)
+    made = build.train_parts(make_config(LEAST, ["--train.loss=cfg_own:taught"]), own)[0].loss
     assert type(made).__name__ == "Distillation"
 
 
-def test_an_optimizer_without_a_kind_changes_single_values_of_the_usual_one(own: Path) -> None:
-    def optimizer(*overrides: str) -> Any:
-        return build.train_arguments(make_config(LEAST, overrides), own)["optimizer"]
+def optimizer(folder: Path, *overrides: str) -> Optimizer:
+    made = build.train_parts(make_config(LEAST, [f"--optimizer.{override}" for override in overrides]), folder)
+    assert isinstance(made[0].optimizer, Optimizer)
+    return made[0].optimizer
 
-    usual = {name: value for name, value in SGD.items() if name != "kind"}
-    assert optimizer().options == usual
-    assert optimizer("--optimizer.lr=0.5").options == {**usual, "lr": 0.5}
-    assert optimizer("--optimizer.kind=adamw", "--optimizer.lr=0.5").options == {"lr": 0.5}
-    mine = optimizer("--optimizer.kind=cfg_own:Lion", "--optimizer.groups=cfg_own:groups")
-    assert (mine.kind, mine.groups) == (sys.modules["cfg_own"].Lion, sys.modules["cfg_own"].groups)
-    mixed = optimizer("--optimizer.kind=muon", "--optimizer.others.kind=sgd", "--optimizer.others.lr=0.1")
-    assert (mixed.others.kind, mixed.others.options) == ("sgd", {"lr": 0.1})
+
+def test_an_optimizer_in_a_config_is_that_of_python(own: Path) -> None:
+    usual = Optimizer().options
+    assert optimizer(own).options == usual
+    assert optimizer(own, "lr=0.5").options == {**usual, "lr": 0.5}
+    assert optimizer(own, "kind=adamw", "lr=0.5").options == {"lr": 0.5}
+    recipe = optimizer(own, "schedule=cosine:0.1", "kind=adamw", "groups=matrices", "warmup_steps=3", "clip=global:2")
+    assert (recipe.schedule, recipe.warmup_steps, str(recipe.clip)) == ("cosine:0.1", 3, "global:2")
+    assert recipe.describe()["groups"] == "matrices"
+    assert optimizer(own, "kind=cfg_own:Lion").describe()["kind"].endswith("Lion")
+    assert callable(optimizer(own, "groups=cfg_own:groups").groups)
+    with pytest.raises(TrainError, match="did you mean 'matrices'"):
+        optimizer(own, "groups=matrixes")
+
+
+def test_every_field_of_a_training_can_be_set_in_a_file(own: Path) -> None:
+    values = {"train": {"steps": 7, "batch_size": 6, "microbatches": 3, "precision": "bf16", "on_nonfinite": "skip"}}
+    values |= {"execution": {"stages": 2, "cut": [3], "max_in_flight": 4, "split_backward": True, "max_restarts": 0}}
+    values |= {"run": {"name": "x", "folder": "y", "checkpoint_every": 3, "keep_checkpoints": 2}}
+    values |= {"offload": {"budget": "2MiB"}}
+    parts = build.train_parts(make_config({**LEAST, **values}), own)
+    for part, table in zip(parts, ("train", "execution", "run"), strict=True):
+        assert {name: getattr(part, name) for name in values[table]} == {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values[table].items()
+        }
+    assert isinstance(parts[1].offload, OffloadConfig)
+    nothing = build.train_parts(make_config(LEAST), own)
+    assert nothing[0] == TrainConfig(consistency=None)
+    assert nothing[1] == Execution()
 
 
 def test_data_files_are_found_from_the_folder_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,24 +507,15 @@ def test_a_supernet_with_a_vocabulary_gets_the_size_of_the_datas_unless_it_is_gi
         net("cfg_text:build", "digits")
 
 
-def test_a_recipe_can_be_named_in_a_config(own: Path) -> None:
-    overrides = ["--train.schedule=cosine:0.1", "--optimizer.kind=adamw", "--optimizer.groups=matrices"]
-    arguments = build.train_arguments(make_config(LEAST, overrides), own)
-    assert arguments["schedule"] == "cosine:0.1"
-    assert arguments["optimizer"].describe()["groups"] == "matrices"
-    with pytest.raises(TrainError, match="did you mean 'matrices'"):
-        build.train_arguments(make_config(LEAST, ["--optimizer.groups=matrixes"]), own)
-
-
 def test_the_number_of_threads_is_the_configs(own: Path) -> None:
-    build.set_threads(make_config(LEAST, ["--train.threads=1"]))
+    build.set_threads(make_config(LEAST, ["--execution.threads=1"]))
     assert torch.get_num_threads() == 1
-    with pytest.raises(ConfigError, match=r"train\.threads = 0"):
-        build.set_threads(make_config(LEAST, ["--train.threads=0"]))
+    with pytest.raises(TrainError, match=r"threads=0: a whole number, 1 or more"):
+        build.set_threads(make_config(LEAST, ["--execution.threads=0"]))
 
 
 def test_a_run_that_is_not_there_is_told_with_the_nearest_name(tmp_path: Path) -> None:
     (tmp_path / "spirals").mkdir()
     (tmp_path / "spirals" / "manifest.json").write_text("{}")
     with pytest.raises(RunError, match=r"train it first \(weft train\); did you mean 'spirals'\?"):
-        build.open_trained(make_config(LEAST, ["--run=spirls", f"--runs={tmp_path}"]), tmp_path)
+        build.open_trained(make_config(LEAST, ["--run=spirls", f"--run.folder={tmp_path}"]), tmp_path)

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from weft import zoo
-from weft.cli.train import activations, describe, kept_bytes, on_meta, state_ratio
+from weft.cli.train import activations, describe, kept_bytes, state_ratio
 from weft.data import Data, Tensors, as_data
 from weft.engine.losses import mean_squared_error
 from weft.engine.optimizer import Optimizer
 from weft.errors import DataError, SupernetError, WeftError
-from weft.runs import Run
 from weft.space import Space
-from weft.supernet import Chain, Choice, Shared, initialise
-from weft.trainer.config import make_settings
-from weft.trainer.trainer import Trainer
-from weft.utils.units import format_bytes
+from weft.supernet import Chain, Choice, Shared, build_on_meta, initialise
+from weft.trainer.config import Execution, TrainConfig, resolve
+from weft.trainer.device_engine import DeviceEngine
 
 CHOICES: dict[str, Callable[[], nn.Module]] = {"big": partial(nn.Linear, 4, 4), "none": nn.Identity}
 
@@ -42,8 +39,11 @@ def data(samples: int = 32) -> Data:
 
 
 def told(net: Any = build, source: Data | None = None, **options: Any) -> dict[str, Any]:
-    arguments = {"steps": 10, "batch_size": 8, "stream": "iid", "loss": mean_squared_error, **options}
-    return describe(net, source or data(), arguments, Path("runs/name"))
+    return describe(net, source or data(), train_config(**options), "cpu", Path("runs/name"))
+
+
+def train_config(**options: Any) -> TrainConfig:
+    return TrainConfig(**{"steps": 10, "batch_size": 8, "stream": "iid", "loss": mean_squared_error, **options})
 
 
 def test_a_small_run_is_told_as_counted_by_hand() -> None:
@@ -75,7 +75,7 @@ def test_a_small_run_is_told_as_counted_by_hand() -> None:
 
 @pytest.mark.parametrize("make", [zoo.digits_conv, zoo.digits_mlp, zoo.nas_bench_macro])
 def test_parameters_without_data_are_those_of_the_real_supernet(make: Callable[[], Chain]) -> None:
-    flat, real = on_meta(make), initialise(make)
+    flat, real = build_on_meta(make), initialise(make)
     assert all(tensor.is_meta for tensor in flat.state_dict().values())
     assert {name: tensor.shape for name, tensor in flat.state_dict().items()} == {
         name: tensor.shape for name, tensor in real.state_dict().items()
@@ -87,19 +87,16 @@ def test_parameters_without_data_are_those_of_the_real_supernet(make: Callable[[
 @pytest.mark.parametrize("m", [1, 2, 4])
 def test_activations_without_data_are_those_of_a_real_forward(m: int) -> None:
     real = initialise(zoo.digits_conv)
-    options = make_settings(real, steps=1, batch_size=8, microbatches=m)
+    step = resolve(TrainConfig(steps=1, batch_size=8, microbatches=m), real)
     batch = {"image": torch.rand(8, 1, 8, 8), "label": torch.arange(8)}
     flat = {name: tensor.to("meta") for name, tensor in batch.items()}
-    seen = activations(on_meta(zoo.digits_conv), real.largest(), flat, options)
+    seen = activations(build_on_meta(zoo.digits_conv), real.largest(), flat, step)
     assert isinstance(seen, int)
     assert seen > 0
-    there = activations(real, real.largest(), batch, options)
-    assert isinstance(there, int)
-    assert there == seen
+    assert activations(real, real.largest(), batch, step) == seen
     if m == 1:
-        halves = activations(
-            on_meta(zoo.digits_conv), real.largest(), flat, make_settings(real, steps=1, batch_size=8, microbatches=2)
-        )
+        half = replace(step, microbatches=2)
+        halves = activations(build_on_meta(zoo.digits_conv), real.largest(), flat, half)
         assert isinstance(halves, int)
         assert abs(halves * 2 - seen) < seen / 20
 
@@ -120,22 +117,23 @@ def test_the_state_of_an_optimizer_is_seen_by_using_it(optimizer: Optimizer, rat
 
 @pytest.mark.parametrize("consistency", ["exact", "delayed(3)", "lagged(2)", "bounded(2,4)", "bounded(4,3)"])
 @pytest.mark.parametrize("m", [1, 2])
-def test_kept_versions_are_the_most_that_a_real_run_keeps(consistency: str, m: int, tmp_path: Path) -> None:
+def test_kept_versions_are_the_most_that_a_real_run_keeps(consistency: str, m: int) -> None:
     chain = initialise(build)
-    options: dict[str, Any] = {"loss": mean_squared_error, "consistency": consistency, "microbatches": m}
-    chosen = make_settings(chain, steps=16, batch_size=4, stream=chain.largest(), **options)
-    session = Trainer(chain, data(), chosen)
-    session.open(Run.create(tmp_path, "r", manifest={}))
+    config = train_config(steps=16, batch_size=4, stream=chain.largest(), consistency=consistency, microbatches=m)
+    step = resolve(config, chain)
+    engine = DeviceEngine(chain, data(), step, Execution())
+    engine.begin(0)
     weights = {
         name: sum(p.numel() * p.element_size() for p in chain.module(name).parameters()) for name in chain.layers
     }
     most = dict.fromkeys(weights, 0)
-    session.sequential.train_mode()
-    for i in range(16):
-        session.step(i, session.loader.batch(i))
-        for name, kept in session.sequential.weights.items():
+    engine.layers.train_mode()
+    for _ in engine.train(16, 16, lambda: False):
+        for name, kept in engine.layers.weights.items():
             most[name] = max(most[name], len(kept.kept))
-    assert kept_bytes(on_meta(build), chosen) == sum(most[name] * weights[name] for name in weights)
+    engine.close()
+    assert engine.reached == 16
+    assert kept_bytes(build_on_meta(build), step) == sum(most[name] * weights[name] for name in weights)
 
 
 def test_a_supernet_larger_than_any_memory_can_be_described() -> None:
@@ -219,20 +217,3 @@ def test_a_mistake_is_told_as_training_would_tell_it() -> None:
         told(stream="spaced:9")
     with pytest.raises(WeftError, match="3 micro-batches"):
         told(microbatches=3)
-
-
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (5 * 2**50, "5120.0 TiB")],
-)
-def test_bytes_are_told_in_the_unit_that_fits(number: int, words: str) -> None:
-    assert format_bytes(number) == words
-
-
-@given(st.integers(0, 2**60))
-@settings(max_examples=200)
-def test_bytes_told_are_near_the_bytes(number: int) -> None:
-    value, unit = format_bytes(number).split()
-    factor = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
-    assert abs(float(value) * factor - number) <= 0.051 * factor
-    assert float(value) <= 1024 or unit == "TiB"

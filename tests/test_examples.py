@@ -107,7 +107,16 @@ def test_a_language_model_learns_any_text_on_two_stages_as_on_one(tmp_path: Path
     (tmp_path / "elsewhere").mkdir()
     small = ["--supernet.options", "{layers=2, heads=2, width=16, dropout=0.1}", "--train.batch_size", "8"]
     small += ["--data.options", "{context=16, stride=1, validation_stride=16, split=[0.9, 0.1]}"]
-    small += ["--train.steps", "20", "--train.warmup", "2", "--train.validate", "20", "--train.threads", "1"]
+    small += [
+        "--train.steps",
+        "20",
+        "--optimizer.warmup_steps",
+        "2",
+        "--run.validation",
+        "20",
+        "--execution.threads",
+        "1",
+    ]
 
     def weft(folder: Path, verb: str, target: str, *arguments: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(run(folder, "-m", "weft.cli", verb, target, *arguments, "--json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,23 @@ from torch import nn
 from weft.cli import main
 from weft.cli.simulate import better_cut, simulate_run
 from weft.data import digits
-from weft.engine.consistency import Consistency, Lagged, parse_consistency
+from weft.engine.consistency import Consistency, Lagged
 from weft.engine.optimizer import Optimizer
 from weft.pipeline.profiler import message_bytes
 from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.simulator import simulate
-from weft.pipeline.workload import Workload, chain_workload
+from weft.pipeline.workload import chain_workload
 from weft.space import make_stream
 from weft.supernet import Chain, Shared, initialise
 from weft.supernet.partition import Cut, best_cut
+from weft.trainer.config import TrainConfig
 from weft.zoo import digits_conv
 
-ARGUMENTS: dict[str, Any] = {"steps": 60, "batch_size": 32, "stream": "iid", "optimizer": Optimizer("sgd", lr=0.1)}
+BASE = TrainConfig(steps=60, batch_size=32, stream="iid", optimizer=Optimizer("sgd", lr=0.1))
 
 
 def test_advice_names_changes_that_shorten_the_wait() -> None:
-    found = simulate_run(digits_conv, digits(), ARGUMENTS, [1, 4, 99], costs="equal")
+    found = simulate_run(digits_conv, digits(), BASE, [1, 4, 99], costs="equal")
     one, four, too_many = found["rows"]
     assert one["bubble"] == 0
     assert four["steady_bubble"] > 0.5
@@ -44,12 +46,12 @@ def test_advice_names_changes_that_shorten_the_wait() -> None:
         assert row["time_per_step"] * row["speedup"] == pytest.approx(four["time_per_step"] * four["speedup"])
     # Each change alone is in the list, and all of them together are best.
     assert found["advice"][0]["change"] == "stream = spaced, consistency.shared = lagged(8), microbatches = 4"
-    changed = {**ARGUMENTS, "stream": "spaced", "consistency": {"shared": "lagged(8)"}, "microbatches": 4}
+    changed = replace(FILLED, microbatches=4)
     again = simulate_run(digits_conv, digits(), changed, [4], costs="equal")
     assert again["rows"][0]["steady_bubble"] == pytest.approx(found["advice"][0]["steady_bubble"])
 
 
-FILLED: dict[str, Any] = {**ARGUMENTS, "stream": "spaced", "consistency": {"shared": "lagged(8)"}}
+FILLED = replace(BASE, stream="spaced", consistency={"shared": "lagged(8)"})
 
 
 def test_another_cut_is_advised_where_a_stage_is_slow() -> None:
@@ -78,9 +80,9 @@ def test_the_advised_cut_is_as_good_as_the_best_of_all(slow: dict[int, float]) -
 
 
 def test_a_wider_window_is_advised_where_a_narrow_one_makes_stages_wait() -> None:
-    found = simulate_run(digits_conv, digits(), FILLED, [3], costs="equal", window=1)
-    wider = next(row for row in found["advice"] if row["change"] == "window = 4")
-    again = simulate_run(digits_conv, digits(), FILLED, [3], costs="equal", window=4)
+    found = simulate_run(digits_conv, digits(), FILLED, [3], costs="equal", max_in_flight=1)
+    wider = next(row for row in found["advice"] if row["change"] == "max_in_flight = 4")
+    again = simulate_run(digits_conv, digits(), FILLED, [3], costs="equal", max_in_flight=4)
     assert again["rows"][0]["speedup"] == wider["speedup"] > 1.05 * found["rows"][0]["speedup"]
 
 
@@ -105,17 +107,13 @@ def readout() -> nn.Module:
     return nn.Linear(16, 10)
 
 
-STEPS: dict[str, Any] = {"steps": 40, "batch_size": 32, "microbatches": 4}
-
-
-def exact_work(consistency: str = "exact") -> Workload:
-    return Workload(8, 4, 40, lambda n: [(b, b) for b in range(8)], lambda layer: parse_consistency(consistency))
+STEPS = TrainConfig(steps=40, batch_size=32, microbatches=4)
 
 
 def test_windows_are_those_that_a_run_would_have() -> None:
     def windows(consistency: str, stages: int) -> tuple[int, int]:
-        row = simulate_run(plain, digits(), {**STEPS, "consistency": consistency}, [stages], costs="equal")["rows"][0]
-        return row["window"], row["peak_in_flight"]
+        row = simulate_run(plain, digits(), replace(STEPS, consistency=consistency), [stages], costs="equal")["rows"][0]
+        return row["max_in_flight"], row["peak_in_flight"]
 
     assert windows("bounded(4, 4)", 4) == (4, 4)  # one copy of the weights, and a place for every stage behind
     assert windows("stashed(4, 4)", 4)[0] == windows("bounded(4, 4)", 2)[0] * 2 == 32
@@ -126,7 +124,7 @@ def test_a_single_network_that_waits_for_itself_is_advised_not_to() -> None:
     found = simulate_run(plain, digits(), STEPS, [4], costs="equal")
     assert found["rows"][0]["steady_bubble"] > 0.3
     row = next(row for row in found["advice"] if row["change"] == "consistency = bounded(4, 4)")
-    changed = {**STEPS, "consistency": "bounded(4, 4)"}
+    changed = replace(STEPS, consistency="bounded(4, 4)")
     again = simulate_run(plain, digits(), changed, [4], costs="equal")["rows"][0]
     assert again == {name: value for name, value in row.items() if name != "change"}
     assert row["speedup"] > 1.5 * found["rows"][0]["speedup"]
@@ -134,7 +132,7 @@ def test_a_single_network_that_waits_for_itself_is_advised_not_to() -> None:
     eight = simulate_run(plain, digits(), STEPS, [8], costs="equal")["advice"]
     assert "consistency = bounded(8, 8)" in [row["change"] for row in eight]
     assert simulate_run(plain, digits(), changed, [4, 2], costs="equal")["advice"] == []
-    supernet = simulate_run(digits_conv, digits(), ARGUMENTS, [4], costs="equal")["advice"]
+    supernet = simulate_run(digits_conv, digits(), BASE, [4], costs="equal")["advice"]
     assert supernet
     assert not [row for row in supernet if "bounded" in row["change"]]
 

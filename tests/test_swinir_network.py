@@ -13,7 +13,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
 
 from weft.errors import SupernetError
-from weft.plan.capture.captured import capture
+from weft.plan.capture import capture
 
 
 def small(**sizes):
@@ -138,7 +138,7 @@ def test_many_networks_run_as_one_under_vmap():
 def test_it_is_captured_and_traced_without_data():
     model, image = small(depths=(2,)), torch.rand(2, 3, 8, 8)
     captured = capture(model, image)
-    assert captured.way == "export"
+    assert captured.method == "export"
     assert all(operator.known for operator in captured.graph.operators)
     torch.testing.assert_close(captured.program.module()(input_0=image), model(image))
     with FakeTensorMode():

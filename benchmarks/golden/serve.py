@@ -45,7 +45,6 @@ data = "golden_net:load"
 [train]
 steps = 24
 batch_size = 8
-validate = 12
 [search]
 budget = 12
 maximize = "accuracy"
@@ -70,13 +69,18 @@ OF_A_STUDY: tuple[Word, ...] = (
     ("--study.max_concurrent=2", "--study.window=1"),
     ("--recipe.report_every=4", "--recipe.report=4"),
 )
+VALIDATION: Word = ("--run.validation=12", "--train.validate=12")
+OF_A_TRACE: tuple[Word, ...] = (
+    ("--execution.trace=true", "--train.trace=true"),
+    ("--offload.budget=1MiB", "--residency.budget=1MiB"),
+)
 COMMANDS: tuple[
     tuple[Word, ...], ...
 ] = (  # what fills the folder: a run on two stages, one on one, and of each kind one
-    ("train", "net.toml", "--stages", "2", "--train.trace=true", ("--offload.budget=1MiB", "--residency.budget=1MiB")),
-    ("train", "net.toml", "--run=one"),
+    ("train", "net.toml", "--stages", "2", VALIDATION, *OF_A_TRACE),
+    ("train", "net.toml", VALIDATION, ("--run.name=one", "--run=one")),
     ("search", "runs/net"),
-    ("search", "net.toml", "--method", "drnas", "--run=mixed", "--train.steps=8"),
+    ("search", "net.toml", "--method", "drnas", VALIDATION, ("--run.name=mixed", "--run=mixed"), "--train.steps=8"),
     ("tune", "tune.toml", *OF_A_STUDY),
     ("plan", "golden_net:planned", "--devices", "2", "--save", "small"),
 )

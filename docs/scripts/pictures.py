@@ -20,13 +20,14 @@ PICTURES = Path(__file__).resolve().parents[1] / "pictures"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 CONFIG = """
-run = "conv"
 supernet = "digits-conv"
 data = "digits"
+[run]
+name = "conv"
+validation = 50
 [train]
 steps = 300
 batch_size = 32
-validate = 50
 [consistency]
 shared = "lagged(4)"
 [search]
@@ -36,11 +37,11 @@ minimize = "flops"
 """
 
 COMMANDS = (
-    "train conv.toml --stages 2 --train.trace true --residency.budget 920KiB",
-    "train conv.toml --run one-stage",
-    "train conv.toml --run exact --consistency.shared exact",
+    "train conv.toml --stages 2 --execution.trace true --offload.budget 920KiB",
+    "train conv.toml --run.name one-stage",
+    "train conv.toml --run.name exact --consistency.shared exact",
     "search runs/conv",
-    "search conv.toml --method drnas --run drnas --train.steps 200",
+    "search conv.toml --method drnas --run.name drnas --train.steps 200",
     "tune tune.toml",
     "plan gpt2 --devices 8 --machine h100 --dtype bfloat16 --save gpt2",
 )

@@ -1,4 +1,4 @@
-"""weft finds neural architectures and trains them on as many devices as there are, with bit-identical results."""
+"""Neural architecture search and training for PyTorch, reproducible to the last bit."""
 
 from __future__ import annotations
 
@@ -43,61 +43,36 @@ if TYPE_CHECKING:
     from weft.trainer.api import load_run as load_run
     from weft.trainer.api import retrain as retrain
     from weft.trainer.api import train as train
-    from weft.trainer.callbacks import TensorBoard as TensorBoard
     from weft.trainer.config import Execution as Execution
     from weft.trainer.config import RunConfig as RunConfig
     from weft.trainer.config import TrainConfig as TrainConfig
     from weft.trainer.config import Validation as Validation
+    from weft.trainer.metrics_log import TensorBoard as TensorBoard
     from weft.tune.api import tune as tune
     from weft.zoo.pretrained import from_transformers as from_transformers
 
 __version__ = "0.1.0"
 
 # Where each public name lives. `import weft` itself stays light: torch is imported with the first name that needs it.
-_HOMES = {
-    "Bounded": "weft.engine.consistency",
-    "Chain": "weft.supernet",
-    "Choice": "weft.supernet",
-    "Data": "weft.data",
-    "Delayed": "weft.engine.consistency",
-    "Distillation": "weft.engine.losses",
-    "Elastic": "weft.supernet",
-    "Estimate": "weft.memory",
-    "Execution": "weft.trainer.config",
-    "Exact": "weft.engine.consistency",
-    "Front": "weft.search.front",
-    "GradientSearchConfig": "weft.search.gradient",
-    "Lagged": "weft.engine.consistency",
-    "Loader": "weft.data",
-    "OffloadConfig": "weft.offload.config",
-    "Optimizer": "weft.engine.optimizer",
-    "Optional": "weft.supernet",
-    "Run": "weft.runs",
-    "RunConfig": "weft.trainer.config",
-    "Shared": "weft.supernet",
-    "ShiftFlip": "weft.data",
-    "Space": "weft.space",
-    "Stream": "weft.space",
-    "Subnet": "weft.space",
-    "Tensors": "weft.data",
-    "TensorBoard": "weft.trainer.callbacks",
-    "TrainConfig": "weft.trainer.config",
-    "TrainedRun": "weft.trainer.api",
-    "Validation": "weft.trainer.config",
-    "WeftError": "weft.errors",
-    "accuracy": "weft.engine.losses",
-    "cross_entropy": "weft.engine.losses",
-    "estimate": "weft.memory",
-    "extract": "weft.supernet",
-    "from_transformers": "weft.zoo.pretrained",
-    "initialise": "weft.supernet",
-    "load_run": "weft.trainer.api",
-    "make_stream": "weft.space",
-    "mean_squared_error": "weft.engine.losses",
-    "retrain": "weft.trainer.api",
-    "search_gradient": "weft.search.gradient",
-    "train": "weft.trainer.api",
+_NAMES = {
+    "weft.data": "Data Loader ShiftFlip Tensors",
+    "weft.engine.consistency": "Bounded Delayed Exact Lagged",
+    "weft.engine.losses": "Distillation accuracy cross_entropy mean_squared_error",
+    "weft.engine.optimizer": "Optimizer",
+    "weft.errors": "WeftError",
+    "weft.memory": "Estimate estimate",
+    "weft.offload.config": "OffloadConfig",
+    "weft.runs": "Run",
+    "weft.search.front": "Front",
+    "weft.search.gradient": "GradientSearchConfig search_gradient",
+    "weft.space": "Space Stream Subnet make_stream",
+    "weft.supernet": "Chain Choice Elastic Optional Shared extract initialise",
+    "weft.trainer.api": "TrainedRun load_run retrain train",
+    "weft.trainer.config": "Execution RunConfig TrainConfig Validation",
+    "weft.trainer.metrics_log": "TensorBoard",
+    "weft.zoo.pretrained": "from_transformers",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 _PACKAGES = ("data", "elastic", "memory", "plan", "runs", "search", "space", "supernet", "tune", "zoo")
 """`weft.plan`, `weft.search` and `weft.tune` are packages that can be called."""
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import re
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -17,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get
 
 import msgspec
 
-from weft.errors import ConfigError, nearest
+from weft.errors import ConfigError
 from weft.offload.config import OffloadConfig
-from weft.trainer.config import Execution, RunConfig, TrainConfig, Validation
+from weft.trainer.config import MOVED_TO_OPTIMIZER, OLD_FIELDS, Execution, RunConfig, TrainConfig, Validation
 
 T = TypeVar("T")
 Names = str | tuple[str, ...]
@@ -56,21 +54,25 @@ def _plain(hint: Any, optional: bool) -> Any:
     return reduce(or_, dict.fromkeys([*found, *([NoneType] if optional else [])]))
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NamedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Something named, with options: ``"digits"``, a path, or ``module:attribute`` in the config's folder."""
 
     source: str
+    """a name, or `module:attribute`"""
     options: dict[str, Any] = {}
+    """arguments of what it names"""
 
 
-class DataSource(Source, frozen=True, forbid_unknown_fields=True):
+class DataSource(NamedSource, frozen=True, forbid_unknown_fields=True):
     """Data by name, kind or code, and perhaps the file or folder that it is read from.
 
     With a path alone, what lies there says of what kind it is.
     """
 
     source: str = ""
+    """a name, or `module:attribute`"""
     path: str | None = None
+    """a file or folder, from the folder of the config"""
 
 
 if TYPE_CHECKING:
@@ -101,15 +103,25 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     maximize: Names = ()
+    """`accuracy` and other metrics of the run"""
     minimize: Names = ()
+    """`loss`, `flops`, `parameters`, `latency`, `memory`"""
     constraints: Names = ()
+    """such as `"parameters<=1e6"`"""
     budget: int = 200
+    """subnets that are scored"""
     method: str | None = None
+    """`random`, `evolution`, `nsga2`; or a gradient method, which trains too"""
     seed: int = 0
+    """seed of the search"""
     recalibrate: int = 2
+    """batches that batch norms see again before a subnet is scored"""
     batch_size: int = 256
+    """samples of a batch when subnets are scored"""
     name: str = "search"
+    """name of the folder under `results`"""
     targets: Names = ()
+    """what the selected subnet must cost, within 2 %: `"parameters=5e6"`; for gradient methods"""
     warmup: int | None = None
     """Steps that train the weights alone, before the architecture learns too; if not given, as suits the method."""
     rate: float | None = None
@@ -122,25 +134,37 @@ class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which subnet leaves the run, and in which formats."""
 
     subnet: str | None = None
+    """the id of a subnet, or its choices; the best of the front if not given"""
     limits: dict[str, float] = {}
+    """what the best may cost: `{flops = 5e7}`"""
     formats: Names = ("safetensors", "torch")
+    """`safetensors`, `torch` (a program of torch.export), `onnx`"""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run: a supernet, its data, and what is done with them."""
 
-    supernet: str | Source
+    supernet: str | NamedSource
+    """a name of the zoo, or `module:function` from the folder of the config; a table with its `options`"""
     data: str | DataSource = "digits"
+    """`digits`, `text`, a path, or `module:function`; a table with a `path` or `options` for it"""
     train: Train = Train()
+    """what decides the bits; below"""
     optimizer: dict[str, Any] = {}
     """`kind` (a class of torch.optim), its options, and `schedule`, `warmup_steps`, `clip`, `groups`, `others`; without
     a kind the options change single values of SGD at 0.05 with momentum 0.9 and weight decay 5e-4"""
     consistency: str | dict[str, str] = {}
+    """one for all layers, or a table by layer, by block, or `shared`: `shared = "lagged(4)"`"""
     execution: ExecutionTable = ExecutionTable()
+    """how it is executed; below"""
     offload: OffloadTable = OffloadTable()  # type: ignore[call-arg]
+    """what stays on the host; below"""
     run: RunTable = RunTable()
+    """where it is kept, and what of it; a text is its name; below"""
     search: Search = Search()
+    """how it is searched; below"""
     export: Export = Export()
+    """what is exported; below"""
 
     @property
     def path(self) -> Path:
@@ -148,48 +172,55 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.run.folder) / str(self.run.name)
 
 
+_TABLES = {"train": TrainConfig, "execution": Execution, "run": RunConfig}
+_TABLE_OF = {
+    entry.name: table
+    for table, source in _TABLES.items()
+    for entry in dataclasses.fields(source)
+    if entry.name not in ("name", "offload", "source")
+}
 RENAMED = {
     "runs": "run.folder",
     "residency": "offload",
     "offload.ahead": "offload.prefetch",
-    "train.schedule": "optimizer.schedule",
-    "train.warmup": "optimizer.warmup_steps",
-    "train.clip": "optimizer.clip",
-    "train.nonfinite": "train.on_nonfinite",
-    "train.init": "train.init_from",
-    "train.metrics": "run.metrics",
-    "train.validate": "run.validation",
-    "train.checkpoint_every": "run.checkpoint_every",
-    "train.keep": "run.keep_checkpoints",
-    "train.workers": "execution.data_workers",
-    "train.window": "execution.max_in_flight",
-    "train.prefer": "execution.pipeline_schedule",
-    "train.restarts": "execution.max_restarts",
-    **{f"train.{entry}": f"execution.{entry}" for entry in ("device", "stages", "cut", "split_backward", "trace")},
-    **{f"train.{entry}": f"execution.{entry}" for entry in ("threads", "cuda_graphs", "channels_last")},
+    **{f"train.{name}": f"{table}.{name}" for name, table in _TABLE_OF.items() if table != "train"},
+    **{f"train.{before}": f"{_TABLE_OF[now]}.{now}" for before, now in OLD_FIELDS.items() if now in _TABLE_OF},
+    **{f"train.{before}": f"optimizer.{now}" for before, now in MOVED_TO_OPTIMIZER.items()},
 }
-"""What keys of a configuration were called before, and are called now."""
+"""What keys of a configuration were called in format 1, and are called now."""
 
+_REMOVED = (
+    *(f"train.{name}" for name in ("teacher", "flow", "rescale", "ranks", "placement")),
+    "offload.disk",
+    "offload.host",
+)
 _SCHEDULES = {"backward": "1f1b", "forward": "gpipe", "alternate": "naspipe"}
 
 
 def modern(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration that an older weft has left in a manifest, under today's keys."""
-    if "runs" not in saved:
-        return _copy(saved)
-    old = _copy(saved)
-    old["run"] = {"name": old.get("run")}
-    old["train"].pop("rescale", None)
+    """The configuration in a run's manifest, which an older weft may have written, under today's keys."""
+    values = _copy(saved)
+    if "runs" not in values:
+        return values
+    values["run"] = {"name": values.get("run")}
     for before, now in RENAMED.items():
-        at, _, name = before.rpartition(".")
-        holder = old.get(at, {}) if at else old
-        if name in holder:
-            value = holder.pop(name)
+        value = _pop(values, before)
+        if value is not None:
             table, _, key = now.rpartition(".")
-            (old.setdefault(table, {}) if table else old)[key] = (
-                _SCHEDULES.get(value, value) if name == "prefer" else value
-            )
-    return old
+            (values.setdefault(table, {}) if table else values)[key] = value
+    for key in _REMOVED:
+        _pop(values, key)
+    execution = values.setdefault("execution", {})
+    if "pipeline_schedule" in execution:
+        execution["pipeline_schedule"] = _SCHEDULES[execution["pipeline_schedule"]]
+    execution["split_backward"] = bool(execution.get("split_backward"))
+    return values
+
+
+def _pop(values: dict[str, Any], key: str) -> Any:
+    table, _, name = key.rpartition(".")
+    holder = values.get(table, {}) if table else values
+    return holder.pop(name, None)
 
 
 def read_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
@@ -237,42 +268,6 @@ def to_dict(config: Config) -> dict[str, Any]:
 def values_of(table: Any) -> dict[str, Any]:
     """The entries of a table by name."""
     return msgspec.structs.asdict(table)
-
-
-def locate(spec: str, folder: Path) -> Any:
-    """What ``module:attribute`` names, the module found from the config's folder first."""
-    module_name, _, attribute = spec.partition(":")
-    if not re.fullmatch(r"[A-Za-z_][\w.]*", module_name) or not re.fullmatch(r"[A-Za-z_][\w.]*", attribute):
-        raise ConfigError(f"'{spec}' does not name code: write it as 'module:attribute'")
-    where = str(folder.resolve())
-    if where not in sys.path:
-        sys.path.insert(0, where)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as problem:
-        if problem.name is not None and (module_name == problem.name or module_name.startswith(problem.name + ".")):
-            raise ConfigError(
-                f"'{spec}': no module '{module_name}' in {folder} or among the installed packages"
-            ) from None
-        raise ConfigError(f"'{spec}': importing '{module_name}' fails: {problem}") from problem
-    except Exception as problem:
-        raise ConfigError(
-            f"'{spec}': importing '{module_name}' fails: {type(problem).__name__}: {problem}"
-        ) from problem
-    beside = [folder / f"{module_name.split('.')[0]}{end}" for end in (".py", "/__init__.py")]
-    file = getattr(module, "__file__", None)
-    if any(path.is_file() for path in beside) and not (file and Path(file).resolve().is_relative_to(where)):
-        raise ConfigError(
-            f"'{spec}': the name '{module_name}' is taken by {file or 'Python itself'}: rename your module in {folder}"
-        )
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(
-                f"'{spec}': '{module_name}' has no '{part}'{nearest(part, [n for n in dir(found) if n[0] != '_'])}"
-            )
-        found = getattr(found, part)
-    return found
 
 
 def _apply(values: dict[str, Any], override: str, root: type) -> None:

@@ -82,6 +82,15 @@ SHOWN = 12
 """Names that are listed of many more."""
 
 
+def install_extra(extra: str) -> str:
+    """How to install the packages of an extra; PyPI's `weft` is another project.
+
+    >>> install_extra("onnx")
+    "pip install -e '.[onnx]' in the checkout of weft"
+    """
+    return f"pip install -e '.[{extra}]' in the checkout of weft"
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """A hint for a mistyped name, ready to append to a message.
 

@@ -6,39 +6,29 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import DOCS, LONG, PAGES, Reader, accept, blocks, commands, unlike, words_of
+from pages import DOCS, GUIDES, PAGES, Reader, accept, blocks, missing_line, weft_arguments
 
 from weft.runs import Run, list_runs
-
-WHOLE = {"tutorial.md"}
-"""Pages that are run with the sizes that they show."""
 
 REASONS = ("GPU", "cluster", "minutes")
 
 
-RUN = [page for page in PAGES if page not in LONG and any(block.language for block in blocks(page))]
-
-
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize("page", [p for p in PAGES if p not in GUIDES and any(b.language for b in blocks(p))])
 def test_a_page_runs_from_its_first_block_to_its_last(page: str, folder: Path) -> None:
-    reader = Reader(folder, short=page not in WHOLE)
+    reader = Reader(folder, short=page != "tutorial.md")  # the tutorial has the steps that it shows
     reader.read(page)
     wanted = [b for b in blocks(page) if b.skip is None and b.language in ("python", "bash", "console")]
     assert bool(reader.ran) == bool(wanted)
-    if page == "tutorial.md":  # two stages and one give the same bits, as it says
-        ends = {run.name: list(Run.open(run.path).events.read()) for run in list_runs(folder / "runs")}
-        prints = [e["fingerprint"] for name in ("first", "alone") for e in ends[name] if e["event"] == "finished"]
-        assert len(prints) == 2
-        assert prints[0] == prints[1]
+    if page == "tutorial.md":
+        events = [event for run in list_runs(folder / "runs") for event in Run.open(run.path).events.read()]
+        first, second = [event["fingerprint"] for event in events if event["event"] == "finished"]
+        assert first == second
 
 
-LINES = [(page, line) for page in PAGES for block in blocks(page) if block.language in ("bash", "console") for line, _ in commands(block)]  # fmt: skip # noqa: E501
-
-
-@pytest.mark.parametrize("page", sorted({page for page, _ in LINES}))
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.commands() for block in blocks(page))])
 def test_weft_accepts_every_command_that_a_page_shows(page: str) -> None:
-    for line in (line for own, line in LINES if own == page):
-        words = words_of(line)
+    for line in (line for block in blocks(page) for line, _ in block.commands()):
+        words = weft_arguments(line)
         if words is not None:
             accept(words)
 
@@ -50,15 +40,15 @@ def test_a_block_that_is_not_run_needs_what_the_tests_do_not_have(page: str) -> 
     for block in blocks(page):
         assert block.skip is None or any(reason in block.skip for reason in REASONS), block.skip
         assert block.language in {"", "text", "before", "python", "bash", "console", "toml", "json"}
-        if block.language in ("", "text"):  # drawings and what is printed: a command would not be run
+        if block.language in ("", "text"):  # drawings and output: a command would not be run
             assert not re.search(r"^\$? ?(weft|import|from|pip) ", block.text, re.MULTILINE) or page.startswith("ref")
 
 
 def test_a_line_that_is_not_printed_is_noticed() -> None:
-    told = "trained\n│ run │ runs/first │\n│ steps │ 300 │\n"
-    assert unlike(told, ["trained", "...", "│ steps   │ 20  │"]) is None
-    assert unlike(told, ["│ steps │ 300 │", "trained"]) == "trained"
-    assert unlike(told, ["│ loss │ 300 │"]) == "│ loss │ 300 │"
+    output = "trained\n│ run │ runs/first │\n│ steps │ 300 │\n"
+    assert missing_line(output, ["trained", "...", "│ steps   │ 20  │"]) is None
+    assert missing_line(output, ["│ steps │ 300 │", "trained"]) == "trained"
+    assert missing_line(output, ["│ loss │ 300 │"]) == "│ loss │ 300 │"
 
 
 def test_a_command_with_an_unknown_setting_is_noticed() -> None:
@@ -66,5 +56,6 @@ def test_a_command_with_an_unknown_setting_is_noticed() -> None:
     for words in (["train", "config.toml", "--train.step=4"], ["trace"], ["train", "c.toml", "--what"], ["weave", "c"]):
         with pytest.raises(Exception, match=r"step|run|what|weave"):
             accept(words)
-    assert words_of("srun torchrun --nnodes 2 -m weft train config.toml  # a comment") == ["train", "config.toml"]
-    assert words_of("pip install weft") is None
+    line = "srun torchrun --nnodes 2 -m weft train config.toml  # a comment"
+    assert weft_arguments(line) == ["train", "config.toml"]
+    assert weft_arguments("pip install -e weft") is None

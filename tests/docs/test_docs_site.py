@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 import unicodedata
 from pathlib import Path
 
 import pytest
-from pages import DOCS, PAGES, ROOT
+from pages import DOCS, PAGES, ROOT, accept, weft_arguments
 
-import weft
 from weft.engine.consistency import parse_consistency, version_schedule
 
 LINK = re.compile(r"(?<!!)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
@@ -63,50 +63,79 @@ def test_every_page_is_in_the_navigation() -> None:
     assert len(linked) == len(set(linked))
 
 
-def test_what_is_made_by_scripts_is_what_they_make_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_make_what_the_pages_have_and_figures_are_those_of_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
-    from docs.scripts.__main__ import PAGES as made
-    from docs.scripts.__main__ import stale
+    from docs.scripts.__main__ import problems
 
-    assert len(made) == 9
-    assert list(stale()) == [], "run `python -m docs.scripts`"
+    assert list(problems()) == []
 
 
-def test_the_pictures_of_the_law_show_what_the_law_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_figure_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(ROOT)
-    from docs.scripts import law
+    from docs.scripts import results
 
-    for name, (text, spaced) in law.LAWS.items():
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "FIGURES", tmp_path / "figures.toml")
+    (tmp_path / "figures.toml").write_text('"page.md" = [["{} times", "speed", "rows[k=2].ratio .2f"]]')
+    (tmp_path / "speed.json").write_text('{"rows": [{"k": 1, "ratio": 1.0}, {"k": 2, "ratio": 1.256}]}')
+    (tmp_path / "page.md").write_text("It is 1.26\ntimes as fast.")
+    assert list(results.wrong_figures()) == []
+    (tmp_path / "page.md").write_text("It is 1.25 times as fast.")
+    assert len(list(results.wrong_figures())) == 1
+
+
+def test_the_pictures_of_consistency_show_the_versions_of_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    from docs.scripts import versions
+
+    for name, (text, spaced) in versions.PICTURES.items():
         if spaced:
             continue
-        drawn = (DOCS / "explanation" / f"law-{name}.svg").read_text()
+        drawn = (DOCS / "explanation" / f"versions-{name}.svg").read_text()
         seen = re.findall(r"<title>(\d)([FB])(\d+): \w+ of micro-batch \3 on stage \1, sees version (\d+)<", drawn)
         assert len(seen) >= 20
         for stage, kind, n, version in seen:
-            at = version_schedule(parse_consistency(text), int(stage), 4, 1, law.STEPS)
+            at = version_schedule(parse_consistency(text), int(stage), 4, 1, versions.STEPS)
             reads = at.forward_reads if kind == "F" else at.backward_reads
             assert int(version) == reads(int(n))
 
 
-def test_the_reference_has_every_public_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT)
-    from docs.scripts import api
+def test_the_program_of_the_readme_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    code, printed = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", readme, re.DOTALL)[0]
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    shown, seen = printed.splitlines(), done.stdout.splitlines()
+    assert len(seen) == len(shown)
+    assert re.fullmatch(r"[0-9a-f]{16}", seen[0])  # the bits depend on the processor
+    assert re.fullmatch(r"(block\d=(wide|narrow|skip) ?){6}", seen[1])
+    assert float(seen[2]) > 0.9
 
-    assert sorted(name for names in api.SECTIONS.values() for name in names) == sorted(weft.__all__)
+
+def test_weft_accepts_every_command_of_the_readme() -> None:
+    blocks = "".join((ROOT / "README.md").read_text().split("```")[1::2])
+    lines = re.findall(r"^weft .*", blocks, re.MULTILINE)
+    assert len(lines) >= 5
+    for line in lines:
+        accept(weft_arguments(line) or [])
 
 
-def test_the_reference_explains_every_key_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT)
-    from docs.scripts import configuration
-    from docs.scripts.keys import KEYS
+def test_the_readme_lists_every_folder_of_the_package() -> None:
+    listed = re.findall(r"^  ([\w.]+)/? ", (ROOT / "README.md").read_text().split("src/weft/\n")[1], re.MULTILINE)
+    folders = {path.parent.name for path in (ROOT / "src" / "weft").glob("*/__init__.py")}
+    assert sorted(listed) == sorted(folders | {"errors.py", "config.py"})
 
-    page = configuration.page(ROOT / "src" / "weft")
-    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*?) \|$", page, re.MULTILINE)
-    assert len(rows) > 80
-    assert all(told for _, told in rows)
-    kinds = {kind.__name__: set(kind.__struct_fields__) for _, kind in (*configuration.RUN, *configuration.STUDY)}
-    assert set(KEYS) == set(kinds)
-    assert all(set(keys) <= kinds[name] | {"path"} for name, keys in KEYS.items())
+
+def test_contributing_names_files_that_exist_and_every_dependency() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    files = re.findall(r"`((?!tests/)(?:\w+/)+\w+\.py)`", page)
+    assert len(files) > 40
+    assert [file for file in files if not (ROOT / "src" / "weft" / file).is_file()] == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [project["dependencies"], *project["optional-dependencies"].values()]
+    names = {re.match(r"[\w-]+", one)[0] for group in wanted for one in group} - {"weft"}  # type: ignore[index]
+    rows = re.findall(r"^\| ([\w, -]+?)(?: \(`\w+`\))? \|", page.split("## Dependencies")[1], re.MULTILINE)
+    assert {name for row in rows for name in row.split(", ")} == names | {"package"}
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -115,7 +144,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = ["-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]
     done = subprocess.run([sys.executable, *command, str(DOCS), str(tmp_path / "site")], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    told = (tmp_path / "site" / "reference" / "api.html").read_text()
-    assert "Trains a supernet and returns the finished run." in told
-    assert "each is a Parameter of its own" in " ".join(told.split())  # more than its first sentence
+    api = (tmp_path / "site" / "reference" / "api.html").read_text()
+    assert "Trains a supernet and returns the finished run." in api
+    assert "Ctrl-C finishes the step" in " ".join(api.split())  # more than the first sentence
     assert (tmp_path / "site" / "how-to" / "dashboard.html").is_file()

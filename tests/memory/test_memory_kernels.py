@@ -20,7 +20,7 @@ from weft.memory.cudnn_conv import (
     split_k,
     workspace,
 )
-from weft.memory.recurrent import cudnn_workspace
+from weft.memory.cudnn_rnn import cudnn_workspace
 from weft.memory.tensor_shape import TensorShape
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -14,12 +14,10 @@ import stages
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stages import CPU, Outcome, Task, in_stages, make_task, sequentially
+from stages import CPU, Outcome, Task, in_stages, make_task, run_engine, sequentially
 from torch import Tensor
 
-from weft.engine.grad_clip import GlobalNorm
-from weft.engine.layer_state import layer_digest
-from weft.engine.optimizer import Optimizer
+from weft.engine.optimizer import GlobalNorm, Optimizer
 from weft.engine.reference import SequentialReference
 from weft.errors import ConfigError, TrainError
 from weft.offload import OffloadConfig, OffloadManager
@@ -141,35 +139,28 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def least_of(task: Task) -> int:
-    sequential = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
+    sequential = SequentialReference(task.chain(), task.config, CPU)
     attach(sequential, OffloadConfig("1TiB", prefetch=0))
     assert sequential.offload is not None
     return sequential.offload.least
 
 
-def resided(task: Task, said: OffloadConfig, seed: int | None = None) -> tuple[Outcome, OffloadManager]:
-    sequential = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
-    attach(sequential, said, copy_engine=None if seed is None else Late(seed))
+def resided(task: Task, config: OffloadConfig, seed: int | None = None) -> tuple[Outcome, OffloadManager]:
+    sequential = SequentialReference(task.chain(), task.config, CPU)
+    attach(sequential, config, copy_engine=None if seed is None else Late(seed))
     memory = sequential.offload
     assert memory is not None
-    sequential.train_mode()
-    losses = []
-    for step in range(task.config.steps):
-        losses += [loss.item() for loss in sequential.step(step, task.batch(step)).losses]
-    sequential.eval_mode()
-    return Outcome(
-        {name: layer_digest(w, sequential.optimizer) for name, w in sequential.weights.items()}, losses
-    ), memory
+    return run_engine(sequential, task), memory
 
 
 @contextmanager
-def stages_reside(said: dict[int, OffloadConfig], mover: Callable[[], Any]) -> Any:
+def stages_reside(config: dict[int, OffloadConfig], mover: Callable[[], Any]) -> Any:
     """Within the block every stage that is made has its layers on the host."""
     made: list[OffloadManager] = []
 
     def make(*arguments: Any, **options: Any) -> Stage:
         stage = Stage(*arguments, **options)
-        attach(stage, said[stage.index], copy_engine=(own := mover()))
+        attach(stage, config[stage.index], copy_engine=(own := mover()))
         assert stage.offload is not None
         if isinstance(own, Early):
             own.memory = stage.offload.device.memory
@@ -183,7 +174,7 @@ def stages_reside(said: dict[int, OffloadConfig], mover: Callable[[], Any]) -> A
 
 ADAM = Optimizer("adamw", lr=1e-3, weight_decay=0.01)
 KINDS = ("text", "convolutional", "encoder-decoder", "plain")
-PROMISES = ("exact", "delayed(2)", "lagged(2)", "bounded(2, 3)", "bounded(4, 2)", "stashed(2, 3)")
+CONSISTENCIES = ("exact", "delayed(2)", "lagged(2)", "bounded(2, 3)", "bounded(4, 2)", "stashed(2, 3)")
 
 
 def same(one: Outcome, other: Outcome) -> None:
@@ -191,7 +182,7 @@ def same(one: Outcome, other: Outcome) -> None:
     assert one.layers == other.layers
 
 
-@pytest.mark.parametrize("consistency", PROMISES)
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
 @pytest.mark.parametrize("m", [1, 2])
 def test_the_least_budget_gives_the_same_bits_however_late_copies_come(consistency: str, m: int) -> None:
     task = make_task("text", m=m, consistency=consistency, optimizer=ADAM)
@@ -203,21 +194,15 @@ def test_the_least_budget_gives_the_same_bits_however_late_copies_come(consisten
         assert memory.stats()["evicted_bytes"] > 0
 
 
-@pytest.mark.parametrize("consistency", PROMISES)
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
 @pytest.mark.parametrize("factor", [1.0, 1.5])
 def test_nothing_is_copied_before_the_device_has_done_what_it_was_given_to_do(consistency: str, factor: float) -> None:
     task = make_task("text", m=2, steps=7, consistency=consistency, optimizer=ADAM)
-    sequential, mover = SequentialReference(task.chain(), task.config, task.config.stream, CPU), Early()
+    sequential, mover = SequentialReference(task.chain(), task.config, CPU), Early()
     attach(sequential, OffloadConfig(int(least_of(task) * factor)), copy_engine=mover)
     assert sequential.offload is not None
     mover.memory = sequential.offload.device.memory
-    sequential.train_mode()
-    losses = []
-    for step in range(task.config.steps):
-        losses += [loss.item() for loss in sequential.step(step, task.batch(step)).losses]
-    sequential.eval_mode()
-    layers = {name: layer_digest(w, sequential.optimizer) for name, w in sequential.weights.items()}
-    same(Outcome(layers, losses), sequentially(task))
+    same(run_engine(sequential, task), sequentially(task))
 
 
 @pytest.mark.parametrize("kind", ["nadam", "adagrad", "adafactor", "rmsprop", "muon", "asgd"])
@@ -254,13 +239,13 @@ def test_with_room_for_all_layers_nothing_is_copied_twice() -> None:
     assert told["loaded_bytes"] == sum(
         memory.layers[name].layout.weight_bytes for name in used if name in memory.layers
     )
-    assert told["sent"] == 0
+    assert told["evicted_bytes"] == 0
 
 
 @pytest.mark.parametrize(("mover", "ready"), [(SyncCopy(), [1, 2]), (Early(), [2, 2])])
 def test_where_layers_are_still_on_their_way_the_next_ones_are_not_put_off(mover: Any, ready: list[int]) -> None:
     task = make_task("text", steps=12, optimizer=ADAM)
-    sequential = SequentialReference(task.chain(), task.config, task.config.stream, CPU)
+    sequential = SequentialReference(task.chain(), task.config, CPU)
     attach(sequential, OffloadConfig("1MiB", prefetch=2), copy_engine=mover)
     memory = sequential.offload
     assert memory is not None
@@ -315,7 +300,7 @@ class Case:
     def least(self, cut: tuple[int, ...]) -> dict[int, int]:
         found = {}
         for index in range(len(cut) + 1):
-            stage = Stage(self.task.chain(), self.task.config, self.task.config.stream, CPU, cut, index)
+            stage = Stage(self.task.chain(), self.task.config, CPU, cut, index)
             attach(stage, OffloadConfig("1TiB", prefetch=0))
             assert stage.offload is not None
             found[index] = max(stage.offload.least, 1)
@@ -332,14 +317,14 @@ def cases(draw: st.DrawFn) -> Case:
     m = draw(st.sampled_from([1, 2]))
     chain = (stages.KINDS | stages.ALIKE)[kind][0]()
     mixed = kind != "tied" and draw(st.booleans())
-    one = draw(st.sampled_from(["exact", "bounded(2, 3)"] if kind == "tied" else PROMISES))
-    said: Any = {name: draw(st.sampled_from(PROMISES)) for name in chain.layers} if mixed else one
+    one = draw(st.sampled_from(["exact", "bounded(2, 3)"] if kind == "tied" else CONSISTENCIES))
+    consistency: Any = {name: draw(st.sampled_from(CONSISTENCIES)) for name in chain.layers} if mixed else one
     together = not mixed and one in ("exact", "bounded(2, 3)", "stashed(2, 3)")
     task = make_task(
         kind,
         steps=6,
         m=m,
-        consistency=said,
+        consistency=consistency,
         optimizer=draw(st.sampled_from([None, ADAM, Optimizer("sgd", lr=0.05, momentum=0.9, foreach=True)])),
         seed=draw(st.integers(0, 9)),
         clip=draw(st.sampled_from([None, 0.5, GlobalNorm(0.2)] if together else [None, 0.5])),
@@ -360,8 +345,8 @@ def cases(draw: st.DrawFn) -> Case:
 def run_case(case: Case, **options: Any) -> tuple[Outcome, list[Any]]:
     cut = options.pop("cut", case.cut)
     budgets = case.budgets(cut)
-    said = {index: OffloadConfig(budget) for index, budget in budgets.items()}
-    with stages_reside(said, Early if case.early else partial(Late, case.seed)) as made:
+    config = {index: OffloadConfig(budget) for index, budget in budgets.items()}
+    with stages_reside(config, Early if case.early else partial(Late, case.seed)) as made:
         found = in_stages(case.task, cut, case.window, case.seed, **case.how, **options)
     for index, memory in enumerate(made):
         assert memory.stats()["peak"] <= budgets[index]

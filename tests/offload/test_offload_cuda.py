@@ -25,18 +25,18 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 CUDA = torch.device("cuda")
 ADAM = Optimizer("adamw", lr=1e-3, weight_decay=0.01)
-PROMISES = ("exact", "delayed(2)", "lagged(2)", "bounded(2, 3)", "stashed(2, 3)")
+CONSISTENCIES = ("exact", "delayed(2)", "lagged(2)", "bounded(2, 3)", "stashed(2, 3)")
 
 
-def trained(task: Task, said: OffloadConfig | None) -> tuple[Outcome, Any]:
+def trained(task: Task, config: OffloadConfig | None) -> tuple[Outcome, Any]:
     chain = task.chain()
-    if said is None:
+    if config is None:
         chain = chain.to(CUDA)
     else:
         move_buffers(chain, CUDA)
     sequential = SequentialReference(chain, task.config, task.config.stream, CUDA)
-    if said is not None:
-        attach(sequential, said)
+    if config is not None:
+        attach(sequential, config)
     losses = []
     with deterministic(CUDA):
         sequential.train_mode()
@@ -49,7 +49,7 @@ def trained(task: Task, said: OffloadConfig | None) -> tuple[Outcome, Any]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("consistency", PROMISES)
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
 def test_any_budget_gives_the_same_bits_on_a_gpu(consistency: str, precision: str) -> None:
     for optimizer in (ADAM, Optimizer("adamw", lr=1e-3, foreach=True), Optimizer("sgd", lr=0.05, momentum=0.9)):
         task = make_task("text", steps=12, m=2, consistency=consistency, optimizer=optimizer, precision=precision)
@@ -60,7 +60,7 @@ def test_any_budget_gives_the_same_bits_on_a_gpu(consistency: str, precision: st
             found, small = trained(task, OffloadConfig(budget))
             assert found.losses == wanted.losses
             assert found.layers == wanted.layers
-            assert small.figures()["peak"] <= budget
+            assert small.stats()["peak"] <= budget
             assert small.device.memory.numel() <= budget
 
 
@@ -69,13 +69,13 @@ def test_only_layers_that_come_late_count_as_late_however_long_the_device_waits_
     here = allocate_host(there.nbytes, pin=True).view(torch.float32)
     with deterministic(CUDA):
         torch.cuda._sleep(200_000_000)  # a device that others keep busy
-        mover.wait(mover.send(here, there, [mover.mark()]))
+        mover.wait(mover.to_host(here, there, [mover.record()]))
         torch.cuda.synchronize()
-        assert mover.late() == 0
+        assert mover.count_late() == 0
         torch.cuda._sleep(200_000_000)
-        mover.wait(mover.bring(there, here, [mover.mark()]))
+        mover.wait(mover.to_device(there, here, [mover.record()]))
         torch.cuda.synchronize()
-        assert mover.late() == 1
+        assert mover.count_late() == 1
 
 
 def test_memory_of_the_host_is_pinned_and_let_go_of() -> None:

@@ -1,4 +1,4 @@
-"""What lies where on a device, and what goes when something else is needed: by hand, by law, and by brute force."""
+"""Where layers lie on a device, and which one is evicted: by hand, by rule, and by brute force."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_what_is_wanted_comes_and_what_is_pinned_stays_where_it_is(data: st.Data
         if change is None:
             assert after == before
             need = sum(sizes[key] for key in wanted)
-            assert need > size or any(key in pinned for key in before)  # the law of progress
+            assert need > size or any(key in pinned for key in before)  # progress
         else:
             assert set(wanted) <= set(after)
             assert all(after[key] == span for key, span in kept.items())

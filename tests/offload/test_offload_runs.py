@@ -52,12 +52,12 @@ def test_a_run_says_what_moved_and_scores_and_ends_as_one_without(tmp_path: Path
     assert [row["scores"] for row in events(found, "validation")] == [
         row["scores"] for row in events(alone, "validation")
     ]
-    told = events(found, "finished")[0]["residency"]
+    (told,) = events(found, "finished")[0]["offload"]
     assert told["loaded_bytes"] > 0
     assert told["evicted_bytes"] > 0
     assert told["peak"] <= told["budget"] == 56 * 1024
     assert told["uses"] == 12 * 6
-    assert events(found, "residency")[-1]["stages"][0]["hit_rate"] > 0.9
+    assert events(found, "offload")[-1]["stages"][0]["hit_rate"] > 0.9
 
 
 def test_a_search_scores_subnets_of_a_supernet_that_does_not_fit(tmp_path: Path, alone: weft.TrainedRun) -> None:
@@ -112,7 +112,7 @@ def torn(self, target, source, after):
     target.copy_(source)
 
 SyncCopy.to_host = torn
-runs.train(Path({folder!r}), run="killed", checkpoint_every=2, validate=4, residency=runs.BUDGET)
+runs.train(Path({folder!r}), run="killed", checkpoint_every=2, validation=4, offload=runs.BUDGET)
 """
 
 
@@ -144,7 +144,7 @@ def test_two_processes_with_a_budget_each_give_the_bits_of_one_and_say_how_layer
         max_restarts=0,
     )
     assert found.fingerprint == alone.fingerprint
-    told = events(found, "finished")[0]["residency"]
+    told = events(found, "finished")[0]["offload"]
     assert len(told) == 2
     assert all(own["peak"] <= own["budget"] for own in told)
     trace = read_traces(found.path)
@@ -162,29 +162,31 @@ def test_two_processes_with_a_budget_each_give_the_bits_of_one_and_say_how_layer
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("--residency.budget=8 gigs", "is no size"),
-        ("--residency.bugdet=8GiB", "unknown key 'residency.bugdet'; did you mean 'residency.budget'"),
+        ("--offload.budget=8 gigs", "is no size"),
+        ("--offload.bugdet=8GiB", "unknown key 'offload.bugdet'; did you mean 'offload.budget'"),
     ],
 )
 def test_a_config_with_a_mistake_says_what_is_meant(override: str, problem: str) -> None:
-    from weft.cli.build import train_arguments
+    from weft.cli.build import train_parts
     from weft.config import make_config
 
     with pytest.raises(ConfigError, match=problem):
-        train_arguments(make_config({"supernet": "digits-conv"}, [override]), Path())
+        train_parts(make_config({"supernet": "digits-conv"}, [override]), Path())
 
 
-def test_a_config_gives_the_budget_and_no_part_of_it_is_part_of_the_law() -> None:
-    from weft.cli.build import train_arguments
+def test_a_config_gives_the_budget_and_no_part_of_it_is_compared_on_resume() -> None:
+    from weft.cli.build import train_parts
     from weft.config import make_config
     from weft.data import digits
     from weft.supernet import initialise
-    from weft.trainer.config import make_settings
+    from weft.trainer.config import Execution, TrainConfig, resolve
+    from weft.trainer.manifest import describe_run
     from weft.zoo import digits_conv
 
-    config = make_config({"supernet": "digits-conv"}, ["--residency.budget=8GiB", "--residency.prefetch=4"])
-    found = train_arguments(config, Path())["residency"]
+    config = make_config({"supernet": "digits-conv"}, ["--offload.budget=8GiB", "--offload.prefetch=4"])
+    found = train_parts(config, Path())[1].offload
     assert found == weft.OffloadConfig("8GiB", prefetch=4)
     chain = initialise(digits_conv)
-    laws = [make_settings(chain, steps=1, residency=said).law(chain, digits()) for said in (None, found)]
-    assert laws[0] == laws[1]
+    step, data = resolve(TrainConfig(steps=1), chain), digits()
+    without, with_offload = (describe_run(chain, data, step, Execution(offload=offload)) for offload in (None, found))
+    assert without == with_offload

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import stages
 import torch
-from stages import KINDS, Attend, Begin, Decode, Encode, Finish, Head, Residual, pooling
+from stages import KINDS
 from torch import Tensor, nn
 
 from weft.data import Data, Tensors
@@ -53,49 +54,34 @@ def late(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: Late(make())
 
 
-def convolutional(blocks: int = 4) -> Chain:
-    """As its namesake of ``stages``, with ``blocks + 2`` blocks."""
-    space = Space()
-    candidates = {
-        "c3": late(lambda: Residual(3)),
-        "c1": late(lambda: Residual(1)),
-        "none": nn.Identity,
-        "pool": late(pooling),
+def late_chain(build: Callable[..., Chain], *arguments: Any) -> Chain:
+    """A supernet of ``stages`` whose layers all take a random time."""
+
+    def choice(space: Space, name: str, candidates: Mapping[str, Any], **options: Any) -> Choice:
+        return Choice(space, name, {key: late(make) for key, make in candidates.items()}, **options)
+
+    blocks: dict[str, Any] = {
+        "Shared": lambda make, name: Shared(late(make), name),
+        "Optional": lambda space, name, make: Optional(space, name, late(make)),
+        "Choice": choice,
     }
-    middle: list[Any] = [Choice(space, f"b{k}", candidates) for k in range(blocks - 1)]
-    middle.insert(1, Optional(space, "maybe", late(lambda: Residual(3, 0.0))))
-    return Chain(Shared(late(lambda: nn.Conv2d(1, 4, 3, padding=1)), "stem"), *middle, Shared(late(Head), "head"))
+    vars(stages).update(blocks)
+    try:
+        return build(*arguments)
+    finally:
+        vars(stages).update(Shared=Shared, Optional=Optional, Choice=Choice)
+
+
+def convolutional(blocks: int = 4) -> Chain:
+    return late_chain(stages.convolutional, blocks)
 
 
 def text() -> Chain:
-    """As its namesake of ``stages``."""
-    space = Space()
-    candidates = {
-        "one": late(lambda: Attend(1)),
-        "two": late(lambda: Attend(2)),
-        "mlp": late(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.1))),
-    }
-    return Chain(
-        Shared(late(lambda: nn.Embedding(11, 8)), "embed"),
-        *[Choice(space, f"b{k}", candidates) for k in range(3)],
-        Shared(late(lambda: nn.LayerNorm(8)), "norm"),
-        Shared(late(lambda: nn.Linear(8, 11)), "out"),
-        inputs=("tokens",),
-    )
+    return late_chain(stages.text)
 
 
 def encoder_decoder() -> Chain:
-    """As its namesake of ``stages``."""
-    space = Space()
-    encoders = {"s": late(lambda: Encode(4)), "l": late(lambda: Encode(9))}
-    decoders = {"s": late(lambda: Decode(0.5)), "l": late(lambda: Decode(1.0))}
-    return Chain(
-        *[Choice(space, f"e{k}", encoders) for k in range(2)],
-        Shared(late(Begin), "begin"),
-        *[Choice(space, f"d{k}", decoders, side=("weight",)) for k in range(2)],
-        Shared(late(Finish), "finish"),
-        inputs=("source", "tokens", "mask"),
-    )
+    return late_chain(stages.encoder_decoder)
 
 
 NETS: dict[str, Callable[..., Chain]] = {

@@ -29,7 +29,7 @@ def lower_bound(
     stages = len(cut) + 1
     pace, early = stage_speeds(speeds, stages), early_share(split)
     hops = [taken + latency for taken in work.transfers(cut, bandwidth)]
-    uses = [work.uses(cut, stage) for stage in range(stages)]
+    uses = [work.dependencies_of(cut, stage) for stage in range(stages)]
     # applied[s][layer]: (slot, time) pairs: when the gradients of this and all earlier slots of a layer are there.
     applied: list[dict[Hashable, list[tuple[int, float]]]] = [{} for _ in range(stages)]
     path = 0.0

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.data import MicroBatches
+from weft.engine.consistency import parse_consistency
 from weft.engine.layer_state import layer_digest, optimizer_states, restore
 from weft.engine.losses import accuracy
 from weft.engine.optimizer import Optimizer
@@ -20,14 +22,62 @@ from weft.pipeline.message import Message, pack, unpack
 from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.stage import Stage
 from weft.pipeline.worker import Worker
-from weft.space import Space, make_stream
+from weft.space import Space, Stream, Subnet, make_stream
 from weft.supernet import Chain, Choice, Optional, Shared, initialise
 from weft.supernet.partition import Cut
-from weft.trainer.batches import MicroBatches
 from weft.trainer.config import consistencies
 
 CPU = torch.device("cpu")
 Batch = dict[str, Tensor]
+
+
+class Listed(Stream):
+    """The steps that a test wants, written out."""
+
+    name = "listed"
+    summary = "steps given by hand"
+    bits = 0.0
+
+    def __init__(self, space: Space, steps: Sequence[tuple[Subnet, ...]]) -> None:
+        super().__init__(space)
+        self.steps = list(steps)
+        self.microbatches = max(len(step) for step in steps) if any(len(step) > 1 for step in steps) else None
+
+    def _step(self, index: int) -> tuple[Subnet, ...]:
+        return self.steps[index]
+
+
+def squares(outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    difference = outputs - batch["y"]
+    return (difference * difference).sum()
+
+
+def make_engine(
+    chain: Chain,
+    steps: Sequence[tuple[Subnet, ...] | Subnet],
+    *,
+    consistency: str | Mapping[str, str] = "exact",
+    m: int = 1,
+    optimizer: Optimizer | None = None,
+    schedule: Any = "constant",
+    clip: Any = None,
+    loss: Any = squares,
+    **options: Any,
+) -> SequentialReference:
+    """An engine over the subnets of each step, ready to train."""
+    rules = consistency if isinstance(consistency, Mapping) else dict.fromkeys(chain.layers, consistency)
+    config = TrainStep(
+        steps=len(steps),
+        microbatches=m,
+        stream=Listed(chain.space, [step if isinstance(step, tuple) else (step,) for step in steps]),
+        consistency={name: parse_consistency(rules.get(name, "exact")) for name in chain.layers},
+        loss=loss,
+        optimizer=clipped(optimizer or Optimizer("sgd", lr=0.05, momentum=0.9), clip, schedule),
+        **options,
+    )
+    sequential = SequentialReference(chain, config, torch.device("cpu"))
+    sequential.train_mode()
+    return sequential
 
 
 class Residual(nn.Module):
@@ -60,9 +110,7 @@ def convolutional(blocks: int = 4) -> Chain:
     space = Space()
     middle: list[Any] = [
         Choice(
-            space,
-            f"b{k}",
-            {"c3": lambda: Residual(3), "c1": lambda: Residual(1), "none": nn.Identity, "pool": pooling},
+            space, f"b{k}", {"c3": lambda: Residual(3), "c1": lambda: Residual(1), "none": nn.Identity, "pool": pooling}
         )
         for k in range(blocks - 1)
     ]
@@ -190,10 +238,7 @@ def encoder_decoder() -> Chain:
 
 def images(step: int, rows: int = 4) -> Batch:
     draw = torch.Generator().manual_seed(step)
-    return {
-        "x": torch.randn(rows, 1, 5, 5, generator=draw),
-        "label": torch.randint(0, 3, (rows,), generator=draw),
-    }
+    return {"x": torch.randn(rows, 1, 5, 5, generator=draw), "label": torch.randint(0, 3, (rows,), generator=draw)}
 
 
 def words(step: int, rows: int = 4) -> Batch:
@@ -300,15 +345,18 @@ class Outcome:
     steps: int = 0
 
 
-def sequentially(task: Task) -> Outcome:
-    sequential = SequentialReference(task.chain(), task.config, CPU)
-    sequential.train_mode()
+def sequentially(task: Task, steps: int | None = None) -> Outcome:
+    return run_engine(SequentialReference(task.chain(), task.config, CPU), task, steps)
+
+
+def run_engine(engine: SequentialReference, task: Task, steps: int | None = None) -> Outcome:
+    """The outcome of a task, or of its first steps."""
+    engine.train_mode()
     losses = []
-    for step in range(task.config.steps):
-        result = sequential.step(step, task.batch(step))
-        losses += [loss.item() for loss in result.losses]
-    sequential.eval_mode()
-    return Outcome({name: layer_digest(w, sequential.optimizer) for name, w in sequential.weights.items()}, losses)
+    for step in range(task.config.steps if steps is None else steps):
+        losses += [loss.item() for loss in engine.step(step, task.batch(step)).losses]
+    engine.eval_mode()
+    return Outcome({name: layer_digest(w, engine.optimizer) for name, w in engine.weights.items()}, losses)
 
 
 def through_bytes(message: Message) -> Message:
@@ -389,7 +437,7 @@ def in_stages(
         reports[n] = float(report[0])
     losses = [reports[n] for n in sorted(reports)]
     layers = {name: layer_digest(w, wk.stage.optimizer) for wk in workers for name, w in wk.stage.weights.items()}
-    drifts = {name: dict(w.drifts) for wk in workers for name, w in wk.stage.weights.items()}
+    drifts = {name: dict(w.version_lags) for wk in workers for name, w in wk.stage.weights.items()}
     peaks = [worker.stats.peak for worker in workers]
     (total,) = {worker.scheduler.total for worker in workers}
     return Outcome(layers, losses, max(peaks), drifts, most_kept, peaks, total // m), snapshots

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.errors import PipelineError
-from weft.pipeline.message import PREFIX, Message, assemble_apart, pack, prefix, unpack
+from weft.pipeline.message import PREFIX, Message, pack, pack_with_payload, prefix, unpack
 
 CPU = torch.device("cpu")
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8)
@@ -28,7 +28,7 @@ def assert_same(sent: Tensor | None, found: Tensor | None) -> None:
 
 
 def both_ways(message: Message) -> list[Message]:
-    payload, block = assemble_apart(message, CPU)
+    payload, block = pack_with_payload(message, CPU)
     return [unpack(pack(message), CPU), unpack(block(), CPU, payload)]
 
 
@@ -60,7 +60,7 @@ def test_every_tensor_arrives_as_it_lay(parts: list[Any], n: int, reports: bool,
     report = torch.tensor([0.1, 1.0, float("nan")], dtype=torch.float64) if reports else None
     message = Message("F", n, tuple(parts), tuple(x is not None for x in parts), report, note)
     for found in both_ways(message):
-        assert (found.kind, found.microbatch, found.wanted, found.note) == ("F", n, message.wanted, note)
+        assert (found.kind, found.microbatch, found.needs_grad, found.note) == ("F", n, message.needs_grad, note)
         assert len(found.tensors) == len(parts)
         for sent, arrived in zip(parts, found.tensors, strict=True):
             assert_same(sent, arrived)

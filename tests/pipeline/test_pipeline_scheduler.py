@@ -31,18 +31,18 @@ scripts = st.binary(max_size=48)
 seeds = st.integers(0, 2**32 - 1)
 quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
-PREFER = ("backward", "forward", "alternate")
+SCHEDULES = ("1f1b", "gpipe", "naspipe")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run as a schedule sees it: what layers promise, what micro-batches pick, where the chain is cut."""
+    """A run as a schedule sees it: the layers' consistencies, what micro-batches pick, where the chain is cut."""
 
-    promises: tuple[tuple[Consistency, ...], ...]  # per block, per choice
+    consistencies: tuple[tuple[Consistency, ...], ...]  # per block, per choice
     picks: tuple[tuple[int | None, ...], ...]  # per micro-batch, per block; None: the block is skipped
     m: int
     cut: tuple[int, ...]
-    rules: tuple[SchedulePolicy, ...]
+    policies: tuple[SchedulePolicy, ...]
 
     @property
     def stages(self) -> int:
@@ -54,7 +54,7 @@ class Case:
 
     def layers(self, n: int, stage: int) -> list[Layer]:
         """The layers of a stage that micro-batch n uses."""
-        ends = (0, *self.cut, len(self.promises))
+        ends = (0, *self.cut, len(self.consistencies))
         chosen = ((block, self.picks[n][block]) for block in range(ends[stage], ends[stage + 1]))
         return [(block, choice) for block, choice in chosen if choice is not None]
 
@@ -74,7 +74,8 @@ class Case:
 
     def clock(self, layer: Layer) -> VersionSchedule:
         block, choice = layer
-        return version_schedule(self.promises[block][choice], block, len(self.promises), self.m, self.total // self.m)
+        blocks, steps = len(self.consistencies), self.total // self.m
+        return version_schedule(self.consistencies[block][choice], block, blocks, self.m, steps)
 
     @cached_property
     def clocks(self) -> dict[Layer, VersionSchedule]:
@@ -93,7 +94,7 @@ class Case:
     def _seen(self, layer: Layer, kind: str, n: int, other: int) -> bool:
         block, choice = layer
         step, other_step = n // self.m, other // self.m
-        match self.promises[block][choice]:
+        match self.consistencies[block][choice]:
             case Exact():
                 return other_step < step
             case Delayed(d):
@@ -101,7 +102,7 @@ class Case:
             case Lagged(k):
                 return other_step // k <= step // k - 2
             case Bounded(k, depth):
-                places = depth - block * depth // len(self.promises)
+                places = depth - block * depth // len(self.consistencies)
                 updates = max(n + 1 - places, 0) // k if kind == "F" else n // k
                 return other // k < updates
         raise AssertionError
@@ -116,7 +117,7 @@ class Event(NamedTuple):
 
 
 class Pipeline:
-    """One scheduler a stage, beside a log of what happened. Every law is checked from the log, at every event."""
+    """One scheduler a stage, beside a log of what happened. Every rule is checked from the log, at every event."""
 
     def __init__(self, case: Case, kind: type[Scheduler] = Scheduler) -> None:
         self.case = case
@@ -132,7 +133,7 @@ class Pipeline:
         self.applied: dict[Layer, list[int]] = {layer: [] for layer in case.users}
         self.peak = [0] * case.stages
         self.schedulers = [
-            kind(stage, case.stages, self._uses(stage), case.total, case.rules[stage]) for stage in stages
+            kind(stage, case.stages, self._uses(stage), case.total, case.policies[stage]) for stage in stages
         ]
         self._feed()
 
@@ -146,7 +147,7 @@ class Pipeline:
 
     def _feed(self) -> None:
         """The first stage has its inputs at hand, and as many forwards as its window wait there."""
-        while self._waiting(0) < self.case.rules[0].window and len(self._forwards(0)) < self.case.total:
+        while self._waiting(0) < self.case.policies[0].max_in_flight and len(self._forwards(0)) < self.case.total:
             self.arrived[0].add(("F", len(self._forwards(0))))
 
     def _forwards(self, stage: int) -> list[int]:
@@ -237,17 +238,17 @@ class Pipeline:
 
     def allowed(self, stage: int, n: int) -> bool:
         """Rule 2 of the design, to the letter."""
-        window, oldest, count = self.case.rules[stage].window, self.oldest(stage), len(self.flying[stage])
+        window, oldest, count = self.case.policies[stage].max_in_flight, self.oldest(stage), len(self.flying[stage])
         return count < (window if n == oldest or oldest in self.flying[stage] else window - 1)
 
     def expected(self, stage: int) -> Op | None:
         backwards = self.ready(stage, "B")
         forwards = [n for n in self.ready(stage, "F") if self.allowed(stage, n)]
         last = self.order[stage][-1].kind if self.order[stage] else "B"
-        match self.case.rules[stage].prefer:
-            case "backward":
+        match self.case.policies[stage].schedule:
+            case "1f1b":
                 backward_first = True
-            case "forward":
+            case "gpipe":
                 backward_first = False
             case _:
                 backward_first = last == "F"
@@ -265,7 +266,7 @@ class Pipeline:
             assert read == self.case.sees[kind, n, layer], f"{op} reads {read} of {layer} in {self.case}"
 
     def _check_window(self, stage: int) -> None:
-        window, flying = self.case.rules[stage].window, self.flying[stage]
+        window, flying = self.case.policies[stage].max_in_flight, self.flying[stage]
         self.peak[stage] = max(self.peak[stage], len(flying))
         assert len(flying) <= window
         if self.oldest(stage) not in flying and self.oldest(stage) < self.case.total:
@@ -274,9 +275,9 @@ class Pipeline:
     def _check_buffers(self) -> None:
         """A receive buffer holds the window of the stage that sends."""
         for stage in range(self.case.stages):
-            sender = self.case.rules[max(stage - 1, 0)]
+            sender = self.case.policies[max(stage - 1, 0)]
             sent = sum(op.stage == stage and op.kind == "F" for op in self.messages)
-            assert sent + self._waiting(stage) <= sender.window
+            assert sent + self._waiting(stage) <= sender.max_in_flight
 
     def _check_applied(self, stage: int, n: int) -> None:
         """The version that a scheduler states is that of the oldest gradient that is not applied in order."""
@@ -296,13 +297,15 @@ class Pipeline:
             assert all(position["F", n] < position["B", n] for n in range(self.case.total))
             assert self.asked[stage] == list(range(self.case.total))
             assert scheduler.done
-            assert not any((scheduler.in_flight, scheduler._needs, scheduler._missing, scheduler._done))  # no leaks
+            assert not any(
+                (scheduler.in_flight, scheduler._dependencies, scheduler._missing, scheduler._done)
+            )  # no leaks
             assert not any(layer.users or layer.early or layer.waiting for layer in scheduler._layers.values())
         assert self.applied == self.case.users
 
     def state(self) -> str:
         """Everything that the future depends on."""
-        schedulers = [{k: v for k, v in vars(s).items() if k != "_uses"} for s in self.schedulers]
+        schedulers = [{k: v for k, v in vars(s).items() if k != "_dependencies_of"} for s in self.schedulers]
         return repr((schedulers, self.arrived, self.running, self.finished, self.messages, self.wakeful))
 
     def clone(self) -> Pipeline:
@@ -317,7 +320,7 @@ class Pipeline:
             for name, value in vars(scheduler).items():
                 if isinstance(value, (set, dict)):
                     setattr(scheduler, name, copy.deepcopy(value))
-            scheduler._uses = other._uses(stage)
+            scheduler._dependencies_of = other._uses(stage)
         return other
 
 
@@ -371,10 +374,12 @@ def lockstep(pipeline: Pipeline) -> list[str]:
             row.append(str(op)[1:] if op else "..")
 
 
-def shared(blocks: int, total: int, m: int, rules: list[SchedulePolicy], promise: Consistency | None = None) -> Case:
+def shared(
+    blocks: int, total: int, m: int, policies: list[SchedulePolicy], consistency: Consistency | None = None
+) -> Case:
     """One block a stage, and every micro-batch uses all of them."""
-    promises = ((promise or Exact(),),) * blocks
-    return Case(promises, ((0,) * blocks,) * total, m, tuple(range(1, blocks)), tuple(rules))
+    consistencies = ((consistency or Exact(),),) * blocks
+    return Case(consistencies, ((0,) * blocks,) * total, m, tuple(range(1, blocks)), tuple(policies))
 
 
 # By hand.
@@ -385,11 +390,11 @@ def test_operations_print_as_stage_kind_and_microbatch() -> None:
     assert str(Op(1, "B", 13)) == "1B13"
 
 
-def test_rules_that_cannot_be_are_refused() -> None:
+def test_policies_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConsistencyError, match="max_in_flight=0: at least one"):
         SchedulePolicy(0)
-    with pytest.raises(ConsistencyError, match="did you mean 'backward'"):
-        SchedulePolicy(1, "backwards")
+    with pytest.raises(ConsistencyError, match="did you mean '1f1b'"):
+        SchedulePolicy(1, "1f1bb")
 
 
 ONE_F_ONE_B = """
@@ -503,7 +508,7 @@ class Greedy(Scheduler):
     """The rule without the kept place."""
 
     def _may_start(self, microbatch: int) -> bool:
-        return len(self.in_flight) < self.rule.window
+        return len(self.in_flight) < self.policy.max_in_flight
 
 
 @pytest.mark.parametrize("kind", [Greedy, Scheduler])
@@ -524,7 +529,7 @@ def test_without_the_kept_place_a_window_deadlocks(kind: type[Scheduler]) -> Non
     assert last.next() is None  # nothing runs, nothing is on its way, and nothing may start
 
 
-# The laws, under an adversary.
+# The rules, under an adversary.
 
 
 Number = Callable[[int, int], int]
@@ -547,7 +552,7 @@ def some_case(number: Number, most: int) -> Case:
     blocks, m = number(1, 5), number(1, 4)
     kinds = ((0,), (1,), (2,), (3,), (0, 1, 2, 3))[number(0, 4)]  # all layers of one kind, or mixed
     choices = [number(1, 4) for _ in range(blocks)]
-    promises = tuple(
+    consistencies = tuple(
         tuple(some_promise(number, kinds[number(0, len(kinds) - 1)], m, blocks) for _ in range(count))
         for count in choices
     )
@@ -560,10 +565,10 @@ def some_case(number: Number, most: int) -> Case:
         rows.append(tuple(None if choice == count else choice for choice, count in picked))
     picks = tuple(row for row in rows for _ in range(each))
     cut = tuple(block for block in range(1, blocks) if number(0, 2))
-    prefer = PREFER[number(0, 2)]
+    schedule = SCHEDULES[number(0, 2)]
     equal = number(0, 1) and number(1, 2 * len(cut) + 3)
-    rules = tuple(SchedulePolicy(equal or number(1, 2 * len(cut) + 3), prefer) for _ in range(len(cut) + 1))
-    return Case(promises, picks, m, cut, rules)
+    policies = tuple(SchedulePolicy(equal or number(1, 2 * len(cut) + 3), schedule) for _ in range(len(cut) + 1))
+    return Case(consistencies, picks, m, cut, policies)
 
 
 def cases(most: int = 12) -> st.SearchStrategy[Case]:
@@ -578,7 +583,7 @@ def shrinking(draw: st.DrawFn, most: int) -> Case:
 
 @settings(quiet, max_examples=400)
 @given(cases(), scripts, seeds)
-def test_every_law_holds_under_any_timing(case: Case, script: bytes, seed: int) -> None:
+def test_every_rule_holds_under_any_timing(case: Case, script: bytes, seed: int) -> None:
     """Versions, order, windows, buffers, no deadlock, and each choice as brute force would make it: see Pipeline."""
     pipeline = play(Pipeline(case), adversary(script, seed))
     forwards = [op.microbatch for op in pipeline.order[-1] if op.kind == "F"]
@@ -589,18 +594,18 @@ def test_every_law_holds_under_any_timing(case: Case, script: bytes, seed: int) 
 @pytest.mark.long
 @settings(quiet, max_examples=20_000)
 @given(cases(24), scripts, seeds)
-def test_every_law_holds_under_any_timing_for_tens_of_thousands_of_cases(case: Case, script: bytes, seed: int) -> None:
+def test_every_rule_holds_under_any_timing_for_tens_of_thousands_of_cases(case: Case, script: bytes, seed: int) -> None:
     play(Pipeline(case), adversary(script, seed))
 
 
 @settings(quiet, max_examples=60)
-@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 12), st.sampled_from(PREFER), scripts, seeds)
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 12), st.sampled_from(SCHEDULES), scripts, seeds)
 def test_microbatches_that_share_nothing_are_held_back_by_the_window_alone(
-    stages: int, window: int, total: int, prefer: str, script: bytes, seed: int
+    stages: int, window: int, total: int, schedule: str, script: bytes, seed: int
 ) -> None:
     picks = tuple((n,) * stages for n in range(total))
     case = Case(
-        ((Exact(),) * total,) * stages, picks, 1, tuple(range(1, stages)), (SchedulePolicy(window, prefer),) * stages
+        ((Exact(),) * total,) * stages, picks, 1, tuple(range(1, stages)), (SchedulePolicy(window, schedule),) * stages
     )
     pipeline = Pipeline(case)
     choose = adversary(script, seed)
@@ -627,7 +632,7 @@ def test_the_same_events_give_the_same_schedule(case: Case, seed: int) -> None:
 
 
 def explore(case: Case) -> Counter[str]:
-    """Walks through every state that any timing can reach, and checks the laws on every event between them."""
+    """Walks through every state that any timing can reach, and checks the rules on every event between them."""
     found: Counter[str] = Counter()
     start = Pipeline(case)
     seen, todo = {start.state()}, [start]
@@ -648,54 +653,55 @@ def explore(case: Case) -> Counter[str]:
     return found
 
 
-def small(
-    promise: Consistency, patterns: tuple[str, str], m: int, rules: tuple[SchedulePolicy, SchedulePolicy]
-) -> Case:
+def small(consistency: Consistency, patterns: tuple[str, str], m: int, policies: tuple[SchedulePolicy, ...]) -> Case:
     """Two stages of one block each; a pattern such as `ab.` gives the choice of every micro-batch, `.` for none."""
-    promises = ((promise, promise),) * 2
+    consistencies = ((consistency, consistency),) * 2
     picks = tuple(tuple(None if c == "." else "ab".index(c) for c in column) for column in zip(*patterns, strict=True))
-    return Case(promises, picks, m, (1,), rules)
+    return Case(consistencies, picks, m, (1,), policies)
 
 
 SMALL = [
-    (Exact(), ("aaa", "aaa"), 1, (2, 2), "backward"),
-    (Exact(), ("aba", "abb"), 1, (3, 2), "backward"),
-    (Exact(), ("abb", "a.a"), 1, (3, 3), "alternate"),
-    (Exact(), ("ab.", "aab"), 1, (2, 1), "forward"),
-    (Exact(), ("aaaa", "aaaa"), 2, (3, 2), "backward"),
-    (Exact(), ("abab", "aabb"), 2, (2, 3), "forward"),
-    (Delayed(1), ("aaa", "aaa"), 1, (3, 3), "backward"),
-    (Delayed(1), ("aaaa", "abab"), 2, (2, 2), "alternate"),
-    (Lagged(1), ("aaa", "aaa"), 1, (3, 2), "backward"),
-    (Bounded(1, 2), ("aaa", "aaa"), 1, (3, 3), "backward"),
-    (Bounded(1, 2), ("aaa", "bab"), 1, (2, 1), "forward"),
-    (Bounded(2, 2), ("aaaa", "aaaa"), 1, (2, 2), "backward"),
+    (Exact(), ("aaa", "aaa"), 1, (2, 2), "1f1b"),
+    (Exact(), ("aba", "abb"), 1, (3, 2), "1f1b"),
+    (Exact(), ("abb", "a.a"), 1, (3, 3), "naspipe"),
+    (Exact(), ("ab.", "aab"), 1, (2, 1), "gpipe"),
+    (Exact(), ("aaaa", "aaaa"), 2, (3, 2), "1f1b"),
+    (Exact(), ("abab", "aabb"), 2, (2, 3), "gpipe"),
+    (Delayed(1), ("aaa", "aaa"), 1, (3, 3), "1f1b"),
+    (Delayed(1), ("aaaa", "abab"), 2, (2, 2), "naspipe"),
+    (Lagged(1), ("aaa", "aaa"), 1, (3, 2), "1f1b"),
+    (Bounded(1, 2), ("aaa", "aaa"), 1, (3, 3), "1f1b"),
+    (Bounded(1, 2), ("aaa", "bab"), 1, (2, 1), "gpipe"),
+    (Bounded(2, 2), ("aaaa", "aaaa"), 1, (2, 2), "1f1b"),
 ]
 
 
-@pytest.mark.parametrize(("promise", "patterns", "m", "windows", "prefer"), SMALL)
-def test_every_law_holds_in_all_interleavings_of_small_cases(
-    promise: Consistency, patterns: tuple[str, str], m: int, windows: tuple[int, int], prefer: str
+@pytest.mark.parametrize(("consistency", "patterns", "m", "windows", "schedule"), SMALL)
+def test_every_rule_holds_in_all_interleavings_of_small_cases(
+    consistency: Consistency, patterns: tuple[str, str], m: int, windows: tuple[int, int], schedule: str
 ) -> None:
-    found = explore(
-        small(promise, patterns, m, (SchedulePolicy(windows[0], prefer), SchedulePolicy(windows[1], prefer)))
-    )
+    found = explore(small(consistency, patterns, m, tuple(SchedulePolicy(window, schedule) for window in windows)))
     assert found["ends"] >= 1
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("promise", [Exact(), Delayed(1), Lagged(1), Bounded(1, 2)], ids=str)
+@pytest.mark.parametrize("consistency", [Exact(), Delayed(1), Lagged(1), Bounded(1, 2)], ids=str)
 @pytest.mark.parametrize(
-    ("prefer", "windows"), [("backward", (2, 1)), ("backward", (3, 2)), ("forward", (2, 2)), ("alternate", (2, 2))]
+    ("schedule", "windows"), [("1f1b", (2, 1)), ("1f1b", (3, 2)), ("gpipe", (2, 2)), ("naspipe", (2, 2))]
 )
-def test_every_law_holds_in_all_interleavings_of_all_streams_of_three(
-    promise: Consistency, prefer: str, windows: tuple[int, int]
+def test_every_rule_holds_in_all_interleavings_of_all_streams_of_three(
+    consistency: Consistency, schedule: str, windows: tuple[int, int]
 ) -> None:
     """All that three micro-batches can share with each other on a stage, up to the names of the choices."""
     patterns = ("aaa", "aab", "aba", "abb", "a.a", "ab.", "...")
     for first, second in product(patterns, repeat=2):
         explore(
-            small(promise, (first, second), 1, (SchedulePolicy(windows[0], prefer), SchedulePolicy(windows[1], prefer)))
+            small(
+                consistency,
+                (first, second),
+                1,
+                (SchedulePolicy(windows[0], schedule), SchedulePolicy(windows[1], schedule)),
+            )
         )
 
 

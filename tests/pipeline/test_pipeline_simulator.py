@@ -199,10 +199,10 @@ def test_a_message_cannot_arrive_before_it_is_sent() -> None:
 def test_every_layer_reads_by_its_own_consistency() -> None:
     told = ["exact", "delayed(1)", "lagged(2)", "exact"]
     work = Workload(4, 1, 6, lambda n: list(enumerate(range(4))), lambda layer: parse_consistency(told[layer]))  # type: ignore[call-overload]
-    assert work.uses((3,), 0)(5) == [(0, 5, 5, 5), (1, 5, 4, 4), (2, 2, 1, 1)]
-    assert work.uses((3,), 1)(5) == [(3, 5, 5, 5)]
+    assert work.dependencies_of((3,), 0)(5) == [(0, 5, 5, 5), (1, 5, 4, 4), (2, 2, 1, 1)]
+    assert work.dependencies_of((3,), 1)(5) == [(3, 5, 5, 5)]
     frozen = replace(work, consistency=lambda layer: None if layer == 1 else Exact())
-    assert [need.layer for need in frozen.uses((3,), 0)(5)] == [0, 2]
+    assert [need.layer for need in frozen.dependencies_of((3,), 0)(5)] == [0, 2]
     assert frozen.stage_costs((3,), 5) == [(3, 6), (1, 2)]
 
 
@@ -271,7 +271,7 @@ def some(stages: int, m: int, steps: int, told: str, stream: str | None) -> Work
     told=st.sampled_from(["exact", "delayed(2)", "lagged(2)", "bounded(6, 2)"]),
     stream=st.sampled_from([None, "iid", "fair"]),
     max_in_flight=st.integers(1, 8),
-    prefer=st.sampled_from(["backward", "forward", "alternate"]),
+    schedule=st.sampled_from(["1f1b", "gpipe", "naspipe"]),
     seed=st.integers(0, 3),
     machine=MACHINES,
 )
@@ -281,15 +281,15 @@ def test_the_laws_hold_on_every_machine(
     steps: int,
     told: str,
     stream: str | None,
-    window: int,
-    prefer: str,
+    max_in_flight: int,
+    schedule: str,
     seed: int,
     machine: dict[str, Any],
 ) -> None:
     work, cut = some(stages, m, steps, told, stream), best_cut([1.0] * 5, stages)
     machine = {**machine, "speeds": machine["speeds"][:stages]}
     vary = jitter(seed, 0.5) if seed else None
-    result = simulate(work, cut, SchedulePolicy(window, prefer), duration=vary, **machine)
+    result = simulate(work, cut, SchedulePolicy(max_in_flight, schedule), duration=vary, **machine)
     spans = {span.op: span for span in result.spans}
 
     # Every operation once, one at a time on a stage, no more in flight than the window, and time adds up.
@@ -299,14 +299,14 @@ def test_the_laws_hold_on_every_machine(
         own = sorted((span.start, span.end) for span in result.spans if span.op.stage == stage)
         assert all(before[1] <= after[0] for before, after in pairwise(own))
         assert sum(end - start for start, end in own) == pytest.approx(result.busy[stage])
-        assert 1 <= result.peak[stage] <= window
+        assert 1 <= result.peak[stage] <= max_in_flight
     assert 0 <= result.bubble < 1
     if vary is None:
         assert result.work == pytest.approx(15 * m * steps)
 
     # No version is read before the updates that make it are applied, at the ends of whole backwards.
     for stage in range(stages):
-        uses = work.uses(cut, stage)
+        uses = work.dependencies_of(cut, stage)
         users: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
         for n in range(m * steps):
             for need in uses(n):

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 import weft
 from weft import zoo
 from weft.plan.capture import CapturedModel, capture
-from weft.plan.capture.program import WAYS
 from weft.plan.capture.rules.view import groups
 from weft.plan.runtime.local_ops import local_kernel
 from weft.plan.runtime.lowering import resolve_partials
@@ -52,7 +51,7 @@ def placeholders(captured: CapturedModel, model: nn.Module, batch: Any) -> dict[
 def run_whole(captured: CapturedModel, model: nn.Module, batch: Any) -> dict[str, Any]:
     """The value of every node, computed on one device."""
     values = placeholders(captured, model, batch)
-    for node in captured.nodes.nodes:
+    for node in captured.program.graph.nodes:
         if node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: values[source.name])
             values[node.name] = node.target(*args, **kwargs)
@@ -423,7 +422,7 @@ def cases() -> tuple[CapturedModel, dict[str, Any]]:
 
 def test_no_operator_of_the_cases_is_without_a_rule(cases: tuple[CapturedModel, dict[str, Any]]) -> None:
     assert cases[0].graph.unknown == {}
-    assert cases[0].way == "export"
+    assert cases[0].method == "export"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -559,20 +558,7 @@ def test_every_operator_of_a_subnet_of_the_zoo_in_parts_is_the_operator(name: st
     batch = torch.randn(shapes[name]) if name in shapes else index(4, 6, below=20)
     captured = capture(model, batch, loss=lambda output, batch: output.square().mean())
     assert captured.graph.unknown == {}
-    assert captured.way == "export"
-    checked, wrong = check(captured, run_whole(captured, model, batch))
-    assert checked
-    assert wrong == []
-
-
-def test_operators_that_a_trace_takes_apart_run_in_parts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = transformer("vit")
-    monkeypatch.setattr("weft.plan.capture.program.WAYS", {"trace": WAYS["trace"]})
-    captured = capture(model, batch)
-    assert captured.way == "trace"
-    assert {"aten.addmm.default", "aten.native_layer_norm.default"} <= {
-        entry.target for entry in captured.graph.operators
-    }
+    assert captured.method == "export"
     checked, wrong = check(captured, run_whole(captured, model, batch))
     assert checked
     assert wrong == []

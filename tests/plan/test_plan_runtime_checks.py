@@ -148,7 +148,7 @@ def test_a_kernel_that_does_not_take_parts_is_refused() -> None:
 
 def test_an_operator_that_works_in_place_is_refused() -> None:
     net = captured()
-    node = next(node for node in net.nodes.nodes if node.name == "square")
+    node = next(node for node in net.program.graph.nodes if node.name == "square")
     before = node.target
     node.target = torch.ops.aten.square_.default
     try:

@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -30,11 +31,11 @@ from weft.plan.capture import CapturedModel, capture
 from weft.plan.graph import INPUT, PARAMETER, Dim, Graph, Operator, Read
 from weft.plan.graph import Tensor as Shape
 from weft.plan.planner import plan_captured
-from weft.plan.runtime import ParallelModule, RunOptions, parallelize
+from weft.plan.runtime import ParallelModule, StepOptions, parallelize
 from weft.plan.runtime.apply import transfer_splits
 from weft.plan.runtime.module import StageOp, one_forward_one_backward
 from weft.plan.runtime.program import ValueRef, split_batch
-from weft.plan.runtime.redistribute import MeshCollectives
+from weft.plan.runtime.redistribute import MeshCollectives, ReshardAfterForward
 from weft.plan.runtime.stages import StageEdge, StageSection, stage_sections
 from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy, splits
 from weft.utils.rng import generator
@@ -292,7 +293,7 @@ def test_stages_and_micro_batches_give_what_one_device_gives(
 
     def work(rank: int) -> None:
         for told, count, expected, (captured, strategy, stage) in cases:
-            check(parallelize(captured, strategy, stage, RunOptions(count), weights=expected.model), expected, told)
+            check(parallelize(captured, strategy, stage, StepOptions(count), weights=expected.model), expected, told)
 
     on_processes(stages * Mesh(mesh).devices, tmp_path, work)
 
@@ -309,7 +310,7 @@ def test_micro_batches_of_one_sample_run_though_their_program_is_another(tmp_pat
         4,
         tmp_path,
         lambda rank: check(
-            parallelize(captured, strategy, stage, RunOptions(ROWS), weights=expected.model), expected, "one by one"
+            parallelize(captured, strategy, stage, StepOptions(ROWS), weights=expected.model), expected, "one by one"
         ),
     )
 
@@ -352,16 +353,12 @@ def test_a_plan_is_applied_to_a_model_and_trains_it_as_one_device_would(tmp_path
         losses.append(loss.detach())
 
     def work(rank: int) -> None:
-        with pytest.raises(PlanError, match="4 micro-batches, one of which must be captured: pass batch="):
-            plan.apply(model)
-        with pytest.raises(PlanError, match="give the batch and the loss that it was planned with"):
-            plan.apply(model, batch)
         with pytest.raises(PlanError, match="the plan is for 1 processes"):
             alone.apply(model)
         other = init_device_mesh("cpu", (2,))
         with pytest.raises(PlanError, match="2 stages of a mesh of 1, but the devices form one of 2; make one of 2x1"):
-            plan.apply(model, batch, squared, other)
-        module = plan.apply(model, batch, squared, init_device_mesh("cpu", (2, 1)))
+            plan.apply(model, other)
+        module = plan.apply(model, init_device_mesh("cpu", (2, 1)))
         assert isinstance(module, ParallelModule)
         assert (module.stage, len(module.ops)) == (rank, 8)
         with pytest.raises(PlanError, match=r"call step\(batch\)"):
@@ -388,7 +385,7 @@ def test_a_plan_of_one_stage_and_one_batch_takes_steps_too_where_a_batch_is_give
     expected.backward()
 
     def work(rank: int) -> None:
-        module = plan.apply(model, batch, squared)
+        module = plan.apply(model)
         assert isinstance(module, ParallelModule)
         same("loss", module.step(batch), expected.detach())
         for key, value in single.named_parameters():
@@ -409,7 +406,7 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
         with torch.no_grad():
             for value in other.parameters():
                 value.add_(rank)
-        module = parallelize(captured, strategy, stage, RunOptions(4), weights=other)
+        module = parallelize(captured, strategy, stage, StepOptions(4), weights=other)
         steps = torch.optim.AdamW(module.parameters(), lr=0.1)
         weight: Any = module.get_parameter("embed.weight")
         every = [torch.empty_like(weight.to_local()) for _ in range(4)]
@@ -425,7 +422,7 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
         gradients = [value for value in expected.gradients.values() if value is not None]
         norm = torch.linalg.vector_norm(torch.cat([value.flatten() for value in gradients]))
         for limit in (float(norm) / 4, float(norm) * 4):
-            module = parallelize(captured, strategy, stage, RunOptions(4), weights=expected.model)
+            module = parallelize(captured, strategy, stage, StepOptions(4), weights=expected.model)
             module.step(expected.batch)
             same("norm", module.clip_grad_norm_(limit).float(), norm)
             for key, value in module.named_parameters():
@@ -434,7 +431,7 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
                 same(f"clipped: {key}", module.full_tensor(value.grad), wanted * min(1, limit / float(norm)))
 
     def gradients_travel_once_a_step(rank: int) -> None:
-        module = parallelize(captured, strategy, stage, RunOptions(4), weights=expected.model)
+        module = parallelize(captured, strategy, stage, StepOptions(4), weights=expected.model)
         asked: list[int] = []
         before = MeshCollectives._all_reduce
         MeshCollectives._all_reduce = lambda self, tensor, axis: (
@@ -454,26 +451,25 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
 
     def layers_are_computed_again(rank: int) -> None:
         def kept(again: bool) -> int:
-            module, sizes = (
-                parallelize(*drops, RunOptions(4, again, reshard_after_forward=False), weights=dropping.model),
-                [],
-            )
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.nbytes), t)[1], lambda t: t):
-                module.step(dropping.batch)
+            module, sizes = parallelize(*drops, StepOptions(4, again), weights=dropping.model), []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ReshardAfterForward, "hooks", lambda self: nullcontext())  # ours see every tensor
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.nbytes), t)[1], lambda t: t):
+                    module.step(dropping.batch)
             return sum(sizes)
 
         torch.manual_seed(SEED)
         assert kept(True) < kept(False)
-        check(parallelize(*drops, RunOptions(4, recompute=True), weights=dropping.model), dropping, "recomputed")
+        check(parallelize(*drops, StepOptions(4, recompute=True), weights=dropping.model), dropping, "recomputed")
 
     def refusals(rank: int) -> None:
-        module = parallelize(*drops, RunOptions(4), weights=dropping.model)
+        module = parallelize(*drops, StepOptions(4), weights=dropping.model)
         torch.manual_seed(rank)
         with pytest.raises(PlanError, match="generators differ: seed torch alike"):
             module.step(dropping.batch)
         one = planned("text", 2, 4, (1,))
         with pytest.raises(PlanError, match=r"for 2 processes \(2 stages of a mesh of 1\), and there are 4"):
-            parallelize(*ready("text", one), RunOptions(4), weights=expected.model)
+            parallelize(*ready("text", one), StepOptions(4), weights=expected.model)
         # The first stage is told another cut than the second.
         moved = list(stage)
         if rank < 2:
@@ -482,7 +478,7 @@ def test_the_rest_of_what_a_model_in_stages_does(tmp_path: Path) -> None:
             )
             moved[border] = 1
         with pytest.raises(PlanError, match=r"do not agree on what they send|was lost"):
-            parallelize(captured, strategy, moved, RunOptions(4), weights=expected.model, timeout=10)
+            parallelize(captured, strategy, moved, StepOptions(4), weights=expected.model, timeout=10)
 
     def work(rank: int) -> None:
         shared_weights_stay_equal(rank)
@@ -501,7 +497,7 @@ def test_a_lost_process_is_told_and_not_waited_for_for_ever(tmp_path: Path, way:
     expected = case("perceptron")
 
     def work(rank: int) -> None:
-        module = parallelize(captured, strategy, stage, RunOptions(4), weights=expected.model, timeout=3)
+        module = parallelize(captured, strategy, stage, StepOptions(4), weights=expected.model, timeout=3)
         module.step(expected.batch)
         if rank == 1:
             if way == "gone":
@@ -525,7 +521,7 @@ def test_a_plan_that_cannot_be_run_says_why() -> None:
     plan = plan_captured(capture(Silent(), batch), "cpu", devices=2, stages=2, microbatches=2, compare=False)
     assert plan.unsupported()[0].startswith("'Silent' returns no loss, which micro-batches and stages need")
     with pytest.raises(PlanError, match="'Silent' returns no loss"):
-        plan.apply(Silent(), batch)
+        plan.apply(Silent())
     with pytest.raises(PlanError, match="a batch of 8 is not 3 equal micro-batches"):
         split_batch(batch, ROWS, 3)
 

@@ -14,10 +14,12 @@ from torch.nn import functional as F
 from weft.hardware import collectives
 from weft.hardware.machine import DeviceSpec, Link, Machine
 from weft.plan.capture import CapturedModel, capture
-from weft.plan.costs import Tables, TrainingSpec, layer_of, tables
-from weft.plan.graph import INPUT, Graph, batch_dims, microbatch
-from weft.plan.sharding import REPLICATED, Mesh
-from weft.plan.solver import solve
+from weft.plan.configurations import ParallelConfig, solve_config
+from weft.plan.costs import Tables, TrainingSpec, tables
+from weft.plan.graph import INPUT, Graph, batch_dims, layer_of, microbatch
+from weft.plan.redistribution import gathered_bytes
+from weft.plan.sharding import REPLICATED, Mesh, splits
+from weft.plan.solver import OverLimit, solve
 
 DEVICE = DeviceSpec({"float32": 1e13, "bfloat16": 1e14}, ((1e6, 0.1), (1e9, 0.8)), 1e12, 1e10, 0.0)
 MACHINE = Machine("test", DEVICE, (Link("node", None, 1e10, 1e-6),))
@@ -72,10 +74,15 @@ def test_strategies_cost_the_collectives_that_they_are_known_for() -> None:
     assert moving == pytest.approx(2 * float(collectives.all_reduce(weights, 4, *link)))
     assert compute < whole
 
-    # Stored in parts: gathered for the forward, and the gradient is scattered.
+    # Stored in parts: gathered for the forward, and the gradient is scattered. The second weight is gathered again for
+    # the backward, where the gradient of its input depends on it; the first one's input has none.
     stored = {**rows, n["w1"]: "a0", n["w2"]: "a0"}
-    gathered = float(collectives.all_gather(weights, 4, *link) + collectives.reduce_scatter(weights, 4, *link))
-    assert cost(graph, made, stored)[1] == pytest.approx(2 * gathered)
+    gather, scatter = (float(f(weights, 4, *link)) for f in (collectives.all_gather, collectives.reduce_scatter))
+    assert cost(graph, made, stored)[1] == pytest.approx(3 * gather + 2 * scatter)
+    # Each micro-batch gathers for itself, and gives its gradients back; what is stored whole sums them first.
+    parted = tables(graph, Mesh((4,)), MACHINE, TrainingSpec(microbatches=2))
+    assert cost(graph, parted, stored)[1] == pytest.approx(2 * (3 * gather + 2 * scatter))
+    assert cost(graph, parted, rows)[1] == pytest.approx(moving)
 
     # Columns, then rows: nothing moves between the two. The input needs no gradient; the result stays a sum.
     parts = {n["fc1"]: "n", n["relu"]: "a1", n["fc2"]: "k", n["w1"]: "a0", n["w2"]: "a1"}
@@ -138,6 +145,60 @@ def test_memory_is_weights_gradients_states_and_what_the_backward_keeps() -> Non
     assert kept > 0
     whole = [own.index((REPLICATED,)) for own in made.splits]
     assert made.weight(whole) == pytest.approx(2 * elements * 16 + kept)
+
+
+def in_parts(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """Weights stored in parts on four devices, and the batch divided among them."""
+    n = names(graph)
+    words = {n["fc1"]: "m0", n["relu"]: "a0", n["fc2"]: "m0", n["w1"]: "a0", n["w2"]: "a0"}
+    dims = [[dim.name for dim in operator.dims] for operator in graph.operators]
+    return tuple(
+        (own.index(words[o.name]) if o.name in words else REPLICATED,)
+        for o, own in zip(graph.operators, dims, strict=True)
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_gathered_at_once_is_part_of_the_memory_that_a_limit_sees(recompute: bool) -> None:
+    graph, mesh, weight = two().graph, Mesh((4,)), 4.0 * 4 * WIDTH * WIDTH
+    training = TrainingSpec(optimizer_bytes=0.0, recompute=recompute)
+    splits = in_parts(graph)
+    found = gathered_bytes(graph, mesh, splits, recompute)
+    place = {operator.name: number for number, operator in enumerate(graph.operators)}
+    n = names(graph)
+    # In the backward the second weight is there with its gradient; of the first, whose input needs none, the gradient.
+    assert found[place[n["fc2"]]] == 2 * weight
+    assert found[place[n["fc1"]]] == weight
+    assert max(gathered_bytes(graph, mesh, [(REPLICATED,)] * len(graph), recompute)) == 0.0
+    # The limit counts it: the shards alone would fit.
+    config = ParallelConfig(graph, mesh, 1, training)
+    made = tables(graph, mesh, MACHINE, training, lambda op, split: split == splits[op])
+    shards = made.weight([0] * len(graph))
+
+    def only(op: int, split: tuple[int, ...]) -> bool:
+        return split == splits[op]
+
+    solved = solve_config(config, MACHINE, shards + 2 * weight, only)
+    assert solved.cost.memory == pytest.approx(shards + 2 * weight)
+    with pytest.raises(OverLimit):
+        solve_config(config, MACHINE, shards + 1.9 * weight, only)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9])
+def test_a_plan_of_one_stage_keeps_a_limit_with_what_it_gathers(share: float) -> None:
+    graph, mesh, training = two().graph, Mesh((4,)), TrainingSpec(optimizer_bytes=0.0)
+    config = ParallelConfig(graph, mesh, 1, training)
+    free = solve_config(config, MACHINE, math.inf)
+    every_split = [list(splits(operator, mesh)) for operator in graph.operators]
+    fits = [
+        made.weight([own.index(split) for own, split in zip(made.splits, chosen, strict=True)])
+        + max(gathered_bytes(graph, mesh, chosen, recompute=False))
+        for made in [tables(graph, mesh, MACHINE, training)]
+        for chosen in every(*every_split)
+    ]
+    limit = min(fits) + share * max(0.0, free.cost.memory - min(fits))
+    solved = solve_config(config, MACHINE, limit * (1 + 1e-9))
+    assert solved.cost.memory <= limit * (1 + 1e-9)
 
 
 def test_the_solver_finds_the_best_of_all_strategies_of_a_network() -> None:

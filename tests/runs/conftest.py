@@ -1,4 +1,4 @@
-"""A nursery of real processes: one interpreter that has imported torch forks a child for each task, to be killed."""
+"""Real processes to be killed: one interpreter that has imported torch forks a child for each task."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ for line in sys.stdin:
 """
 
 
-class Nursery:
-    """Runs one child at a time; what it says comes back as a list, with its exit status (-9 if killed)."""
+class ForkServer:
+    """Runs one child at a time; its messages come back as a list, with its exit status (-9 if killed)."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -70,9 +70,9 @@ class Nursery:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    home = Nursery()
-    yield home
-    assert home.process.stdin is not None
-    home.process.stdin.close()
-    home.process.wait(30)
+def forks() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    assert server.process.stdin is not None
+    server.process.stdin.close()
+    server.process.wait(30)

@@ -66,7 +66,7 @@ def test_a_checkpoint_on_disk_is_a_folder_of_safetensors_and_a_manifest(tmp_path
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.dictionaries(
         st.text(min_size=1).filter(lambda name: name != "__metadata__"),
@@ -99,16 +99,10 @@ def test_views_shared_memory_and_parameters_are_saved_by_value(tmp_path: Path) -
     want = {name: tensor.tolist() for name, tensor in tensors.items()}
     got = Checkpoints(tmp_path).load(1).tensors
     assert {name: tensor.tolist() for name, tensor in got.items()} == want
-    got["b.same"].zero_()  # and what is loaded is shared with nothing
-    assert {name: tensor.tolist() for name, tensor in Checkpoints(tmp_path).load(1).tensors.items()} == want
-
-
-def test_what_is_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
-    folder = Checkpoints(tmp_path).save(1, {"a.w": torch.ones(5000)}, {})
-    got = Checkpoints(tmp_path).load(1).tensors["a.w"]
+    folder = tmp_path / "step-00000001"
     with open(folder / "shard0.safetensors", "r+b") as file:
-        file.write(bytes(20_000))
-    assert torch.equal(got, torch.ones(5000))
+        file.write(bytes((folder / "shard0.safetensors").stat().st_size))
+    assert {name: tensor.tolist() for name, tensor in got.items()} == want  # what is loaded is shared with nothing
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -125,10 +119,6 @@ def test_tensors_on_a_gpu_are_saved_by_value(tmp_path: Path) -> None:
 def test_a_tensor_that_cannot_be_saved_is_named(tmp_path: Path, tensor: Tensor) -> None:
     with pytest.raises(CheckpointError, match=r"cannot hold tensor 'stem\.w'"):
         Checkpoints(tmp_path).save(1, {"stem.w": tensor}, {})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_no_tensor_is_named(tmp_path: Path) -> None:
     extra: Any = {"seen": 3}
     with pytest.raises(CheckpointError, match=r"cannot hold 'stem\._extra_state', a dict: it takes tensors"):
         Checkpoints(tmp_path).save(1, {"stem._extra_state": extra}, {})
@@ -267,15 +257,6 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     assert_same(checkpoints.load().tensors, example(3))
 
 
-def test_a_whole_newest_checkpoint_is_used_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    for step in (1, 2):
-        checkpoints.save(step, example(step), {})
-    damage(tmp_path / "step-00000001" / "shard0.safetensors", flip)
-    assert checkpoints.load().step == 2
-    assert caplog.records == []
-
-
 def test_no_byte_of_a_checkpoint_can_change_unseen(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     folder = checkpoints.save(2, {"a.w": torch.arange(3.0)}, {"loss": 2, "name": "x"})
@@ -306,10 +287,16 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path) -> Non
         Checkpoints(tmp_path).load(1)
 
 
-def test_without_verification_a_wrong_size_is_still_seen(tmp_path: Path) -> None:
+def test_the_newest_is_enough_and_without_verification_a_wrong_size_is_still_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
         checkpoints.save(step, example(step), {})
+    damage(tmp_path / "step-00000001" / "shard0.safetensors", flip)
+    assert checkpoints.load().step == 2  # the older one is not looked at
+    assert caplog.records == []
+    damage(tmp_path / "step-00000001" / "shard0.safetensors", flip)
     damage(tmp_path / "step-00000002" / "shard0.safetensors", flip)
     assert checkpoints.load(verify=False).step == 2
     damage(tmp_path / "step-00000002" / "shard0.safetensors", lambda data: data[:-1])
@@ -357,12 +344,3 @@ def test_a_shard_in_preparation_for_a_later_step_survives_a_publication(tmp_path
     checkpoints.publish(2, [late], {})
     assert_same(checkpoints.load(1).tensors, example(1))
     assert_same(checkpoints.load(2).tensors, example(2))
-
-
-def test_a_resume_can_forget_later_checkpoints(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    for step in (1, 2, 3):
-        checkpoints.save(step, {}, {})
-    checkpoints.drop_after(1)
-    assert checkpoints.steps() == [1]
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -38,15 +38,15 @@ def assert_whole(checkpoints: Checkpoints, step: int | None) -> int:
     return got.step
 
 
-def test_a_saver_killed_at_random_moments_always_leaves_what_it_reported(tmp_path: Path, nursery: Any) -> None:
+def test_a_saver_killed_at_random_moments_always_leaves_what_it_reported(tmp_path: Path, forks: Any) -> None:
     draw = generator(0, "kill")
     serial = reported = 0
-    for round_ in range(40):
-        nursery.start(SAVE_FOREVER, folder=str(tmp_path), serial=serial)
-        first = [nursery.hear()] if round_ % 2 else []  # also on a busy machine some rounds get far
+    for round_ in range(24):
+        forks.start(SAVE_FOREVER, folder=str(tmp_path), serial=serial)
+        first = [forks.hear()] if round_ % 2 else []  # also on a busy machine some rounds get far
         time.sleep(draw.uniform(0, 0.06))
-        nursery.kill()
-        said, status = nursery.finish()
+        forks.kill()
+        said, status = forks.finish()
         assert status == -9
         if first + said:
             reported = (first + said)[-1]
@@ -57,7 +57,7 @@ def test_a_saver_killed_at_random_moments_always_leaves_what_it_reported(tmp_pat
         assert serial >= reported, round_
         for other in checkpoints.steps():
             assert_whole(checkpoints, other)
-    assert reported >= 20
+    assert reported >= 12
     Checkpoints(tmp_path).save(serial + 1, {}, {})
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -67,10 +67,12 @@ import os, signal, sys, torch
 from weft.runs import Checkpoints, Events
 from weft.utils import files
 count = 0
-pure = "plain <genexpr> <listcomp> <dictcomp> <setcomp> <lambda> _path _entries names layer_of check parse".split()
+pure = "to_json disk_errors _path _entries names layer_of check parse".split()
+pure += "<genexpr> <listcomp> <dictcomp> <setcomp> <lambda>".split()
 def trace(frame, event, arg):
     global count
-    if "/weft/runs/" not in frame.f_code.co_filename or frame.f_code.co_name in pure:
+    file = frame.f_code.co_filename
+    if not ("/weft/runs/" in file or file.endswith("/weft/utils/files.py")) or frame.f_code.co_name in pure:
         return None
     if event == "line":
         count += 1
@@ -83,29 +85,27 @@ sys.settrace(None)
 """
 
 
-def killed_at_every_line(nursery: Any, made: Path, work: Path, action: str) -> Any:
+def killed_at_every_line(forks: Any, made: Path, work: Path, action: str) -> Any:
     """Yields after each kill, with `work` a copy of `made` in which the action was cut short; at last it was not."""
     line, status = 0, -9
     while status == -9:
         line += 1
         shutil.rmtree(work, ignore_errors=True)
         shutil.copytree(made, work)
-        said, status = nursery.run(KILLED_AT_LINE, action=action, line=line, work=str(work))
+        said, status = forks.run(KILLED_AT_LINE, action=action, line=line, work=str(work))
         assert said == []
         yield status == 0
     assert status == 0
     assert line > 10
 
 
-def test_a_publication_killed_at_any_line_leaves_the_checkpoints_before_or_with_it(
-    tmp_path: Path, nursery: Any
-) -> None:
+def test_a_publication_killed_at_any_line_leaves_the_checkpoints_before_or_with_it(tmp_path: Path, forks: Any) -> None:
     made, work = tmp_path / "made", tmp_path / "work"
     for step in (1, 2):
         Checkpoints(made).save(step, {"a.w": torch.full((3,), float(step))}, {"serial": step})
     seen = set()
     action = "Checkpoints(work, keep=2).save(3, {'a.w': torch.full((3,), 3.0)}, {'serial': 3})"
-    for done in killed_at_every_line(nursery, made, work, action):
+    for done in killed_at_every_line(forks, made, work, action):
         steps = Checkpoints(work).steps()
         got = Checkpoints(work).load()
         assert got.step == steps[-1]
@@ -121,24 +121,24 @@ def test_a_publication_killed_at_any_line_leaves_the_checkpoints_before_or_with_
     assert seen == {(1, 2), (1, 2, 3), (2, 3)}
 
 
-def test_a_resume_killed_at_any_line_leaves_all_events_or_the_wanted(tmp_path: Path, nursery: Any) -> None:
+def test_a_resume_killed_at_any_line_leaves_all_events_or_the_wanted(tmp_path: Path, forks: Any) -> None:
     made, work = tmp_path / "made", tmp_path / "work"
     made.mkdir()
     with Events(made / "e.jsonl") as events:
         for step in range(4):
             events.append("step", step=step)
     seen = set()
-    for _ in killed_at_every_line(nursery, made, work, "Events(work + '/e.jsonl').drop_from(2)"):
+    for _ in killed_at_every_line(forks, made, work, "Events(work + '/e.jsonl').drop_from(2)"):
         events = Events(work / "e.jsonl")
         seen.add(tuple(event["step"] for event in events.read()))
         assert events.damaged == 0
     assert seen == {(0, 1, 2, 3), (0, 1)}
 
 
-def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_damaged(tmp_path: Path, nursery: Any) -> None:
+def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_damaged(tmp_path: Path, forks: Any) -> None:
     code = SAVE_FOREVER.replace("keep=2", "keep=1").replace("    say(serial)", "    if serial < 4: say(serial)")
-    nursery.start(code, folder=str(tmp_path), serial=0)
-    assert nursery.hear() == 1
+    forks.start(code, folder=str(tmp_path), serial=0)
+    assert forks.hear() == 1
     checkpoints, last = Checkpoints(tmp_path), 0
     try:
         while last < 100:
@@ -148,8 +148,8 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_damaged(tmp_path:
                 except CheckpointError as problem:
                     assert f"no checkpoint of step {step}" in str(problem)  # noqa: PT017
     finally:
-        nursery.kill()
-        nursery.finish()
+        forks.kill()
+        forks.finish()
 
 
 FULL = """
@@ -177,11 +177,11 @@ exec(action)
 def told(said: str, file: str, wanted: int) -> bool:
     return all(
         part in said
-        for part in (f"/{file}'", f" {wanted} bytes wanted", " bytes free", "nothing finished was lost", "resume")
+        for part in (f"/{file}'", f" {wanted} bytes needed", " bytes free", "nothing finished was lost", "resume")
     )
 
 
-def test_a_checkpoint_without_room_is_a_clear_error_and_the_last_one_stays(tmp_path: Path, nursery: Any) -> None:
+def test_a_checkpoint_without_room_is_a_clear_error_and_the_last_one_stays(tmp_path: Path, forks: Any) -> None:
     action = """
 checkpoints = Checkpoints(folder)
 checkpoints.save(1, {"a.w": torch.ones(10)}, {})
@@ -194,7 +194,7 @@ expect(lambda: checkpoints.write_shard(3, "stage0", {"a.w": torch.ones(10_000)})
 say([path.name for path in (folder / ".step-00000003.tmp").iterdir()])
 checkpoints.save(2, {"a.w": torch.ones(10_000)}, {})
 """
-    said, status = nursery.run(FULL, folder=str(tmp_path), action=action)
+    said, status = forks.run(FULL, folder=str(tmp_path), action=action)
     assert status == 0, said
     file = (tmp_path / "step-00000002" / "shard0.safetensors").stat().st_size
     assert told(said[0], "shard0.safetensors", file), said[0]
@@ -208,19 +208,19 @@ checkpoints.save(2, {"a.w": torch.ones(10_000)}, {})
     assert Checkpoints(tmp_path).load().step == 2
 
 
-def test_a_file_without_room_keeps_its_old_content(tmp_path: Path, nursery: Any) -> None:
+def test_a_file_without_room_keeps_its_old_content(tmp_path: Path, forks: Any) -> None:
     action = """
 write_atomic(folder / "x", "old")
 expect(lambda: write_atomic(folder / "x", b"n" * 30_000))
 """
-    said, status = nursery.run(FULL, folder=str(tmp_path), action=action)
+    said, status = forks.run(FULL, folder=str(tmp_path), action=action)
     assert status == 0, said
     assert told(said[0], "x", 30_000), said[0]
     assert (tmp_path / "x").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_events_without_room_are_written_whole_once_there_is_room(tmp_path: Path, nursery: Any) -> None:
+def test_events_without_room_are_written_whole_once_there_is_room(tmp_path: Path, forks: Any) -> None:
     action = """
 events = Events(folder / "e.jsonl", every=1e9)
 events.append("step", step=0)
@@ -232,7 +232,7 @@ say([event["step"] for event in Events(folder / "e.jsonl").read()])
 events.append("step", step=20)
 events.close()
 """
-    said, status = nursery.run(FULL, folder=str(tmp_path), action=action)
+    said, status = forks.run(FULL, folder=str(tmp_path), action=action)
     assert status == 0, said
     assert "e.jsonl" in said[0]
     assert "nothing finished was lost" in said[0]
@@ -258,19 +258,19 @@ with Run.open(folder).locked() as run:
 
 
 @pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a forked child that lives on"])
-def test_a_run_is_locked_by_one_process_until_it_dies(tmp_path: Path, nursery: Any, fork: bool) -> None:
+def test_a_run_is_locked_by_one_process_until_it_dies(tmp_path: Path, forks: Any, fork: bool) -> None:
     run = Run.create(tmp_path, "r", manifest={})
     assert run.state() == "interrupted"
-    pid = nursery.start(HOLD, folder=str(run.path), fork=fork)
-    child = nursery.hear()
+    pid = forks.start(HOLD, folder=str(run.path), fork=fork)
+    child = forks.hear()
     try:
         assert run.state() == "running"
         with pytest.raises(RunError, match=f"in use by process {pid} on"), run.locked():
             pass
         assert run.state() == "running"
     finally:
-        nursery.kill()
-        assert nursery.finish() == ([], -9)
+        forks.kill()
+        assert forks.finish() == ([], -9)
     try:
         assert run.state() == "interrupted"
         with run.locked():

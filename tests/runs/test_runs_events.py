@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weft.errors import RunError
 from weft.runs import Events
-from weft.runs.events import ended, head, tail
+from weft.runs.events import final_event, head, tail
 
 FIELDS = st.dictionaries(
     st.text(min_size=1).filter(lambda name: name not in ("event", "time")),
@@ -120,9 +120,9 @@ def test_a_resume_forgets_how_the_run_ended(tmp_path: Path) -> None:
     with Events(tmp_path / "e.jsonl") as events:
         events.append("step", step=0)
         events.append("failed", why="x")
-    assert ended(events.path) == "failed"
+    assert final_event(events.path) == "failed"
     events.drop_from(5)
-    assert ended(events.path) is None
+    assert final_event(events.path) is None
     assert [event["event"] for event in events.read()] == ["step"]
 
 
@@ -132,7 +132,7 @@ def test_the_end_is_found_however_much_follows_it(tmp_path: Path) -> None:
         for number in range(2000):
             events.append("note", number=number, text="x" * 60, word="failed to be an end")
     assert (tmp_path / "e.jsonl").stat().st_size > 2 * 65536
-    assert ended(events.path) == "finished"
+    assert final_event(events.path) == "finished"
 
 
 @pytest.mark.parametrize("window", [10, 100, 1000, 10_000])
@@ -154,6 +154,6 @@ def test_a_full_disk_is_an_error_in_numbers_and_keeps_the_event(tmp_path: Path) 
     events.append("a")
     for _ in range(2):
         with pytest.raises(
-            RunError, match=r"no room for '/dev/full' .* bytes wanted, \d+ bytes free; nothing finished"
+            RunError, match=r"no room for '/dev/full' .* bytes needed, \d+ bytes free; nothing finished"
         ):
             events.flush()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastics import layered
+from small_supernets import layered
 
 import weft
 from weft import zoo

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastics import layered
+from small_supernets import layered
 from torch import Tensor, nn
 
 import weft

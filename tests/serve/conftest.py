@@ -50,13 +50,15 @@ def planned():
 """
 
 CONFIG = """
-run = "net"
 supernet = "browser_net:build"
 data = "browser_net:load"
 [train]
 steps = 24
 batch_size = 8
-validate = 12
+[run]
+name = "net"
+validation = 12
+[execution]
 threads = 1
 [search]
 budget = 12
@@ -95,12 +97,12 @@ def runs(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
         patch.setenv("OMP_NUM_THREADS", "1")
-        traced = ("--train.trace=true", "--residency.budget=1MiB")
+        traced = ("--execution.trace=true", "--offload.budget=1MiB")
         for words in (
             ("train", "net.toml", "--stages", "2", *traced),
-            ("train", "net.toml", "--run=one"),
+            ("train", "net.toml", "--run.name=one"),
             ("search", "runs/net"),
-            ("search", "net.toml", "--method", "drnas", "--run=mixed", "--train.steps=8"),
+            ("search", "net.toml", "--method", "drnas", "--run.name=mixed", "--train.steps=8"),
             ("tune", "tune.toml"),
             ("plan", "browser_net:planned", "--devices", "2", "--save", "small"),
         ):

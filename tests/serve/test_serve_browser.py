@@ -28,7 +28,7 @@ Serving = Callable[..., AbstractContextManager[str]]
 VIEWS = {
     "": ([], "Runs"),
     "run/net/curves": (["loss", "accuracy"], "net"),
-    "run/net/pipeline": (["Schedule", "Utilisation over time", "Memory", "Layers on the device"], "net"),
+    "run/net/pipeline": (["Schedule", "Busy share over time", "Memory", "Layers on the device"], "net"),
     "run/net/search": (["Pareto front"], "net"),
     "run/mixed/search": (["Choice probabilities"], "mixed"),
     "run/study/tune": (["Trials", "Devices over time", "Reports"], "study"),
@@ -207,7 +207,7 @@ def test_ticked_runs_are_compared_with_only_what_differs(opened: Open, site: str
     page.get_by_role("button", name="Compare 2").click()
     page.wait_for_selector("main[data-view=compare]")
     keys = page.locator("[aria-label=configurations] tbody th")
-    assert sorted(keys.all_inner_texts()) == ["residency.budget", "run", "train.stages", "train.trace"]
+    assert sorted(keys.all_inner_texts()) == ["execution.stages", "execution.trace", "offload.budget", "run.name"]
     # On one stage and on two the bits are the same, and the page says so.
     assert page.locator(".badge.same").count() == 2
     page.get_by_role("button", name="All keys").click()
@@ -454,6 +454,6 @@ def test_without_a_trace_the_pipeline_says_how_to_get_one(
     shutil.copytree(runs / "net", tmp_path / "runs" / "net", ignore=shutil.ignore_patterns("traces"))
     with serving(tmp_path / "runs") as address:
         page = opened(f"{address}#/run/net/pipeline")
-        assert "--train.trace true" in page.locator(".remedy").inner_text()
-        wait_for_charts(page, ["Utilisation over time"])
+        assert "--execution.trace true" in page.locator(".remedy").inner_text()
+        wait_for_charts(page, ["Busy share over time"])
         page.close()  # before the server it talks to

@@ -1,14 +1,110 @@
-"""The curves of a run: what its steps and validations measured, small enough for a chart."""
+"""Curves in few buckets that keep their extremes, their mean and their shape; and the curves of a run."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from weft.runs import Run
+from weft.serve.downsample import Curve
+from weft.serve.fields import LARGEST, number, rounded, whole_number
 from weft.serve.library import encode
 from weft.serve.views import curves
+
+POINTS = st.lists(st.tuples(st.integers(0, 2000), st.integers(-1000, 1000).map(float)), max_size=200)
+
+
+def curve(points: list[tuple[int, float]], cap: int) -> Curve:
+    made = Curve(cap)
+    for x, y in points:
+        made.add(x, y)
+    return made
+
+
+def test_a_short_curve_is_kept_point_by_point() -> None:
+    assert curve([(0, 2.0), (1, 3.0), (5, 1.0)], 3).to_json() == {"x": [0, 1, 5], "y": [2.0, 3.0, 1.0]}
+
+
+def test_a_fourth_point_where_three_fit_makes_buckets_of_two_steps() -> None:
+    drawn = curve([(0, 2.0), (1, 4.0), (2, 3.0), (4, 9.0)], 3)
+    assert drawn.width == 2
+    assert drawn.to_json() == {
+        "x": [0.5, 2, 4],
+        "y": [3.0, 3.0, 9.0],
+        "low": [2.0, 3.0, 9.0],
+        "high": [4.0, 3.0, 9.0],
+    }
+
+
+def test_a_loss_that_is_no_number_is_a_gap_and_spoils_no_neighbour() -> None:
+    drawn = curve([(0, 1.0), (1, math.nan), (2, math.inf), (3, 5.0)], 4).to_json()
+    assert drawn["y"] == [1.0, None, None, 5.0]
+    merged = curve([(0, 1.0), (1, math.nan), (2, math.inf), (3, math.nan)], 2).to_json()
+    assert (merged["y"], merged["low"], merged["high"]) == ([1.0, None], [1.0, None], [1.0, None])
+
+
+@given(POINTS, st.integers(1, 20))
+def test_buckets_are_few_and_hold_the_mean_and_the_extremes_of_their_points(
+    points: list[tuple[int, float]], cap: int
+) -> None:
+    made = curve(points, cap)
+    buckets = defaultdict(list)
+    for x, y in points:
+        buckets[x // made.width].append((x, y))
+    drawn = made.to_json()
+    groups = [buckets[key] for key in sorted(buckets)]
+    assert len(drawn["x"]) == len(groups) <= cap
+    assert drawn["x"] == [round(sum(x for x, _ in group) / len(group), 1) for group in groups]
+    assert drawn["y"] == [rounded(sum(y for _, y in group) / len(group)) for group in groups]
+    assert drawn.get("low", drawn["y"]) == [min(y for _, y in group) for group in groups]
+    assert drawn.get("high", drawn["y"]) == [max(y for _, y in group) for group in groups]
+    assert made.points == len(points)
+
+
+@given(POINTS, st.integers(1, 20), st.randoms())
+def test_the_order_in_which_points_come_does_not_matter(
+    points: list[tuple[int, float]], cap: int, random: object
+) -> None:
+    other = list(points)
+    random.shuffle(other)  # type: ignore[attr-defined]
+    assert curve(points, cap).to_json() == curve(other, cap).to_json()
+
+
+@given(POINTS, st.integers(1, 20), st.integers(1, 20))
+def test_a_coarser_curve_is_the_one_that_less_room_would_have_made(
+    points: list[tuple[int, float]], cap: int, less: int
+) -> None:
+    made = curve(points, max(cap, less))
+    before = made.to_json()
+    assert made.coarser(min(cap, less)).to_json() == curve(points, min(cap, less)).to_json()
+    assert made.to_json() == before
+
+
+def test_a_bucket_is_no_wider_than_the_room_demands() -> None:
+    assert curve([(x, 0.0) for x in range(1000)], 1000).width == 1
+    assert curve([(x, 0.0) for x in range(1001)], 1000).width == 2
+    assert len(curve([(100 * x, 0.0) for x in range(1000)], 1000).to_json()["x"]) == 1000
+
+
+def test_numbers_are_told_from_what_only_looks_like_them() -> None:
+    assert [number(value) for value in (1, 2.5, "-inf", "1e3", None, True, [1], 10**400)] == [
+        1.0,
+        2.5,
+        -math.inf,
+        None,
+        None,
+        None,
+        None,
+        None,
+    ]
+    assert math.isnan(number("nan") or 0.0)
+    assert [whole_number(value) for value in (3, -1, 2.0, True, LARGEST, "4")] == [3, None, None, None, None, None]
 
 
 def series(run: Path) -> dict[tuple[str, str], dict[str, Any]]:

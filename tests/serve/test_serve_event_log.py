@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.runs import Events
-from weft.serve.event_log import LONGEST_NAME, NEWEST, SERIES, ReducedFile, Reducer, RunSummary
+from weft.serve.event_log import LONGEST_NAME, NEWEST, SERIES, FollowedFile, RunProgress, SummaryCache
 
 Figures = tuple[int, int, int]
 
 
-def figures(reduced: RunSummary) -> Figures:
+def figures(reduced: RunProgress) -> Figures:
     return reduced.points, reduced.done, reduced.damaged
 
 
@@ -37,7 +37,7 @@ def append(file: Path, *lines: bytes) -> None:
 
 
 def test_what_is_added_is_read_and_what_was_read_is_not_read_again(file: Path) -> None:
-    follower = ReducedFile(file, RunSummary)
+    follower = FollowedFile(file, RunProgress)
     assert follower.query(figures) == (0, 0, 0)  # there is no file yet
     append(file, step(0), step(1))
     assert follower.query(figures) == (2, 2, 0)
@@ -50,19 +50,9 @@ def test_what_is_added_is_read_and_what_was_read_is_not_read_again(file: Path) -
     }
 
 
-def test_a_torn_last_line_waits_for_the_rest_of_it(file: Path) -> None:
-    follower = ReducedFile(file, RunSummary)
-    append(file, step(0), step(1)[:20])
-    assert follower.query(figures) == (1, 1, 0)
-    append(file, step(1)[20:-1])
-    assert follower.query(figures) == (1, 1, 0)
-    append(file, b"\n")
-    assert follower.query(figures) == (2, 2, 0)
-
-
 def test_a_line_that_a_killed_writer_tore_is_counted_once_the_next_writer_comes(file: Path) -> None:
     append(file, step(0), step(1)[:-9])
-    follower = ReducedFile(file, RunSummary)
+    follower = FollowedFile(file, RunProgress)
     assert follower.query(figures) == (1, 1, 0)
     with Events(file) as events:
         events.append("step", step=1, loss=1.0)
@@ -72,7 +62,7 @@ def test_a_line_that_a_killed_writer_tore_is_counted_once_the_next_writer_comes(
 def test_malformed_lines_are_skipped_and_counted(file: Path) -> None:
     wrong = [b"{]\n", b"[1, 2]\n", b"\xff\xfe\n", b'"text"\n', b"NaN\n", b"[" * 100_000 + b"\n"]
     append(file, step(0), *wrong, b"\n", b"  \n", step(1))
-    assert ReducedFile(file, RunSummary).query(figures) == (2, 2, len(wrong))
+    assert FollowedFile(file, RunProgress).query(figures) == (2, 2, len(wrong))
 
 
 def test_events_that_weft_would_not_write_change_nothing(file: Path) -> None:
@@ -89,11 +79,11 @@ def test_events_that_weft_would_not_write_change_nothing(file: Path) -> None:
         {"event": "pipeline", "utilisation": 3},
     ]
     append(file, step(0), *(json.dumps(event).encode() + b"\n" for event in odd))
-    assert ReducedFile(file, RunSummary).query(figures) == (1, 1, 0)
+    assert FollowedFile(file, RunProgress).query(figures) == (1, 1, 0)
 
 
 def test_a_line_longer_than_any_event_is_skipped_and_the_next_one_read(file: Path) -> None:
-    follower = ReducedFile(file, RunSummary)
+    follower = FollowedFile(file, RunProgress)
     append(file, step(0), b'{"event": "' + b"x" * (3 << 20))
     assert follower.query(figures) == (1, 1, 0)
     append(file, b'more"}\n', step(1))
@@ -107,7 +97,7 @@ def test_a_resume_that_drops_events_begins_again(file: Path) -> None:
         events.append("step", step=at, loss=1.0 + at)
     events.append("stopped", at=6)
     events.flush()
-    follower = ReducedFile(file, RunSummary)
+    follower = FollowedFile(file, RunProgress)
     assert follower.query(lambda reduced: (reduced.done, reduced.ended)) == (6, "stopped")
     events.drop_from(3)
     events.append("started", at=3, steps=9)
@@ -118,7 +108,7 @@ def test_a_resume_that_drops_events_begins_again(file: Path) -> None:
 
 
 def test_a_file_that_is_cut_off_or_written_anew_begins_again(file: Path) -> None:
-    follower = ReducedFile(file, RunSummary)
+    follower = FollowedFile(file, RunProgress)
     append(file, *(step(at) for at in range(5)))
     assert follower.query(figures) == (5, 5, 0)
     os.truncate(file, len(step(0)) * 2)
@@ -139,7 +129,7 @@ def test_however_the_file_grows_the_end_is_the_same(lines: list[int | bytes], da
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "events.jsonl"
-        follower = ReducedFile(file, RunSummary)
+        follower = FollowedFile(file, RunProgress)
         for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
             append(file, whole[start:end])
             follower.query(figures)
@@ -147,7 +137,7 @@ def test_however_the_file_grows_the_end_is_the_same(lines: list[int | bytes], da
         wrong = sum(line in (b"{]", b"[]") for line in lines)
         assert follower.query(figures) == (len(steps), max(steps, default=-1) + 1, wrong)
         grown = follower.query(lambda reduced: {key: curve.to_json() for key, curve in reduced.curves.items()})
-        assert grown == ReducedFile(file, RunSummary).query(
+        assert grown == FollowedFile(file, RunProgress).query(
             lambda reduced: {key: c.to_json() for key, c in reduced.curves.items()}
         )
 
@@ -162,7 +152,7 @@ def test_a_large_file_is_read_in_little_memory(file: Path) -> None:
                 out.seek(15 << 20, os.SEEK_CUR)
                 out.write(b"\n")
     assert file.stat().st_size > 60 << 20
-    follower = ReducedFile(file, RunSummary)
+    follower = FollowedFile(file, RunProgress)
     tracemalloc.start()
     try:
         assert follower.query(figures) == (20_004, 20_000, 4)
@@ -175,12 +165,12 @@ def test_a_large_file_is_read_in_little_memory(file: Path) -> None:
 
 def test_an_event_file_with_countless_names_keeps_a_few(file: Path) -> None:
     append(file, *(step(at, **{f"metric{at}": 1.0}) for at in range(500)), step(500, **{"x" * (LONGEST_NAME + 1): 1.0}))
-    assert ReducedFile(file, RunSummary).query(lambda reduced: len(reduced.curves)) == SERIES
-    assert ReducedFile(file, RunSummary).query(lambda reduced: len(reduced.newest)) <= SERIES
+    assert FollowedFile(file, RunProgress).query(lambda reduced: len(reduced.curves)) == SERIES
+    assert FollowedFile(file, RunProgress).query(lambda reduced: len(reduced.newest)) <= SERIES
 
 
 def test_seconds_are_those_of_training_and_not_of_the_night_between() -> None:
-    reduced = RunSummary()
+    reduced = RunProgress()
     for event in (
         {"event": "started", "time": 1000.0, "at": 0, "steps": 4},
         {"event": "step", "time": 1001.0, "step": 0, "loss": 3.0},
@@ -198,7 +188,7 @@ def test_seconds_are_those_of_training_and_not_of_the_night_between() -> None:
 
 
 def test_the_time_left_follows_the_newest_steps() -> None:
-    reduced = RunSummary()
+    reduced = RunProgress()
     reduced.add_event({"event": "started", "time": 0.0, "at": 0, "steps": 1000})
     assert reduced.seconds_left() is None
     for at in range(300):
@@ -211,7 +201,7 @@ def test_the_time_left_follows_the_newest_steps() -> None:
 
 
 def test_a_study_counts_its_trials_and_keeps_the_best() -> None:
-    reduced = RunSummary()
+    reduced = RunProgress()
     reduced.add_event({"event": "started", "time": 0.0, "at": 0, "steps": 5, "trials": []})
     for number, values in enumerate(([0.5, 9.0], [0.7, 2.0], None, ["nan", 1.0])):
         reduced.add_event({"event": "ended", "time": 2.0 * number, "trials": [number], "values": values})
@@ -221,7 +211,7 @@ def test_a_study_counts_its_trials_and_keeps_the_best() -> None:
 
 
 def test_a_fold_reads_each_file_once_and_keeps_them_apart(tmp_path: Path) -> None:
-    fold, one, other = Reducer(RunSummary), tmp_path / "one", tmp_path / "other"
+    fold, one, other = SummaryCache(RunProgress), tmp_path / "one", tmp_path / "other"
     append(one, step(0), step(1))
     append(other, step(0))
     kept = fold.query(one, lambda reduced: reduced)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import disturbed
 import numpy as np
 import pytest
-import stages as nets
 import traceoracle as oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracefiles import EPOCH, simulated, step, write, write_events
 from traceoracle import read_by_line
 
-import weft
 from weft.errors import RunError
 from weft.pipeline.simulator import Simulated, jitter
 from weft.runs import Run
@@ -34,9 +30,9 @@ KEYS = {
     "window",
     "real",
     "simulated",
-    "utilisation",
+    "busy",
     "memory",
-    "residency",
+    "offload",
 }
 
 
@@ -94,11 +90,11 @@ def test_two_stages_drawn_by_hand_are_told_as_drawn(run: Path) -> None:
         {"input": 0.4, "weights": 0.0, "window": 0.0},
         {"input": 0.15, "weights": 0.0, "window": 0.0},
     ]
-    assert [(stage["rank"], stage["blocks"]) for stage in found["stages"]] == [(0, [0, 1]), (1, [1, None])]
-    foreseen = spans(found, "simulated")
-    assert {name: row[5:7] for name, row in foreseen.items()} == {name: row[5:7] for name, row in rows.items()}
-    assert foreseen["1B1"][:5] == [1, "B", 1, 0, "bb"]
-    assert all(row[7:] == [None, None, None, 0] for row in foreseen.values())
+    assert [(stage["stage"], stage["blocks"]) for stage in found["stages"]] == [(0, [0, 1]), (1, [1, None])]
+    expected = spans(found, "simulated")
+    assert {name: row[5:7] for name, row in expected.items()} == {name: row[5:7] for name, row in rows.items()}
+    assert expected["1B1"][:5] == [1, "B", 1, 0, "bb"]
+    assert all(row[7:] == [None, None, None, 0] for row in expected.values())
 
 
 def test_a_stage_whose_next_forward_lacks_weights_waits_for_weights(run: Path) -> None:
@@ -137,13 +133,14 @@ def test_updates_and_versions_are_told_with_the_operation_that_they_follow(run: 
     ]
 
 
-def test_a_run_that_was_resumed_counts_on_and_so_does_what_was_foreseen(run: Path) -> None:
+def test_a_run_that_was_resumed_counts_on_and_so_does_what_was_simulated(run: Path) -> None:
     result = simulated(2, 3)
-    write(run, result, foreseen=result.spans, first=20)
+    write(run, result, expected=result.spans, first=20)
     write_events(run, *(step(number, f"s{number}") for number in range(23)))
     found = document(run)
     assert {(row[2], row[3], row[4]) for row in found["real"]["spans"]} == {(n, n, f"s{n}") for n in (20, 21, 22)}
     assert {(row[2], row[3], row[4]) for row in found["simulated"]["spans"]} == {(n, n, f"s{n}") for n in (20, 21, 22)}
+    assert found["simulated"]["real_seconds"] == found["simulated"]["seconds"] == found["total"][1]
 
 
 @settings(max_examples=40)
@@ -179,8 +176,8 @@ def test_every_wait_and_every_share_is_what_is_found_operation_by_operation(
     assert [own["busy"] for own in found["stages"]] == pytest.approx(
         [own["busy_share"] for own in said["stages"]], abs=1e-4
     )
-    by_rank = {own["rank"]: own["bubble"] for own in found["stages"]}
-    assert sum(by_rank.values()) / len(by_rank) == pytest.approx(bubble(trace), abs=1e-4)
+    by_stage = {own["stage"]: own["bubble"] for own in found["stages"]}
+    assert sum(by_stage.values()) / len(by_stage) == pytest.approx(bubble(trace), abs=1e-4)
     rows = found["real"]["spans"]
     assert {f"{row[0]}{row[1]}{row[2]}": row[10] for row in rows if row[9]} == pytest.approx(
         {str(wait.op): wait.seconds for wait in expected}, abs=1e-6
@@ -244,16 +241,16 @@ def test_the_share_of_a_bucket_is_the_time_in_it_that_any_interval_covers(
 def test_many_stages_and_steps_stay_below_half_a_megabyte(tmp_path: Path) -> None:
     run = tmp_path / "run"
     long(run, 200, stages=64)
-    events = ({"event": "pipeline", "time": EPOCH + n, "utilisation": [0.123456] * 64} for n in range(3000))
+    events = ({"event": "pipeline", "time": EPOCH + n, "busy": [0.123456] * 64} for n in range(3000))
     write_events(run, *events)
     found = document(run)
     assert len(json.dumps(found, separators=(",", ":"))) < 500_000
-    assert len(found["utilisation"]["stages"]) == 64
-    times = found["utilisation"]["time"]
+    assert len(found["busy"]["stages"]) == 64
+    times = found["busy"]["time"]
     assert times == sorted(times)
     assert times[0] < 60
     assert times[-1] > 2900
-    assert all(value == pytest.approx(0.1235) for own in found["utilisation"]["stages"] for value in own)
+    assert all(value == pytest.approx(0.1235) for own in found["busy"]["stages"] for value in own)
 
 
 @pytest.mark.parametrize(
@@ -272,21 +269,22 @@ def test_a_window_beyond_the_trace_is_cut_to_it(run: Path) -> None:
     assert set(spans(document(run, **{"from": 7.6}))) == {"0B1"}
 
 
-def test_a_run_without_a_trace_has_its_utilisation_and_says_how_to_get_one(run: Path) -> None:
+@pytest.mark.parametrize("name", ["busy", "utilisation"])  # the second in events of older runs
+def test_a_run_without_a_trace_has_its_busy_shares_and_says_how_to_get_one(run: Path, name: str) -> None:
     write_events(
         run,
         {"event": "started", "time": EPOCH},
-        {"event": "pipeline", "time": EPOCH + 0.5, "utilisation": [0.6, None]},  # one stage has told nothing yet
-        {"event": "pipeline", "time": EPOCH + 1, "utilisation": [0.5, 0.25]},
-        {"event": "pipeline", "time": EPOCH + 2, "utilisation": [0.7, 0.75]},
-        {"event": "pipeline", "time": EPOCH + 3, "utilisation": "fast"},
+        {"event": "pipeline", "time": EPOCH + 0.5, name: [0.6, None]},  # one stage has written nothing yet
+        {"event": "pipeline", "time": EPOCH + 1, name: [0.5, 0.25]},
+        {"event": "pipeline", "time": EPOCH + 2, name: [0.7, 0.75]},
+        {"event": "pipeline", "time": EPOCH + 3, name: "fast"},
     )
     assert present(run)
     found = document(run)
     assert set(found) == KEYS
     assert (found["traced"], found["remedy"]) == (False, REMEDY)
-    assert "--train.trace true" in REMEDY
-    assert found["utilisation"] == {"time": [0.5, 1, 2], "stages": [[0.6, 0.5, 0.7], [None, 0.25, 0.75]]}
+    assert "--execution.trace true" in REMEDY
+    assert found["busy"] == {"time": [0.5, 1, 2], "stages": [[0.6, 0.5, 0.7], [None, 0.25, 0.75]]}
     assert [(own["busy"], own["bubble"]) for own in found["stages"]] == [(0.6, 0.4), (0.5, 0.5)]
 
 
@@ -339,22 +337,31 @@ def test_a_trace_that_is_still_written_grows_in_the_document(run: Path) -> None:
     assert counts[-1] == len(result.spans)
 
 
-def test_what_residency_moved_is_the_newest_that_all_ranks_told(run: Path) -> None:
+@pytest.mark.parametrize(
+    ("event", "loaded", "evicted"),
+    [("offload", "loaded_bytes", "evicted_bytes"), ("residency", "brought", "sent")],  # the second in older runs
+)
+def test_what_was_offloaded_is_the_newest_that_all_stages_wrote(
+    run: Path, event: str, loaded: str, evicted: str
+) -> None:
     def row(uses: int, misses: int) -> dict[str, int]:
-        return {"uses": uses, "misses": misses, "brought": 10, "sent": 5, "budget": 100}
+        return {"uses": uses, "misses": misses, loaded: 10, evicted: 5, "budget": 100}
+
+    def total(hits: int, misses: int, stages: int) -> dict[str, int]:
+        return {"hits": hits, "misses": misses, "loaded_bytes": 10 * stages, "evicted_bytes": 5 * stages}
 
     two(run)
-    assert document(run)["residency"] is None
-    write_events(run, {"event": "residency", "stages": [row(3, 1)]})
-    assert document(run)["residency"] == {"hits": 2, "misses": 1, "brought": 10, "sent": 5}
-    write_events(run, {"event": "residency", "stages": [row(3, 1), row(5, 0)]})
-    assert document(run)["residency"] == {"hits": 7, "misses": 1, "brought": 20, "sent": 10}
-    write_events(run, {"event": "finished", "residency": [row(9, 2), row(9, 2)]})
-    assert document(run)["residency"] == {"hits": 14, "misses": 4, "brought": 20, "sent": 10}
+    assert document(run)["offload"] is None
+    write_events(run, {"event": event, "stages": [row(3, 1)]})
+    assert document(run)["offload"] == total(2, 1, 1)
+    write_events(run, {"event": event, "stages": [row(3, 1), row(5, 0)]})
+    assert document(run)["offload"] == total(7, 1, 2)
+    write_events(run, {"event": "finished", event: [row(9, 2), row(9, 2)]})
+    assert document(run)["offload"] == total(14, 4, 2)
 
 
 def test_subnets_are_found_wherever_in_a_long_file_their_step_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serve.event_log.PIECE", 1000)
+    monkeypatch.setattr("weft.serve.event_log.EVENTS", 1000)
     result = simulated(1, 3)
     write(run, result, first=150)
     events = [step(n if n % 7 else 1000 + n, f"s{n}") for n in range(300)]
@@ -370,23 +377,3 @@ def test_names_are_given_as_they_are_and_are_no_longer_than_a_name(run: Path) ->
     write_events(run, step(0, "<img src=x onerror=alert(1)>", "y" * 5000))
     names = {row[4] for row in document(run)["real"]["spans"]}
     assert names == {"<img src=x onerror=alert(1)>", "y" * 64}
-
-
-@pytest.mark.long  # the tests in a browser have such a run, too
-def test_a_real_run_on_two_processes_is_told_whole(tmp_path: Path) -> None:
-    trained = weft.train(
-        nets.plain,
-        partial(disturbed.samples, "plain"),
-        steps=6,
-        batch_size=4,
-        runs=tmp_path,
-        run="real",
-        stages=2,
-        trace=True,
-    )
-    assert trained
-    found = document(tmp_path / "real")
-    assert {row[3] for row in found["real"]["spans"]} == set(range(6))
-    assert all(row[4] for row in found["real"]["spans"] if row[1] != "E")
-    assert found["simulated"]["spans"]
-    assert found["total"][1] > 0

@@ -28,7 +28,7 @@ from weft.plan.sharding import Mesh
 from weft.serve.views import plan_layers as layers
 from weft.serve.views.plan import MOST, TOO_LARGE, shown
 from weft.serve.views.plan_graph import WHOLE, columns, layer_costs, split_label, stage_memory
-from weft.serve.views.plan_layers import Group, groups, nodes_of, shown_edges
+from weft.serve.views.plan_layers import LayerGroup, groups, nodes_of, shown_edges
 
 LAYERS, WIDE = 3, 2048
 
@@ -56,11 +56,11 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def rows(plan: Plan) -> list[layers.Operator]:
-    return msgspec.convert(operators(plan), list[layers.Operator])
+def rows(plan: Plan) -> list[layers.PlanOperator]:
+    return msgspec.convert(operators(plan), list[layers.PlanOperator])
 
 
-def grouped(plan: Plan) -> list[Group]:
+def grouped(plan: Plan) -> list[LayerGroup]:
     found = rows(plan)
     return groups(found, nodes_of(found))
 

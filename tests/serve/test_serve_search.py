@@ -1,12 +1,14 @@
-"""The document of a run's searches, on a real small run that was searched from the command line."""
+"""The searches of a run: a real one, the sample of what was scored, and the mixture of a gradient search."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import shlex
 import shutil
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
@@ -15,11 +17,27 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import weft
 from weft.cli import main
 from weft.errors import RunError
+from weft.search.objectives import Constraint, Objective
+from weft.serve.event_log import SummaryCache
+from weft.serve.overview import is_gradient_search
 from weft.serve.views import search as searches
+from weft.serve.views.search_samples import (
+    SCORED,
+    STEPS,
+    MixtureHistory,
+    Point,
+    Sample,
+    ScoredSubnets,
+    option_frequencies,
+    ordered,
+    probabilities,
+)
 
 CONFIG = """
 run = "small"
@@ -28,6 +46,7 @@ data = "digits"
 [train]
 steps = 1
 batch_size = 8
+[execution]
 threads = 1
 [search]
 budget = 6
@@ -229,7 +248,7 @@ def test_however_large_a_front_is_its_document_is_not(run: Path) -> None:
 
 
 def test_a_gradient_search_is_shown_with_its_probabilities(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"steps": 3, "batch_size": 8, "recalibrate": 1, "runs": tmp_path, "run": "gradient"}
+    options: dict[str, Any] = {"steps": 3, "batch_size": 8, "recalibrate": 1, "folder": tmp_path, "name": "gradient"}
     metrics = {"accuracy": weft.accuracy}
     build = weft.zoo.find("digits-conv")
     found = weft.search_gradient(build, weft.data.digits(), method="darts", metrics=metrics, **options)
@@ -241,3 +260,238 @@ def test_a_gradient_search_is_shown_with_its_probabilities(tmp_path: Path) -> No
     first = shown["probabilities"]["choices"][0]
     assert first["options"] == ["skip", "separable3", "conv3", "conv5"]
     assert [values[0] for values in first["values"]] == [0.25] * 4  # all options begin alike
+
+
+ACCURACY, FLOPS = Objective("accuracy", True), Objective("flops", False)
+
+
+def point(id: str, accuracy: float, flops: float = 0.0, **values: object) -> Point:
+    return Point(id, {"accuracy": accuracy, "flops": flops}, values)
+
+
+def test_shares_of_eleven_by_hand() -> None:
+    best = [point("a", 0.9, op="conv", depth=2), point("b", 0.8, op="conv")]
+    rest = [point(f"c{at}", 0.1, op="skip") for at in range(9)]
+    found = option_frequencies([*best, *rest], [("op", ["skip", "conv", "pool"]), ("depth", [1, 2])])
+    # A tenth of eleven, rounded up, is two; depth is switched off in all but one.
+    assert found == [
+        {"name": "op", "options": ["skip", "conv", "pool"], "best": [0, 1, 0], "all": [0.8181818, 0.1818182, 0]},
+        {"name": "depth", "options": [1, 2], "best": [0, 0.5], "all": [0, 0.09090909]},
+    ]
+
+
+def test_options_that_python_takes_for_one_are_told_apart() -> None:
+    found = option_frequencies([point("a", 1, flag=True), point("b", 1, flag=1)])
+    assert [type(option) for option in found[0]["options"]] == [bool, int]
+    assert found == [{"name": "flag", "options": [True, 1], "best": [1, 0], "all": [0.5, 0.5]}]
+
+
+def test_of_two_objectives_the_front_comes_first() -> None:
+    points = [point("small", 0.5, 1), point("beaten", 0.5, 5), point("good", 0.9, 9), point("worst", 0.4, 9)]
+    assert [one.id for one in ordered(points, [ACCURACY, FLOPS])] == ["good", "small", "beaten", "worst"]
+    assert [one.id for one in ordered(points, [FLOPS])] == ["small", "beaten", "good", "worst"]
+
+
+def test_what_breaks_a_constraint_or_is_no_number_comes_last() -> None:
+    points = [point("nan", float("nan"), 1), point("large", 0.9, 9), point("fine", 0.5, 1)]
+    assert [p.id for p in ordered(points, [ACCURACY, FLOPS], [Constraint("flops", "<=", 5)])] == [
+        "fine",
+        "large",
+        "nan",
+    ]
+
+
+def test_an_objective_that_nothing_was_scored_by_is_passed_over() -> None:
+    points = [Point("a", {"accuracy": 0.1}), Point("b", {"accuracy": 0.2})]
+    assert [one.id for one in ordered(points, [FLOPS, ACCURACY])] == ["b", "a"]
+    assert ordered(points, [FLOPS]) == points
+
+
+ids = st.lists(st.integers(0, 40).map(str), max_size=120)
+
+
+@given(ids, st.integers(1, 20), st.randoms(use_true_random=False))
+def test_a_sample_does_not_depend_on_the_order_and_is_whole_where_there_is_room(
+    ids: list[str], cap: int, rng: random.Random
+) -> None:
+    def sampled(several: list[str]) -> set[str]:
+        sample = Sample(cap)
+        for one in several:
+            sample.add(point(one, 0.0))
+        return {one.id for one in sample.points()}
+
+    found = sampled(ids)
+    shuffled = list(ids)
+    rng.shuffle(shuffled)
+    assert found == sampled(shuffled)
+    assert found <= set(ids)
+    assert len(found) == min(cap, len(set(ids)))
+
+
+def test_every_subnet_is_as_likely_to_be_kept() -> None:
+    sample = Sample(500)
+    for at in range(5000):
+        sample.add(point(f"{at:016x}", at))
+    early = sum(one.scores["accuracy"] < 2500 for one in sample.points())
+    assert 190 < early < 310  # six standard deviations
+    assert sample.count == 5000
+
+
+def test_the_newest_scores_of_a_subnet_count() -> None:
+    sample = Sample(2)
+    for accuracy in (0.1, 0.2):
+        sample.add(point("a", accuracy))
+    assert [one.scores["accuracy"] for one in sample.points()] == [0.2]
+
+
+def line(subnet: str, accuracy: float | str, context: str = "x", **more: object) -> bytes:
+    told = {"subnet": subnet, "context": context, "scores": {"accuracy": accuracy}, "values": {}, **more}
+    return json.dumps(told).encode()
+
+
+def scores(*lines: bytes) -> ScoredSubnets:
+    found = ScoredSubnets()
+    for one in lines:
+        found.add_line(one)
+    return found
+
+
+def test_costs_join_the_scores_and_values_are_kept() -> None:
+    found = scores(line("a", 0.5, values={"op": "x"}, costs={"flops": 3}))
+    assert found.of("x") == ([Point("a", {"accuracy": 0.5, "flops": 3}, {"op": "x"})], 1)
+
+
+def test_scores_of_the_fronts_context_are_taken_and_no_others() -> None:
+    found = scores(line("a", 0.5, "old"), line("b", 0.6, "new"), line("a", 0.7, "new"))
+    assert [one.scores["accuracy"] for one in found.of("old")[0]] == [0.5]
+    # A front that does not tell its context was scored where its members have these scores.
+    assert [one.id for one in found.of(None, [Point("a", {"accuracy": 0.5})])[0]] == ["a"]
+    assert [one.id for one in found.of(None, [Point("a", {"accuracy": 0.7})])[0]] == ["b", "a"]
+    assert [one.id for one in found.of(None)[0]] == ["b", "a"]  # else the newest
+    assert scores().of("x") == ([], 0)
+
+
+def test_damaged_lines_are_counted_and_change_nothing() -> None:
+    odd = [b'{"subnet": 1, "context": "x", "scores": {}}', b'{"subnet": "a"}', line("c", 0.5, values=[1])]
+    bad = [b"{", b"[]", *odd, b"\xff\xfe", b"x" * 99999]
+    found = scores(*bad, b"", line("a", "nan"), line("b", 0.5))
+    assert found.damaged == len(bad)
+    assert [one.id for one in found.of("x")[0]] == ["a", "b"]
+
+
+def test_a_long_file_of_scores_is_read_in_little_memory(tmp_path: Path) -> None:
+    path, count = tmp_path / "scores.jsonl", 12_000
+    with open(path, "wb") as file:
+        for at in range(count):
+            file.write(line(f"{at:016x}", at / count, values={"op": at % 7}, costs={"flops": at}) + b"\n")
+    fold = SummaryCache(ScoredSubnets)
+    tracemalloc.start()
+    points, seen = fold.query(path, lambda scores: scores.of("x"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (len(points), seen) == (SCORED, count)
+    assert peak < 8 * 2**20
+
+
+CHOICES = [{"name": "a", "options": ["x", "y"]}, {"name": "b", "options": [1, 2, 3]}]
+
+
+def step(at: int, *mixture: object) -> dict[str, Any]:
+    return {"event": "step", "step": at, "loss": 1.0, "mixture": list(mixture)}
+
+
+def started(choices: object = CHOICES) -> dict[str, Any]:
+    return {"event": "started", "choices": choices}
+
+
+def written(run: Path, *events: object) -> Path:
+    lines = [one if isinstance(one, bytes) else json.dumps(one).encode() for one in events]
+    (run / "events.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    return run
+
+
+def test_each_option_has_its_line_over_the_steps(tmp_path: Path) -> None:
+    run = written(tmp_path, started(), step(0, 0.4, 0.6, 0.1, 0.2, 0.7), step(1, 0.3, 0.7, 0.2, 0.2, 0.6))
+    assert probabilities(run) == {
+        "steps": [0, 1],
+        "choices": [
+            {"name": "a", "options": ["x", "y"], "values": [[0.4, 0.3], [0.6, 0.7]]},
+            {"name": "b", "options": [1, 2, 3], "values": [[0.1, 0.2], [0.2, 0.2], [0.7, 0.6]]},
+        ],
+    }
+
+
+def test_a_run_without_a_mixture_has_none(tmp_path: Path) -> None:
+    assert probabilities(tmp_path) is None
+    assert probabilities(written(tmp_path, started(), {"event": "step", "step": 0, "loss": 1.0})) is None
+    unnamed = written(tmp_path, step(0, 0.4, 0.6))
+    assert probabilities(unnamed) is None  # nobody knows what the numbers stand for
+    assert not is_gradient_search({})
+    assert not is_gradient_search({"train_config": {"architecture_search": None}})
+    assert is_gradient_search({"train_config": {"architecture_search": {"every": 2}}})
+    assert not is_gradient_search({"law": {"bilevel": None}})  # as manifests of format 1 have it
+    assert is_gradient_search({"law": {"bilevel": {"every": 2}}})
+
+
+def test_damaged_events_are_passed_over(tmp_path: Path) -> None:
+    good = step(3, 0.4, 0.6, 0.1, 0.2, 0.7)
+    bad: list[object] = [
+        step(0, 0.4, 0.6),
+        step(1, "nan", 0.6, 0.1, 0.2, 0.7),
+        step(2, {}, 0, 0, 0, 0),
+        step(2, [1], 0, 0, 0, 0),
+        {**good, "step": "x"},
+        {**good, "mixture": 3},
+        {**good, "event": "other"},
+        started("x"),
+        started([{"name": 3}, 4]),
+        b'{"event": "step", "step": 4, "mixture": [0.1',
+    ]
+    found = probabilities(written(tmp_path, started(), good, *bad))
+    assert found is not None
+    assert found["steps"] == [3]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1500), st.integers(1, 2))
+def test_there_are_at_most_five_hundred_steps_and_they_come_to_the_mean(steps: int, stride: int) -> None:
+    history = MixtureHistory()
+    history.add_line(json.dumps(started([{"name": "a", "options": ["x", "y"]}])).encode())
+    for at in range(0, steps, stride):
+        history.add_line(json.dumps(step(at, at / steps, 1 - at / steps)).encode())
+    found = history.to_json()
+    assert found is not None
+    assert len(found["steps"]) <= STEPS
+    assert found["steps"] == sorted(set(found["steps"]))
+    first, second = found["choices"][0]["values"]
+    assert all(a + b == pytest.approx(1.0, abs=2e-4) for a, b in zip(first, second, strict=True))
+    # A line stays one where it is averaged, but for its ends.
+    inside = range(len(first) // 20, len(first) - len(first) // 20)
+    assert all(first[i] == pytest.approx(found["steps"][i] / steps, abs=0.02) for i in inside)
+
+
+def test_many_options_are_told_at_fewer_steps() -> None:
+    history = MixtureHistory()
+    history.add_line(json.dumps(started([{"name": "a", "options": list(range(3456))}])).encode())
+    for at in range(200):
+        history.add_line(json.dumps(step(at, *[0.001] * 3456)).encode())
+    found = history.to_json()
+    assert found is not None
+    assert len(json.dumps(found)) < 400_000
+
+
+def test_a_long_file_of_mixtures_is_read_in_little_memory(tmp_path: Path) -> None:
+    path, count = tmp_path / "events.jsonl", 20_000
+    with open(path, "wb") as file:
+        file.write(json.dumps(started()).encode() + b"\n")
+        for at in range(count):
+            file.write(json.dumps(step(at, 0.25, 0.75, 0.1, 0.2, 0.7)).encode() + b"\n")
+    tracemalloc.start()
+    found = probabilities(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found is not None
+    assert 200 < len(found["steps"]) <= STEPS
+    assert found["steps"][-1] > 0.99 * count
+    assert found["choices"][0]["values"][1] == [0.75] * len(found["steps"])
+    assert peak < 8 * 2**20

@@ -9,7 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -26,14 +25,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from weft.errors import SupernetError
+from weft.errors import SupernetError, WeftError
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Choice, Shared, export, extract
 from weft.supernet.export import _check_near
 from weft.utils.rng import key, torch_seeded
 
 onnxruntime = pytest.importorskip("onnxruntime")
-NETS = ("conv", "mlp", "tuple")
+NETS = ("conv", "tuple")
 
 
 class Embed(nn.Module):
@@ -59,7 +58,7 @@ def conv_chain() -> tuple[Chain, Subnet]:
     space = Space()
     choice = Choice(space, "block", {"conv3": nn.Conv2d(4, 4, 3, padding=1), "conv5": nn.Conv2d(4, 4, 5, padding=2)})
     stem = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(4), nn.Dropout(0.5), nn.Linear(4, 10))
     chain = Chain(Shared(stem, "stem"), choice, Shared(head, "head"))
     chain(torch.randn(8, 1, 8, 8), space.subnet({"block": "conv3"}))  # moves the statistics of the batch norm
     return chain, space.subnet({"block": "conv3"})
@@ -67,10 +66,6 @@ def conv_chain() -> tuple[Chain, Subnet]:
 
 def images(rows: int) -> tuple[Tensor, ...]:
     return (torch.randn(rows, 1, 8, 8),)
-
-
-def vectors(rows: int) -> tuple[Tensor, ...]:
-    return (torch.randn(rows, 7),)
 
 
 def texts(rows: int) -> tuple[Tensor, ...]:
@@ -102,10 +97,8 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
         chains = Chain(Shared(Embed(), "embed"), Shared(Pool(), "pool"), inputs=("tokens", "mask"))
         example = texts(3)
         batch = dict(zip(("tokens", "mask"), example, strict=True))
-        mlp = nn.Sequential(nn.Linear(7, 9), nn.GELU(), nn.LayerNorm(9), nn.Dropout(0.5), nn.Linear(9, 2)).eval()
         made: dict[str, tuple[nn.Module, tuple[Tensor, ...], Any]] = {
             "conv": (extract(chain, subnet), images(4), images),
-            "mlp": (mlp, vectors(2), vectors),
             "tuple": (extract(chains, chains.space.subnet({}), batch), example, texts),
         }
     exported = {}
@@ -152,12 +145,7 @@ def test_the_folder_holds_the_three_files_and_their_description_and_nothing_else
         "model.pt2",
         "model.safetensors",
     ]
-    assert net.paths == {
-        "safetensors": net.folder / "model.safetensors",
-        "torch": net.folder / "model.pt2",
-        "onnx": net.folder / "model.onnx",
-        "json": net.folder / "model.json",
-    }
+    assert {path.name for path in net.paths.values()} == {path.name for path in net.folder.iterdir()}
     assert len({path.stat().st_mode for path in net.folder.iterdir()}) == 1
 
 
@@ -329,25 +317,20 @@ def test_the_module_and_its_inputs_and_the_process_are_left_as_they_were(tmp_pat
         assert_same((found,), (copy.deepcopy(module).eval()(*inputs),))
 
 
-def inference() -> Any:
-    return torch.inference_mode()
+MODES = {
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
 
 
-def no_grad() -> Any:
-    return torch.no_grad()
-
-
-def autocast() -> Any:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("mode", [inference, no_grad, autocast])
-def test_the_mode_in_which_export_is_called_is_no_part_of_the_program(mode: Callable[[], Any], tmp_path: Path) -> None:
-    with mode():
+@pytest.mark.parametrize("mode", MODES)
+def test_the_mode_in_which_export_is_called_is_no_part_of_the_program(mode: str, tmp_path: Path) -> None:
+    with MODES[mode]():
         module, inputs = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval(), (torch.randn(5, 3),)
-        paths = export(module, inputs, tmp_path)
+        paths = export(module, inputs, tmp_path, ["torch"])
     described = json.loads(paths["json"].read_text())
-    assert described["dynamic_batch"] == {"torch": True, "onnx": True}
+    assert described["dynamic_batch"] == {"torch": True}
     assert described["outputs"] == [{"name": "output", "shape": [5, 4], "dtype": "float32"}]
     program = torch.export.load(paths["torch"])
     assert [str(node.target) for node in program.graph.nodes if node.op == "call_function"] == [
@@ -370,8 +353,9 @@ def test_a_module_with_a_fixed_batch_is_exported_for_that_batch_and_the_reason_i
     inputs = (torch.randn(4, 6),)
     paths = export(Baked(), inputs, tmp_path)
     assert json.loads(paths["json"].read_text())["dynamic_batch"] == {"torch": False, "onnx": False}
-    assert [record.name for record in caplog.records] == ["weft.supernet", "weft.supernet"]
-    assert all("constant (4)" in record.getMessage() for record in caplog.records)
+    logged = [record.getMessage() for record in caplog.records if record.name == "weft.supernet"]
+    assert len(logged) == 2
+    assert all("constant (4)" in message for message in logged)
     assert_same((torch.export.load(paths["torch"]).module()(*inputs),), (Baked()(*inputs),))
     session = onnxruntime.InferenceSession(paths["onnx"], providers=["CPUExecutionProvider"])
     assert session.get_inputs()[0].shape == [4, 6]
@@ -464,7 +448,7 @@ def test_a_missing_package_is_named_before_anything_is_written(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # import now fails, as if it were not installed
-    with pytest.raises(SupernetError, match=rf"the package {package}: pip install weft\[onnx\]"):
+    with pytest.raises(SupernetError, match=rf"needs {package}: pip install -e .\.\[onnx\]"):
         export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
     export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new", ["safetensors"])  # which needs none of them
@@ -491,7 +475,7 @@ def test_inputs_that_the_module_does_not_take_are_refused(inputs: Any, told: str
     [
         ({"inputs": []}, "the key 'inputs' of model.json is written by export"),
         ({"scores": {"loss": float("nan")}}, "cannot be written to model.json"),
-        ({"subnet": object()}, "neither a number, a text, a list nor a mapping"),
+        ({"subnet": object()}, "use numbers, strings, lists or mappings"),
     ],
 )
 def test_metadata_that_cannot_be_kept_is_refused(metadata: dict[str, Any], told: str, tmp_path: Path) -> None:
@@ -529,7 +513,7 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was(
     module: nn.Module, formats: list[str], told: str, tmp_path: Path
 ) -> None:
     old = tmp_path / "old"
-    export(nn.Linear(4, 4), (torch.ones(2, 4),), old, ["safetensors", "torch"])
+    export(nn.Linear(4, 4), (torch.ones(2, 4),), old, ["safetensors"])
     before = contents(tmp_path)
     x = torch.ones(2, 4, dtype=next(iter(module.state_dict().values()), torch.ones(1)).dtype)
     for folder in (old, tmp_path / "new"):
@@ -537,7 +521,7 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was(
             export(module, (x,), folder, formats)
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
-    assert len(list(old.iterdir())) == 3
+    assert len(list(old.iterdir())) == 2
 
 
 def test_a_second_export_takes_the_place_of_the_first(tmp_path: Path) -> None:
@@ -551,44 +535,9 @@ def test_a_second_export_takes_the_place_of_the_first(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
-    with pytest.raises(SupernetError, match=r"cannot write to '.*taken'"):
+    with pytest.raises(WeftError, match=r"cannot write '.*taken'"):
         export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "taken", ["safetensors"])
     assert contents(tmp_path) == {"taken": b"mine"}
-
-
-class Loud(nn.Module):
-    def __init__(self, streams: list[Any]) -> None:
-        super().__init__()
-        self.note = streams.append
-
-    def __deepcopy__(self, memo: Any) -> Loud:
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.note(sys.stderr)
-        print("mine")
-        print("mine", file=sys.stderr)
-        warnings.warn("mine", stacklevel=1)
-        return x + 1
-
-
-def test_what_this_thread_prints_is_dropped_until_the_export_is_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
-) -> None:
-    streams: list[Any] = []
-
-    class Other(Loud):
-        def forward(self, x: Tensor) -> Tensor:
-            other = threading.Thread(target=lambda: print("another's", file=sys.stderr))
-            other.start()
-            other.join()
-            return super().forward(x)
-
-    export(Other(streams), (torch.ones(2, 2),), tmp_path, ["safetensors"])
-    assert capsys.readouterr() == ("", "another's\n")
-    assert len(recwarn) == 0
-    print("kept", file=streams[0])  # a log handler made meanwhile keeps the stream that it found
-    assert capsys.readouterr() == ("", "kept\n")
 
 
 QUIET = """
@@ -624,24 +573,6 @@ def test_nothing_is_printed_and_heavy_packages_are_imported_only_when_needed(tmp
     assert done.stderr.strip().endswith("heard again")
 
 
-def test_onnx_outputs_are_held_to_the_scale_of_the_whole_output() -> None:
-    wanted = np.array([100.0, -1.0, 0.0, np.nan, np.inf], dtype=np.float32)
-    _check_near("output", wanted + np.float32([9e-3, 9e-4, 9e-4, 0, 0]), wanted)
-    for element, error in ((0, 2e-2), (1, 2e-3), (2, 2e-3), (3, -np.inf), (4, -np.inf)):
-        found = np.nan_to_num(wanted) if not np.isfinite(error) else wanted.copy()
-        if np.isfinite(error):
-            found[element] += error
-        with pytest.raises(SupernetError, match="differs"):
-            _check_near("output", found, wanted)
-    _check_near("output", np.array([1, 2]), np.array([1, 2]))
-    with pytest.raises(SupernetError, match="differs"):
-        _check_near("output", np.array([100001]), np.array([100000]))
-    with pytest.raises(SupernetError, match="int32"):
-        _check_near("output", np.array([1], dtype=np.int32), np.array([1], dtype=np.int64))
-    with pytest.raises(SupernetError, match=r"\(1, 1\)"):
-        _check_near("output", np.ones((1, 1)), np.ones(1))
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     size=st.integers(1, 6),
@@ -649,7 +580,9 @@ def test_onnx_outputs_are_held_to_the_scale_of_the_whole_output() -> None:
     place=st.integers(0, 5),
     factor=st.sampled_from([0.0, 0.5, 2.0, 9.0]),
 )
-def test_the_tolerance_is_what_it_says(size: int, seed: int, place: int, factor: float) -> None:
+def test_an_onnx_output_is_near_within_the_tolerance_of_its_scale_and_type(
+    size: int, seed: int, place: int, factor: float
+) -> None:
     wanted = np.random.Generator(np.random.PCG64(key(seed, "near"))).normal(size=size) * 10.0 ** (seed % 7 - 3)
     allowed = 1e-5 * np.abs(wanted).max() + 1e-4 * np.abs(wanted)
     found = wanted.copy()
@@ -659,3 +592,6 @@ def test_the_tolerance_is_what_it_says(size: int, seed: int, place: int, factor:
     else:
         with pytest.raises(SupernetError, match="differs"):
             _check_near("output", found, wanted)
+    for other in (wanted.astype(np.float32), wanted[None], np.where(wanted == wanted, np.nan, wanted)):
+        with pytest.raises(SupernetError, match="output"):
+            _check_near("output", other, wanted)

@@ -77,6 +77,21 @@ def test_every_subnet_comes_out_as_a_sequential_with_equal_bits() -> None:
             assert torch.equal(found(x), chain(x, subnet))
             assert all(name.split(".")[0] == "torch" for name in own_modules(found))
             assert len(found) == len(chain.route(subnet))
+    assert isinstance(extract(chain, chain.space.first(), {"x": x}), nn.Sequential)
+
+
+def test_what_cannot_be_extracted_is_refused_with_the_reason() -> None:
+    space = Space()
+    alike = Chain(Choice(space, "a", {"b": nn.Identity()}), Shared(nn.Identity(), "a_b"))
+    with pytest.raises(SupernetError, match="rename"):
+        extract(alike, space.first())
+    with pytest.raises(SupernetError, match="not been built"):
+        extract(plain(), plain().space.first())
+    chain = initialise(carrying, 1)
+    with pytest.raises(SupernetError, match="example"):
+        extract(chain, chain.space.first())
+    with pytest.raises(SpaceError):
+        extract(initialise(plain), chain.space.first())
 
 
 def test_tuples_and_side_inputs_come_out_as_a_graph_with_equal_bits() -> None:
@@ -100,17 +115,6 @@ def test_a_tuple_that_leaves_the_chain_leaves_the_graph() -> None:
     found = extract(chain, subnet, {"x": x})
     for mine, true in zip(found(x), chain(x, subnet), strict=True):
         assert torch.equal(mine, true)
-
-
-def test_a_chain_of_single_tensors_is_a_sequential_with_an_example_too() -> None:
-    chain = initialise(plain, 1)
-    assert isinstance(extract(chain, chain.space.first(), {"x": torch.randn(1, 1, 5, 5)}), nn.Sequential)
-
-
-def test_a_chain_that_needs_an_example_says_so() -> None:
-    chain = initialise(carrying, 1)
-    with pytest.raises(SupernetError, match="example"):
-        extract(chain, chain.space.first())
 
 
 @pytest.mark.parametrize("make", [plain, carrying])
@@ -149,23 +153,6 @@ def test_weights_tied_within_a_layer_stay_tied() -> None:
     found = extract(chain, chain.space.first())
     assert found[0][0] is found[0][2]
     assert len(list(found.parameters())) == 2
-
-
-def test_the_names_of_layers_must_still_differ_without_their_dots() -> None:
-    space = Space()
-    chain = Chain(Choice(space, "a", {"b": nn.Identity()}), Shared(nn.Identity(), "a_b"))
-    with pytest.raises(SupernetError, match="rename"):
-        extract(chain, space.first())
-
-
-def test_a_layer_that_was_never_built_cannot_be_extracted() -> None:
-    with pytest.raises(SupernetError, match="not been built"):
-        extract(plain(), plain().space.first())
-
-
-def test_a_subnet_of_another_space_cannot_be_extracted() -> None:
-    with pytest.raises(SpaceError):
-        extract(initialise(plain), initialise(carrying).space.first())
 
 
 def test_a_subnet_of_nothing_but_skips_is_the_identity() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.errors import SupernetError
 from weft.space import Space
-from weft.supernet import Chain, Choice, LazyLayer, Shared, initialise
+from weft.supernet import Chain, Choice, LazyLayer, Shared, build_on_meta, initialise
 
 
 def candidate(width: int) -> nn.Module:
@@ -170,20 +170,31 @@ def test_only_the_named_layers_are_built() -> None:
             assert torch.equal(a, b)
     with pytest.raises(SupernetError, match="not been built"):
         chain(torch.ones(2, 4), chain.space.subnet(b="thin"))
+    with pytest.raises(SupernetError, match=r"'b.thick'.*'b.thin'"):
+        initialise(build, 1, only=["b.thick"])
     initialise(chain, 1, only=["stem", "b.wide"])
     assert same(state(chain), state(full))
 
 
-def test_a_layer_to_build_that_does_not_exist_is_named() -> None:
-    with pytest.raises(SupernetError, match=r"'b.thick'.*'b.thin'"):
-        initialise(build, 1, only=["b.thick"])
-
-
-def test_what_a_factory_must_return_is_said() -> None:
+@pytest.mark.parametrize("build", [initialise, build_on_meta])
+def test_a_factory_that_returns_something_else_is_refused(build: Callable[..., Chain]) -> None:
     with pytest.raises(SupernetError, match=r"returned int, not a weft\.Chain"):
-        initialise(lambda: 3)  # type: ignore[arg-type, return-value]
+        build(lambda: 3)
     with pytest.raises(SupernetError, match=r"'a' returned int, not an nn.Module"):
-        initialise(lambda: Chain(Shared(lambda: 3, "a")))  # type: ignore[arg-type, return-value]
+        build(lambda: Chain(Shared(lambda: 3, "a")))
+
+
+def test_a_chain_on_the_meta_device_has_every_shape_and_no_value_and_draws_nothing() -> None:
+    real, before = initialise(build, 1), torch.get_rng_state()
+    for net in (build, build(), real, lambda: Chain(Shared(lambda: nn.Linear(int(torch.ones(3).sum()), 2), "reads"))):
+        flat = build_on_meta(net)
+        assert all(tensor.is_meta for tensor in flat.state_dict().values())
+        if "reads" not in flat.layers:
+            assert {n: t.shape for n, t in flat.state_dict().items()} == {
+                n: t.shape for n, t in real.state_dict().items()
+            }
+    assert not any(tensor.is_meta for tensor in real.state_dict().values())
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_weights_tied_on_the_meta_device_are_refused_since_torch_would_untie_them() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from elastics import any_mixture, layered
+from elastic_law import random_mixture as any_mixture
+from small_supernets import layered
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

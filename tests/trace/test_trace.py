@@ -1,11 +1,14 @@
-"""Traces of pipelines: what a tracer writes, what is read back, and what is told and drawn of it."""
+"""Traces: what a recorder writes, what is read back, computed and drawn from it, and `weft trace`."""
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -17,22 +20,22 @@ import pytest
 import stages as nets
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tracefiles import EPOCH, traced, write_trace
 from traceoracle import Message, StageTrace, Trace, Update, Versions, columns, read_by_line, same
 
 import weft
+from weft.cli import main
 from weft.engine.consistency import parse_consistency
 from weft.errors import RunError
 from weft.pipeline.scheduler import Op, SchedulePolicy
 from weft.pipeline.simulator import Simulated, Span, jitter, simulate
 from weft.pipeline.workload import Workload
+from weft.runs import Run
 from weft.supernet.partition import best_cut
 from weft.trace.analysis import bubble, busy, gaps, idle_shares, steady_bubble, summary, worst_waits
 from weft.trace.perfetto import perfetto
 from weft.trace.reader import read_traces
-from weft.trace.recorder import Tracer
-
-EPOCH = 2.0**31
-"""Later than any start line of today; whole and half seconds after it are exact in floats."""
+from weft.trace.recorder import TraceRecorder
 
 
 def shared(blocks: int, m: int, steps: int, consistency: str = "exact") -> Workload:
@@ -44,58 +47,6 @@ def shared(blocks: int, m: int, steps: int, consistency: str = "exact") -> Workl
 
 def on(work: Workload, stages: int, **options: Any) -> Simulated:
     return simulate(work, best_cut([1.0] * work.blocks, stages), SchedulePolicy(2 * stages), **options)
-
-
-def flying(spans: Sequence[Span], at: Span) -> int:
-    """Micro-batches in flight on the stage of a span when it starts, told from the spans alone."""
-    own = [span for span in spans if span.op.stage == at.op.stage]
-    begun = {span.op.microbatch for span in own if span.op.kind == "F" and span.start <= at.start}
-    over = {span.op.microbatch for span in own if span.op.kind == "B" and span.end <= at.start}
-    return len(begun - over)
-
-
-def traced(result: Simulated, latency: float = 0.0, m: int = 1, since: float = 0.0, updates: bool = False) -> Trace:
-    """The trace of a run that went just as the simulation did."""
-    stages = []
-    for stage in range(result.stages):
-        spans = sorted((span for span in result.spans if span.op.stage == stage), key=lambda span: span.start)
-        sent, received, changed = [], [], []
-        for span in result.spans:
-            kind, n = span.op.kind, span.op.microbatch
-            to = span.op.stage + (1 if kind == "F" else -1)
-            if span.op.stage == stage and 0 <= to < result.stages:
-                sent.append(Message(kind, n, since + span.end, 100 + n))
-            if to == stage:
-                received.append(Message(kind, n, since + span.end + latency))
-            if updates and span.op.stage == stage and kind == "B":
-                changed.append(Update(2, len(changed) + 1, since + span.end, since + span.end))
-        moved = tuple(Span(span.op, since + span.start, since + span.end) for span in spans)
-        counts = tuple(flying(result.spans, span) for span in spans)
-        stages.append(StageTrace(stage, moved, counts, tuple(sent), tuple(received), tuple(changed)))
-    return Trace(0, tuple(stages), (), m)
-
-
-def write(
-    trace: Trace, folder: Path, restart: int = 0, simulated: Sequence[Span] | None = None, flush_every: int = 7
-) -> None:
-    """Has a tracer for every stage write the trace."""
-    for stage in trace.stages:
-        tracer = Tracer(folder / "traces" / f"stage{stage.stage}.jsonl", stage.stage)
-        expected = simulated if stage.stage == 0 else None
-        tracer.start(restart, len(trace.stages), trace.cut, trace.microbatches, expected)
-        versions = stage.versions or (None,) * len(stage.spans)
-        for index, (span, in_flight, seen) in enumerate(zip(stage.spans, stage.in_flight, versions, strict=True)):
-            known = () if seen is None else [version for version in seen if version is not None]
-            tracer.op(span.op, span.start, span.end, in_flight, known)
-            if index % flush_every == 0:
-                tracer.flush()
-        for message in stage.sent:
-            tracer.sent(*message)
-        for message in stage.received:
-            tracer.received(message.kind, message.microbatch, message.time)
-        for update in stage.updates:
-            tracer.update(*update)
-        tracer.close()
 
 
 def of(trace: Trace, *phases: str) -> list[dict[str, Any]]:
@@ -183,7 +134,7 @@ def test_a_run_that_goes_as_simulated_has_the_figures_of_the_simulation(
     stages: int, consistency: str, latency: float, tmp_path: Path
 ) -> None:
     result = on(shared(8, 2, 12, consistency), stages, latency=latency)
-    write(traced(result, latency, m=2, since=EPOCH), tmp_path, simulated=result.spans)
+    write_trace(traced(result, latency, m=2, since=EPOCH), tmp_path, simulated=result.spans)
     found = summary(read_traces(tmp_path))
     assert found["time"] == result.time
     assert tuple(row["busy"] for row in found["stages"]) == result.busy
@@ -191,6 +142,7 @@ def test_a_run_that_goes_as_simulated_has_the_figures_of_the_simulation(
     assert tuple(row["peak_in_flight"] for row in found["stages"]) == result.peak
     assert (found["bubble"], found["steady_bubble"]) == (result.bubble, result.steady_bubble)
     assert found["simulated"] == {
+        "steps": 12,
         "time": result.time,
         "bubble": result.bubble,
         "steady_bubble": result.steady_bubble,
@@ -218,7 +170,7 @@ def test_the_error_of_the_simulation_is_that_of_the_time_of_what_both_did() -> N
     real = traced(on(shared(4, 1, 4), 2, latency=1.0))
     expected = on(shared(4, 1, 8), 2)
     found = summary(columns(Trace(0, real.stages, simulated=expected.spans)))["simulated"]
-    assert found["time"] == expected.time
+    assert (found["time"], found["steps"]) == (expected.time, 8)
     assert found["error"] == pytest.approx(on(shared(4, 1, 4), 2).time / (real.end - real.begin) - 1)
     assert found["error"] < 0
 
@@ -275,8 +227,8 @@ def test_idle_shares_of_windows_add_up_to_the_idle_time(every: int) -> None:
 
 def test_what_a_tracer_writes_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
     result = on(shared(4, 2, 5, "lagged(2)"), 3, duration=jitter(1, 0.3))
-    trace = traced(result, 0.125, m=2, since=EPOCH, updates=True)
-    write(trace, tmp_path, restart=3, simulated=result.spans)
+    trace = traced(result, 0.125, m=2, since=EPOCH, updates=0.0)
+    write_trace(trace, tmp_path, restart=3, simulated=result.spans)
     assert same(read_traces(tmp_path), Trace(3, trace.stages, (), 2, result.spans))
     heads = [json.loads((tmp_path / "traces" / f"stage{s}.jsonl").read_text().splitlines()[0]) for s in range(3)]
     assert [("simulated" in head, head["stage"], head["stages"]) for head in heads] == [
@@ -288,7 +240,7 @@ def test_what_a_tracer_writes_is_read_back_to_the_last_bit(tmp_path: Path) -> No
 
 def test_nothing_is_written_before_a_flush_and_nothing_twice(tmp_path: Path) -> None:
     path = tmp_path / "traces" / "stage0.jsonl"
-    tracer = Tracer(path, 0)
+    tracer = TraceRecorder(path, 0)
     tracer.start(0, 1, ())
     before = path.read_bytes()
     for n in range(5):
@@ -302,7 +254,7 @@ def test_nothing_is_written_before_a_flush_and_nothing_twice(tmp_path: Path) -> 
 
 def test_threads_lose_no_line_to_a_flush(tmp_path: Path) -> None:
     path = tmp_path / "traces" / "stage0.jsonl"
-    tracer = Tracer(path, 0)
+    tracer = TraceRecorder(path, 0)
     tracer.start(0, 1, ())
 
     def record(first: int) -> None:
@@ -325,33 +277,33 @@ def test_threads_lose_no_line_to_a_flush(tmp_path: Path) -> None:
 
 def test_a_torn_last_line_is_skipped_and_a_restart_is_not_glued_to_it(tmp_path: Path) -> None:
     trace = traced(TWO, 0.5, since=EPOCH)
-    write(trace, tmp_path)
+    write_trace(trace, tmp_path)
     for number in range(2):
         with open(tmp_path / "traces" / f"stage{number}.jsonl", "ab") as file:
             file.write(b'["op","F",9,2147483')
     assert same(read_traces(tmp_path), trace)
-    write(trace, tmp_path, restart=1)
+    write_trace(trace, tmp_path, restart=1)
     assert same(read_traces(tmp_path), Trace(1, trace.stages, ()))
 
 
 def test_the_last_of_two_starts_is_read(tmp_path: Path) -> None:
     old, new = traced(on(shared(4, 1, 3), 4), since=EPOCH), traced(on(shared(4, 1, 5), 2), since=EPOCH + 1000)
-    write(old, tmp_path, 0)
-    write(new, tmp_path, 1)  # on fewer stages
+    write_trace(old, tmp_path, 0)
+    write_trace(new, tmp_path, 1)  # on fewer stages
     assert same(read_traces(tmp_path), Trace(1, new.stages, ()))
 
 
 def test_a_run_without_traces_says_how_to_get_them(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="has no traces"):
         read_traces(tmp_path)
-    Tracer(tmp_path / "traces" / "stage0.jsonl", 0).start(0, 2, (1,))
+    TraceRecorder(tmp_path / "traces" / "stage0.jsonl", 0).start(0, 2, (1,))
     with pytest.raises(RunError, match="no operation yet"):
         read_traces(tmp_path)
 
 
 def test_perfetto_shows_every_operation_as_it_prints() -> None:
     result = on(shared(4, 2, 4, "lagged(2)"), 3, latency=0.5)
-    trace = traced(result, 0.5, m=2, since=EPOCH, updates=True)
+    trace = traced(result, 0.5, m=2, since=EPOCH, updates=0.0)
     shown = [event for event in of(trace, "X") if event["cat"] != "update"]
     for event in shown:
         assert event["cat"] == {"F": "forward", "B": "backward"}[event["name"][1]]
@@ -383,7 +335,7 @@ def test_perfetto_events_keep_the_rules_of_the_format(
     stages: int, steps: int, latency: float, seed: int, beside: bool
 ) -> None:
     result = on(shared(4, 2, steps, "lagged(2)"), stages, latency=latency, duration=jitter(seed, 0.5))
-    trace = traced(result, latency, m=2, since=EPOCH, updates=True)
+    trace = traced(result, latency, m=2, since=EPOCH, updates=0.0)
     drawn = perfetto(columns(replace(trace, simulated=result.spans if beside else ())))
     assert json.loads(json.dumps(drawn, allow_nan=False)) == drawn
     assert set(drawn) == {"traceEvents", "displayTimeUnit"}
@@ -458,7 +410,7 @@ def test_an_arrow_of_a_message_that_left_before_its_operation_was_over_never_lea
 
 
 def test_counters_follow_what_is_in_flight_the_version_and_the_idle_share() -> None:
-    trace = traced(TWO, 0.5, updates=True)
+    trace = traced(TWO, 0.5, updates=0.0)
     counters = [(event["pid"], event["name"], event["ts"], event["args"]) for event in of(trace, "C")]
     assert [(ts, args["micro-batches"]) for pid, name, ts, args in counters if (pid, name) == (1, "in flight")] == [
         (0, 1),
@@ -477,7 +429,7 @@ def test_counters_follow_what_is_in_flight_the_version_and_the_idle_share() -> N
 
 
 def test_the_simulation_that_a_trace_holds_is_drawn_beside_it(tmp_path: Path) -> None:
-    write(traced(TWO, 0.5, since=EPOCH), tmp_path, simulated=on(shared(2, 2, 1), 2).spans)
+    write_trace(traced(TWO, 0.5, since=EPOCH), tmp_path, simulated=on(shared(2, 2, 1), 2).spans)
     events = perfetto(read_traces(tmp_path))["traceEvents"]
     shown = {(event["pid"], event["name"]): event["ts"] for event in events if event["ph"] == "X"}
     assert (shown[2, "1F0"], shown[4, "1F0"]) == (1_500_000, 1_000_000)
@@ -505,7 +457,7 @@ def asynchronous(since: float = 0.0) -> Trace:
 
 
 def test_versions_are_read_back_and_their_lag_is_counted_and_drawn(tmp_path: Path) -> None:
-    write(asynchronous(EPOCH), tmp_path)
+    write_trace(asynchronous(EPOCH), tmp_path)
     assert same(read_traces(tmp_path), asynchronous(EPOCH))
     trace = asynchronous()
     (row,) = summary(columns(trace))["stages"]
@@ -557,3 +509,84 @@ def test_a_run_on_two_processes_is_traced_with_its_versions_and_all_its_updates(
         assert sum(update.layers for update in one.updates) == one.updates[-1].version == 12 * layers[1]
         work = sorted(one.intervals())
         assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(work))
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str, str]:
+    """Calls the command line in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    monkeypatch.setattr(sys, "argv", ["weft", *map(str, arguments)])
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return Run.create(tmp_path, "r", manifest={}).path
+
+
+def write_run(run: Path) -> None:
+    """Three steps on two stages, one after the other: 0F 1F 1B 0B, with messages of a quarter of a second."""
+    work = shared(2, 1, 3)
+    trace = traced(on(work, 2, latency=0.25), 0.25, since=EPOCH)
+    write_trace(replace(trace, cut=(1,)), run, simulated=on(work, 2).spans)
+
+
+def test_a_person_reads_shares_bubbles_and_the_worst_waits(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(run)
+    code, out, err = call(monkeypatch, "trace", run)
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    # 3 steps of 1 + 2 + 1 + 2 seconds and two messages: 19.5 s, of which each stage works 9.
+    assert "19.5 s; bubble 0.538" in out
+    assert "simulated: 18 s for the first 3 steps, which took 19.5 s (-7.7 %); bubble 0.500" in out
+    assert re.search(r"0 .* 46\.2 % .* 6 .* 0\.3077 .* 1 .* 1750 ms .* 3500 ms", out)
+    assert re.search(r"0B0 .* 3500 ms .* 1 s .* 1B0", out)
+    assert re.search(r"1F0 .* 1250 ms .* 0 s .* 0F0", out)
+    assert "ui.perfetto.dev" in out
+    drawn = json.loads((run / "traces" / "trace.json").read_text())
+    names = {event["args"]["name"] for event in drawn["traceEvents"] if event["name"] == "process_name"}
+    assert names == {"stage 0", "stage 1", "simulated stage 0", "simulated stage 1"}
+    assert sum(event["ph"] == "X" for event in drawn["traceEvents"]) == 24
+    assert sum(event["ph"] == "s" for event in drawn["traceEvents"]) == 6
+
+
+def test_json_is_one_document_and_the_file_goes_where_it_is_told(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(run)
+    file = tmp_path / "mine.json"
+    code, out, err = call(monkeypatch, "trace", run, "--out", file, "--json")
+    assert (code, err) == (0, "")
+    assert out.count("\n") == 1
+    said = json.loads(out, parse_constant=pytest.fail)
+    assert (said["run"], said["trace"], said["time"], said["cut"]) == (str(run), str(file), 19.5, [1])
+    assert said["bubble"] == pytest.approx(1 - 18 / 39)
+    assert said["simulated"]["error"] == pytest.approx(18 / 19.5 - 1)
+    assert [row["busy"] for row in said["stages"]] == [9, 9]
+    assert len(said["waits"]) == 6
+    assert "traceEvents" in json.loads(file.read_text())
+    assert not (run / "traces" / "trace.json").exists()
+
+
+def test_a_run_without_traces_is_answered_with_one_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = call(monkeypatch, "trace", run)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "has no traces" in err
+    assert not (run / "traces").exists()
+
+
+def test_mistakes_end_with_one_line_and_code_2(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(run)
+    for arguments, words in (
+        ([run.with_name("q")], "is not a run"),
+        ([run, "--out", tmp_path / "none" / "t.json"], "cannot write"),
+        ([], "Missing argument"),
+    ):
+        code, out, err = call(monkeypatch, "trace", *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert words in err

@@ -1,18 +1,21 @@
-"""Runs with traces for the tests of the dashboard: what a simulation says, written as stages write it."""
+"""Runs with traces for tests: simulations, written as stages write what they do."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from traceoracle import Message, StageTrace, Trace, Update
 
 from weft.engine.consistency import parse_consistency
 from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.simulator import Duration, Simulated, Span, simulate
 from weft.pipeline.workload import Workload
 from weft.supernet.partition import best_cut
-from weft.trace.recorder import Tracer
+from weft.trace.recorder import TraceRecorder
 
 EPOCH = 2.0**31
 """Later than any start line of today; whole and half seconds after it are exact in floats."""
@@ -38,39 +41,81 @@ def simulated(
     return simulate(work, best_cut([1.0] * stages, stages), rule, latency, duration)
 
 
+def flying(spans: Sequence[Span], at: Span) -> int:
+    """Micro-batches in flight on the stage of a span when it starts, from the spans alone."""
+    own = [span for span in spans if span.op.stage == at.op.stage]
+    begun = {span.op.microbatch for span in own if span.op.kind == "F" and span.start <= at.start}
+    over = {span.op.microbatch for span in own if span.op.kind == "B" and span.end <= at.start}
+    return len(begun - over)
+
+
+def traced(
+    result: Simulated,
+    latency: float = 0.0,
+    m: int = 1,
+    since: float = 0.0,
+    updates: float | None = None,
+    first: int = 0,
+) -> Trace:
+    """The trace of a run that went just as the simulation did, from micro-batch ``first`` on; every backward is
+    followed by an update of two layers that takes so long, if any."""
+    stages = []
+    for stage in range(result.stages):
+        spans = sorted((span for span in result.spans if span.op.stage == stage), key=lambda span: span.start)
+        sent, received, changed = [], [], []
+        for span in result.spans:
+            kind, n = span.op.kind, first + span.op.microbatch
+            to = span.op.stage + (1 if kind == "F" else -1)
+            if span.op.stage == stage and 0 <= to < result.stages:
+                sent.append(Message(kind, n, since + span.end, 100 + n))
+            if to == stage:
+                received.append(Message(kind, n, since + span.end + latency))
+            if updates is not None and span.op.stage == stage and kind == "B":
+                changed.append(Update(2, len(changed) + 1, since + span.end, since + span.end + updates))
+        moved = tuple(
+            Span(span.op._replace(microbatch=first + span.op.microbatch), since + span.start, since + span.end)
+            for span in spans
+        )
+        counts = tuple(flying(result.spans, span) for span in spans)
+        stages.append(StageTrace(stage, moved, counts, tuple(sent), tuple(received), tuple(changed)))
+    return Trace(0, tuple(stages), (), m)
+
+
+def write_trace(
+    trace: Trace, folder: Path, restart: int = 0, simulated: Sequence[Span] | None = None, flush_every: int = 7
+) -> None:
+    """Has a recorder for every stage write the trace."""
+    for stage in trace.stages:
+        tracer = TraceRecorder(folder / "traces" / f"stage{stage.stage}.jsonl", stage.stage)
+        expected = simulated if stage.stage == 0 else None
+        tracer.start(restart, len(trace.stages), trace.cut, trace.microbatches, expected)
+        versions = stage.versions or (None,) * len(stage.spans)
+        for index, (span, in_flight, seen) in enumerate(zip(stage.spans, stage.in_flight, versions, strict=True)):
+            known = () if seen is None else [version for version in seen if version is not None]
+            tracer.op(span.op, span.start, span.end, in_flight, known)
+            if index % flush_every == 0:
+                tracer.flush()
+        for message in stage.sent:
+            tracer.sent(*message)
+        for message in stage.received:
+            tracer.received(message.kind, message.microbatch, message.time)
+        for update in stage.updates:
+            tracer.update(*update)
+        tracer.close()
+
+
 def write(
     run: Path,
     result: Simulated,
     m: int = 1,
     latency: float = 0.0,
-    updates: float = 0.0,
+    updates: float | None = None,
     expected: Sequence[Span] | None = None,
-    restart: int = 0,
     first: int = 0,
 ) -> None:
-    """The trace of a run that went just as the simulation did, from micro-batch ``first`` on; every backward is
-    followed by an update that takes so long, if any."""
-    for stage in range(result.stages):
-        tracer = Tracer(run / "traces" / f"stage{stage}.jsonl", stage)
-        known = expected if stage == 0 else None
-        tracer.start(restart, result.stages, tuple(range(1, result.stages)), m, known)
-        flying: set[int] = set()
-        done = 0
-        for span in sorted(result.spans, key=lambda span: (span.start, span.end)):
-            kind, n = span.op.kind, span.op.microbatch
-            to = span.op.stage + (1 if kind == "F" else -1)
-            if to == stage and span.op.stage != stage:
-                tracer.received(kind, first + n, EPOCH + span.end + latency)
-            if span.op.stage != stage:
-                continue
-            flying |= {n}
-            tracer.op(span.op._replace(microbatch=first + n), EPOCH + span.start, EPOCH + span.end, len(flying))
-            if kind == "B":
-                flying -= {n}
-                if updates:
-                    done += 1
-                    tracer.update(1, done, EPOCH + span.end, EPOCH + span.end + updates)
-        tracer.close()
+    """The trace of a run that went just as the simulation did, on as many blocks as stages."""
+    trace = traced(result, latency, m, EPOCH, updates or None, first)
+    write_trace(replace(trace, cut=tuple(range(1, result.stages))), run, simulated=expected)
 
 
 def write_events(run: Path, *events: dict[str, Any]) -> None:

@@ -183,7 +183,7 @@ def columns(trace: Trace) -> columnar.Trace:
         rows += [["sent", *message] for message in stage.sent]
         rows += [["received", *message[:3]] for message in stage.received]
         rows += [["update", *update] for update in stage.updates]
-        rows += [["memory", *row] for row in stage.offload]
+        rows += [["memory", *row] for row in stage.memory]
         files[stage.stage] = columnar.StageFile()
         files[stage.stage].add("".join(json.dumps(row) + "\n" for row in rows).encode())
     found = columnar.joined(files)
@@ -209,7 +209,7 @@ def same(found: columnar.Trace | None, expected: Trace) -> bool:
 
 def rows(stage: columnar.StageTrace) -> dict[str, list[Any]]:
     """All that the columns of a stage hold, row by row."""
-    ops, memory = stage.ops, stage.offload
+    ops, memory = stage.ops, stage.memory
 
     def table(columns: dict[str, columnar.Numbers], *names: str) -> list[tuple[Any, ...]]:
         return list(zip(*(columns[name].tolist() for name in names), strict=True))
@@ -246,7 +246,7 @@ def _expected(stage: StageTrace) -> dict[str, list[Any]]:
         "updates": sorted((tuple(update) for update in stage.updates), key=lambda row: row[2]),
         "received": [tuple(message[:3]) for message in stage.received],
         "sent": [(message.kind, message.microbatch, message.bytes) for message in stage.sent],
-        "memory": sorted((tuple(row) for row in stage.offload), key=lambda row: row[2]),
+        "memory": sorted((tuple(row) for row in stage.memory), key=lambda row: row[2]),
     }
 
 

@@ -42,7 +42,7 @@ def main() -> None:
     except WeftError as problem:
         _fail(str(problem))
     except Exception as problem:
-        if hasattr(problem, "format_message"):  # a mistake in the command line itself, told by click
+        if hasattr(problem, "format_message"):  # a mistake in the command line itself, which click reports
             _fail(_usage(problem.format_message()))
         place = place_in_own_code(problem)
         if place is None:

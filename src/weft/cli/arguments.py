@@ -1,4 +1,4 @@
-"""What verbs are told: arguments that several of them take, and how they are read."""
+"""Arguments that several verbs take, and how they are read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_target(target: str, context: typer.Context, more: Sequence[str] = ()) -
 
 
 def joined(words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """Settings as ``--a.b=c``, from words in which a blank may stand for the sign; ``options`` are others that exist.
+    """Settings as ``--a.b=c``, from words where a blank may replace the sign. ``options`` are the verb's other ones.
 
     >>> joined(["--train.steps=5", "--data.path", "input.txt"])
     ['--train.steps=5', '--data.path=input.txt']
@@ -71,7 +71,7 @@ def joined(words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
 
 
 def _from_here(setting: str) -> str:
-    """A path to data that was typed leads on from the current folder, wherever the run is taken up again."""
+    """A path to data on the command line is relative to the current folder, also when the run is resumed elsewhere."""
     key, _, value = setting.partition("=")
     path = Path(value).expanduser()
     return f"{key}={path.resolve()}" if key == "--data.path" and value and path.exists() else setting
@@ -88,12 +88,9 @@ def stage_counts(text: str) -> list[int]:
     return counts
 
 
-# How a training that was stopped goes on: what its user is told.
-
-
 @contextmanager
 def resume_hint(path: Path, command: str) -> Iterator[None]:
-    """Around a training: whoever stops it is told how to go on, and whoever begins it twice, that it is there."""
+    """Around a training: prints how to resume it when it is stopped, and names --resume where the run exists."""
     try:
         yield
     except KeyboardInterrupt:

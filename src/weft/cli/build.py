@@ -1,4 +1,4 @@
-"""From a configuration to the objects it names: the supernet, the data, and the arguments of ``weft.train``."""
+"""From a configuration to the objects that it names: the supernet, the data, and the configs of ``weft.train``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from weft import zoo
-from weft.config import Config, DataSource, Source, locate, to_dict, values_of
+from weft.config import Config, DataSource, NamedSource, to_dict, values_of
 from weft.data import Data, as_data, open_data
 from weft.engine.bilevel import Bilevel
 from weft.engine.losses import accuracy, cross_entropy, mean_squared_error
@@ -23,6 +23,7 @@ from weft.search.gradient import GradientSearchConfig
 from weft.supernet import Chain, Factory
 from weft.trainer.api import TrainedRun, load_run
 from weft.trainer.config import Execution, Parts, RunConfig, TrainConfig, Validation, at_least
+from weft.utils.imports import import_object
 
 FUNCTIONS = {"accuracy": accuracy, "cross_entropy": cross_entropy, "mean_squared_error": mean_squared_error}
 
@@ -34,7 +35,7 @@ def supernet_of(config: Config, folder: Path, data: Data | None = None) -> Chain
     for that if it is not at hand.
     """
     source = _source(config.supernet)
-    found = locate(source.source, folder) if ":" in source.source else zoo.find(source.source)
+    found = import_object(source.source, folder) if ":" in source.source else zoo.find(source.source)
     if isinstance(found, Chain):
         return found
     if not callable(found):
@@ -67,7 +68,7 @@ def data_of(config: Config, folder: Path) -> Data:
             return open_data(place, **source.options)
         source = replace(source, options={"path": place, **source.options})
     if ":" in source.source:
-        found = locate(source.source, folder)
+        found = import_object(source.source, folder)
         if callable(found):
             _check_options("data", found, source)
             found = found(**source.options)
@@ -76,7 +77,7 @@ def data_of(config: Config, folder: Path) -> Data:
 
 
 def train_parts(config: Config, folder: Path) -> Parts:
-    """What a configuration says of the training, its execution and its run, as ``weft.train`` takes it."""
+    """The three configs of ``weft.train``."""
     train, execution, offload = values_of(config.train), values_of(config.execution), values_of(config.offload)
     stream, init, distill = folder / train["stream"], train["init_from"], train["distill"]
     train |= {
@@ -104,7 +105,7 @@ def _run(config: Config, folder: Path) -> RunConfig:
 
 
 def gradient_search(config: Config) -> GradientSearchConfig:
-    """What a configuration says of a search by a gradient method."""
+    """The options of a search by a gradient method."""
     s = config.search
     if (s.warmup is not None and s.warmup < 0) or (s.rate is not None and not s.rate > 0):
         raise ConfigError(f"search.warmup is 0 or more and search.rate above 0, not {s.warmup} and {s.rate}")
@@ -142,8 +143,8 @@ def open_trained(config: Config, folder: Path) -> TrainedRun:
     return load_run(path, supernet_of(config, folder, data), data, **fields, metrics=run.metrics)
 
 
-def _source(value: str | Source) -> Source:
-    return Source(value) if isinstance(value, str) else value
+def _source(value: str | NamedSource) -> NamedSource:
+    return NamedSource(value) if isinstance(value, str) else value
 
 
 def _beside(path: str, folder: Path) -> str:
@@ -155,16 +156,16 @@ def _beside(path: str, folder: Path) -> str:
 def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some functions that are not written in Python do not tell what they take
+    except (TypeError, ValueError):  # some functions that are not written in Python have no signature
         return {}
 
 
-def _check_options(what: str, function: Callable[..., Any], source: Source) -> None:
+def _check_options(what: str, function: Callable[..., Any], source: NamedSource) -> None:
     try:
         inspect.signature(function).bind(**source.options)
     except TypeError as problem:
         raise ConfigError(f"{what}.options do not fit '{source.source}': {problem}") from None
-    except ValueError:  # some functions that are not written in Python do not tell what they take
+    except ValueError:  # some functions that are not written in Python have no signature
         return
 
 
@@ -174,11 +175,11 @@ def _optimizer(options: Mapping[str, Any], folder: Path) -> Optimizer:
     if kind is not None and not isinstance(kind, str):
         raise ConfigError(f'optimizer.kind must be text, not {type(kind).__name__}: for example kind = "adamw"')
     if kind is not None and ":" in kind:
-        name, kind = kind, locate(kind, folder)
+        name, kind = kind, import_object(kind, folder)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ConfigError(f"optimizer.kind: '{name}' is not a class of optimizers as in torch.optim")
     if "groups" in given and ":" in str(given["groups"]):
-        given["groups"] = locate(str(given["groups"]), folder)
+        given["groups"] = import_object(str(given["groups"]), folder)
     if "others" in given:
         if not isinstance(given["others"], dict):
             raise ConfigError('optimizer.others must be a table, such as {kind = "adamw", lr = 1e-3}')
@@ -207,7 +208,7 @@ def _made(key: str, spec: str | None, folder: Path) -> Any:
     """A callable by name; a class, or a function without arguments, is called for it."""
     if spec is None:
         return None
-    found = locate(spec, folder)
+    found = import_object(spec, folder)
     if isinstance(found, type) or (inspect.isfunction(found) and not inspect.signature(found).parameters):
         try:
             found = found()

@@ -31,17 +31,18 @@ from weft.supernet import export
 from weft.trace.analysis import summary
 from weft.trace.reader import read_traces
 from weft.trainer.api import TrainedRun, train
+from weft.trainer.config import RunConfig
 from weft.zoo import digits_conv
 
 SEED = 0
 STAGES = 2
 SHARED = "lagged(2)"
-"""What the layers that every subnet uses promise. With `exact` the stages would wait for each other half of the time;
-`delayed` is no match for SGD with momentum, and a longer lag costs accuracy, which this one does not."""
+"""The consistency of the layers that every subnet uses. With `exact` the stages would wait half of the time; `delayed`
+does badly under SGD with momentum, and a longer lag costs accuracy, which this one does not."""
 
 
 def run_demo(runs: Path, console: Console, steps: int = 2000, budget: int = 120) -> dict[str, Any]:
-    """Runs it all and returns what it printed, as plain values."""
+    """Runs the demo and returns what it printed, as plain values."""
     with _one_thread():
         return _run(runs, console, steps, budget)
 
@@ -122,7 +123,7 @@ def _run(runs: Path, console: Console, steps: int, budget: int) -> dict[str, Any
 
 
 def _train(console: Console, steps: int, stages: int, runs: Path, name: str) -> tuple[TrainedRun, list[float], float]:
-    """A training run, which share of the time each stage was busy (none where there is one), and its seconds."""
+    """A training run, the share of the time in which each of several stages was busy, and the seconds of the run."""
     began = time.perf_counter()
     with Bar(console, "train", steps) as bar:
         trained = train(
@@ -132,22 +133,20 @@ def _train(console: Console, steps: int, stages: int, runs: Path, name: str) -> 
             batch_size=64,
             optimizer=Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=5e-4),
             consistency={"shared": SHARED},
-            metrics={"accuracy": accuracy},
             seed=SEED,
             stages=stages,
             trace=stages > 1,
-            runs=runs,
-            run=name,
+            run=RunConfig(name=name, folder=runs, metrics={"accuracy": accuracy}),
             callbacks=[bar.train],
         )
     seconds = time.perf_counter() - began
-    told = summary(read_traces(trained.path))["stages"] if stages > 1 else []
-    return trained, [stage["busy_share"] for stage in told], seconds
+    rows = summary(read_traces(trained.path))["stages"] if stages > 1 else []
+    return trained, [stage["busy_share"] for stage in rows], seconds
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread, as each of the stages has: fingerprints depend on it, and networks so small gain nothing by more."""
+    """One thread, as each stage has: fingerprints depend on it, and small networks gain nothing from more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -175,18 +174,17 @@ def _test(
     return found
 
 
-# The verb that shows what weft does, with no config.
-
-
 def demo(
     as_json: AsJson = False,
     runs: Annotated[str, typer.Option(help="Where the run goes.")] = "runs",
     steps: Annotated[int, typer.Option(help="Steps of training.", min=1)] = 2000,
     budget: Annotated[int, typer.Option(help="Subnets that the search scores.", min=1)] = 120,
 ) -> None:
-    """Train a small supernet on real digits on 2 stages, prove that 1 gives the same, search it, extract the best
-    subnet and write a report to look at: about a minute."""
+    """Show weft at work on digits, in a minute.
 
+    Trains a small supernet on 2 stages, proves that 1 stage gives the same bits, searches it, extracts the best subnet,
+    and writes a report.
+    """
     result = run_demo(Path(runs), Console(quiet=True) if as_json else console, steps, budget)
     if as_json:
         print_json(result)

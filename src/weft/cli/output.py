@@ -1,4 +1,4 @@
-"""Results as a person reads them on a terminal: the tables that the verbs of the command line print."""
+"""What verbs print: tables for a person, JSON for programs, and the consoles for both."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def count(number: int) -> str:
 
 
 def mixture(console: Console, rows: Iterable[Mapping[str, Any]]) -> None:
-    """What a gradient search settled on, choice by choice."""
+    """The options that a gradient search chose, with their probabilities."""
     table = Table("choice", "found", "bits", "probabilities", title="found", title_justify="left")
     table.columns[2].justify = "right"
     for row in rows:
@@ -61,7 +61,7 @@ def mixture(console: Console, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def simulated(console: Console, rows: list[dict[str, Any]], first: str) -> None:
-    """Numbers of stages, or changes, beside what the simulator expects of each."""
+    """Numbers of stages, or changes, with what the simulator expects of each."""
     table = Table(first, "time a step", "speed-up", "bubble", "steady bubble", "most in flight", "cut before block")
     for row in rows:
         if "note" in row:
@@ -81,7 +81,7 @@ def traced_stages(console: Console, found: dict[str, Any]) -> None:
     )
     if simulated := found["simulated"]:
         error = "" if simulated["error"] is None else f" ({100 * simulated['error']:+.1f} %)"
-        real = f" for operations that took {simulated['real_time']:.4g} s{error}"
+        real = f" for the first {simulated['steps']:,} steps, which took {simulated['real_time']:.4g} s{error}"
         steady = f"bubble {simulated['bubble']:.3f}, steady bubble {simulated['steady_bubble']:.3f}"
         console.print(f"simulated: {simulated['time']:.4g} s{real}; {steady}", soft_wrap=True)
     table = Table("stage", "busy", "ops", "ops/s", "most in flight", "mean wait", "worst wait")
@@ -103,7 +103,7 @@ def traced_stages(console: Console, found: dict[str, Any]) -> None:
 
 
 def verified(console: Console, found: dict[str, Any]) -> None:
-    """The fingerprint on every number of stages, and where and why they part if they do."""
+    """The fingerprint on every number of stages, and where and why they differ."""
     table = Table("stages", "fingerprint", "equal", "time")
     for row in found["rows"]:
         stages = f"{row['stages']}{', stopped and resumed' if row['resumed'] else ''}"
@@ -119,8 +119,6 @@ def verified(console: Console, found: dict[str, Any]) -> None:
     console.print(f"likely cause: {why['kind']}: {why['why']}", soft_wrap=True)
     console.print(f"remedy: {why['remedy']}", soft_wrap=True)
 
-
-# What verbs print on: a console for results, one for progress and warnings, and JSON for programs.
 
 console = Console(markup=False, emoji=False, highlight=False)
 errors = Console(stderr=True, markup=False, emoji=False, highlight=False)
@@ -144,8 +142,8 @@ def print_json(value: Any) -> None:
 
 @contextmanager
 def results_alone() -> Iterator[None]:
-    """Within the block, what anybody in this process prints goes to standard error, libraries below Python too, since
-    standard output is for results: Ray prints there when a worker dies, whatever it was told."""
+    """Within the block, all that this process prints goes to standard error, C libraries included: standard output is
+    for results, and Ray prints there when a worker dies."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:

@@ -68,12 +68,12 @@ def is_supernet(spec: str) -> bool:
 def _own(spec: str, folder: Path) -> Subject:
     from torch import nn
 
-    from weft.config import locate
+    from weft.utils.imports import import_object
 
     name, _, attribute = spec.partition(":")
     if name.endswith(".py"):
         folder, name = Path(name).parent, Path(name).stem
-    made = locate(f"{name}:{attribute}", folder)
+    made = import_object(f"{name}:{attribute}", folder)
     made = made() if callable(made) and not isinstance(made, nn.Module) else made
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
         raise PlanError(f"'{spec}' gives {type(made).__name__}: it must return (model, batch) or (model, batch, loss)")
@@ -337,7 +337,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 def _layers(plan: Plan) -> Table:
     """Operators with parameters, alike layers together."""
-    from weft.plan.costs import layer_of
+    from weft.plan.graph import layer_of
 
     table = Table("layer", "operator", "split", "times", title="strategy", title_justify="left")
     table.columns[3].justify = "right"

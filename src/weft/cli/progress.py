@@ -62,7 +62,7 @@ class Bar:
         return f"loss {self._loss:.3f}{self._bits}{self._stages}{self._memory}"
 
     def _entropy(self, probabilities: Sequence[float]) -> float:
-        """The mean entropy of the choices, of the mean over the last steps: methods that draw tell what they drew."""
+        """The mean entropy of the choices, averaged over the last steps, since some methods give draws."""
         now = np.array(probabilities)
         self._mixture = now if self._mixture is None else 0.95 * self._mixture + 0.05 * now
         mean = self._mixture
@@ -87,7 +87,7 @@ class Bar:
 
 
 class Rate(ProgressColumn):
-    """How many units a second; worked out when the bar is drawn, not at every step."""
+    """Units a second, computed when the bar is drawn and not at every step."""
 
     def __init__(self, unit: str) -> None:
         super().__init__()
@@ -102,10 +102,10 @@ def _memory(stages: list[dict[str, Any]], before: tuple[int | None, int], step: 
     taken, budget = (sum(own[key] for own in stages) for key in ("resident", "budget"))
     uses, misses, moved = (sum(own[key] for own in stages) for key in ("uses", "misses", "loaded_bytes"))
     moved += sum(own["evicted_bytes"] for own in stages)
-    told = (
+    text = (
         f" | layers {format_bytes(taken)} of {format_bytes(budget)}, hits "
         f"{100 * (1 - misses / uses) if uses else 100:.1f} %"
     )
     if step is None or before[0] is None or step <= before[0]:
-        return told
-    return f"{told}, {format_bytes((moved - before[1]) / (step - before[0]))} a step"
+        return text
+    return f"{text}, {format_bytes((moved - before[1]) / (step - before[0]))} a step"

@@ -1,4 +1,4 @@
-"""weft simulate: how a run would fare on several stages, and what would help."""
+"""The verbs ``simulate``, before a run, and ``trace``, after it: where the time of stages goes, and what would help."""
 
 from __future__ import annotations
 
@@ -194,14 +194,11 @@ def _changes(
     return found
 
 
-# The verbs that tell where the time of stages goes: `simulate` before a run, `trace` after it.
-
-
 def simulate(
     context: typer.Context,
     config: Target,
     stages: Annotated[str, typer.Option(help="Numbers of stages, separated by commas.")] = "1,2,4,8",
-    steps: Annotated[int, typer.Option(help="How many steps of the run are simulated at most.")] = 400,
+    steps: Annotated[int, typer.Option(help="Steps of the run that are simulated at most.")] = 400,
     max_in_flight: Annotated[
         int | None, typer.Option(help="Micro-batches in flight on a stage; as many as a run would have if not given.")
     ] = None,
@@ -209,12 +206,15 @@ def simulate(
     bandwidth: Annotated[
         float | None, typer.Option(help="Bytes between stages in one unit of the costs; no limit if not given.")
     ] = None,
-    slow: Annotated[str, typer.Option(help="Slow stages and their speeds, such as 3:0.5,0:0.8; the rest have 1.")] = "",
+    slow: Annotated[str, typer.Option(help="Speeds of slow stages, such as 3:0.5,0:0.8; the others have 1.")] = "",
     jitter: Annotated[float, typer.Option(help="Operation times vary by up to this share, such as 0.25.")] = 0.0,
-    costs: Annotated[str, typer.Option(help="measured (on this machine) or equal")] = "measured",
+    costs: Annotated[str, typer.Option(help="measured, on this machine, or equal.")] = "measured",
     as_json: AsJson = False,
 ) -> None:
-    """Say how the run would fare on several stages: throughput, bubble, activations, and what would help."""
+    """Predict a run's speed on several stages.
+
+    Prints throughput, bubble and micro-batches in flight on each number of stages, and which changes would help.
+    """
     settings, folder = read_target(config, context)
     counts = stage_counts(stages)
     if costs not in ("measured", "equal"):
@@ -255,7 +255,10 @@ def trace(
     out: Annotated[str | None, typer.Option(help="The file to write; RUN/traces/trace.json if not given.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how busy the stages of a run were and what they waited for; write a trace for ui.perfetto.dev."""
+    """Show what stages did and waited for.
+
+    Reads the traces that a run wrote with execution.trace = true, and writes a file for ui.perfetto.dev.
+    """
     from weft.cli.output import traced_stages
     from weft.runs import Run, write_atomic
     from weft.trace.analysis import summary

@@ -1,8 +1,7 @@
-"""What a run would be, found without training: sizes and memory from tensors without data."""
+"""The verbs ``train`` and ``verify``; what ``train --dry-run`` prints is found from tensors without data."""
 
 from __future__ import annotations
 
-import copy
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -23,8 +22,7 @@ from weft.engine.train_step import TrainStep
 from weft.errors import WeftError
 from weft.search.methods import count
 from weft.space import Subnet
-from weft.supernet import Chain, Factory, LazyLayer, extract, initialise
-from weft.trainer.batches import make_loader
+from weft.supernet import Chain, Factory, build_on_meta, extract
 from weft.trainer.config import TrainConfig, resolve
 from weft.utils.units import format_bytes
 
@@ -33,9 +31,9 @@ META = torch.device("meta")
 
 def describe(net: Chain | Factory, data: Data, train: TrainConfig, device: str, path: Path) -> dict[str, Any]:
     """Steps, subnets, parameters, memory in bytes and place of the run that ``weft.train`` would make of this."""
-    chain = on_meta(net)
+    chain = build_on_meta(net)
     config = resolve(train, chain)
-    loader = make_loader(data, config, torch.device("cpu"))
+    loader = config.loader(data, torch.device("cpu"))
     per_epoch = getattr(loader, "per_epoch", None)
     batch = {name: tensor.to(META) for name, tensor in loader.batch(0).items()}
     largest, smallest = chain.largest(), chain.smallest()
@@ -63,38 +61,15 @@ def describe(net: Chain | Factory, data: Data, train: TrainConfig, device: str, 
     }
 
 
-def on_meta(net: Chain | Factory) -> Chain:
-    """The supernet without data: every shape is right, and nothing is allocated unless it needs values to be made."""
-    if isinstance(net, Chain):
-        return _built(copy.deepcopy(net)).to(META)
-    try:
-        with META:
-            return _built(net()).to(META)
-    except WeftError:
-        raise
-    except Exception:  # what reads values while it is made, or cannot be made at all: then this says why
-        return initialise(net).to(META)
-
-
-def _built(chain: Chain) -> Chain:
-    for name in chain.layers:
-        module = chain.module(name)
-        if isinstance(module, LazyLayer):
-            block, _, label = name.rpartition(".")
-            with META:
-                chain.get_submodule(block).add_module(label, module.factory())
-    return chain
-
-
 def parameters(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor]) -> int:
-    """What the subnet has by itself: of an elastic layer its slice alone."""
+    """The parameters of the subnet alone; of an elastic layer, those of its slice."""
     if not any(layer.elastic for layer in chain.route(subnet)):
         return chain.count(subnet)
     return sum(p.numel() for p in extract(chain, subnet, batch).parameters())
 
 
 def state_ratio(optimizer: Optimizer) -> float:
-    """Elements of optimizer state for each weight, seen by making one step with a small matrix."""
+    """Elements of optimizer state for each weight, counted after one step of a small matrix."""
     sample = nn.Parameter(torch.zeros(8, 8))
     updater = LayerOptimizer(optimizer, {"sample": sample})
     updater.apply([sample], [torch.zeros(8, 8)], 1.0)
@@ -102,7 +77,7 @@ def state_ratio(optimizer: Optimizer) -> float:
 
 
 def kept_bytes(chain: Chain, config: TrainStep) -> int:
-    """The most that older versions of weights take, by the table of consistencies."""
+    """The most bytes that older versions of weights take, by the table of consistencies."""
     total = 0
     for name, layer in chain.layers.items():
         promised = config.consistency[name]
@@ -121,7 +96,7 @@ def kept_bytes(chain: Chain, config: TrainStep) -> int:
 
 
 def activations(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor], config: TrainStep) -> int | str:
-    """What one micro-batch of the largest subnet keeps for its backward, in bytes; why not, where that is not known."""
+    """Bytes that one micro-batch of the largest subnet keeps for its backward, or why they are not known."""
     micro = {name: part.clone() for name, part in config.parts(dict(batch))[0].items()}
     own = {p.untyped_storage()._cdata for p in (*chain.parameters(), *chain.buffers())}
     held: dict[int, torch.UntypedStorage] = {}  # kept, so that no other storage gets the same address
@@ -142,18 +117,15 @@ def activations(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor], confi
     return sum(storage.nbytes() for storage in held.values())
 
 
-# The verbs that train: `train` a supernet, and `verify` that several stages train the same bits.
-
-
 def train(
     context: typer.Context,
     config: Target,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and run nothing.")] = False,
-    stages: Annotated[int | None, typer.Option(help="On how many processes, each with a part of the chain.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what the run would be, and do not run it.")] = False,
+    stages: Annotated[int | None, typer.Option(help="Number of processes, each with a part of the chain.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train the supernet that the config names."""
+    """Train the supernet that a config names."""
     settings, folder = read_target(config, context, [] if stages is None else [f"--execution.stages={stages}"])
     import weft
     from weft.cli import build
@@ -162,7 +134,7 @@ def train(
 
     build.set_threads(settings)
     rank = read_env()
-    if rank is not None and rank.rank > 0:  # under torchrun: the first process speaks for all
+    if rank is not None and rank.rank > 0:  # under torchrun only the first process prints
         console.quiet = errors.quiet = True
     data = build.data_of(settings, folder)
     net = build.supernet_of(settings, folder, data)
@@ -191,7 +163,7 @@ def train(
 
 
 def offload_summary(stages: Sequence[Mapping[str, Any]] | None, as_json: bool) -> dict[str, Any]:
-    """What is said of layers that lived on the host: of every stage as it is, or in sum for a person."""
+    """What an offload has moved: every stage's numbers as they are, or their sum for a person."""
     if not stages or as_json:
         return {} if not stages else {"offload": stages}
     uses, misses, loaded, evicted = (
@@ -201,7 +173,7 @@ def offload_summary(stages: Sequence[Mapping[str, Any]] | None, as_json: bool) -
     total = f", {format_bytes(largest['device_peak'])} with all else" if largest["device_peak"] else ""
     return {
         "layers on the device": f"at most {format_bytes(largest['peak'])} of {format_bytes(largest['budget'])}{total}",
-        "there in time": f"{100 * (1 - misses / uses) if uses else 100:.1f} % of {uses} uses",
+        "loaded in time": f"{100 * (1 - misses / uses) if uses else 100:.1f} % of {uses} uses",
         "moved": f"{format_bytes(loaded)} to the device, {format_bytes(evicted)} back",
     }
 
@@ -210,10 +182,13 @@ def verify(
     context: typer.Context,
     config: Target,
     stages: Annotated[str, typer.Option(help="Numbers of stages, separated by commas.")] = "1,2",
-    steps: Annotated[int, typer.Option(help="How many steps of the run are trained at most.", min=1)] = 50,
+    steps: Annotated[int, typer.Option(help="Steps of the run that are trained at most.", min=1)] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that the run has the same bits on several stages, or say where and why not; exit code 1 if not."""
+    """Check that stages do not change the bits.
+
+    Trains the first steps on several numbers of stages. If the results differ, prints where and why, and exits with 1.
+    """
     settings, folder = read_target(config, context)
     counts = stage_counts(stages)
     from weft.cli import build

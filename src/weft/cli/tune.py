@@ -17,12 +17,13 @@ from torch import nn
 from weft.cli import build
 from weft.cli.arguments import AsJson, joined
 from weft.cli.output import console, errors, print_json, results_alone
-from weft.config import Config, DataSource, Names, RunTable, Source, Train, convert, locate, read_values
+from weft.config import Config, DataSource, NamedSource, Names, RunTable, Train, convert, read_values
 from weft.data import Data, Loader, as_data
 from weft.errors import ConfigError, WeftError
 from weft.space import Space, Value
 from weft.supernet import Chain, Factory, extract, initialise
 from weft.tune import Recipe
+from weft.utils.imports import import_object
 
 
 class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +96,7 @@ class StudyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     objective: str | None = None
     """``module:function`` that takes a trial; otherwise there is a recipe."""
     recipe: Training | None = None
-    supernet: str | Source | None = None
+    supernet: str | NamedSource | None = None
     """Whose choices join the space: the model of a trial is its subnet, freshly initialised."""
     runs: str = "runs"
 
@@ -199,7 +200,7 @@ def tune_arguments(config: StudyConfig, folder: Path) -> tuple[Any, Any, dict[st
     s = config.study
     arguments = {**{name: getattr(s, name) for name in s.__struct_fields__}, "runs": config.runs}
     if config.objective is not None:
-        found = locate(config.objective, folder)
+        found = import_object(config.objective, folder)
         if not callable(found):
             raise ConfigError(f"objective '{config.objective}' is {type(found).__name__}: it must be a function")
         return found, space_of(config), arguments
@@ -211,7 +212,7 @@ def tune_arguments(config: StudyConfig, folder: Path) -> tuple[Any, Any, dict[st
 def _recipe(config: StudyConfig, t: Training, folder: Path) -> tuple[Recipe, Chain | None]:
     source = "digits-conv" if config.supernet is None else config.supernet
     plain = Config(
-        supernet=source if isinstance(source, (str, Source)) else str(source),
+        supernet=source if isinstance(source, (str, NamedSource)) else str(source),
         data=t.data,
         train=Train(loss=t.loss, seed=t.seed),  # type: ignore[arg-type]
         run=RunTable(metrics=t.metrics),  # type: ignore[arg-type]
@@ -228,7 +229,7 @@ def _recipe(config: StudyConfig, t: Training, folder: Path) -> tuple[Recipe, Cha
         model = Subnets(supernet, load)
     else:
         assert t.model is not None
-        model = locate(t.model, folder)
+        model = import_object(t.model, folder)
         if not callable(model):
             raise ConfigError(f"recipe.model: '{t.model}' is {type(model).__name__}, which cannot be called")
     return (

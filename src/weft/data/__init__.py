@@ -3,7 +3,7 @@
 from weft.data.augment import Augment, Compose, Draws, Normalise, ShiftFlip
 from weft.data.builtin import digits, text
 from weft.data.dataset import Data, split
-from weft.data.loader import Loader
+from weft.data.loader import Loader, MicroBatches
 from weft.data.open import load, open_data
 from weft.data.source import Batch, Source, Subset, Tensors, Text
 from weft.data.torch_adapters import IterableLoader, adapt, as_data
@@ -16,6 +16,7 @@ __all__ = [
     "Draws",
     "IterableLoader",
     "Loader",
+    "MicroBatches",
     "Normalise",
     "ShiftFlip",
     "Source",

@@ -13,11 +13,7 @@ import torch
 
 from weft.data.source import Batch, Indices, to_device
 from weft.errors import DataError
-from weft.utils.rng import key
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
+from weft.utils.rng import GOLDEN, key, splitmix64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +36,9 @@ class Draws:
 
     def _bits(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.uint64]:
         base = np.uint64(key(self.seed, "augment", self.epoch, name))
-        rows = _mix(np.asarray(self.samples).astype(np.uint64) * _GOLDEN + base)
-        counters = np.arange(1, prod(shape) + 1, dtype=np.uint64) * _GOLDEN
-        return _mix(rows[:, None] + counters).reshape(len(rows), *shape)
+        rows = splitmix64(np.asarray(self.samples).astype(np.uint64) * GOLDEN + base)
+        counters = np.arange(1, prod(shape) + 1, dtype=np.uint64) * GOLDEN
+        return splitmix64(rows[:, None] + counters).reshape(len(rows), *shape)
 
 
 Augment = Callable[[Batch, Draws], Batch]
@@ -109,13 +105,6 @@ class Compose:
         for part in self.parts:
             batch = part(batch, draws)
         return batch
-
-
-def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The output function of splitmix64: every bit in changes about half of the bits out."""
-    state = (state ^ (state >> np.uint64(30))) * _FIRST
-    state = (state ^ (state >> np.uint64(27))) * _SECOND
-    return state ^ (state >> np.uint64(31))
 
 
 def _images(batch: Batch, name: str) -> torch.Tensor:

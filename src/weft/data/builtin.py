@@ -12,7 +12,7 @@ import torch
 
 from weft.data.dataset import Data, split
 from weft.data.source import Tensors, Text
-from weft.errors import DataError, nearest
+from weft.errors import DataError, install_extra, nearest
 
 
 def digits(seed: int = 0) -> Data:
@@ -20,7 +20,7 @@ def digits(seed: int = 0) -> Data:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise DataError("the digits come with scikit-learn: pip install weft[demo]") from error
+        raise DataError(f"the digits come with scikit-learn: {install_extra('demo')}") from error
     bunch = load_digits()
     image = torch.from_numpy((bunch.images / 16).astype(np.float32)).unsqueeze(1)
     label = torch.from_numpy(bunch.target.astype(np.int64))
@@ -41,7 +41,7 @@ def text(
     """Characters of a UTF-8 file, or of Python's help topics (PSF licence; they differ between versions of Python).
 
     ``split`` gives the fractions of the text that train, validate and, last, test; a part of 0 is left out. The
-    vocabulary is that of the whole text; with ``tokens="bytes"`` it is the 256 bytes, and any file will do. Windows are
+    vocabulary is that of all the text; with ``tokens="bytes"`` it is the 256 bytes, and any file will do. Windows are
     ``stride`` apart, by default end to end; those of validation and test ``validation_stride``, by default alike, so
     that training may see every window of a text that is scored once.
     """
@@ -58,8 +58,8 @@ def text(
                 f"a text of {len(numbers)} {tokens} leaves {len(row)} for {part}; a context of {context} needs "
                 f"{context + 1}: use a longer text or a shorter context"
             )
-        own = stride if part == "training" or validation_stride is None else validation_stride
-        parts[part] = Text(row, context, own)
+        step = stride if part == "training" or validation_stride is None else validation_stride
+        parts[part] = Text(row, context, step)
     info = {"vocabulary": vocabulary, "size": len(vocabulary), "shape": (context,)}
     return Data(name, parts["training"], parts.get("validation"), parts.get("test"), info)
 
@@ -95,23 +95,23 @@ def _characters(content: bytes, path: str | os.PathLike[str] | None) -> tuple[tu
 
 
 def _bytes(content: bytes) -> tuple[tuple[bytes, ...], torch.Tensor]:
-    """As ``_characters``; every byte is its own number."""
+    """As ``_characters``, with the value of each byte as its number."""
     return tuple(bytes([byte]) for byte in range(256)), torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
 
 
 def _cut(numbers: torch.Tensor, fractions: Sequence[float]) -> dict[str, torch.Tensor]:
     """The parts of a text by name, in its order, without those of which there shall be nothing."""
-    given = list(fractions)
+    parts = list(fractions)
     if (
-        len(given) not in (2, 3)
-        or not all(isinstance(part, (int, float)) and part >= 0 for part in given)
-        or not (given[0] > 0 and abs(sum(given) - 1) < 1e-6)
+        len(parts) not in (2, 3)
+        or not all(isinstance(part, (int, float)) and part >= 0 for part in parts)
+        or not (parts[0] > 0 and abs(sum(parts) - 1) < 1e-6)
     ):
         raise DataError(
             "split takes the fractions that train, validate and, if one is to, test: not below 0, the first above it, "
-            f"and 1 together; got {given}"
+            f"and 1 together; got {parts}"
         )
-    shares = [Fraction(str(part)) for part in given]  # as they are written, so that .8 and .1 make .9
+    shares = [Fraction(str(part)) for part in parts]  # as they are written, so that .8 and .1 make .9
     ends = [int(len(numbers) * sum(shares[:count]) / sum(shares)) for count in range(len(shares) + 1)]
     return {
         name: numbers[ends[index] : ends[index + 1]].clone()

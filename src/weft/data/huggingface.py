@@ -12,7 +12,7 @@ import torch
 from weft.data.dataset import PARTS, Data, evenly_spaced
 from weft.data.images import assembled, channels_first, log, scaled
 from weft.data.source import Batch, Indices, Source, Subset, checked, hash_samples
-from weft.errors import DataError
+from weft.errors import DataError, install_extra
 
 
 def read(
@@ -31,15 +31,15 @@ def read(
     try:
         from datasets import DatasetDict, load_from_disk
     except ImportError as error:
-        raise DataError("Hugging Face data sets are read by their own library: pip install weft[hf]") from error
+        raise DataError(f"Hugging Face data sets are read by their own library: {install_extra('hf')}") from error
     try:
         loaded = load_from_disk(str(path))
     except Exception as error:  # the library raises what it likes for damaged folders
         raise DataError(f"cannot read {path} as a saved Hugging Face data set: {error}") from error
-    found = dict(loaded) if isinstance(loaded, DatasetDict) else {"train": loaded}
-    parts = {PARTS[name]: rows for name, rows in found.items() if name in PARTS}
+    loaded_parts = dict(loaded) if isinstance(loaded, DatasetDict) else {"train": loaded}
+    parts = {PARTS[name]: rows for name, rows in loaded_parts.items() if name in PARTS}
     if "train" not in parts:
-        raise DataError(f"{path} has no 'train' part; it has {sorted(found)}")
+        raise DataError(f"{path} has no 'train' part; it has {sorted(loaded_parts)}")
     train = parts["train"]
     keys = _keys(path, train.features, columns)
     sources: dict[str, Source] = {}

@@ -24,13 +24,13 @@ _PARTS = {"train": "train", "t10k": "test", "test": "test"}
 def read(path: Path, *, validation: float = 0.1, seed: int = 0, limit: int | None = None) -> Data:
     """A folder with `train-images-idx3-ubyte[.gz]`, `train-labels-...` and `t10k-...`, or any file in it."""
     folder = path if path.is_dir() else path.parent
-    found: dict[tuple[str, str], Path] = {}
+    files: dict[tuple[str, str], Path] = {}
     for file in sorted(folder.iterdir()):
         if match := NAME.fullmatch(file.name):
-            found.setdefault((_PARTS[match[1]], match[2]), file)
+            files.setdefault((_PARTS[match[1]], match[2]), file)
     parts: dict[str, Any] = {}
     for part in ("train", "test"):
-        pair = [found.get((part, what)) for what in ("images", "labels")]
+        pair = [files.get((part, what)) for what in ("images", "labels")]
         if pair == [None, None] and part == "test":
             continue
         if pair[0] is None or pair[1] is None:

@@ -6,7 +6,6 @@ import hashlib
 import io
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,8 @@ import torch
 
 from weft.data.dataset import PARTS, Data, evenly_spaced, hold_out
 from weft.data.source import Batch, Indices, Source, Tensors, column, device_of, moved
-from weft.errors import DataError
+from weft.errors import DataError, install_extra
+from weft.utils.files import replacing
 
 log = logging.getLogger("weft.data")
 
@@ -44,8 +44,8 @@ class Scaled:
         return {**batch, self.key: scaled(batch[self.key])}
 
     def column(self, name: str) -> torch.Tensor:
-        whole = column(self.source, name)
-        return scaled(whole) if name == self.key else whole
+        values = column(self.source, name)
+        return scaled(values) if name == self.key else values
 
     def to(self, device: torch.device | str) -> Scaled:
         return Scaled(moved(self.source, device), self.key)
@@ -81,15 +81,15 @@ def decode(
 ) -> Pixels:
     """Decodes image files into (n, channels, height, width), resized to `size` where given, else all must be one size.
 
-    With `cache`, a folder, the result is kept there as an .npy file named by the files' content, and found again.
+    With `cache`, a folder, the result stays there as an .npy file named by the files' content, for the next time.
     """
-    kept = None if cache is None else Path(cache) / f"{_digest(files, size, channels)}.npy"
-    if kept is not None and (known := _known(kept, len(files), channels)) is not None:
-        return known
+    cached = None if cache is None else Path(cache) / f"{_digest(files, size, channels)}.npy"
+    if cached is not None and (pixels_of_all := _read_cache(cached, len(files), channels)) is not None:
+        return pixels_of_all
     try:
         from PIL import Image
     except ImportError as error:
-        raise DataError("images are decoded by Pillow: pip install weft[images]") from error
+        raise DataError(f"images are decoded by Pillow: {install_extra('images')}") from error
     if channels not in (1, 3):
         raise DataError(f"images have 1 channel (grey) or 3 (colour); got channels={channels}")
     shape = (size, size) if isinstance(size, int) else size
@@ -118,8 +118,8 @@ def decode(
             result[number] = image.transpose(2, 0, 1)
     if result is None:
         raise DataError("there are no images to decode")
-    if kept is not None:
-        _keep(kept, result)
+    if cached is not None:
+        _write_cache(cached, result)
     return result
 
 
@@ -131,7 +131,7 @@ def _digest(files: Sequence[bytes], size: Size | None, channels: int) -> str:
     return hasher.hexdigest()[:32]
 
 
-def _known(path: Path, count: int, channels: int) -> Pixels | None:
+def _read_cache(path: Path, count: int, channels: int) -> Pixels | None:
     try:
         pixels = np.load(path, allow_pickle=False)
     except FileNotFoundError:
@@ -143,24 +143,10 @@ def _known(path: Path, count: int, channels: int) -> Pixels | None:
     return pixels if good else None
 
 
-def _keep(path: Path, pixels: Pixels) -> None:
-    """Writes a file that is whole or not there."""
+def _write_cache(path: Path, pixels: Pixels) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.save(file, pixels, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with replacing(path, pixels.nbytes) as file:
+        np.save(file, pixels, allow_pickle=False)
 
 
 # Image folders: one sub-folder a class, under the root or under train, val and test.

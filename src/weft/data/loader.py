@@ -7,13 +7,14 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count, islice
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from weft.data.augment import Augment, Draws
 from weft.data.source import Batch, Indices, Source, device_of, in_memory
-from weft.errors import DataError
+from weft.errors import DataError, TrainError
 from weft.utils.rng import generator
 
 
@@ -122,12 +123,12 @@ class Loader:
         return {name: tensor.to(self.device, non_blocking=onto) for name, tensor in self._pin(batch).items()}
 
     def _order(self, epoch: int) -> Indices:
-        for known, order in self._orders:
-            if known == epoch:
+        for number, order in self._orders:
+            if number == epoch:
                 return order
         length = len(self.source)
         order = generator(self.seed, "epoch", epoch).permutation(length) if self.shuffle else np.arange(length)
-        # Two are kept, since batches prepared ahead straddle the end of an epoch; a race only draws one again.
+        # Two are kept, since batches prepared ahead straddle the end of an epoch; a race draws one of them twice.
         self._orders = ((epoch, order), *self._orders[:1])
         return order
 
@@ -175,3 +176,38 @@ def _result(number: int, get: Callable[[], Batch]) -> Batch:
         return get()
     except Exception as error:
         raise DataError(f"batch {number} could not be prepared: {type(error).__name__}: {error}") from error
+
+
+class Batches(Protocol):
+    """What gives the batches of steps in order."""
+
+    def iterate(self, start: int, stop: int) -> Generator[Batch, None, None]: ...
+
+
+class MicroBatches:
+    """The micro-batches of a stage by number, each given out once: batches are read in order, schedules differ."""
+
+    def __init__(self, loader: Batches, first: int, steps: int, m: int, split: Callable[[Batch], list[Batch]]) -> None:
+        self._batches = loader.iterate(first, steps)
+        self._split = split
+        self._m = m
+        self._next = first
+        self._held: dict[int, list[Batch | None]] = {}
+
+    def __call__(self, n: int) -> Batch:
+        step, j = divmod(n, self._m)
+        while self._next <= step:
+            batch = next(self._batches)
+            self._held[self._next] = list(self._split(batch))
+            self._next += 1
+        held = self._held.get(step)
+        part = None if held is None else held[j]
+        if held is None or part is None:
+            raise TrainError(f"micro-batch {n} was asked for twice")
+        held[j] = None
+        if all(other is None for other in held):
+            del self._held[step]
+        return part
+
+    def close(self) -> None:
+        self._batches.close()

@@ -81,27 +81,27 @@ def _packed(
 
 
 def _plain(path: Path, arrays: dict[str, Array], limit: int | None, validation: float, seed: int) -> Data:
-    found: dict[tuple[str, str], Array] = {}
+    arrays_by_part: dict[tuple[str, str], Array] = {}
     for name, value in arrays.items():
         words = name.lower().split("_")
         parts = [PARTS[word] for word in words if word in PARTS] or ["train"]
         kinds = ["x" if word in _INPUTS else "y" for word in words if word in _INPUTS + _OUTPUTS]
         if len(words) <= 2 and len(parts) == len(kinds) == 1:
-            if (parts[0], kinds[0]) in found:
+            if (parts[0], kinds[0]) in arrays_by_part:
                 raise DataError(f"{path} has two arrays for {kinds[0]} of the {parts[0]} part; it has {sorted(arrays)}")
-            found[parts[0], kinds[0]] = value
-    if ("train", "x") not in found:
+            arrays_by_part[parts[0], kinds[0]] = value
+    if ("train", "x") not in arrays_by_part:
         raise DataError(
             f"{path} has the arrays {sorted(arrays)}; expected x and y, x_train, y_train, x_test, y_test, or packed "
             "images (jpeg, offsets, labels)"
         )
     pairs: dict[str, tuple[Array, Array]] = {}
     for part in ("train", "validation", "test"):
-        if (part, "x") not in found and (part, "y") not in found:
+        if (part, "x") not in arrays_by_part and (part, "y") not in arrays_by_part:
             continue
-        if (part, "x") not in found or (part, "y") not in found:
+        if (part, "x") not in arrays_by_part or (part, "y") not in arrays_by_part:
             raise DataError(f"{path} has only one of x and y for the {part} part; it has {sorted(arrays)}")
-        x, y = found[part, "x"], found[part, "y"]
+        x, y = arrays_by_part[part, "x"], arrays_by_part[part, "y"]
         if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
             raise DataError(
                 f"{path}: the {part} part has x of shape {x.shape} and y of shape {y.shape}: as many are needed"
@@ -122,10 +122,10 @@ def _numbers(path: Path, pairs: dict[str, tuple[Array, Array]], validation: floa
     }
     x, y = pairs["train"]
     info: dict[str, Any] = {"shape": x.shape[1:]}
-    whole = y.ndim == 1 and y.dtype.kind in "iub"
-    if whole:
+    is_class = y.ndim == 1 and y.dtype.kind in "iub"
+    if is_class:
         info["classes"] = max(int(targets.max()) for _, targets in pairs.values()) + 1
-    return assembled(path.stem, sources, info, validation, seed, "y" if whole else None)
+    return assembled(path.stem, sources, info, validation, seed, "y" if is_class else None)
 
 
 def _tensor(values: Array, path: Path) -> torch.Tensor:

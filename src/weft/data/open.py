@@ -82,12 +82,12 @@ KINDS: Mapping[str, Callable[..., Data]] = {
 }
 
 
-def _call(name: str, make: Callable[..., Data], given: tuple[Any, ...], options: Mapping[str, Any]) -> Data:
-    known = list(inspect.signature(make).parameters)[len(given) :]
+def _call(name: str, make: Callable[..., Data], first: tuple[Any, ...], options: Mapping[str, Any]) -> Data:
+    names = list(inspect.signature(make).parameters)[len(first) :]
     for option in options:
-        if option not in known:
-            raise DataError(f"unknown option '{option}' for {name}{nearest(option, known)}")
-    return make(*given, **options)
+        if option not in names:
+            raise DataError(f"unknown option '{option}' for {name}{nearest(option, names)}")
+    return make(*first, **options)
 
 
 def _hint(kind: str) -> str:

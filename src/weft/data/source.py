@@ -175,7 +175,7 @@ def to_device(numbers: Indices, device: torch.device) -> torch.Tensor:
 
 
 def column(source: Source, name: str) -> torch.Tensor:
-    """All samples' values of one key; a source with a `column` method of its own is spared reading the rest."""
+    """All samples' values of one key; a source with a `column` method does not read the other keys."""
     if hasattr(source, "column"):
         return cast(torch.Tensor, source.column(name))
     chunks = np.split(np.arange(len(source)), range(CHUNK, len(source), CHUNK))

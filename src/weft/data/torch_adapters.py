@@ -22,7 +22,7 @@ _END = object()
 
 
 class IterableLoader:
-    """Batches of a DataLoader by number, epoch after epoch; batch sizes are the DataLoader's own.
+    """Batches of a DataLoader by number, epoch after epoch, in the DataLoader's batch sizes.
 
     Before each epoch its generator, and that of its sampler if that has one, is replaced by one keyed by (seed,
     "epoch", e); each batch is fetched with torch's global generator seeded by (seed, "batch", i), which is restored
@@ -178,7 +178,7 @@ def adapt(
 def as_data(obj: object, seed: int = 0) -> Data:
     """Data as it is, or what a user has (a mapping of tensors, or what `adapt` takes) as its training part.
 
-    A function is called for it: on several stages each then loads its own, and nothing has to be sent to them.
+    A function is called for it: then each of several stages loads the data, and nothing has to be sent to them.
     """
     if isinstance(obj, Data):
         return obj
@@ -202,8 +202,8 @@ class Mapped:
         if len(dataset) == 0:
             raise DataError(f"the {type(dataset).__name__} has no samples")
         first = np.zeros(1, dtype=np.int64)
-        once, again = self.take(first), self.take(first)
-        if not all(torch.equal(torch.nan_to_num(once[name]), torch.nan_to_num(again[name])) for name in once):
+        once, twice = self.take(first), self.take(first)
+        if not all(torch.equal(torch.nan_to_num(once[name]), torch.nan_to_num(twice[name])) for name in once):
             log.warning(
                 "two reads of sample 0 of the %s differ, so runs cannot be repeated: augment in the Loader instead",
                 type(dataset).__name__,

@@ -58,7 +58,7 @@ class Heartbeat:
     A stage hangs whose beats have stopped for `silence` seconds, or that has been in one op for `patience` seconds;
     not one that has closed its watch. `on_lost(-1, message)` says that the store is gone, and with it the parent.
     `on_lost` runs in the thread of the watch, which uses a connection of its own. Set `figures` to a new dict of plain
-    JSON values at will: that, `doing` and `idle` are mere assignments, for use around every op.
+    JSON values at will, and `op` before every op.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class Heartbeat:
         period: float = 1.0,
     ) -> None:
         self.figures: Figures = {}
-        self._op: tuple[str, float] | None = None
+        self.op: tuple[str, float] | None = None
+        """The op that this stage is busy with, and since when (``time.monotonic``); None while it waits for others, for
+        however long."""
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._rank = rank
         self._others = [other for other in range(world) if other != rank]
@@ -86,14 +88,6 @@ class Heartbeat:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-watch", daemon=True)
         self._thread.start()
-
-    def doing(self, op: str) -> None:
-        """From now on this stage is busy with one op."""
-        self._op = (op, time.monotonic())
-
-    def idle(self) -> None:
-        """From now on this stage waits for others, for however long."""
-        self._op = None
 
     def others(self) -> dict[int, Figures]:
         """The newest figures of every other stage that has begun."""
@@ -136,7 +130,7 @@ class Heartbeat:
 
     def _message(self, done: bool) -> str:
         self._count += 1
-        op = self._op
+        op = self.op
         beat: dict[str, Any] = {"count": self._count, "op": None, "seconds": 0.0, "figures": {}, "done": done}
         if op is not None:
             beat.update(op=op[0], seconds=time.monotonic() - op[1])

@@ -124,7 +124,7 @@ class _Launch:
             tempfile.TemporaryDirectory(prefix="weft-") as folder,
             inherited(variables),
             quiet(self.deaths),
-            signals(self._on_signal),
+            on_signals(self._on_signal, "SIGINT", "SIGTERM", "SIGHUP"),
         ):
             try:
                 elastic_launch(self._config(stages, folder), stage)(payload)
@@ -246,7 +246,6 @@ def _stop() -> SignalException:
 
 # What torch elastic needs around it while it runs stages: environment, signals, silence, and nobody left behind.
 
-_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
@@ -268,12 +267,12 @@ def inherited(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP go to the handler. Only the main thread can listen; what is ignored (nohup) stays
-    ignored."""
+def on_signals(handler: Callable[[int, FrameType | None], None], *names: str) -> Iterator[None]:
+    """Within the block the handler gets these signals. Only the main thread can listen; a signal that is ignored
+    (nohup) stays ignored."""
     before = {}
     if threading.current_thread() is threading.main_thread():
-        known = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+        known = [getattr(signal, name) for name in names if hasattr(signal, name)]
         before = {number: signal.getsignal(number) for number in known}
         before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
     for number in before:

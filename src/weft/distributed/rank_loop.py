@@ -16,7 +16,7 @@ from weft.engine.weight_versions import Offload
 from weft.pipeline.message import Message
 from weft.pipeline.scheduler import Kind, Op
 from weft.pipeline.worker import OpResult, Worker
-from weft.trace.recorder import Tracer
+from weft.trace.recorder import TraceRecorder
 
 IDLE = 0.5
 """Seconds after which a rank that waits looks for signals."""
@@ -25,9 +25,16 @@ IDLE = 0.5
 class RankLoop:
     """Drives the worker of one stage over the same links, however often a new one takes over."""
 
-    def __init__(self, transport: Transport, heartbeat: Heartbeat, tracer: Tracer | None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        heartbeat: Heartbeat,
+        tracer: TraceRecorder | None,
+        stop_confirmed: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """``stop_confirmed`` says, after a signal, whether it is the user who wants to stop."""
         self.transport, self.heartbeat = transport, heartbeat
-        self._tracer = tracer
+        self._tracer, self._stop_confirmed = tracer, stop_confirmed
         self.busy = 0.0
         self.deciding = 0.0
         self.ops = 0
@@ -49,7 +56,7 @@ class RankLoop:
     def drive(self, worker: Worker, stopping: Callable[[], bool]) -> Iterator[OpResult | None]:
         """Works until the worker is done; gives every operation, and None for every idle round.
 
-        ``stopping`` says whether the user wants to stop; the first stage then ends the run at the next whole step.
+        ``stopping`` says whether a signal has come; the first stage then ends the run at the next whole step.
         """
         self._offload = worker.stage.offload
         worker.on_start = self._starts
@@ -60,7 +67,7 @@ class RankLoop:
         while not worker.done:
             while (arrived := self.transport.take(0)) is not None:
                 self._receive(worker, arrived)
-            if not ended and stopping():
+            if not ended and stopping() and self._stop_confirmed():
                 m = worker.stage.config.microbatches
                 until = -(-worker.scheduler.known // m) * m
                 if until < worker.scheduler.total:
@@ -68,7 +75,7 @@ class RankLoop:
                 ended = True
             done = worker.work()
             if done is None:
-                self.heartbeat.idle()
+                self.heartbeat.op = None
                 yield None
                 arrived = None if worker.done else self.transport.take(IDLE)
                 if arrived is not None:
@@ -82,7 +89,7 @@ class RankLoop:
             self._publish()
             yield done
         self.deciding += worker.stats.deciding
-        self.heartbeat.idle()
+        self.heartbeat.op = None
         self._publish(now=True)
 
     @property
@@ -93,7 +100,7 @@ class RankLoop:
         return status if self._offload is None else {**status, "offload": self._offload.stats()}
 
     def _starts(self, op: Op) -> None:
-        self.heartbeat.doing(str(op))
+        self.heartbeat.op = (str(op), time.monotonic())
 
     def _receive(self, worker: Worker, arrived: Received) -> None:
         message = arrived.message
@@ -114,23 +121,23 @@ class RankLoop:
             if self._tracer is not None:
                 self._tracer.flush()
 
-    def _trace(self, tracer: Tracer, done: OpResult, worker: Worker) -> None:
+    def _trace(self, tracer: TraceRecorder, done: OpResult, worker: Worker) -> None:
         _, kind, n = done.op
         begin, end = done.start, done.end if done.update is None else done.update[0]
-        if done.late:
-            self._trace_update(tracer, done.late, begin, done.prepared)
+        if done.deferred_updates:
+            self._trace_update(tracer, done.deferred_updates, begin, done.prepared)
             begin = done.prepared
         in_flight, versions = len(worker.scheduler.in_flight) + (kind == "B"), _seen(self._clocks, kind, n)
         tracer.op(done.op, begin + self._wall, end + self._wall, in_flight, versions)
         if done.update is not None:
-            self._trace_update(tracer, done.updated, *done.update)
+            self._trace_update(tracer, done.updates, *done.update)
         self._trace_rest(tracer, worker, done.end)
 
-    def _trace_update(self, tracer: Tracer, layers: int, begin: float, end: float) -> None:
+    def _trace_update(self, tracer: TraceRecorder, layers: int, begin: float, end: float) -> None:
         self._updates += layers
         tracer.update(layers, self._updates, begin + self._wall, end + self._wall)
 
-    def _trace_rest(self, tracer: Tracer, worker: Worker, begin: float) -> None:
+    def _trace_rest(self, tracer: TraceRecorder, worker: Worker, begin: float) -> None:
         """Updates that came neither before nor with an operation, but since ``begin``."""
         more = worker.stage.updates - self._updates
         if more:
@@ -139,8 +146,9 @@ class RankLoop:
 
 def _moving(worker: Worker) -> list[VersionSchedule]:
     """The clocks of layers whose backwards move on to newer weights, those that may be farthest ahead first."""
-    found = {weights.clock for weights in worker.stage.weights.values() if weights.parameters}
-    return sorted((at for at in found if at.moves_on), key=lambda at: (-at.drift, -at.window, at.span))
+    found = {weights.schedule for weights in worker.stage.weights.values() if weights.parameters}
+    moving = [at for at in found if at.backward_reads_newest]
+    return sorted(moving, key=lambda at: (-at.max_version_lag, -at.window, at.microbatches_per_update))
 
 
 def _seen(clocks: Sequence[VersionSchedule], kind: Kind, n: int) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.errors import PipelineError
-from weft.pipeline.message import PREFIX, Message, assemble_apart, lengths_of, pack, prefix, unpack
+from weft.pipeline.message import PREFIX, Message, pack, pack_with_payload, prefix, read_lengths, unpack
 
 _FOREVER = timedelta(days=365)
 _LARGEST = 1 << 40
@@ -156,7 +156,7 @@ class _Sender:
 
     def put(self, message: Message) -> int:
         if self._wire.apart is not None:
-            payload, block_of = assemble_apart(message, self._device)
+            payload, block_of = pack_with_payload(message, self._device)
             copied = _recorded(self._device)
             self._queue.put(lambda: self._send_apart(copied, payload, block_of))
             return len(payload)
@@ -217,7 +217,7 @@ def _receive(wire: _Wire, source: int, device: torch.device, inbox: queue.Simple
         while True:
             block = torch.empty(room.bytes, dtype=torch.uint8, pin_memory=pinned)
             wire.host.recv([block], peer, 0).wait()
-            _, length, apart = lengths_of(block)
+            _, length, apart = read_lengths(block)
             if not length:  # the other side has said goodbye
                 return
             if not PREFIX < length <= _LARGEST or apart > _LARGEST:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.elastic.linear import Grid, Linear, together
+from weft.elastic.linear import Grid, Linear, linears
 from weft.elastic.mixture import Mixture, Pick
 from weft.elastic.module import Module
 from weft.elastic.sizes import Dim, Sizes, combinations, forbidden
@@ -65,22 +65,22 @@ class Attention(Module):
         self.k: Module
         self.v: Module
         self.out: Module
-        whole = self.sizes.is_fixed(2)  # heads are used as a whole, so corners of (groups, dim) are prefixes
-        if whole and (self.sizes.is_fixed(1) or self.sizes.largest[0] == 1):
+        full_heads = self.sizes.is_fixed(2)  # heads are used as a full_heads, so corners of (groups, dim) are prefixes
+        if full_heads and (self.sizes.is_fixed(1) or self.sizes.largest[0] == 1):
             self.q = Linear(space, width, groups * each * dim, bias)
             self.out = Linear(space, groups * each * dim, width, out_bias)
         else:
             self.q = Grid(space, width, grid, bias, scaled=self._folds)
             self.out = Grid(space, grid, width, out_bias)
-        self.k = Linear(space, width, groups * dim, bias) if whole else Grid(space, width, (groups, dim), bias)
-        self.v = Linear(space, width, groups * dim, bias) if whole else Grid(space, width, (groups, dim), bias)
+        self.k = Linear(space, width, groups * dim, bias) if full_heads else Grid(space, width, (groups, dim), bias)
+        self.v = Linear(space, width, groups * dim, bias) if full_heads else Grid(space, width, (groups, dim), bias)
 
     def project(self, x: Tensor, pick: Pick) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, the heads side by side."""
         if self.rotary is None:
-            q, k, v = together((self.q, self.k, self.v), x, pick)
+            q, k, v = linears((self.q, self.k, self.v), x, pick)
         else:  # v is kept for the backward, what is turned is not: they do not share memory
-            q, k = together((self.q, self.k), x, pick)
+            q, k = linears((self.q, self.k), x, pick)
             v = self.v(x, pick=pick)
         return q, k, v
 
@@ -107,7 +107,7 @@ class Attention(Module):
         return torch.matmul(torch.softmax(scores, -1), v)
 
 
-def _check(space: Space, heads: Dim, groups: Dim, head_dim: Dim, turned: int | None) -> None:
+def _check(space: Space, heads: Dim, groups: Dim, head_dim: Dim, rotary_dim: int | None) -> None:
     derived = space.rules.layout.derived
     exprs = {
         "heads": Expr.of(heads).substitute(derived),
@@ -115,25 +115,25 @@ def _check(space: Space, heads: Dim, groups: Dim, head_dim: Dim, turned: int | N
         "head_dim": Expr.of(head_dim).substitute(derived),
     }
     reads = set().union(*(expr.names for expr in exprs.values()))
-    found = set()
+    dims = set()
     for values in combinations(space, [name for name in space.choices if name in reads]):
         if forbidden(space, values):
             continue
         number = {name: float(expr.value(values)) for name, expr in exprs.items()}
-        given = " ".join(f"{name}={value}" for name, value in values.items()) or "these sizes"
+        chosen = " ".join(f"{name}={value}" for name, value in values.items()) or "these sizes"
         for name, value in number.items():
             if value < 1 or value != int(value):
-                raise SupernetError(f"attention needs a whole number of {name}, but with {given} it is {value:g}")
+                raise SupernetError(f"attention needs a whole number of {name}, but with {chosen} it is {value:g}")
         if number["heads"] % number["kv_heads"]:
             raise SupernetError(
-                f"attention needs as many heads for every key and value, but with {given} there are "
+                f"attention needs as many heads for every key and value, but with {chosen} there are "
                 f"{number['heads']:g} heads and {number['kv_heads']:g} kv_heads: let one divide the other"
             )
-        found.add(int(number["head_dim"]))
-    if turned is not None and found != {turned}:
+        dims.add(int(number["head_dim"]))
+    if rotary_dim is not None and dims != {rotary_dim}:
         raise SupernetError(
             f"rotary embedding pairs the first half of a head's features with the second, so head_dim is the one that "
-            f"it was made for, {turned}, not {', '.join(map(str, sorted(found)))}"
+            f"it was made for, {rotary_dim}, not {', '.join(map(str, sorted(dims)))}"
         )
 
 

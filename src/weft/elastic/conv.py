@@ -19,7 +19,7 @@ from weft.space import Expr, Space, Subnet
 class Conv2d(nn.Conv2d, Leaf):
     """``nn.Conv2d`` of which a subnet uses the first inputs and outputs, and the centre of the kernel.
 
-    Kernels are odd and, unless a fixed one is given its ``padding``, keep height and width at stride 1. With a
+    Kernels are odd and, unless a fixed one has its own ``padding``, keep height and width at stride 1. With a
     ``group_width`` the channels form as many groups of that width as there are, so that a narrower layer is the first
     groups of a wider one; ``groups="depthwise"`` is a width of 1. A number of groups is for fixed channels.
     """
@@ -104,14 +104,14 @@ class Conv2d(nn.Conv2d, Leaf):
 
     def _factors(self, mixture: Mixture) -> tuple[Tensor, Tensor]:
         """Those of the outputs, and of inputs and places of the kernel together."""
-        rows, within, kernel = self.sizes.factors(mixture)
+        rows, within, kernel = self.sizes.mask_factors(mixture)
 
         def make() -> Tensor:
             # A kernel of size k reaches the places whose distance d from the centre has 2 d < k.
             places = kernel.index_select(1, self._ring(kernel.device))
             return (within[:, :, None] * places[:, None, :]).flatten(1)
 
-        return rows, mixture.known(("places", self.sizes.key), make)
+        return rows, mixture.cached(("places", self.sizes.key), make)
 
     def _ring(self, device: torch.device) -> Tensor:
         """For each place of the largest kernel twice its distance from the centre."""
@@ -171,7 +171,7 @@ class Patches(nn.Conv2d, Leaf):
 
     def forward(self, x: Tensor, pick: Pick) -> Tensor:  # type: ignore[override]
         if isinstance(pick, Mixture):
-            rows, channels = self.sizes.factors(pick)
+            rows, channels = self.sizes.mask_factors(pick)
             columns = channels.repeat_interleave(self.weight[0, 0].numel(), 1)
             where = (self.stride, (0, 0), (1, 1), 1)
             return mixed_conv2d(x, self.weight, self.bias, rows, columns, *where)  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ class Patches(nn.Conv2d, Leaf):
         return None if self.bias is None else contiguous_prefix(self.bias, width)
 
 
-# Squeeze and excite: channels weighed by what the whole image says.
+# Squeeze and excite: a gate for each channel, computed from the channel means of the image.
 
 
 class SqueezeExcite(Module):

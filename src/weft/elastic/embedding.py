@@ -27,7 +27,7 @@ class Embedding(nn.Embedding, Leaf):
         if isinstance(pick, Mixture):
             if self.sizes.is_fixed(0):
                 return F.embedding(ids, self.weight)
-            out: Tensor = _Mixed.apply(ids, self.weight, self.sizes.inside(pick))  # type: ignore[no-untyped-call]
+            out: Tensor = _Mixed.apply(ids, self.weight, self.sizes.keep_probability(pick))  # type: ignore[no-untyped-call]
             return out
         # Not the usual contiguous slice: that would copy the whole table for the sake of a few of its rows.
         return F.embedding(ids, self.weight.narrow(1, 0, self.sizes.of(pick)[0]))
@@ -50,10 +50,10 @@ class _Mixed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ids, weight, inside = ctx.saved_tensors
-        dw = chances = None
+        dw = probabilities = None
         if ctx.needs_input_grad[1]:
             scaled = gradient * inside.to(gradient.dtype)
             dw = torch.ops.aten.embedding_dense_backward(scaled, ids, len(weight), -1, False)
         if ctx.needs_input_grad[2]:
-            chances = F.embedding(ids, weight).mul_(gradient).flatten(0, -2).sum(0).to(inside.dtype)
-        return None, dw, chances
+            probabilities = F.embedding(ids, weight).mul_(gradient).flatten(0, -2).sum(0).to(inside.dtype)
+        return None, dw, probabilities

@@ -1,4 +1,4 @@
-"""The plain form of an elastic module for one subnet: ordinary torch modules, joined by a graph that can be read."""
+"""The plain form of an elastic module for one subnet: ordinary torch modules, joined by an fx graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plain_module(module: nn.Module, subnet: Subnet, inputs: int = 1, side: Seque
         return module.plain(subnet)
     if not isinstance(module, Module):
         return copy.deepcopy(module)
-    tracer = Tracer(subnet, inputs, side)
+    tracer = ElasticTracer(subnet, inputs, side)
     holder = _Holder(module)
     try:
         graph = tracer.trace(holder)
@@ -73,7 +73,7 @@ def _hold_tensor(owner: nn.Module, name: str, holder: nn.Module, target: str) ->
         owner.register_buffer(name, tensor.detach().clone())
 
 
-class Tracer(fx.Tracer):
+class ElasticTracer(fx.Tracer):
     """Goes through composites, stops at leaves and at modules without elastic parts, and leaves the pick out."""
 
     def __init__(self, subnet: Subnet, inputs: int, side: Sequence[str]) -> None:
@@ -87,8 +87,8 @@ class Tracer(fx.Tracer):
         values = [self.create_proxy("placeholder", name, (), {}) for name in (*self._inputs, *self._side)]
 
         def run(root: nn.Module, *values: Any) -> Any:
-            carry, side = values[: len(self._inputs)], values[len(self._inputs) :]
-            return root.held(*carry, pick=self._subnet, **dict(zip(self._side, side, strict=True)))  # type: ignore[operator]
+            inputs, side = values[: len(self._inputs)], values[len(self._inputs) :]
+            return root.held(*inputs, pick=self._subnet, **dict(zip(self._side, side, strict=True)))  # type: ignore[operator]
 
         return run, [self.root, *values]
 

@@ -96,10 +96,10 @@ class Grid(Leaf):
 
     def _factors(self, mixture: Mixture) -> tuple[Tensor, Tensor]:
         def make() -> tuple[Tensor, Tensor]:
-            each = self.sizes.factors(mixture)
+            each = self.sizes.mask_factors(mixture)
             return _joined(each[: self._split]), _joined(each[self._split :])
 
-        return mixture.known(("grid", self.sizes.key, self._split), make)  # type: ignore[no-any-return]
+        return mixture.cached(("grid", self.sizes.key, self._split), make)  # type: ignore[no-any-return]
 
 
 class RootScaled(Sizes):
@@ -159,21 +159,21 @@ class Linear(nn.Linear, Leaf):
         return load(made, {"weight": cloned_prefix(self.weight, outputs, inputs), "bias": bias}, self.training)
 
 
-def together(layers: Sequence[Module], x: Tensor, pick: Pick) -> list[Tensor]:
-    """What several layers make of one input; under a mixture neighbours of the same sizes are one product."""
+def linears(layers: Sequence[Module], x: Tensor, pick: Pick) -> list[Tensor]:
+    """The outputs of several layers for one input; under a mixture neighbours of the same sizes are one product."""
     if not isinstance(pick, Mixture):
         return [layer(x, pick=pick) for layer in layers]
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     for kind, group in groupby(layers, _kind):
         same = list(group)
-        found += (
+        outputs += (
             [layer(x, pick=pick) for layer in same] if kind is None else _mixed(cast("list[Linear]", same), x, pick)
         )
-    return found
+    return outputs
 
 
 def _kind(layer: Module) -> tuple[object, ...] | None:
-    """What layers of one product have in common; None for what computes in a way of its own."""
+    """What layers of one product have in common; None for other kinds of layers."""
     return (layer.sizes.key, layer.bias is None) if type(layer) is Linear else None
 
 
@@ -183,7 +183,7 @@ def _mixed(layers: Sequence[Linear], x: Tensor, mixture: Mixture) -> Sequence[Te
     if not sizes.names:
         return [F.linear(x, layer.weight, layer.bias) for layer in layers]
     if few_tokens(x, weights[0], sizes.rank):
-        rows, columns = sizes.factors(mixture)
+        rows, columns = sizes.mask_factors(mixture)
         return [mixed_linear(x, layer.weight, layer.bias, rows, columns) for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]
     out = mixed_linears(x, weights, biases, sizes, mixture)

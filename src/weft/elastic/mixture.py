@@ -20,11 +20,11 @@ class Mixture:
     """Independent choices, each with a vector of probabilities in the order of its options.
 
     The probabilities of a choice with a condition hold where it is active. Elastic layers take a mixture in the place
-    of a subnet, and compute with the expectation of their weights under it. What they derive from it is worked out
-    once, so give one mixture to all layers.
+    of a subnet, and compute with the expectation of their weights under it. They compute what
+    they derive from it once, so give one mixture to all layers.
     """
 
-    __slots__ = ("_known", "_probabilities", "_space")
+    __slots__ = ("_cached", "_probabilities", "_space")
 
     def __init__(self, space: Space, probabilities: Mapping[str, Tensor]) -> None:
         """Takes one vector a choice; raises SupernetError where one is missing or is not a distribution."""
@@ -35,13 +35,13 @@ class Mixture:
             options = choice_options(space, name)
             if name not in probabilities:
                 raise SupernetError(f"the mixture has no probabilities for choice '{name}'; options: {options}")
-            given = probabilities[name]
-            if given.shape != (len(options),):
+            vector = probabilities[name]
+            if vector.shape != (len(options),):
                 raise SupernetError(
                     f"choice '{name}' has {len(options)} options, but its probabilities have the shape "
-                    f"{tuple(given.shape)}"
+                    f"{tuple(vector.shape)}"
                 )
-            shown = [float(p) for p in given.detach()]
+            shown = [float(p) for p in vector.detach()]
             if min(shown) < -TOLERANCE or not math.isclose(sum(shown), 1.0, abs_tol=TOLERANCE):
                 raise SupernetError(
                     f"the probabilities of choice '{name}' are {', '.join(f'{p:g}' for p in shown)} and come to "
@@ -52,7 +52,7 @@ class Mixture:
     def _fill(self, space: Space | None, probabilities: Mapping[str, Tensor]) -> None:
         self._space = space
         self._probabilities = probabilities if isinstance(probabilities, _Parts) else dict(probabilities)
-        self._known: dict[Any, Any] = {}
+        self._cached: dict[Any, Any] = {}
 
     @classmethod
     def unchecked(cls, space: Space | None, probabilities: Mapping[str, Tensor]) -> Mixture:
@@ -105,25 +105,25 @@ class Mixture:
     def joint(self, names: Sequence[str]) -> Tensor:
         """The probabilities of all combinations of options of these choices, the last one varying fastest."""
         key = ("joint", *names)
-        found = self._known.get(key)
-        if found is None:
-            found = self[names[0]]
+        product = self._cached.get(key)
+        if product is None:
+            product = self[names[0]]
             for name in names[1:]:
-                found = torch.outer(found, self[name]).flatten()
-            self._known[key] = found
-        return found
+                product = torch.outer(product, self[name]).flatten()
+            self._cached[key] = product
+        return product
 
-    def known(self, key: Any, make: Any) -> Any:
-        """What was worked out under this key, or what ``make()`` gives now."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+    def cached(self, key: Any, make: Any) -> Any:
+        """The value of ``make()``, called once a key for this mixture."""
+        if key not in self._cached:
+            self._cached[key] = make()
+        return self._cached[key]
 
     def entropies(self) -> dict[str, Tensor]:
         """In bits, by choice."""
         return {n: -(p * p.clamp_min(1e-12).log2()).sum() for n, p in self._probabilities.items()}
 
-    def likeliest(self) -> Subnet:
+    def most_probable(self) -> Subnet:
         """The subnet of the most likely options; raises SpaceError where the constraints forbid it."""
         best = {name: int(self[name].argmax()) for name in self.space.choices}
         values = self.space.rules.settle(lambda name, _: choice_options(self.space, name)[best[name]])
@@ -139,10 +139,10 @@ class _Parts(Mapping[str, Tensor]):
         self._cut: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        found = self._cut.get(name)
-        if found is None:
-            found = self._cut[name] = self._vector.narrow(0, self._starts[name], self._counts[name])
-        return found
+        part = self._cut.get(name)
+        if part is None:
+            part = self._cut[name] = self._vector.narrow(0, self._starts[name], self._counts[name])
+        return part
 
     def __contains__(self, name: object) -> bool:
         return name in self._counts
@@ -155,7 +155,7 @@ class _Parts(Mapping[str, Tensor]):
 
 
 Pick = Subnet | Mixture
-"""What a forward is told: one subnet, or a mixture of all."""
+"""The architecture that a forward computes: one subnet, or a mixture of all."""
 
 
 def choice_options(space: Space, name: str) -> tuple[Any, ...]:

@@ -79,7 +79,7 @@ def load(module: nn.Module, tensors: dict[str, Tensor | None], training: bool) -
 # spares memory, and a backward under newer weights (``bounded``) sees them.
 
 
-class _Place(NamedTuple):
+class _SavedSlice(NamedTuple):
     view: Tensor
     shape: torch.Size
     stride: tuple[int, ...]
@@ -104,13 +104,13 @@ def saved_as_view(run: Callable[[Tensor], Tensor], view: Tensor) -> Tensor:
     def pack(tensor: Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() != where:
             return tensor
-        return _Place(part, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _SavedSlice(part, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
         return run(copy)
 
 
 def _unpack(kept: Any) -> Tensor:
-    if not isinstance(kept, _Place):
+    if not isinstance(kept, _SavedSlice):
         return kept  # type: ignore[no-any-return]
     return kept.view.contiguous().as_strided(kept.shape, kept.stride, kept.offset)

@@ -58,19 +58,19 @@ class BatchNorm2d(nn.BatchNorm2d, Leaf):
         return load(made, tensors, self.training)
 
     def _mixed(self, x: Tensor, mixture: Mixture) -> Tensor:
-        """Channels are normalised one by one, so the expectation is that of all, each times its chance to be there."""
+        """Channels are normalised one by one, so the expectation is each of them times its probability."""
         if self.sizes.is_fixed(0):
             return self._normalised(x, self.weight, self.bias, self.num_features)
-        chance = self.sizes.inside(mixture)
+        probability = self.sizes.keep_probability(mixture)
         held = self.weight if self.affine else self.running_mean
-        chance = chance.to(x.dtype if held is None else held.dtype)
+        probability = probability.to(x.dtype if held is None else held.dtype)
         moved = [b for b in (self.running_mean, self.running_var) if b is not None and self.training]
         before = [buffer.clone() for buffer in moved]
-        weight, bias = (self.weight * chance, self.bias * chance) if self.affine else (chance, None)
+        weight, bias = (self.weight * probability, self.bias * probability) if self.affine else (probability, None)
         out = self._normalised(x, weight, bias, self.num_features)
         for buffer, old in zip(moved, before, strict=True):
             # What cannot be picked was not seen. Autograd has noted the buffer, though a training backward reads none.
-            buffer.data.copy_(torch.where(chance.detach() > 0, buffer, old))
+            buffer.data.copy_(torch.where(probability.detach() > 0, buffer, old))
         return out
 
     def _normalised(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, channels: int) -> Tensor:
@@ -105,8 +105,8 @@ class LayerNorm(nn.LayerNorm, Leaf):
 
     def forward(self, x: Tensor, pick: Pick) -> Tensor:  # type: ignore[override]
         if isinstance(pick, Mixture) and not self.sizes.is_fixed(0):
-            chances = self.sizes.distribution(pick)
-            return mixed_norm(x, self.weight, self.bias, chances, self.sizes.values[0], self.eps)
+            probabilities = self.sizes.distribution(pick)
+            return mixed_norm(x, self.weight, self.bias, probabilities, self.sizes.values[0], self.eps)
         (width,) = self.sizes.largest if isinstance(pick, Mixture) else self.sizes.of(pick)
         bias = None if self.bias is None else contiguous_prefix(self.bias, width)
         return F.layer_norm(x, (width,), contiguous_prefix(self.weight, width), bias, self.eps)
@@ -130,8 +130,8 @@ class RMSNorm(nn.RMSNorm, Leaf):
 
     def forward(self, x: Tensor, pick: Pick) -> Tensor:  # type: ignore[override]
         if isinstance(pick, Mixture) and not self.sizes.is_fixed(0):
-            chances = self.sizes.distribution(pick)
-            return mixed_norm(x, self.weight, None, chances, self.sizes.values[0], self.eps, centred=False)
+            probabilities = self.sizes.distribution(pick)
+            return mixed_norm(x, self.weight, None, probabilities, self.sizes.values[0], self.eps, centred=False)
         (width,) = self.sizes.largest if isinstance(pick, Mixture) else self.sizes.of(pick)
         return F.rms_norm(x, (width,), contiguous_prefix(self.weight, width), self.eps)
 

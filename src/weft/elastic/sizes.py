@@ -19,14 +19,15 @@ Dim = int | Expr
 
 MOST_COMBINATIONS = 4096
 
-Chances = tuple[Tensor | None, ...]
-"""Probabilities of the combinations of choices that dimensions share, and of each dimension's own; None: of none."""
+Probabilities = tuple[Tensor | None, ...]
+"""Probabilities of the combinations of the choices that dimensions share, and of those that one dimension has for
+itself; None where there are no such choices."""
 
 
 class Sizes:
     """The dimensions of one weight, each of which is a prefix of its largest size.
 
-    ``factors(mixture)`` gives one matrix a dimension, of a row for every combination s of the choices that several
+    ``mask_factors(mixture)`` gives one matrix a dimension, of a row for every combination s of the choices that several
     dimensions share, so that the probability that the entry (i, j, ...) is within the pick is the sum over s of
     factors[0][s, i] * factors[1][s, j] * ...: rank 1 where the dimensions are independent.
     """
@@ -36,12 +37,12 @@ class Sizes:
         self.dims = dims
         self._exprs = [_expanded(space, dim) for dim in dims]
         names = [sorted(expr.names, key=list(space.choices).index) for expr in self._exprs]
-        counts = [name for own in names for name in own]
+        counts = [name for choices in names for name in choices]
         self.shared = tuple(name for name in space.choices if counts.count(name) > 1)
-        self._own = [tuple(name for name in own if name not in self.shared) for own in names]
+        self._own = [tuple(name for name in choices if name not in self.shared) for choices in names]
         self.names = tuple(name for name in space.choices if name in counts)
         self.tables = [self._table(index, what) for index in range(len(dims))]
-        """The size of each dimension, by shared combination and by one of its own choices."""
+        """The size of each dimension, by shared combination and by one of its choices choices."""
         self.rank = len(self.tables[0])
         """The number of combinations of shared choices."""
         self.combinations = sum(table.numel() for table in self.tables)
@@ -52,39 +53,39 @@ class Sizes:
         self.key = (self.shared, tuple(self._own), tuple(tuple(t.flatten().tolist()) for t in self.tables))
         self._cache: dict[tuple[Value | None, ...], tuple[int, ...]] = {}
         self._inside: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
-        self._known: dict[Any, Any] = {}
+        self._cached: dict[Any, Any] = {}
 
     def of(self, subnet: Subnet) -> tuple[int, ...]:
         """The sizes for one subnet."""
         values = subnet.values
         key = tuple(values.get(name) for name in self.names)
-        found = self._cache.get(key)
-        if found is None:
-            found = self._cache[key] = tuple(int(expr.value(values)) for expr in self._exprs)
-        return found
+        sizes = self._cache.get(key)
+        if sizes is None:
+            sizes = self._cache[key] = tuple(int(expr.value(values)) for expr in self._exprs)
+        return sizes
 
     def is_fixed(self, index: int) -> bool:
         """Whether the dimension has one size for all subnets."""
         return len(self.values[index]) == 1
 
-    def factors(self, mixture: Mixture) -> tuple[Tensor, ...]:
+    def mask_factors(self, mixture: Mixture) -> tuple[Tensor, ...]:
         """For each dimension a matrix: combinations of the shared choices, by the dimension's largest size."""
-        found: tuple[Tensor, ...] = mixture.known(
-            ("factors", self.key), lambda: self.make_factors(*self.chances(mixture))
+        factors: tuple[Tensor, ...] = mixture.cached(
+            ("factors", self.key), lambda: self.make_mask_factors(*self.probabilities(mixture))
         )
-        return found
+        return factors
 
-    def chances(self, mixture: Mixture) -> Chances:
+    def probabilities(self, mixture: Mixture) -> Probabilities:
         """The probabilities of the combinations of shared choices, and of those of each dimension alone."""
         return tuple(mixture.joint(names) if names else None for names in (self.shared, *self._own))
 
     def distribution(self, mixture: Mixture, index: int = 0) -> Tensor:
         """The probability of each of ``values[index]``."""
-        return mixture.known(("distribution", self.key, index), lambda: self._distribution(mixture, index))  # type: ignore[no-any-return]
+        return mixture.cached(("distribution", self.key, index), lambda: self._distribution(mixture, index))  # type: ignore[no-any-return]
 
-    def inside(self, mixture: Mixture, index: int = 0) -> Tensor:
+    def keep_probability(self, mixture: Mixture, index: int = 0) -> Tensor:
         """For each place along a dimension the probability that it is within the pick."""
-        factors = self.factors(mixture)
+        factors = self.mask_factors(mixture)
         if len(factors) == 1:
             return factors[0].sum(0) if len(factors[0]) > 1 else factors[0][0]
         # The first place of every other dimension is always within, and its factor carries the rest.
@@ -96,23 +97,23 @@ class Sizes:
                 first = first * factors[other][:, 0]
         return first @ factors[index]
 
-    def known(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What was worked out for these sizes under this key, or what ``make()`` gives now."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The value of ``make()``, called once a key for these sizes."""
+        if key not in self._cached:
+            self._cached[key] = make()
+        return self._cached[key]
 
-    def make_factors(self, shared: Tensor | None, *own: Tensor | None) -> tuple[Tensor, ...]:
-        """The factors, worked out anew from the ``chances``."""
-        like = next((known for known in (shared, *own) if known is not None), torch.zeros(()))
-        found = []
-        for index, chances in enumerate(own):
+    def make_mask_factors(self, shared: Tensor | None, *each: Tensor | None) -> tuple[Tensor, ...]:
+        """The factors, computed anew from the ``probabilities``."""
+        like = next((part for part in (shared, *each) if part is not None), torch.zeros(()))
+        factors = []
+        for index, probabilities in enumerate(each):
             table = self.table(index, like)
             # In this order autograd keeps the table and no copy.
-            found.append(table[:, :, 0] if chances is None else torch.matmul(table, chances))
+            factors.append(table[:, :, 0] if probabilities is None else torch.matmul(table, probabilities))
         if shared is not None:
-            found[0] = found[0] * shared[:, None]
-        return tuple(found)
+            factors[0] = factors[0] * shared[:, None]
+        return tuple(factors)
 
     def _distribution(self, mixture: Mixture, index: int) -> Tensor:
         names = (*self.shared, *self._own[index])
@@ -149,8 +150,8 @@ class Sizes:
         rows = []
         for shared in combinations(self.space, self.shared):
             row = []
-            for own in combinations(self.space, self._own[index]):
-                row.append(self._size(expr, {**shared, **own}, what))
+            for alone in combinations(self.space, self._own[index]):
+                row.append(self._size(expr, {**shared, **alone}, what))
             rows.append(row)
         return torch.tensor(rows, device="cpu")  # whatever the default device: these are numbers, not weights
 
@@ -159,8 +160,8 @@ class Sizes:
             return 0
         size = expr.value({name: values[name] for name in expr.names})
         if isinstance(size, str) or int(size) < 1:
-            given = " ".join(f"{name}={values[name]}" for name in sorted(expr.names))
-            raise SupernetError(f"a dimension of {what}, '{expr}', comes to {size!r} with {given or 'no choice'}")
+            chosen = " ".join(f"{name}={values[name]}" for name in sorted(expr.names))
+            raise SupernetError(f"a dimension of {what}, '{expr}', comes to {size!r} with {chosen or 'no choice'}")
         return int(size)
 
 
@@ -179,7 +180,7 @@ def _expanded(space: Space, dim: Dim) -> Expr:
     expr = Expr.of(dim).substitute(space.rules.layout.derived)
     for name in expr.names:
         if name not in space.choices:
-            raise SpaceError(f"'{expr}' reads '{name}', which is no choice of the space")
+            raise SpaceError(f"'{expr}' reads '{name}', which is not a choice of the space")
     return expr
 
 
@@ -191,13 +192,13 @@ class Condition:
 
     def __init__(self, space: Space, expr: Expr) -> None:
         self.expr = _expanded(space, expr)
-        self._rules, needed, found = space.rules, set(self.expr.names), set[str]()
+        self._rules, needed, names = space.rules, set(self.expr.names), set[str]()
         while needed:
             name = needed.pop()
-            found.add(name)
+            names.add(name)
             condition = self._rules.conditions.get(name)
-            needed |= set() if condition is None else set(condition.names) - found
-        self.names = tuple(name for name in space.choices if name in found)
+            needed |= set() if condition is None else set(condition.names) - names
+        self.names = tuple(name for name in space.choices if name in names)
         self._space = space
         self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -215,7 +216,7 @@ class Condition:
                 self._on[key] = self._table().to(joint)
             return joint @ self._on[key]
 
-        return mixture.known(("condition", self.expr.program), make)  # type: ignore[no-any-return]
+        return mixture.cached(("condition", self.expr.program), make)  # type: ignore[no-any-return]
 
     def _table(self) -> Tensor:
         """1 for the combinations of options of its choices for which it holds."""

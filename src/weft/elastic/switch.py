@@ -1,4 +1,4 @@
-"""A switch: a choice between whole modules within one layer, each with weights of its own."""
+"""A switch: a choice between modules within one layer, each with its own weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Switch(Module):
 
     The choice, by name or handle, is declared elsewhere, since it may steer many switches. Several options may have
     one module, under a tuple of them: an elastic one that reads the choice itself, such as a convolution whose kernel
-    is ``1 + 2 * (op == "conv3")``. Under a mixture that module is told the probabilities given that it is the one.
+    is ``1 + 2 * (op == "conv3")``. Under a mixture that module gets the probabilities on condition that it runs.
 
     ``partial=k`` is the partial channel connection of PC-DARTS: the first of k parts of the channels goes through the
     modules, the others pass by (pooled to the modules' ``stride``), then the channels are shuffled. That is for
@@ -44,7 +44,7 @@ class Switch(Module):
         self.candidates = nn.ModuleDict()
         self._places: dict[str, tuple[int, ...]] = {}
         self._labels: dict[Value, str] = {}
-        self._told_apart: dict[str, bool] = {}  # whether the module reads the choice itself
+        self._reads_choice: dict[str, bool] = {}  # whether the module reads the choice itself
         self._marks: dict[tuple[str, torch.device], Tensor] = {}
         known = choice_options(space, self.choice)
         for options, module in modules.items():
@@ -63,7 +63,7 @@ class Switch(Module):
                     "differ in more than dots and types"
                 )
             self._places[label] = tuple(sorted(known.index(option) for option in options))
-            self._told_apart[label] = any(self.choice in p.reads for p in module.modules() if isinstance(p, Module))
+            self._reads_choice[label] = any(self.choice in p.reads for p in module.modules() if isinstance(p, Module))
             try:
                 self.candidates[label] = module
             except (KeyError, TypeError) as problem:
@@ -89,40 +89,40 @@ class Switch(Module):
         if not isinstance(pick, Mixture):
             out: Tensor = call(self.candidates[self._labels[pick[self.choice]]], x, pick=pick)
             return out
-        chances = pick[self.choice].unbind()
+        probabilities = pick[self.choice].unbind()
         total: Tensor | None = None
         for label, module in self.candidates.items():
             if isinstance(module, Zero) and len(self.candidates) > 1:
                 continue  # adds nothing, whatever its probability
             first, *others = self._places[label]
-            chance = chances[first]
+            probability = probabilities[first]
             for place in others:
-                chance = chance + chances[place]
-            out = call(module, x, pick=self._given(label, pick) if self._told_apart[label] else pick)
-            total = chance.to(out.dtype) * out if total is None else total + chance.to(out.dtype) * out
+                probability = probability + probabilities[place]
+            out = call(module, x, pick=self._conditional(label, pick) if self._reads_choice[label] else pick)
+            total = probability.to(out.dtype) * out if total is None else total + probability.to(out.dtype) * out
         assert total is not None
         return total
 
-    def _given(self, label: str, mixture: Mixture) -> Mixture:
-        """The mixture given that the choice is one of the module's options."""
+    def _conditional(self, label: str, mixture: Mixture) -> Mixture:
+        """The mixture on condition that the choice is one of the module's options."""
         places = self._places[label]
 
         def make() -> Mixture:
-            own = mixture[self.choice]
-            if (label, own.device) not in self._marks:
-                marks = torch.tensor([float(place in places) for place in range(len(own))], device="cpu")
-                self._marks[label, own.device] = marks.to(own.device)
-            marks = self._marks[label, own.device].to(own.dtype)
-            inside = own * marks
+            probabilities = mixture[self.choice]
+            if (label, probabilities.device) not in self._marks:
+                marks = torch.tensor([float(place in places) for place in range(len(probabilities))], device="cpu")
+                self._marks[label, probabilities.device] = marks.to(probabilities.device)
+            marks = self._marks[label, probabilities.device].to(probabilities.dtype)
+            inside = probabilities * marks
             total = inside.sum()
             # Where none of the options can be, the module counts for nothing, but its gradient has to be a number.
             possible = total > 0
-            told = torch.where(possible, inside / torch.where(possible, total, 1.0), marks / len(places))
+            conditional = torch.where(possible, inside / torch.where(possible, total, 1.0), marks / len(places))
             rest = {name: mixture[name] for name in mixture.names}
-            return Mixture.unchecked(self.space, {**rest, self.choice: told})
+            return Mixture.unchecked(self.space, {**rest, self.choice: conditional})
 
-        found: Mixture = mixture.known(("given", self.choice, places), make)
-        return found
+        conditional: Mixture = mixture.cached(("conditional", self.choice, places), make)
+        return conditional
 
 
 class Zero(Module):
@@ -137,7 +137,7 @@ class Zero(Module):
 
 
 class Sequential(nn.Sequential, Module):
-    """Modules in a row, elastic ones and others; those that take the pick are given it."""
+    """Modules in a row, elastic ones and others; those that take the pick get it."""
 
     def forward(self, x: Tensor, pick: Pick) -> Tensor:  # type: ignore[override]
         for part in self:

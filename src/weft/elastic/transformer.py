@@ -1,4 +1,4 @@
-"""The ends of a transformer: tokens or images become vectors, and vectors become predictions."""
+"""Elastic transformers: embeddings of tokens and patches, blocks, perceptrons and heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weft.elastic.attention import Attention, positions
 from weft.elastic.conv import Patches
 from weft.elastic.embedding import Embedding
-from weft.elastic.linear import Linear, together
+from weft.elastic.linear import Linear, linears
 from weft.elastic.mixture import Pick
 from weft.elastic.module import Module, call
 from weft.elastic.norm import LayerNorm
@@ -168,6 +168,6 @@ class MLP(Module):
         if self.gate is None:
             inner = call(self.activation, self.up(x, pick=pick), pick=pick)
         else:
-            gate, up = together((self.gate, self.up), x, pick)
+            gate, up = linears((self.gate, self.up), x, pick)
             inner = call(self.activation, gate, pick=pick) * up
         return cast("Tensor", self.down(inner, pick=pick))

@@ -1,11 +1,10 @@
-"""Batch statistics: what a training forward learns beside gradients, folded into the running buffers in micro-batch
-order.
+"""Batch statistics of training forwards, folded into the running buffers of batch norms in micro-batch order.
 
 While a layer trains, each of its batch norms writes the plain statistics of the batch into scratch buffers (momentum
 1), so a forward never touches the running buffers. They are folded in when the micro-batch's update is applied.
 
-A forward of an elastic layer may meet a part of a norm's channels, or leave a norm out. So its scratch buffers start
-each time with a variance of -1, which no batch has: what still has it afterwards was not seen, and is not folded.
+A forward of an elastic layer may use a part of a norm's channels, or leave a norm out. So its scratch buffers start
+each time with a variance of -1, which no batch has: channels that still have it were not used, and are not folded.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from weft.errors import ConsistencyError
 from weft.utils import foreach
 
 BatchStatsRecord = list[Tensor]
-"""What one forward saw: the scratch buffers, one after another."""
+"""The statistics of one forward: the scratch buffers, one after another."""
 
 
 def running_norms(module: nn.Module) -> list[NormBase]:
@@ -30,7 +29,7 @@ def running_norms(module: nn.Module) -> list[NormBase]:
 
 
 class BatchStats:
-    """The running buffers of one layer's norms, taken over from the modules while it trains."""
+    """Holds the running buffers of one layer's norms while it trains."""
 
     def __init__(self, name: str, module: nn.Module, exact_single: bool) -> None:
         self.norms = running_norms(module)
@@ -54,7 +53,7 @@ class BatchStats:
         self.attached = False
 
     def attach(self) -> None:
-        """From here on the modules write into scratch buffers."""
+        """Gives the modules scratch buffers to write to."""
         if self.attached:
             return
         self._running = [
@@ -74,7 +73,7 @@ class BatchStats:
         self.attached = True
 
     def detach(self) -> None:
-        """The modules have their running buffers again, as evaluation needs them."""
+        """Gives the modules their running buffers back, as evaluation needs them."""
         if not self.attached:
             return
         for index, count in enumerate(self._counts):
@@ -90,16 +89,16 @@ class BatchStats:
         self.attached = False
 
     def record(self, copy: bool) -> BatchStatsRecord:
-        """What the last forward saw; without a copy it is overwritten by the next one."""
+        """The statistics of the last forward; without a copy the next one overwrites them."""
         return [tensor.clone() for tensor in self._scratch] if copy else self._scratch
 
     def clear(self) -> None:
-        """Forgets a forward that does not count (its loss was not a number), lest 0 * nan survive in the scratch."""
+        """Clears a forward that does not count (its loss was not a number), lest 0 * nan survive in the scratch."""
         for tensor in self._scratch:
             tensor.data.zero_()  # autograd has noted the buffers of a norm, though a training backward reads none
 
     def fold(self, record: BatchStatsRecord) -> None:
-        """The record of one micro-batch goes into the running buffers."""
+        """Folds the record of one micro-batch into the running buffers."""
         if not self.norms:
             return
         if self._elastic is not None:
@@ -117,10 +116,10 @@ class BatchStats:
         foreach.copy_([tensor.data for tensor in self._scratch], self._unseen)
 
     def _seen(self, record: BatchStatsRecord) -> BatchStatsRecord:
-        """The record, with the running values where its forward saw nothing."""
-        found = []
+        """The record, with the running values in channels that its forward did not use."""
+        merged = []
         for index in range(0, len(record), 2):
             unseen = record[index + 1] < 0
             pair = zip(self._running[index : index + 2], record[index : index + 2], strict=True)
-            found += [torch.where(unseen, running, new) for running, new in pair]
-        return found
+            merged += [torch.where(unseen, running, new) for running, new in pair]
+        return merged

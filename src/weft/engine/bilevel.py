@@ -1,5 +1,4 @@
-"""Two levels in one run: steps that train weights on the training data, and steps that train the architecture on
-validation data."""
+"""Two levels in one run: steps train the weights on training data, or the architecture on validation data."""
 
 from __future__ import annotations
 
@@ -15,17 +14,14 @@ from weft.engine.consistency import Exact
 from weft.engine.optimizer import Optimizer
 from weft.engine.tape import Tape
 from weft.errors import TrainError
-from weft.space import Subnet
-from weft.supernet import extra_inputs
 from weft.supernet.mixed_chain import PROGRESS
 from weft.utils import foreach
 
 if TYPE_CHECKING:
-    from weft.engine.reference import SequentialReference
-    from weft.engine.train_step import TrainStep
+    from weft.engine.train_step import TrainedLayers, TrainStep
 
 TRAINING = "train."
-"""What the entries of the training batch are called in a batch that holds both, as the second order needs it."""
+"""Prefix of the training batch's entries in a batch that holds both, as the second order needs it."""
 
 
 def _adam() -> Optimizer:
@@ -35,7 +31,7 @@ def _adam() -> Optimizer:
 @dataclass(frozen=True)
 class Bilevel:
     """How the levels alternate: ``warmup`` steps for the weights alone, then of every ``every`` steps the last is for
-    the architecture. Its parameters learn by ``optimizer``, at a rate that stays as it is."""
+    the architecture. Its parameters learn by ``optimizer``, at a constant rate."""
 
     optimizer: Optimizer = field(default_factory=_adam)
     warmup: int = 0
@@ -53,7 +49,7 @@ class Bilevel:
         """Whether the step trains the architecture."""
         return step >= self.warmup and (step - self.warmup) % self.every == self.every - 1
 
-    def before(self, step: int) -> tuple[int, int]:
+    def counts_before(self, step: int) -> tuple[int, int]:
         """How many steps before this one trained the weights, and how many the architecture."""
         architecture = max(step - self.warmup, 0) // self.every
         return step - architecture, architecture
@@ -64,26 +60,26 @@ class Bilevel:
 
 
 class BilevelLoader:
-    """The batches of both levels by step, each with how far the run has come."""
+    """The batches of both levels by step, each with the progress of the run."""
 
     def __init__(self, bilevel: Bilevel, train: Loader | IterableLoader, validation: Loader, steps: int) -> None:
         self._bilevel, self._train, self._validation, self._steps = bilevel, train, validation, steps
 
     def batch(self, i: int) -> Batch:
-        """The batch of step i, prepared here and now."""
-        weights, architecture = self._bilevel.before(i)
+        """The batch of step i, prepared in this thread."""
+        weights, architecture = self._bilevel.counts_before(i)
         if not self._bilevel.architecture(i):
-            return self._marked(self._train.batch(weights), i)
+            return self._with_progress(self._train.batch(weights), i)
         batch = self._validation.batch(architecture)
         if self._bilevel.order == 2:
-            batch = _both(batch, self._train.batch(weights))
-        return self._marked(batch, i)
+            batch = _joined(batch, self._train.batch(weights))
+        return self._with_progress(batch, i)
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Generator[Batch, None, None]:
         """The batches of the steps from ``start`` on, prepared ahead."""
-        weights, architecture = self._bilevel.before(start)
+        weights, architecture = self._bilevel.counts_before(start)
         train, validation = self._train.iterate(weights), self._validation.iterate(architecture)
-        ahead: Batch | None = None  # the training batch that a second-order step has looked at already
+        ahead: Batch | None = None  # the next training batch, which a second-order step uses too
         try:
             for i in range(start, self._steps if stop is None else stop):
                 if not self._bilevel.architecture(i):
@@ -92,30 +88,30 @@ class BilevelLoader:
                     batch = next(validation)
                     if self._bilevel.order == 2:
                         ahead = next(train)
-                        batch = _both(batch, ahead)
-                yield self._marked(batch, i)
+                        batch = _joined(batch, ahead)
+                yield self._with_progress(batch, i)
         finally:
             train.close()
             validation.close()
 
-    def _marked(self, batch: Batch, i: int) -> Batch:
-        return marked(batch, i / self._steps)
+    def _with_progress(self, batch: Batch, i: int) -> Batch:
+        return with_progress(batch, i / self._steps)
 
 
-def marked(batch: Batch, progress: float) -> Batch:
-    """The batch with how far the run has come, from 0 to 1."""
+def with_progress(batch: Batch, progress: float) -> Batch:
+    """The batch with the progress of the run, from 0 to 1."""
     first = next(iter(batch.values()))
     return {**batch, PROGRESS: torch.full((len(first),), progress, device=first.device)}
 
 
-def _both(batch: Batch, train: Batch) -> Batch:
+def _joined(batch: Batch, train: Batch) -> Batch:
     return {**batch, **{f"{TRAINING}{name}": tensor for name, tensor in train.items()}}
 
 
 def training_part(batch: Batch) -> Batch:
     """The training batch within one that holds both."""
-    found = {name.removeprefix(TRAINING): value for name, value in batch.items() if name.startswith(TRAINING)}
-    return {**found, PROGRESS: batch[PROGRESS]}
+    part = {name.removeprefix(TRAINING): value for name, value in batch.items() if name.startswith(TRAINING)}
+    return {**part, PROGRESS: batch[PROGRESS]}
 
 
 # Second-order DARTS: the architecture's gradient at the weights that one more training step would give.
@@ -130,7 +126,7 @@ LayerGradients = dict[str, list[Tensor | None]]
 
 
 def check_unrolled(config: TrainStep, stages: int = 1) -> None:
-    """Raises TrainError where the second order is asked for and cannot be had."""
+    """Raises TrainError where the second order is asked for and the run does not support it."""
     if config.architecture_search is None or config.architecture_search.order == 1:
         return
     if stages > 1 or config.microbatches > 1 or any(each != Exact() for each in config.consistency.values()):
@@ -140,32 +136,32 @@ def check_unrolled(config: TrainStep, stages: int = 1) -> None:
         )
 
 
-def look_ahead(engine: SequentialReference, i: int, subnet: Subnet, batch: Batch) -> tuple[Any, Tensor, LayerGradients]:
+def look_ahead(engine: TrainedLayers, step: int, batch: Batch) -> tuple[Any, Tensor, LayerGradients]:
     """Outputs and loss on the held-out part of the batch, and the gradients of the architecture by layer."""
     train = training_part(batch)
     validation = {name: value for name, value in batch.items() if not name.startswith(TRAINING)}
-    layers = [w for w in engine.weights.values() if not w.layer.arch and w.parameters]
+    layers = [w for w in engine.weights.values() if not w.layer.is_architecture and w.parameters]
     parameters = [p for w in layers for p in w.parameters]
 
     def of_weights(by_layer: LayerGradients) -> list[Tensor]:
         flat = [g for w in layers for g in by_layer.get(w.layer.name, [None] * len(w.parameters))]
         return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, flat, strict=True)]
 
-    rate = engine.optimizer.rate * engine.config.optimizer.lr_factor(i, engine.config.steps)
+    rate = engine.optimizer.rate * engine.config.optimizer.lr_factor(step, engine.config.steps)
     before = [p.detach().clone() for p in parameters]
-    _, _, by_layer = _pass(engine, i, subnet, train, arch=False, weights=True)
+    _, _, by_layer = _pass(engine, step, train, arch=False, weights=True)
     _move(parameters, before, engine.optimizer.direction(parameters, of_weights(by_layer)), -rate)
-    outputs, loss, by_layer = _pass(engine, i, subnet, validation, arch=True, weights=True)
+    outputs, loss, by_layer = _pass(engine, step, validation, arch=True, weights=True)
     ahead = of_weights(by_layer)
     small = 0.01 / foreach.norm(ahead)
     sides = []
     for sign in (1.0, -1.0):
         _move(parameters, before, ahead, sign * small)
-        sides.append(_pass(engine, i, subnet, train, arch=True, weights=False)[2])
+        sides.append(_pass(engine, step, train, arch=True, weights=False)[2])
     foreach.copy_([p.data for p in parameters], before)
     change: LayerGradients = {}
     for name, gradients in by_layer.items():
-        if engine.weights[name].layer.arch:
+        if engine.weights[name].layer.is_architecture:
             triples = zip(gradients, sides[0][name], sides[1][name], strict=True)
             change[name] = [
                 None if g is None or up is None or down is None else g - rate * (up - down) / (2 * small)
@@ -182,14 +178,14 @@ def _move(
 
 
 def _pass(
-    engine: SequentialReference, i: int, subnet: Subnet, batch: Batch, arch: bool, weights: bool
+    engine: TrainedLayers, step: int, batch: Batch, arch: bool, weights: bool
 ) -> tuple[Any, Tensor, LayerGradients]:
-    tape = Tape(i, engine.chain.enter(batch))
+    """Outputs, loss and gradients of a step of one micro-batch."""
+    tape, layers = Tape(step, engine.chain.enter(batch)), engine.chain.route(engine.config.subnet(step))
     with engine.config.autocast(engine.device):
-        for layer in engine.chain.route(subnet):
-            engine.seeder.set(i, 0, layer.name)
-            trains = arch if layer.arch else weights
-            tape.forward(engine.weights[layer.name], extra_inputs(layer, batch, subnet), trains)
-        engine.seeder.set(i, 0, "loss")
-        outputs, loss = engine.config.loss_of(tape.outputs(), batch)
+        for _ in engine.run_layers(
+            tape, step, layers, batch, lambda layer, _: arch if layer.is_architecture else weights
+        ):
+            pass
+        outputs, loss = engine.compute_loss(tape, step, batch)
     return outputs, loss, tape.backward((loss,), (torch.ones((), device=loss.device),))

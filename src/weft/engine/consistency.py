@@ -1,4 +1,4 @@
-"""What a layer promises about the version of its weights that a micro-batch sees.
+"""Which version of a layer's weights the forward and the backward of a micro-batch read.
 
 Micro-batches are counted over the run: n = step * m + j. Each belongs to one *slot*, the set of micro-batches whose
 gradients make one update, and the version ``v`` of a layer is its weights after the updates of all slots below v:
@@ -24,7 +24,7 @@ from weft.errors import ConsistencyError, nearest
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Sees the updates of every earlier step that uses the layer."""
+    """A step reads the updates of every earlier step that uses the layer."""
 
     name: ClassVar[str] = "exact"
 
@@ -34,7 +34,7 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Delayed:
-    """Step i sees the updates of exactly the steps j < i - steps; one update a step."""
+    """Step i reads the updates of exactly the steps j < i - steps; one update a step."""
 
     steps: int
     name: ClassVar[str] = "delayed"
@@ -49,7 +49,7 @@ class Delayed:
 
 @dataclass(frozen=True, slots=True)
 class Lagged:
-    """Windows of ``steps`` steps; window w sees the updates of windows 0..w-2; one update a window."""
+    """Windows of ``steps`` steps; window w reads the updates of windows 0..w-2; one update a window."""
 
     steps: int
     name: ClassVar[str] = "lagged"
@@ -64,8 +64,7 @@ class Lagged:
 
 @dataclass(frozen=True, slots=True)
 class VirtualPipeline:
-    """What the consistencies of a virtual pipeline share: an update of ``every`` micro-batches, and ``depth``
-    stages."""
+    """The consistencies of a virtual pipeline of ``depth`` stages, with an update every ``every`` micro-batches."""
 
     every: int
     depth: int
@@ -81,10 +80,8 @@ class VirtualPipeline:
 
 @dataclass(frozen=True, slots=True)
 class Bounded(VirtualPipeline):
-    """The backward works with what its forward left and the newest weights: at most ceil((L - 1) / K) updates apart.
-
-    One copy of the weights is enough where the pipeline has ``depth`` stages. PACI.
-    """
+    """PACI: the backward computes with the activations of its forward and the newest weights, which are at most
+    ceil((L - 1) / K) updates newer. One copy of the weights is enough where the pipeline has ``depth`` stages."""
 
     name: ClassVar[str] = "bounded"
     __str__ = VirtualPipeline.__str__
@@ -92,7 +89,7 @@ class Bounded(VirtualPipeline):
 
 @dataclass(frozen=True, slots=True)
 class Stashed(VirtualPipeline):
-    """As ``bounded``, but the backward sees the version that its forward saw, for which that is kept. PipeDream."""
+    """PipeDream: as ``bounded``, but the backward reads the version of its forward, which is kept until then."""
 
     name: ClassVar[str] = "stashed"
     __str__ = VirtualPipeline.__str__
@@ -148,7 +145,7 @@ class VersionSchedule:
                 return n // self.m
 
     def forward_reads(self, n: int) -> int:
-        """The version that the forward of micro-batch n sees."""
+        """The version that the forward of micro-batch n reads."""
         match self.consistency:
             case Delayed(steps):
                 return max(n // self.m - steps, 0)
@@ -160,18 +157,18 @@ class VersionSchedule:
                 return n // self.m
 
     def backward_reads(self, n: int) -> int:
-        """The version that the backward of micro-batch n sees."""
-        return n // self.span if self.moves_on else self.forward_reads(n)
+        """The version that the backward of micro-batch n reads."""
+        return n // self.microbatches_per_update if self.backward_reads_newest else self.forward_reads(n)
 
     @property
-    def moves_on(self) -> bool:
-        """Whether a backward sees the newest version, and not that of its forward."""
+    def backward_reads_newest(self) -> bool:
+        """Whether a backward reads the newest version, and not that of its forward."""
         return isinstance(self.consistency, Bounded)
 
     @property
     def delay(self) -> float:
-        """How many updates older than the weights that a gradient is applied to those are, on average, that its
-        forward saw."""
+        """How many updates a gradient is late, on average: how much newer the weights are that it is applied to than
+        those that its forward read."""
         match self.consistency:
             case Delayed(steps):
                 return float(steps)
@@ -183,26 +180,25 @@ class VersionSchedule:
                 return 0.0
 
     @property
-    def drift(self) -> int:
+    def max_version_lag(self) -> int:
         """The most updates that a backward may be ahead of its forward."""
-        return -(-(self.window - 1) // self.span) if self.moves_on else 0
+        return -(-(self.window - 1) // self.microbatches_per_update) if self.backward_reads_newest else 0
 
     def last_reader(self, version: int) -> int:
-        """The last micro-batch of the run whose forward sees the version, or an older one."""
-        found = (version + 1) * self.span + self.window - 2
-        return min(found, self.total - 1)
+        """The last micro-batch of the run whose forward reads the version, or an older one."""
+        return min((version + 1) * self.microbatches_per_update + self.window - 2, self.total - 1)
 
-    def last(self, slot: int) -> int:
+    def last_microbatch(self, slot: int) -> int:
         """The last micro-batch of a slot; its step's learning rate is the update's. The run's last slot may be
         short."""
-        return min((slot + 1) * self.span, self.total) - 1
+        return min((slot + 1) * self.microbatches_per_update, self.total) - 1
 
     def steps(self, slot: int) -> int:
         """Over how many steps the gradients of a slot are averaged."""
-        return -(-(self.last(slot) + 1 - slot * self.span) // self.m)
+        return -(-(self.last_microbatch(slot) + 1 - slot * self.microbatches_per_update) // self.m)
 
     @property
-    def span(self) -> int:
+    def microbatches_per_update(self) -> int:
         """Micro-batches in a full slot."""
         match self.consistency:
             case Lagged(steps):
@@ -214,7 +210,7 @@ class VersionSchedule:
 
 
 def version_schedule(consistency: Consistency, block: int, blocks: int, m: int, steps: int) -> VersionSchedule:
-    """The clock of a layer in the given block; raises ConsistencyError where the run cannot keep the promise."""
+    """The schedule of a layer in the given block; raises ConsistencyError where the run cannot keep its consistency."""
     window = 1
     if isinstance(consistency, VirtualPipeline):
         if consistency.every % m:

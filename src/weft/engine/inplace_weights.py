@@ -1,7 +1,7 @@
-"""Weights that change under the feet of what autograd has saved: how a backward sees newer ones than its forward.
+"""Weights that are updated between a forward and its backward, so that the backward computes with the newest ones.
 
 Autograd saves a weight by reference. The leaves here keep their memory for the whole run, and an update writes into it,
-so that a backward computes with whatever they hold by then. Leaves of the parameters' own type share their memory:
+so that a backward computes with what they hold then. Leaves of the parameters' own type share their memory:
 there is one copy of the weights. In low precision a matrix has a leaf of its own, cast once per version; autocast would
 make, and save, a cast for every forward, and the backward would see that old one.
 """
@@ -20,12 +20,12 @@ from weft.errors import ConsistencyError
 from weft.utils import foreach
 
 _WIDE = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
-"""What autocast leaves wide stays wide here too."""
+"""Modules whose weights autocast does not cast."""
 
 
-class InPlace:
-    """The leaves of one layer, and which version of its weights lies in them: the newest, or an older one for a
-    forward that must see it."""
+class InPlaceWeights:
+    """The leaves of one layer. They hold the newest version of its weights, or an older one for a forward that must
+    read it."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], compute: torch.dtype | None) -> None:
         wide = {id(p) for part in module.modules() if isinstance(part, _WIDE) for p in part.parameters()}
@@ -37,46 +37,46 @@ class InPlace:
             (p.data.to(compute, copy=True) if cast else p.data).requires_grad_()
             for p, cast in zip(parameters, self.cast, strict=True)
         ]
-        self._room: list[Tensor] | None = None
-        self._aside: list[Tensor] | None = None
-        """The newest version of the leaves that share the parameters' memory, while an older one lies in it."""
+        self._backup_memory: list[Tensor] | None = None
+        self._backup: list[Tensor] | None = None
+        """The newest version of the leaves that share the parameters' memory, while these hold an older one."""
         self._old: int | None = None
         self._fresh = not any(self.cast)
 
-    def old(self, version: int, tensors: Sequence[Tensor]) -> None:
-        """From here on the leaves hold this older version."""
+    def load_version(self, version: int, tensors: Sequence[Tensor]) -> None:
+        """Copies this older version into the leaves."""
         if self._old == version:
             return
-        if self._aside is None:
+        if self._backup is None:
             shared = [leaf.data for leaf in self._shared(self.leaves)]
-            self._aside = [leaf.clone() for leaf in shared] if self._room is None else self._room
-            if self._room is not None:
-                foreach.copy_(self._aside, shared)
+            self._backup = [leaf.clone() for leaf in shared] if self._backup_memory is None else self._backup_memory
+            if self._backup_memory is not None:
+                foreach.copy_(self._backup, shared)
         foreach.copy_([leaf.data for leaf in self.leaves], [tensor.data for tensor in tensors])
         self._old, self._fresh = version, False
 
-    def newest(self) -> None:
-        """The leaves, and the parameters, hold the newest version."""
-        if self._old is not None and self._aside is not None:
-            foreach.copy_([leaf.data for leaf in self._shared(self.leaves)], self._aside)
+    def load_newest(self) -> None:
+        """Puts the newest version into the leaves and the parameters."""
+        if self._old is not None and self._backup is not None:
+            foreach.copy_([leaf.data for leaf in self._shared(self.leaves)], self._backup)
         if not self._fresh:
             pairs = [(leaf, p) for leaf, p, cast in self._each() if cast]
             foreach.copy_([leaf.data for leaf, _ in pairs], [p.data for _, p in pairs])
         self._old, self._fresh = None, True
 
-    def settled(self) -> None:
-        """No older version is to be read any more: nothing need lie aside."""
+    def drop_backup(self) -> None:
+        """No older version will be read any more: drops the copy of the newest one."""
         if self._old is not None:  # else casts are made anew when they are read: the weights may not have arrived yet
-            self.newest()
-        self._aside = None
+            self.load_newest()
+        self._backup = None
 
-    def updated(self) -> None:
-        """The parameters were updated, with the newest version in place."""
-        self._aside = None
+    def on_update(self) -> None:
+        """To be called after an update of the parameters, with the newest version in place."""
+        self._backup = None
         self._fresh = not any(self.cast)
 
-    def moved(self, casts: Sequence[Tensor | None] | None, room: list[Tensor] | None) -> None:
-        """The parameters, with the newest version, have other memory, and so have casts and what is laid aside.
+    def rebind(self, casts: Sequence[Tensor | None] | None, backup_memory: list[Tensor] | None) -> None:
+        """To be called when the parameters, with the newest version, have other memory, and so have casts and backup.
 
         Without casts nothing computes with the leaves there.
         """
@@ -86,7 +86,7 @@ class InPlace:
             else [p.data if cast is None else cast for p, cast in zip(self._parameters, casts, strict=True)]
         )
         self.leaves = [tensor.data.requires_grad_() for tensor in memory]
-        self._room, self._aside, self._old = room, None, None
+        self._backup_memory, self._backup, self._old = backup_memory, None, None
         self._fresh = casts is None or not any(self.cast)
 
     def _shared(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -101,48 +101,45 @@ class InPlace:
 # Under ``bounded`` that second forward would compute with newer weights than the first, and the gradient would belong
 # to neither. All numbers of stages would agree on it, so no comparison of runs finds it. The first backwards of a
 # layer are watched; later ones cost nothing.
-#
-# Beside ``binding`` the only module that touches ``nn.Module._parameters``.
 
 BACKWARDS = 2
 """Backwards that are watched."""
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
 
 class RecomputeGuard:
-    """Watches the backwards of one layer under its clock."""
+    """Watches the backwards of one layer under its schedule."""
 
-    def __init__(self, layer: str, module: nn.Module, clock: VersionSchedule) -> None:
-        self._layer, self._module, self._clock = layer, module, clock
-        moves = isinstance(clock.consistency, Bounded) and clock.drift > 0
-        self._backwards = BACKWARDS if moves else 0
+    def __init__(self, layer: str, module: nn.Module, schedule: VersionSchedule) -> None:
+        self._layer, self._module, self._schedule = layer, module, schedule
+        moves = isinstance(schedule.consistency, Bounded) and schedule.max_version_lag > 0
+        self.backwards = BACKWARDS if moves else 0
+        """How many more are to be watched."""
 
     def backward(self) -> AbstractContextManager[None]:
         """A block for a backward with the layer's weights in place; raises ConsistencyError where it computes with
         them anew."""
-        if not self._backwards:
-            return _NOTHING
-        self._backwards -= 1
+        if not self.backwards:
+            return nullcontext()
+        self.backwards -= 1
         return self._unread()
 
     @contextmanager
     def _unread(self) -> Iterator[None]:
         parts = [part for part in self._module.modules() if part._parameters]
-        own = [part._parameters for part in parts]
-        for part, parameters in zip(parts, own, strict=True):
+        originals = [part._parameters for part in parts]
+        for part, parameters in zip(parts, originals, strict=True):
             part.__dict__["_parameters"] = _Guarded(parameters, self._read)
         try:
             yield
         finally:
-            for part, parameters in zip(parts, own, strict=True):
+            for part, parameters in zip(parts, originals, strict=True):
                 part.__dict__["_parameters"] = parameters
 
     def _read(self) -> None:
         # A hook of the user's may look at a weight; only what is recomputed does so with gradients on.
         if not torch.is_grad_enabled():
             return
-        bounded = self._clock.consistency
+        bounded = self._schedule.consistency
         assert isinstance(bounded, Bounded)
         raise ConsistencyError(
             f"layer '{self._layer}' runs its forward again in its backward, as torch.utils.checkpoint does: under "
@@ -152,10 +149,10 @@ class RecomputeGuard:
 
 
 class _Guarded(dict[str, Any]):
-    """A module's parameters that say when one of them is read."""
+    """A module's parameters that call a function when one of them is read."""
 
-    def __init__(self, own: Mapping[str, Any], read: Any) -> None:
-        super().__init__(own)
+    def __init__(self, parameters: Mapping[str, Any], read: Any) -> None:
+        super().__init__(parameters)
         self._read = read
 
     def __getitem__(self, name: str) -> Any:
@@ -163,15 +160,15 @@ class _Guarded(dict[str, Any]):
         return super().__getitem__(name)
 
 
-# Other tensors in place of a module's parameters for a while: how a layer runs under an older version of its weights.
+# Other tensors in place of a module's parameters, with which a layer runs under an older version of its weights.
 #
-# The only module that touches ``nn.Module._parameters``. torch's own ``functional_call`` puts the parameters back as
+# This file alone touches ``nn.Module._parameters``. torch's own ``functional_call`` puts the parameters back as
 # soon as the forward is over, and then a checkpointed layer would be recomputed in its backward under the wrong
 # version.
 
 
 class ParameterSwap:
-    """Where each parameter of a module is kept; one that is tied stands in several places."""
+    """The places of a module's parameters; one that is shared within the module has several."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         number = {id(parameter): index for index, parameter in enumerate(parameters)}

@@ -1,5 +1,4 @@
-"""What a checkpoint holds of each layer: weights, optimizer state, older versions still to be read, gradients that
-wait.
+"""The content of a checkpoint, layer by layer: weights, optimizer state, older versions, and gradients that wait.
 
 block0.conv3.weight              the newest weight or buffer
 block0.conv3.weight#exp_avg      optimizer state
@@ -12,8 +11,7 @@ head.out.weight~12               the sum of the gradients of tied parameters in 
 from __future__ import annotations
 
 import hashlib
-import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +24,7 @@ from weft.errors import CheckpointError
 
 
 @dataclass(slots=True)
-class Snapshot:
+class CheckpointPart:
     """The layers of a process as they are before micro-batch ``at``: a part of a checkpoint."""
 
     at: int
@@ -37,19 +35,19 @@ class Snapshot:
 
 def layer_tensors(weights: VersionedLayer, optimizer: LayerOptimizer) -> dict[str, Tensor]:
     """The newest weights, buffers and optimizer state of a layer, by global name."""
-    weights.readable()
+    weights.synchronize()
     weights.to_newest()
-    attached = weights.statistics.attached
-    weights.statistics.detach()
+    attached = weights.batch_stats.attached
+    weights.batch_stats.detach()
     name = weights.layer.name
-    found = {f"{name}.{path}": tensor for path, tensor in weights.module.state_dict().items()}
-    found |= {f"{name}.{path}": tensor for path, tensor in weights.volatile().items()}
+    tensors = {f"{name}.{path}": tensor for path, tensor in weights.module.state_dict().items()}
+    tensors |= {f"{name}.{path}": tensor for path, tensor in weights.volatile().items()}
     if attached:
-        weights.statistics.attach()
+        weights.batch_stats.attach()
     for path, parameter in zip(weights.names, weights.parameters, strict=True):
         for key, value in optimizer.state(parameter).items():
-            found[f"{name}.{path}#{key}"] = value
-    return found
+            tensors[f"{name}.{path}#{key}"] = value
+    return tensors
 
 
 def layer_digest(weights: VersionedLayer, optimizer: LayerOptimizer) -> str:
@@ -58,18 +56,14 @@ def layer_digest(weights: VersionedLayer, optimizer: LayerOptimizer) -> str:
 
 
 def capture(weights: VersionedLayer, optimizer: LayerOptimizer, at: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All tensors of a layer for a checkpoint before micro-batch ``at``, and the numbers that go with them."""
+    """All tensors of a layer for a checkpoint before micro-batch ``at``, and its numbers."""
     tensors = layer_tensors(weights, optimizer)
     name = weights.layer.name
     kept = weights.needed(at)
     for begin in kept:
         for path, tensor in zip(weights.names, weights.kept[begin], strict=True):
             tensors[f"{name}.{path}@{begin}"] = tensor
-    numbers: dict[str, Any] = {
-        "newest": weights.newest,
-        "kept": kept,
-        "volatile": sorted(weights.volatile()),
-    }
+    numbers: dict[str, Any] = {"newest": weights.newest, "kept": kept, "volatile": sorted(weights.volatile())}
     if weights.pending is not None:
         numbers["pending"] = weights.pending.slot
         numbers["records"] = len(weights.pending.records)
@@ -110,12 +104,12 @@ def restore(weights: VersionedLayer, tensors: Mapping[str, Tensor], numbers: Map
         saved = (tensors[f"{name}.{path}{mark}"] for path in weights.names)
         return [torch.empty_like(p).copy_(tensor) for p, tensor in zip(weights.parameters, saved, strict=True)]
 
-    weights.restored()
+    weights.on_restore()
     weights.newest = int(numbers["newest"])
     weights.kept = {int(begin): [t.requires_grad_() for t in version(f"@{begin}")] for begin in numbers["kept"]}
     weights.pending = None
     if "pending" in numbers:
-        count = 2 * len(weights.statistics.norms)
+        count = 2 * len(weights.batch_stats.norms)
         records = [
             [tensors[f"{name}+{number}.{index}"].to(device, copy=True) for index in range(count)]
             for number in range(int(numbers["records"]))
@@ -124,17 +118,6 @@ def restore(weights: VersionedLayer, tensors: Mapping[str, Tensor], numbers: Map
 
 
 # Fingerprints: SHA-256 over every weight, every optimizer state and every loss, made of one digest a layer.
-
-
-class LossDigest:
-    """A chain of hashes over the losses in step order; its 64 hex digits are all that a checkpoint needs."""
-
-    def __init__(self, value: str = "0" * 64) -> None:
-        self.value = value
-
-    def add(self, losses: Iterable[float]) -> None:
-        for loss in losses:
-            self.value = hashlib.sha256(bytes.fromhex(self.value) + struct.pack("<d", loss)).hexdigest()
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -147,9 +130,10 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def fingerprint(layers: Mapping[str, str], losses: LossDigest) -> str:
-    """The digest of a whole run from those of its layers, which different processes may have made."""
-    total = hashlib.sha256(losses.value.encode())
+def fingerprint(layers: Mapping[str, str], losses: str) -> str:
+    """The digest of a run, from the digests of its layers, which different processes may have made, and of its
+    losses."""
+    total = hashlib.sha256(losses.encode())
     for name in sorted(layers):
         total.update(f"\0{name}\0{layers[name]}".encode())
     return total.hexdigest()

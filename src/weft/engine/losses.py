@@ -1,4 +1,4 @@
-"""Losses and metrics that most runs need; any function of the outputs and the batch does as well."""
+"""Common losses and metrics. Any function of the outputs and the batch can take their place."""
 
 from __future__ import annotations
 
@@ -32,43 +32,44 @@ def cross_entropy(outputs: Tensor, batch: Batch) -> Tensor:
 
 
 def mean_squared_error(outputs: Tensor, batch: Batch) -> Tensor:
+    """The mean of the squared differences between outputs and targets."""
     return F.mse_loss(outputs, target(batch))
 
 
 def accuracy(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
-    """How many of the targets are at the top, and of how many; a metric for classifiers."""
+    """The number of targets with the highest output, and the number of all; a metric for classifiers."""
     wanted = target(batch)
     return (outputs.argmax(-1) == wanted).sum(), wanted.numel()
 
 
-def counted(name: str, found: Any) -> tuple[Tensor, float]:
-    """What a metric gave, which must be a sum and a count; TrainError if it is not."""
-    if isinstance(found, tuple) and len(found) == 2:
-        return found
+def counted(name: str, result: Any) -> tuple[Tensor, float]:
+    """The result of a metric; raises TrainError unless it is a sum and a count."""
+    if isinstance(result, tuple) and len(result) == 2:
+        return result
     raise TrainError(
-        f"metric '{name}' returned {type(found).__name__} and must return (sum, count) over the samples of a batch, "
+        f"metric '{name}' returned {type(result).__name__} and must return (sum, count) over the samples of a batch, "
         "such as ((outputs.argmax(-1) == target).sum(), len(target))"
     )
 
 
-def follow(outputs: Tensor, taught: Tensor, batch: Batch) -> Tensor:
-    """The cross-entropy with the teacher's own probabilities: what subnets learn from the largest one of their step."""
-    wanted = F.softmax(taught.flatten(0, -2), -1)
+def follow(outputs: Tensor, teacher_outputs: Tensor, batch: Batch) -> Tensor:
+    """The cross-entropy with the probabilities of the teacher, which is the largest subnet of the step."""
+    wanted = F.softmax(teacher_outputs.flatten(0, -2), -1)
     return F.cross_entropy(outputs.flatten(0, -2), wanted)
 
 
 @dataclass(frozen=True, slots=True)
 class InPlaceDistillation:
-    """Half of it is the run's own loss, half follows the teacher.
+    """One half is the run's loss, the other half follows the teacher.
 
-    By the teacher alone a supernet whose largest subnet has not learned yet may run away: all follow it, and it moves
-    with the weights that they share.
+    With the teacher alone a supernet may diverge while its largest subnet has not learned yet: all subnets follow it,
+    and it changes with the weights that they share.
     """
 
     loss: Callable[[Tensor, Batch], Tensor]
 
-    def __call__(self, outputs: Tensor, taught: Tensor, batch: Batch) -> Tensor:
-        return (self.loss(outputs, batch) + follow(outputs, taught, batch)) / 2
+    def __call__(self, outputs: Tensor, teacher_outputs: Tensor, batch: Batch) -> Tensor:
+        return (self.loss(outputs, batch) + follow(outputs, teacher_outputs, batch)) / 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,17 +91,17 @@ class Distillation:
     def __call__(self, outputs: Tensor, batch: Batch) -> Tensor:
         student = F.log_softmax(outputs.flatten(0, -2) / self.temperature, -1)
         with torch.no_grad(), torch.autocast(outputs.device.type, enabled=False):
-            taught = self._taught(batch, outputs.device)
-        teacher = F.log_softmax(taught.flatten(0, -2) / self.temperature, -1)
+            teacher_outputs = self._teacher_outputs(batch, outputs.device)
+        teacher = F.log_softmax(teacher_outputs.flatten(0, -2) / self.temperature, -1)
         soft = F.kl_div(student, teacher, reduction="batchmean", log_target=True) * self.temperature**2
         return (1.0 - self.weight) * self.loss(outputs, batch) + self.weight * soft
 
-    def _taught(self, batch: Batch, device: torch.device) -> Tensor:
+    def _teacher_outputs(self, batch: Batch, device: torch.device) -> Tensor:
         if not isinstance(self.teacher, nn.Module):
             return self.teacher(batch)
         names = (self.inputs,) if isinstance(self.inputs, str) else self.inputs or tuple(batch)[:1]
         missing = [name for name in names if name not in batch]
         if missing:
             raise TrainError(f"the teacher takes {', '.join(names)}, but the batch has {', '.join(batch)}")
-        taught: Tensor = self.teacher.to(device).eval()(*(batch[name] for name in names))
-        return taught
+        teacher_outputs: Tensor = self.teacher.to(device).eval()(*(batch[name] for name in names))
+        return teacher_outputs

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.engine.grad_clip import GlobalNorm, make_clip
 from weft.errors import TrainError, nearest
 
 Groups = Callable[[str, nn.Parameter], Mapping[str, Any]]
@@ -33,10 +32,38 @@ Schedule = Callable[[int, int], float]
 """``schedule(step, steps)`` gives the factor of the base learning rate; nothing else may influence it."""
 
 SGD: Mapping[str, float] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
-"""The options of an optimizer that has no kind."""
+"""The options of an optimizer without a kind."""
 
 GROUPS: Mapping[str, Groups] = {"matrices": matrices}
-"""Groups that have a name."""
+"""Groups by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalNorm:
+    """Clip by the norm of the gradient of all layers together, as ``torch.nn.utils.clip_grad_norm_`` does."""
+
+    limit: float
+
+    def __str__(self) -> str:
+        return f"global:{self.limit:g}"
+
+
+def make_clip(clip: float | str | GlobalNorm | None) -> float | GlobalNorm | None:
+    """What ``clip`` means: a number for the norm of each layer, ``global:1.0`` for that of all together."""
+    parsed: float | GlobalNorm | None = None if isinstance(clip, str) else clip
+    if isinstance(clip, str):
+        word, _, number = clip.partition(":")
+        try:
+            parsed = GlobalNorm(float(number)) if word == "global" else float(clip)
+        except ValueError:
+            raise TrainError(
+                f"clip='{clip}': write a number for the largest norm of a layer's gradient, or global:1.0 for that of "
+                "all layers together"
+            ) from None
+    limit = parsed.limit if isinstance(parsed, GlobalNorm) else parsed
+    if limit is not None and not limit > 0:
+        raise TrainError(f"clip={clip}: the largest norm of a gradient is above 0")
+    return parsed
 
 
 @dataclass(frozen=True)
@@ -132,19 +159,19 @@ class LayerOptimizer:
         self,
         spec: Optimizer,
         parameters: Mapping[str, nn.Parameter],
-        apart: Mapping[str, Optimizer] | None = None,
-        called: Mapping[str, str] | None = None,
+        separate: Mapping[str, Optimizer] | None = None,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
-        """``apart`` names parameters with an optimizer of their own, whose learning rate stays as it is; ``called``
+        """``separate`` names parameters with an optimizer of their own, whose learning rate stays as it is; ``aliases``
         gives parameters another name by which ``groups`` knows them."""
         self.parameters = dict(parameters)
-        self._called = dict(called or {})
+        self._aliases = dict(aliases or {})
         self._optimizers: list[torch.optim.Optimizer] = []
         self._group: dict[int, tuple[int, int]] = {}
         self._full: list[list[list[nn.Parameter]]] = []
         self._base: list[list[float]] = []
-        apart = {name: own for name, own in (apart or {}).items() if name in self.parameters}
-        common = {name: p for name, p in self.parameters.items() if name not in apart}
+        separate = {name: own for name, own in (separate or {}).items() if name in self.parameters}
+        common = {name: p for name, p in self.parameters.items() if name not in separate}
         if issubclass(spec.cls, getattr(torch.optim, "Muon", ())):
             matrices = {name: p for name, p in common.items() if p.dim() == 2}
             rest = {name: p for name, p in common.items() if p.dim() != 2}
@@ -152,15 +179,15 @@ class LayerOptimizer:
             self._make(spec.others or Optimizer("adamw", lr=spec.options.get("lr", 1e-3)), rest)
         else:
             self._make(spec, common)
-        self._steady = len(self._optimizers)
-        for own in {id(own): own for own in apart.values()}.values():
-            self._make(own, {name: self.parameters[name] for name, other in apart.items() if other is own})
+        self._scheduled = len(self._optimizers)
+        for own in {id(own): own for own in separate.values()}.values():
+            self._make(own, {name: self.parameters[name] for name, other in separate.items() if other is own})
 
     def _make(self, spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         if not parameters:
             return
         special = {
-            name: dict(spec.groups(self._called.get(name, name), p)) if spec.groups else {}
+            name: dict(spec.groups(self._aliases.get(name, name), p)) if spec.groups else {}
             for name, p in parameters.items()
         }
         kinds: list[dict[str, Any]] = []
@@ -201,7 +228,7 @@ class LayerOptimizer:
                 used = False
                 for index, group in enumerate(optimizer.param_groups):
                     group["params"] = shown.get((number, index, known), [])
-                    group["lr"] = self._base[number][index] * (factor if number < self._steady else 1.0)
+                    group["lr"] = self._base[number][index] * (factor if number < self._scheduled else 1.0)
                     used = used or bool(group["params"])
                 if used:
                     optimizer.step()
@@ -220,14 +247,14 @@ class LayerOptimizer:
 
     def direction(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Where plain gradient descent with the optimizer's weight decay and momentum would go, without going."""
-        found = []
+        directions = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             optimizer, index = self._group[id(parameter)]
             group = self._optimizers[optimizer].param_groups[index]
-            way = gradient + float(group.get("weight_decay") or 0.0) * parameter.detach()
+            direction = gradient + float(group.get("weight_decay") or 0.0) * parameter.detach()
             velocity = self._optimizers[optimizer].state.get(parameter, {}).get("momentum_buffer")
-            found.append(way if velocity is None else way + float(group["momentum"]) * velocity)
-        return found
+            directions.append(direction if velocity is None else direction + float(group["momentum"]) * velocity)
+        return directions
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The optimizer's state of a parameter, plain numbers under names with a "!"; empty before its first update."""
@@ -298,7 +325,6 @@ def is_named(text: str) -> bool:
     return _FORM.fullmatch(text) is not None
 
 
-@cache
 def make_schedule(kind: str | Schedule, warmup_steps: int = 0) -> Schedule:
     """A named schedule, or a function as it is, with a linear warm-up over the first steps.
 
@@ -325,6 +351,7 @@ def make_schedule(kind: str | Schedule, warmup_steps: int = 0) -> Schedule:
 _FORM = re.compile(r"(\w+)(?::(\d*\.?\d*(?:e-?\d+)?))?")
 
 
+@cache
 def _named(text: str) -> Schedule:
     form = _FORM.fullmatch(text)
     kind, end = (form[1], form[2]) if form else (text, None)

@@ -1,7 +1,7 @@
-"""The reference: one process, one device, every micro-batch after the other under exactly the versions it must see.
+"""The reference: one process, one device, one micro-batch after the other under the versions that it must read.
 
 Written from the formulas of ``consistency``, with kept versions, and not from an order of execution. This is the oracle
-that every pipeline run must equal bit for bit, and what trains on one device.
+that every pipeline run must equal bit for bit, and the engine of runs on one device.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from weft.data import Batch
 from weft.engine.bilevel import check_unrolled, look_ahead
 from weft.engine.cuda_graphs import CudaGraphCache
 from weft.engine.tape import Tape
-from weft.engine.train_step import Outputs, TrainStep, detached
-from weft.engine.trained_layers import TrainedLayers
+from weft.engine.train_step import Outputs, TrainedLayers, TrainStep
 from weft.engine.weight_versions import VersionedLayer
 from weft.errors import NonFiniteError
 from weft.space import Subnet
-from weft.supernet import Chain, extra_inputs
+from weft.supernet import Chain
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step leaves behind: per micro-batch its loss (not yet read from the device), and the sums of its
-    metrics."""
+    """The losses of a step by micro-batch (not yet read from the device), and the sums of its metrics."""
 
     step: int
     subnets: tuple[Subnet, ...]
@@ -87,9 +85,8 @@ class SequentialReference(TrainedLayers):
         self.chain.eval()
 
     def explain_nonfinite(self, n: int, batch: Batch) -> NonFiniteError:
-        """The error for the loss of micro-batch n: runs the forward again and names the first layer that makes such a
-        number."""
-        names = [layer.name for layer in self.route(self.subnet(n))]
+        """The error for the loss of micro-batch n: runs the forward again to find the first bad layer."""
+        names = [layer.name for layer in self.route(self.config.subnet(n))]
         with nullcontext() if self.offload is None else self.offload.pinned_on_device(names):
             return self.nonfinite_loss(n, self.first_nonfinite(n, self.chain.enter(batch), batch))
 
@@ -101,24 +98,17 @@ class SequentialReference(TrainedLayers):
         self.offload.start(n)
 
     def _microbatch(self, n: int, batch: Batch) -> tuple[Tensor, dict[str, tuple[Tensor, float]], bool]:
-        config, subnet = self.config, self.subnet(n)
-        i, j = divmod(n, config.microbatches)
-        search = config.architecture_search
-        if search is not None and search.order == 2 and search.architecture(i):
-            outputs, loss, gradients = look_ahead(self, i, subnet, batch)
+        config = self.config
+        step, search = n // config.microbatches, config.architecture_search
+        if search is not None and search.order == 2 and search.architecture(step):
+            outputs, loss, gradients = look_ahead(self, step, batch)
             return self._backward(n, batch, outputs, loss, lambda: gradients, list(self.weights.values()))
         in_background = None if self.offload is None else self.offload.prefetch_during
         tape = Tape(n, self.chain.enter(batch), self._graphs, in_background=in_background)
         with config.autocast(self.device):
-            for layer in self.chain.route(subnet):
-                self.seeder.set(i, j, layer.name)
-                weights, extra = self.weights[layer.name], extra_inputs(layer, batch, subnet)
-                tape.forward(weights, extra, config.trains(layer, i))
-            activations = tape.outputs()
-            self.seeder.set(i, j, "loss")
-            outputs, loss = config.loss_of(activations, batch, self._teacher_outputs if j else None)
-        if config.distill is not None and j == 0:
-            self._teacher_outputs = detached(outputs)
+            for _ in self.run_layers(tape, n, self.chain.route(self.config.subnet(n)), batch):
+                pass
+            outputs, loss = self.compute_loss(tape, n, batch)
         backward = partial(tape.backward, (loss,), (self._loss_gradient,))
         return self._backward(n, batch, outputs, loss, backward, tape.used)
 
@@ -133,28 +123,28 @@ class SequentialReference(TrainedLayers):
     ) -> tuple[Tensor, dict[str, tuple[Tensor, float]], bool]:
         """The loss, its metrics, and whether the micro-batch counts; its gradients join those of their slots."""
         metrics = self.config.measure(outputs, batch)
-        # On the CPU looking costs nothing; on a GPU it would stall every step, so there the run looks later.
-        looks = self.device.type == "cpu" or self.config.on_nonfinite == "skip"
-        if looks and not math.isfinite(loss.item()):
+        # On a CPU this check costs nothing; on a GPU it would stall every step, so the run checks later.
+        checks = self.device.type == "cpu" or self.config.on_nonfinite == "skip"
+        if checks and not math.isfinite(loss.item()):
             if self.config.on_nonfinite == "stop":
                 raise self.explain_nonfinite(n, batch)
             for weights in used:
-                weights.forget(n)
+                weights.undo_forward(n)
             return loss.detach(), {}, False
         gradients = backward()
         for weights in used:
-            if weights.layer.name in gradients and (weights.parameters or weights.statistics.norms):
+            if weights.layer.name in gradients and (weights.parameters or weights.batch_stats.norms):
                 weights.add(n, gradients[weights.layer.name])
                 self._unfinished[weights.layer.name] = weights
         return loss.detach(), metrics, True
 
     def _update(self, n: int) -> None:
-        """All slots that end with micro-batch n become updates."""
-        due = [weights for weights in self._unfinished.values() if weights.completes() <= n]
+        """Applies the updates of all slots that end with micro-batch n."""
+        due = [weights for weights in self._unfinished.values() if weights.last_microbatch() <= n]
         for weights in due:
             del self._unfinished[weights.layer.name]
             if self.clipper is not None:
-                self.clipper.record(weights.slot, weights.layer.name, weights.mean())
+                self.clipper.record(weights.slot, weights.layer.name, weights.mean_gradients())
             if self.ties is not None:
                 self.ties.record(weights)
         if self.clipper is not None:

@@ -1,5 +1,4 @@
-"""Randomness inside a training forward: torch's default generators, set anew for every (seed, step, micro-batch,
-layer)."""
+"""Randomness inside a training forward: torch's default generators are seeded by (seed, step, micro-batch, layer)."""
 
 from __future__ import annotations
 
@@ -12,9 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.utils.rng import Part, key
-
-_MASK = (1 << 64) - 1
+from weft.utils.rng import GOLDEN, MASK, Part, key, splitmix64
 
 
 class Seeder:
@@ -30,21 +27,21 @@ class Seeder:
             self._generators.append(torch.cuda.default_generators[index])
 
     def set(self, step: int, microbatch: int, layer: str) -> None:
-        """From here on the default generators draw what belongs to this layer in this micro-batch."""
+        """Seeds the default generators for this layer in this micro-batch."""
         number = self.number(step, microbatch, layer)
         for generator in self._generators:
             generator.manual_seed(number)
 
     def number(self, step: int, microbatch: int, layer: str) -> int:
-        """What generators are seeded with there."""
+        """The seed of a layer in a micro-batch."""
         base = self._layers.get(layer)
         if base is None:
             base = self._layers[layer] = key(self._seed, "layer", layer)
-        return _mix(_mix(base + step) + microbatch) >> 1
+        return _next(_next(base + step) + microbatch) >> 1
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """The default generators are afterwards as they were before: a user's own draws go on undisturbed."""
+        """A block after which the default generators are as they were before, for the user's own draws."""
         states = [generator.get_state() for generator in self._generators]
         try:
             yield
@@ -53,20 +50,13 @@ class Seeder:
                 generator.set_state(state)
 
 
-def _mix(x: int) -> int:
-    # splitmix64: every bit of the result depends on every bit of x.
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
-
-
-# What a recipe's model draws from the global generators: Python's and NumPy's are seeded as torch's are.
+def _next(state: int) -> int:
+    return splitmix64((state + GOLDEN) & MASK)
 
 
 class HostSeeder(Seeder):
-    """Sets Python's and NumPy's generators too, by the same key: a model that draws on the host draws the same
-    whatever its process did before."""
+    """Seeds Python's and NumPy's generators too, by the same key: what a model draws on the host does not depend on
+    what its process did before."""
 
     def set(self, step: int, microbatch: int, layer: str) -> None:
         super().set(step, microbatch, layer)
@@ -79,50 +69,49 @@ class HostSeeder(Seeder):
 
 
 def seed(number: int) -> None:
-    """From here on Python's and NumPy's global generators draw what belongs to this number; it takes 6 us."""
+    """Seeds Python's and NumPy's global generators, which takes 6 us."""
     random.seed(number)
     np.random.seed(number % 2**32)  # noqa: NPY002
 
 
 def get_rng_state() -> Hashable:
-    """Where Python's and NumPy's global generators stand: another after anything was drawn."""
+    """The state of Python's and NumPy's global generators, which every draw changes."""
     state: Any = np.random.get_state()  # noqa: NPY002
     return random.getstate(), (state[0], state[1].tobytes(), *state[2:])
 
 
 def host() -> dict[str, Hashable]:
-    """The same by name, for who compares what a forward may change."""
+    """The same by name, for a comparison of all that a forward may change."""
     return {"a generator of the host": get_rng_state()}
 
 
 @contextmanager
-def restored(stand: Any) -> Iterator[None]:
-    """Within the block nothing is changed; afterwards the generators stand here."""
+def restored(state: Any) -> Iterator[None]:
+    """A block after which the generators of the host are in this state."""
     try:
         yield
     finally:
-        set_rng_state(stand)
+        set_rng_state(state)
 
 
 @contextmanager
 def fork_rng(*parts: Part) -> Iterator[None]:
-    """Within the block, both draw what belongs to the parts; afterwards they are as they were."""
+    """A block in which both are seeded by the parts; afterwards they are as they were."""
     with restored(get_rng_state()):
         seed(key(*parts))
         yield
 
 
-def set_rng_state(stand: Any) -> None:
-    """Puts the generators back to where they stood."""
-    python, (name, words, *rest) = stand
+def set_rng_state(state: Any) -> None:
+    """Restores the state of Python's and NumPy's global generators."""
+    python, (name, words, *rest) = state
     random.setstate(python)
     np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))  # noqa: NPY002
 
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Within the block, equal inputs give equal bits; an operator without a deterministic kernel raises and names
-    itself."""
+    """A block in which equal inputs give equal bits; an operator without a deterministic kernel raises its name."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its first handle
     enabled = torch.are_deterministic_algorithms_enabled()

@@ -1,23 +1,33 @@
-"""What decides the bits of a step, resolved for one supernet: its stream, loss, optimizer and consistencies."""
+"""What decides the bits of a step, resolved for one supernet, and the layers that one process trains by it.
+
+``SequentialReference`` trains all layers of a chain on one device, a pipeline's ``Stage`` those of its blocks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from weft.data import Augment, Batch
-from weft.engine.bilevel import Bilevel
-from weft.engine.consistency import Consistency, VersionSchedule
+from weft.data import Augment, Batch, Data, IterableLoader, Loader, Source
+from weft.engine.bilevel import Bilevel, BilevelLoader, with_progress
+from weft.engine.consistency import Consistency, VersionSchedule, version_schedule
+from weft.engine.grad_exchange import SMALL, GlobalNormClipper, Ties, delay_of, span_of, ties_of
+from weft.engine.layer_state import CheckpointPart, capture
 from weft.engine.losses import counted, cross_entropy
-from weft.engine.optimizer import Optimizer
-from weft.errors import TrainError
-from weft.space import Stream
-from weft.supernet import Activations, Layer
+from weft.engine.optimizer import GlobalNorm, LayerOptimizer, Optimizer
+from weft.engine.rng import Seeder
+from weft.engine.tape import Tape
+from weft.engine.weight_versions import Offload, VersionedLayer
+from weft.errors import NonFiniteError, TrainError
+from weft.space import Stream, Subnet
+from weft.supernet import Activations, Chain, Layer, extra_inputs
+from weft.utils import foreach
 
 Outputs = Any
 Loss = Callable[[Outputs, Batch], Tensor]
@@ -44,11 +54,44 @@ class TrainStep:
     precision: str = "fp32"
     on_nonfinite: str = "stop"
     distill: Distill | None = None
-    """In place: every micro-batch of a step sees the whole batch, and all but the first follow the first's outputs."""
+    """In-place distillation: every micro-batch of a step has the full batch, and later ones learn from the first."""
     architecture_search: Bilevel | None = None
     seed: int = 0
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Measured on the way; they change no weight."""
+    """Measured beside the loss; they change no weight."""
+
+    def loader(self, data: Data, device: torch.device, workers: int = 0) -> Loader | IterableLoader | BilevelLoader:
+        """The batches of the run by step; a DataLoader of the user's own is taken as it is."""
+
+        def loader(source: Source) -> Loader:
+            return Loader(source, self.batch_size, self.seed, augment=self.augment, workers=workers, device=device)
+
+        train = data.train if isinstance(data.train, IterableLoader) else loader(data.train)
+        if self.architecture_search is None:
+            return train
+        if data.validation is None:
+            raise TrainError(
+                "architecture parameters learn on validation data, and this data set has none: split some off it"
+            )
+        return BilevelLoader(self.architecture_search, train, loader(data.validation), self.steps)
+
+    def validation_batches(self, loader: Loader, step: int) -> Iterator[Batch]:
+        """All validation data; where the chain has architecture parameters, with how far the run has come."""
+        batches = loader.all()
+        if self.architecture_search is None:
+            return batches
+        return (with_progress(batch, step / self.steps) for batch in batches)
+
+    def subnet(self, n: int) -> Subnet:
+        """The subnet of micro-batch n."""
+        m, stream = self.microbatches, self.stream
+        subnets = stream[n // m]
+        if len(subnets) not in (1, m):
+            raise TrainError(
+                f"the stream '{stream.name}' gives {len(subnets)} subnets a step, but a step has {m} micro-batches: "
+                f"set microbatches={len(subnets)}"
+            )
+        return subnets[n % m % len(subnets)]
 
     def parts(self, batch: Batch) -> list[Batch]:
         """The micro-batches of a step."""
@@ -56,7 +99,7 @@ class TrainStep:
 
     def trains(self, layer: Layer, step: int) -> bool:
         """Whether the step changes the layer: architecture and weights take turns where there are both."""
-        return self.architecture_search is None or layer.arch == self.architecture_search.architecture(step)
+        return self.architecture_search is None or layer.is_architecture == self.architecture_search.architecture(step)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """A block in which forwards compute in the run's precision."""
@@ -64,14 +107,14 @@ class TrainStep:
 
     def lr_factor(self, versions: VersionSchedule, slot: int) -> float:
         """What the learning rate is multiplied by in the update of a slot: that of the step of its last micro-batch."""
-        return self.optimizer.lr_factor(versions.last(slot) // self.microbatches, self.steps)
+        return self.optimizer.lr_factor(versions.last_microbatch(slot) // self.microbatches, self.steps)
 
     def loss_of(
         self, activations: Activations, batch: Batch, teacher_outputs: Outputs = None
     ) -> tuple[Outputs, Tensor]:
         """The outputs as the loss sees them, and the loss; raises TrainError where it is not one number.
 
-        ``teacher_outputs`` is what the first micro-batch of the step gave, where the others are to follow it.
+        ``teacher_outputs`` are those of the step's first micro-batch, where the others learn from it.
         """
         outputs = activations[0] if len(activations) == 1 else activations
         if self.distill is not None and teacher_outputs is not None:
@@ -92,7 +135,7 @@ class TrainStep:
 
 
 def detached(outputs: Outputs) -> Outputs:
-    """Outputs that a later micro-batch compares its own with."""
+    """Outputs that a later micro-batch compares its outputs with."""
     return outputs.detach() if isinstance(outputs, Tensor) else tuple(x.detach() for x in outputs)
 
 
@@ -112,3 +155,235 @@ def split(batch: Batch, m: int) -> list[Batch]:
         )
     part = size // m
     return [{key: value[j * part : (j + 1) * part] for key, value in batch.items()} for j in range(m)]
+
+
+class TrainedLayers:
+    """Some layers of a chain in training; ``stages`` gives the stage of every block, and ``index`` this one's."""
+
+    def __init__(
+        self, chain: Chain, config: TrainStep, device: torch.device, stages: Sequence[int] = (), index: int = 0
+    ) -> None:
+        self.chain, self.config, self.device = chain, config, device
+        self.is_first, self.is_last = index == 0, not stages or index == stages[-1]
+        self.blocks = {block for block in range(len(chain.blocks)) if not stages or stages[block] == index}
+        """The numbers of the blocks that are trained here."""
+        m, compute = config.microbatches, torch.bfloat16 if config.precision == "bf16" else None
+        self.weights: dict[str, VersionedLayer] = {}
+        for name, layer in chain.layers.items():
+            if layer.block in self.blocks:
+                versions = version_schedule(config.consistency[name], layer.block, len(chain.blocks), m, config.steps)
+                weights = self.weights[name] = VersionedLayer(layer, chain.module(name), versions, compute)
+                weights.can_undo_forward = config.on_nonfinite == "skip"
+                weights.trains = partial(config.trains, layer)
+        self.optimizer = self._make_optimizer()
+        self.clipper = self._make_clipper()
+        self.ties: Ties | None = ties_of(chain, config.consistency.values(), m, stages, index)
+        self.seeder = Seeder(config.seed, device)
+        self.offload: Offload | None = None
+        """Loads layers to the device, where they do not all stay there."""
+        self.updates = 0
+        """Updates of layers so far."""
+        # The mean over the step's micro-batches enters as the gradient of each loss: every layer is divided by m.
+        self._loss_gradient = torch.full((), 1.0 / m, device=device)
+        self._teacher_outputs: Outputs = None
+        self._with_versions: dict[str, VersionedLayer] = {}
+        """Layers that keep older versions."""
+
+    def route(self, subnet: Subnet) -> list[Layer]:
+        """The layers that a subnet uses here, in chain order."""
+        return [layer for layer in self.chain.route(subnet) if layer.block in self.blocks]
+
+    def run_layers(
+        self,
+        tape: Tape,
+        n: int,
+        layers: Iterable[Layer],
+        batch: Batch,
+        trains: Callable[[Layer, int], bool] | None = None,
+    ) -> Iterator[VersionedLayer]:
+        """Runs micro-batch n through the layers, one at a time, with the randomness of each; yields what has run.
+
+        ``trains`` says which layers train in a step; the configuration says it where None is given.
+        """
+        step, j = divmod(n, self.config.microbatches)
+        trains, subnet = trains or self.config.trains, self.config.subnet(n)
+        for layer in layers:
+            self.seeder.set(step, j, layer.name)
+            weights = self.weights[layer.name]
+            tape.forward(weights, extra_inputs(layer, batch, subnet), trains(layer, step))
+            yield weights
+
+    def compute_loss(self, tape: Tape, n: int, batch: Batch) -> tuple[Outputs, Tensor]:
+        """Outputs and loss of micro-batch n, after the last layer of the chain."""
+        step, j = divmod(n, self.config.microbatches)
+        self.seeder.set(step, j, "loss")
+        outputs, loss = self.config.loss_of(tape.outputs(), batch, self._teacher_outputs if j else None)
+        if self.config.distill is not None and j == 0:
+            self._teacher_outputs = detached(outputs)
+        return outputs, loss
+
+    def apply(self, group: Iterable[VersionedLayer], readers: Callable[[VersionedLayer], int]) -> None:
+        """The finished slots of these layers become updates, in one call of the optimizer for each learning rate.
+
+        ``readers`` says which micro-batch is the first that may still read what a layer was before.
+        """
+        by_rate: dict[float, list[VersionedLayer]] = {}
+        for weights in group:
+            by_rate.setdefault(self.config.lr_factor(weights.schedule, weights.slot), []).append(weights)
+        for factor, members in by_rate.items():
+            apply = partial(self._apply, factor=factor, readers=readers)
+            apply(members) if self.offload is None else self.offload.apply_updates(members, apply)
+            self._with_versions |= {weights.layer.name: weights for weights in members if weights.kept}
+            self.updates += len(members)
+
+    def prune(self, readers: Callable[[VersionedLayer], int]) -> None:
+        """Drops older versions without a reader, also of layers that are not used again."""
+        for name, weights in list(self._with_versions.items()):
+            weights.prune(readers(weights))
+            if not weights.kept:
+                del self._with_versions[name]
+
+    def forget_sums(self, before: int) -> None:
+        """Drops norms and sums of ties that no update from micro-batch ``before`` on needs."""
+        if self.clipper is not None:
+            self.clipper.forget(before // self.clipper.span)
+        if self.ties is not None:
+            self.ties.forget(before // self.ties.span)
+
+    def resume(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """To be called after the layers were restored: restores the optimizer's state."""
+        self.optimizer.load(states)
+        self._with_versions = {name: w for name, w in self.weights.items() if w.kept}
+        if self.offload is not None:
+            self.offload.bind_restored()
+
+    def train_mode(self) -> None:
+        """The layers train: their norms write into scratch buffers."""
+        for weights in self.weights.values():
+            weights.module.train()
+            weights.batch_stats.attach()
+
+    def eval_mode(self) -> None:
+        """The layers evaluate, with their running buffers."""
+        for weights in self.weights.values():
+            weights.batch_stats.detach()
+            weights.module.eval()
+
+    def snapshot(self, at: int) -> CheckpointPart:
+        """All layers as they are before micro-batch ``at``. The tensors are not copied: read them before the next
+        step."""
+        part = CheckpointPart(at)
+        for weights in self.weights.values():
+            self.check_finite(weights, at // self.config.microbatches)
+        for name, weights in self.weights.items():
+            tensors, part.layers[name] = capture(weights, self.optimizer, at)
+            part.tensors.update(tensors)
+        if self.clipper is not None:
+            part.norms = self.clipper.saved(at)
+        if self.ties is not None:
+            part.tensors.update(self.ties.saved(at))
+        return part
+
+    def check_finite(self, weights: VersionedLayer, step: int) -> None:
+        """Raises NonFiniteError for weights that are not finite, which no checkpoint should hold."""
+        weights.synchronize()
+        if weights.parameters and not bool(torch.isfinite(foreach.norm(list(weights.parameters)))):
+            raise NonFiniteError(
+                f"the weights of layer '{weights.layer.name}' are not finite before step {step}, "
+                "so no checkpoint is written. Try a lower learning rate or clipping"
+            )
+
+    def first_nonfinite(self, n: int, activations: Activations, batch: Batch) -> str:
+        """What first makes a value of micro-batch n not finite: runs its layers again. Empty where the activations come
+        in so, or leave finite for another stage."""
+        if _has_nonfinite(activations):
+            return "the batch itself" if self.is_first else ""
+        i, j = divmod(n, self.config.microbatches)
+        subnet = self.config.subnet(n)
+        with torch.no_grad(), self.config.autocast(self.device):
+            for layer in self.route(subnet):
+                self.seeder.set(i, j, layer.name)
+                weights = self.weights[layer.name]
+                activations, _ = weights.forward(n, activations, extra_inputs(layer, batch, subnet))
+                if _has_nonfinite(activations):
+                    broken = any(not torch.isfinite(p).all() for p in weights.parameters)
+                    return f"layer '{layer.name}'" + (", whose weights are not finite" if broken else "")
+        return "the loss function" if self.is_last else ""
+
+    def nonfinite_loss(self, n: int, where: str) -> NonFiniteError:
+        """The error for a loss that is not a number."""
+        i, j = divmod(n, self.config.microbatches)
+        return NonFiniteError(
+            f"the loss is not a number in step {i}, micro-batch {j}, subnet {self.config.subnet(n)}: "
+            f"it first appears in {where or 'another stage'}. "
+            "Try a lower learning rate, clipping, or on_nonfinite='skip'"
+        )
+
+    def _make_optimizer(self) -> LayerOptimizer:
+        """The optimizers of the layers, by the names of their parameters; tied ones have the options of the first."""
+        search = self.config.architecture_search
+        named: dict[str, nn.Parameter] = {}
+        separate = {}
+        for name, weights in self.weights.items():
+            for path, parameter in zip(weights.names, weights.parameters, strict=True):
+                named[f"{name}.{path}"] = parameter
+                if search is not None and weights.layer.is_architecture:
+                    separate[f"{name}.{path}"] = search.optimizer
+        alias = {str(tie.second): str(tie.first) for tie in self.chain.ties}
+        return LayerOptimizer(self.config.optimizer, named, separate, alias)
+
+    def _make_clipper(self) -> GlobalNormClipper | None:
+        clip, consistency = self.config.optimizer.clip, self.config.consistency
+        if not isinstance(clip, GlobalNorm):
+            return None
+        span = span_of(next(iter(consistency.values())), self.config.microbatches)
+        return GlobalNormClipper(clip, delay_of(consistency.values()), span, self.weights, self.is_first, self.is_last)
+
+    def _apply(self, group: Sequence[VersionedLayer], factor: float, readers: Callable[[VersionedLayer], int]) -> None:
+        parameters: list[nn.Parameter] = []
+        gradients: list[Tensor] = []
+        counts = []
+        for weights in group:
+            changed, clipped, good = self._gradients(weights, readers(weights))
+            counts.append(good)
+            parameters += changed
+            gradients += clipped
+        if parameters:
+            self.optimizer.apply(parameters, gradients, factor)
+        for weights, good in zip(group, counts, strict=True):
+            weights.on_update(readers(weights), good)
+
+    def _gradients(self, weights: VersionedLayer, oldest: int) -> tuple[list[nn.Parameter], list[Tensor], bool]:
+        """The parameters that the update of a layer's finished slot changes, their clipped gradients, and whether the
+        update counts: one that is not finite may be skipped. ``oldest`` is as in ``VersionedLayer.take_gradients``."""
+        slot = weights.slot
+        sums = {} if self.ties is None else self.ties.sums(weights)
+        taken = weights.take_gradients(oldest)
+        rest = [place for place in range(len(taken)) if place not in sums]
+        clipped = self._clip([taken[place] for place in rest], slot)
+        parameters = [] if clipped is None else [weights.parameters[place] for place in rest]
+        gradients = clipped or []
+        for place, total in sums.items():
+            tied = None if total is None else self._clip([total], slot)
+            if tied is not None:
+                parameters.append(weights.parameters[place])
+                gradients = gradients + tied
+        return parameters, gradients, clipped is not None
+
+    def _clip(self, gradients: list[Tensor], slot: int) -> list[Tensor] | None:
+        """A layer's clipped gradients; None where they are not finite and are to be skipped."""
+        clip, skips = self.config.optimizer.clip, self.config.on_nonfinite == "skip"
+        if not gradients or (clip is None and not skips):
+            return gradients
+        norm = foreach.norm(gradients) if self.clipper is None or skips else None
+        if norm is not None and skips and not bool(torch.isfinite(norm)):
+            return None
+        if self.clipper is not None:
+            return foreach.mul(gradients, self.clipper.factor(slot, gradients))
+        if norm is None or not isinstance(clip, float | int):
+            return gradients
+        return foreach.mul(gradients, torch.clamp(clip / (norm + SMALL), max=1.0))
+
+
+def _has_nonfinite(activations: Activations) -> bool:
+    return any(not torch.isfinite(x).all() for x in activations if x.is_floating_point())

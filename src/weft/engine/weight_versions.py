@@ -1,5 +1,4 @@
-"""The weights of one layer through time: the newest, the older versions that are still to be read, and the gradients
-that wait."""
+"""The weights of one layer: the newest version, older versions that are still read, and gradients that wait."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.engine.batch_stats import BatchStats, BatchStatsRecord
 from weft.engine.consistency import Bounded, Exact, VersionSchedule, VirtualPipeline
-from weft.engine.inplace_weights import InPlace, ParameterSwap, RecomputeGuard
+from weft.engine.inplace_weights import InPlaceWeights, ParameterSwap, RecomputeGuard
 from weft.errors import ConsistencyError, SupernetError
 from weft.supernet import Activations, Layer, failure, run_layer
 from weft.utils import foreach
@@ -21,7 +20,7 @@ from weft.utils import foreach
 T = TypeVar("T")
 
 MARKS = "#@+~"
-"""What sets names in a checkpoint apart from those of weights; see ``state``."""
+"""What marks names in a checkpoint that are not those of weights; see ``layer_state``."""
 
 
 class MovableMemory(Protocol):
@@ -50,21 +49,21 @@ class Offload(Protocol):
 
 
 class VersionedLayer:
-    """A layer's versions under its clock.
+    """A layer's versions under its schedule.
 
     The newest version lies in the module's own parameters. Version v is "after the updates of all slots below v";
     ``kept`` maps the number at which an older version began to its tensors. Where micro-batches that read different
     versions can be in flight at once, they compute with aliases of the parameters; an update then gives the parameters
     new memory, and the aliases, with the memory that they know, become the older version. Under ``bounded`` a backward
-    moves on to the newest version: see ``inplace``.
+    reads the newest version: see ``inplace_weights``.
     """
 
     def __init__(
-        self, layer: Layer, module: nn.Module, clock: VersionSchedule, compute: torch.dtype | None = None
+        self, layer: Layer, module: nn.Module, schedule: VersionSchedule, compute: torch.dtype | None = None
     ) -> None:
         self.layer = layer
         self.module = module
-        self.clock = clock
+        self.schedule = schedule
         for name, _ in (*module.named_parameters(), *module.named_buffers()):
             if set(MARKS) & set(name):
                 raise SupernetError(
@@ -76,37 +75,37 @@ class VersionedLayer:
         self.parameters: list[nn.Parameter] = list(trained.values())
         self._binding = ParameterSwap(module, self.parameters)
         self._aliases: list[Tensor] | None = None
-        # Every reader of a version is through with it before the update that ends it: one set of tensors is enough.
-        self._single = isinstance(clock.consistency, Exact) or (
-            isinstance(clock.consistency, VirtualPipeline) and clock.window == 1
+        # Every reader of a version is done before the update that ends it: one set of tensors is enough.
+        self._single = isinstance(schedule.consistency, Exact) or (
+            isinstance(schedule.consistency, VirtualPipeline) and schedule.window == 1
         )
-        self.drifts: Counter[int] = Counter()
-        """By how many updates a backward was ahead of its forward, and how often; where that may be any."""
+        self.version_lags: Counter[int] = Counter()
+        """By how many updates the weights of a backward were newer than those of its forward, and how often."""
         self._seen: dict[int, int] = {}
         self._updates = 0
         self.newest = 0
         self.kept: dict[int, list[Tensor]] = {}
         self.pending: PendingGradients | None = None
-        single = isinstance(clock.consistency, Exact) and clock.m == 1
-        self.statistics = BatchStats(layer.name, module, single)
+        single = isinstance(schedule.consistency, Exact) and schedule.m == 1
+        self.batch_stats = BatchStats(layer.name, module, single)
         self._reads_buffers = single
         self._watched = True
-        self.revocable = False
+        self.can_undo_forward = False
         """Whether a forward can be taken back by ``forget``, which costs a copy of the buffers that it may change."""
         self.trains: Callable[[int], bool] | None = None
         """Which steps train the layer; None: all."""
-        self._own_buffers: dict[str, Tensor] = {}
-        self._born = {name: (id(b), b._version) for name, b in module.named_buffers()}
-        self._several = clock.span > 1
-        self.recompute_guard = RecomputeGuard(layer.name, module, clock)
-        self._inplace: InPlace | None = None
+        self._buffers_before: dict[str, Tensor] = {}
+        self._initial_buffers = {name: (id(b), b._version) for name, b in module.named_buffers()}
+        self._several = schedule.microbatches_per_update > 1
+        self.recompute_guard = RecomputeGuard(layer.name, module, schedule)
+        self._inplace: InPlaceWeights | None = None
         self.memory: MovableMemory | None = None
         """Where the layer's memory is, if that changes in the course of the run."""
-        if isinstance(clock.consistency, Bounded) and clock.window > 1:
-            self._inplace = InPlace(module, self.parameters, compute)
+        if isinstance(schedule.consistency, Bounded) and schedule.window > 1:
+            self._inplace = InPlaceWeights(module, self.parameters, compute)
 
     def forward(
-        self, n: int, carry: Activations, side: Mapping[str, Any], trains: bool = True
+        self, n: int, activations: Activations, extra: Mapping[str, Any], trains: bool = True
     ) -> tuple[Activations, list[Tensor]]:
         """Output of micro-batch n under the version that it must see, and the leaves to differentiate by.
 
@@ -116,54 +115,54 @@ class VersionedLayer:
         if not trains:
             leaves = [leaf.detach() for leaf in leaves]
         before = self.buffer_state() if self._watched else None
-        if self.revocable and self._reads_buffers:
-            self._own_buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        out = self.run(leaves, carry, side)
+        if self.can_undo_forward and self._reads_buffers:
+            self._buffers_before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        out = self.run(leaves, activations, extra)
         if before is not None:
             self._check_buffers(before)
         return out, leaves
 
     def leaves(self, n: int) -> list[Tensor]:
         """The tensors with which the forward of micro-batch n computes: the version that it must see."""
-        version = self.clock.forward_reads(n)
-        if self.clock.drift:
-            begin = self.begin(version)
+        version = self.schedule.forward_reads(n)
+        if self.schedule.max_version_lag:
+            begin = self.begin_of(version)
             self._seen[n] = self._updates - (0 if begin is None else sum(other >= begin for other in self.kept))
-        return self.at(version)
+        return self.tensors_at(version)
 
-    def at(self, version: int) -> list[Tensor]:
-        """The tensors of a version, which must still be there."""
-        begin = self.begin(version)
+    def tensors_at(self, version: int) -> list[Tensor]:
+        """The tensors of a version, which must be the newest or kept."""
+        begin = self.begin_of(version)
         if self.memory is not None:
             self.memory.wait(begin)
         if self._inplace is None:
             return self._newest() if begin is None else self.kept[begin]
         if begin is None:
-            self._inplace.newest()
+            self._inplace.load_newest()
         else:
-            self._inplace.old(begin, self.kept[begin])
+            self._inplace.load_version(begin, self.kept[begin])
         return self._inplace.leaves
 
     @property
-    def fixed(self) -> list[Tensor] | None:
+    def fixed_tensors(self) -> list[Tensor] | None:
         """The tensors that every forward computes with, if they are the same ones for the whole run."""
         if self._inplace is not None:
             return self._inplace.leaves
         return list(self.parameters) if self._single else None
 
-    def current(self) -> list[Tensor]:
+    def newest_tensors(self) -> list[Tensor]:
         """The tensors of the newest version."""
         if self.memory is not None:
             self.memory.wait(None)
         return self._newest()
 
-    def run(self, leaves: list[Tensor], carry: Activations, side: Mapping[str, Any]) -> Activations:
-        """What the layer makes of the carry with these leaves for its parameters."""
+    def run(self, leaves: list[Tensor], activations: Activations, extra: Mapping[str, Any]) -> Activations:
+        """The layer's outputs with these leaves for its parameters."""
         try:
             with self.bound(leaves) or nullcontext():
-                return run_layer(self.layer, self.module, carry, side)
+                return run_layer(self.layer, self.module, activations, extra)
         except (RuntimeError, IndexError) as problem:
-            raise failure(self.layer, carry, problem) from problem
+            raise failure(self.layer, activations, problem) from problem
 
     def bound(self, leaves: list[Tensor]) -> AbstractContextManager[None] | None:
         """A block in which the module computes with the leaves; None where they are its own parameters anyway.
@@ -173,65 +172,65 @@ class VersionedLayer:
         return None if not leaves or leaves[0] is self.parameters[0] else self._binding.to(leaves)
 
     def refuse_buffers(self) -> None:
-        """A forward that changes the layer's own buffers raises: nothing would keep such forwards in order."""
+        """From here on a forward that changes the layer's own buffers raises: nothing keeps such forwards in order."""
         self._reads_buffers = False
 
-    def forget(self, n: int) -> None:
-        """Takes back what the forward of micro-batch n, the last one, did to the buffers: it does not count."""
+    def undo_forward(self, n: int) -> None:
+        """Restores the buffers as they were before the forward of micro-batch n, the last one: it does not count."""
         self._seen.pop(n, None)
-        self.statistics.clear()
+        self.batch_stats.clear()
         for name, buffer in self.module.named_buffers():
-            if name in self._own_buffers:
-                buffer.data.copy_(self._own_buffers[name])
+            if name in self._buffers_before:
+                buffer.data.copy_(self._buffers_before[name])
 
     def volatile(self) -> dict[str, Tensor]:
-        """Buffers that a state dict leaves out and that training has changed: a resumed run needs them all the same."""
+        """Buffers that a state dict leaves out and that training has changed: a resumed run needs them too."""
         kept = self.module.state_dict().keys()
         return {
             name: buffer
             for name, buffer in self.module.named_buffers()
-            if name not in kept and self._born.get(name) != (id(buffer), buffer._version)
+            if name not in kept and self._initial_buffers.get(name) != (id(buffer), buffer._version)
         }
 
     def before_backward(self, n: int) -> None:
-        """The leaves hold the version that the backward of micro-batch n must see; counts by how much it is newer."""
+        """Puts the version in place that the backward of micro-batch n must read; counts by how much it is newer."""
         if n in self._seen:
-            drift = self._updates - self._seen.pop(n)
-            if drift > self.clock.drift:
+            lag = self._updates - self._seen.pop(n)
+            if lag > self.schedule.max_version_lag:
                 raise ConsistencyError(
-                    f"layer '{self.layer.name}': the backward of micro-batch {n} is {drift} updates ahead of its "
-                    f"forward, but {self.clock.consistency} allows {self.clock.drift} in its virtual stage. "
+                    f"layer '{self.layer.name}': the backward of micro-batch {n} is {lag} updates ahead of its "
+                    f"forward, but {self.schedule.consistency} allows {self.schedule.max_version_lag} in its stage. "
                     "This is a mistake of weft: please report it with the run's trace"
                 )
-            self.drifts[drift] += 1
+            self.version_lags[lag] += 1
         self.to_newest()
 
     def to_newest(self) -> None:
         """The parameters hold the newest version, even where a forward has just read an older one in their place."""
         if self._inplace is not None:
-            self._inplace.newest()
+            self._inplace.load_newest()
 
     def add(self, n: int, gradients: list[Tensor | None], record: BatchStatsRecord | None = None) -> None:
         """The gradient of micro-batch n joins those of its slot, in micro-batch order.
 
         ``record`` holds the batch statistics of its forward; None: it is the last forward that this layer did.
         """
-        slot = self.clock.slot(n)
+        slot = self.schedule.slot(n)
         pairs = zip(self.parameters, gradients, strict=True)
         filled = [torch.zeros_like(p) if g is None else g if g.dtype is p.dtype else g.to(p.dtype) for p, g in pairs]
         # The last of a slot is used at once; an earlier one has to outlive what autograd and the norms do next.
-        kept = self._several and self.clock.last(slot) != n
+        kept = self._several and self.schedule.last_microbatch(slot) != n
         if self.pending is None:
             self.pending = PendingGradients(slot, [g.clone() for g in filled] if kept else filled, [])
         else:
             foreach.add_(self.pending.gradients, filled)
-        if self.statistics.norms:
-            self.pending.records.append(self.statistics.record(copy=kept) if record is None else record)
+        if self.batch_stats.norms:
+            self.pending.records.append(self.batch_stats.record(copy=kept) if record is None else record)
 
-    def completes(self) -> int:
-        """The micro-batch with which the slot that waits is complete; its step's learning rate is the update's."""
+    def last_microbatch(self) -> int:
+        """The last micro-batch of the slot that waits; its step's learning rate is the update's."""
         assert self.pending is not None
-        return self.clock.last(self.pending.slot)
+        return self.schedule.last_microbatch(self.pending.slot)
 
     @property
     def slot(self) -> int:
@@ -239,7 +238,7 @@ class VersionedLayer:
         assert self.pending is not None
         return self.pending.slot
 
-    def mean(self) -> list[Tensor]:
+    def mean_gradients(self) -> list[Tensor]:
         """The mean gradient of the finished slot."""
         assert self.pending is not None
         if self.pending.mean is None:
@@ -248,15 +247,15 @@ class VersionedLayer:
             self.pending.mean = foreach.div(self.pending.gradients, steps) if steps > 1 else self.pending.gradients
         return self.pending.mean
 
-    def take(self, oldest: int) -> list[Tensor]:
-        """The mean gradient of the finished slot; the version before its update is kept if a micro-batch from
-        ``oldest``, the first that is not through, still reads it."""
-        slot, gradients = self.slot, self.mean()
+    def take_gradients(self, oldest: int) -> list[Tensor]:
+        """The mean gradient of the finished slot. Keeps the version before its update if a micro-batch from ``oldest``,
+        the first that is not done, still reads it."""
+        slot, gradients = self.slot, self.mean_gradients()
         self.to_newest()
-        # The versions that are read only grow, so this one has a reader yet if those to come reach from below to above
-        # it.
-        begun = oldest < self.clock.total and self.clock.forward_reads(oldest) <= slot
-        if not self._single and begun and self.newest <= self.clock.forward_reads(self.clock.total - 1):
+        # The versions that are read only rise: this one still has a reader if micro-batches to come read it or an older
+        # one, and later ones read a newer one.
+        begun = oldest < self.schedule.total and self.schedule.forward_reads(oldest) <= slot
+        if not self._single and begun and self.newest <= self.schedule.forward_reads(self.schedule.total - 1):
             if self.memory is not None:
                 self.kept[self.newest] = self.memory.stash(self.newest)
             elif self._inplace is not None:
@@ -268,46 +267,46 @@ class VersionedLayer:
                 self._aliases = None
         return gradients
 
-    def updated(self, oldest: int, applied: bool) -> None:
-        """Called after the update of the finished slot: it is the newest version now; versions that nobody reads any
-        more go."""
+    def on_update(self, oldest: int, applied: bool) -> None:
+        """To be called after the update of the finished slot: it is the newest version now. Drops versions without a
+        reader."""
         assert self.pending is not None
         if applied:
             for record in self.pending.records:
-                self.statistics.fold(record)
+                self.batch_stats.fold(record)
         self.newest = self.pending.slot + 1
         self._updates += 1
         self.pending = None
         if self._inplace is not None:
-            self._inplace.updated()
+            self._inplace.on_update()
         self.prune(oldest)
 
-    def readable(self) -> None:
-        """The host comes to read the layer: its memory holds what the device has made of it."""
+    def synchronize(self) -> None:
+        """Waits until the host may read the layer's tensors."""
         if self.memory is not None:
             self.memory.synchronize()
 
-    def moved(self) -> None:
-        """The parameters have other memory, with the same values."""
+    def on_rebind(self) -> None:
+        """To be called when the parameters have got other memory, with the same values."""
         self._aliases = None
 
     @property
-    def inplace(self) -> InPlace | None:
+    def inplace(self) -> InPlaceWeights | None:
         """The leaves that updates write into, under ``bounded``."""
         return self._inplace
 
     @property
-    def single(self) -> bool:
-        """Whether one set of tensors is enough: every reader of a version is through before the update that ends it."""
+    def single_copy(self) -> bool:
+        """Whether one set of tensors is enough: every reader of a version is done before the update that ends it."""
         return self._single
 
-    def restored(self) -> None:
-        """Other values were put into the parameters."""
+    def on_restore(self) -> None:
+        """To be called when other values were put into the parameters."""
         if self._inplace is not None:
-            self._inplace.updated()
+            self._inplace.on_update()
 
     def prune(self, oldest: int) -> None:
-        """Forgets the versions that no micro-batch from ``oldest`` on reads."""
+        """Drops the versions that no micro-batch from ``oldest`` on reads."""
         if not self.kept:
             return
         for begin in set(self.kept) - set(self.needed(oldest)):
@@ -315,25 +314,27 @@ class VersionedLayer:
             if self.memory is not None:
                 self.memory.drop(begin)
         if self._inplace is not None and not self.kept:
-            self._inplace.settled()
+            self._inplace.drop_backup()
 
     def needed(self, oldest: int) -> list[int]:
         """Those of the kept versions that a micro-batch from ``oldest`` on reads, by where they began."""
-        if not self.kept or oldest >= self.clock.total:
+        if not self.kept or oldest >= self.schedule.total:
             return []
         begins = sorted(self.kept)
-        read = self.clock.forward_reads(oldest)
+        read = self.schedule.forward_reads(oldest)
         return [begin for begin, end in zip(begins, begins[1:] + [self.newest], strict=True) if end > read]
 
     def _steps(self, slot: int) -> int:
         """Over how many steps the gradients of a slot are averaged: those that train the layer."""
-        if self.trains is None or self.clock.span <= self.clock.m:
-            return self.clock.steps(slot)
-        first, last = slot * self.clock.span // self.clock.m, self.clock.last(slot) // self.clock.m
+        if self.trains is None or self.schedule.microbatches_per_update <= self.schedule.m:
+            return self.schedule.steps(slot)
+        schedule = self.schedule
+        first = slot * schedule.microbatches_per_update // schedule.m
+        last = schedule.last_microbatch(slot) // schedule.m
         return sum(map(self.trains, range(first, last + 1)))
 
-    def begin(self, version: int) -> int | None:
-        """Where the kept tensors of a version begin; None where it is the newest."""
+    def begin_of(self, version: int) -> int | None:
+        """The number at which the kept version began that holds this one; None where it is the newest."""
         return None if version >= self.newest else max(begin for begin in self.kept if begin <= version)
 
     def _newest(self) -> list[Tensor]:
@@ -344,7 +345,7 @@ class VersionedLayer:
         return self._aliases
 
     def buffer_state(self) -> list[tuple[int, int]]:
-        scratch = {id(tensor) for tensor in self.statistics.record(copy=False)}
+        scratch = {id(tensor) for tensor in self.batch_stats.record(copy=False)}
         return [(id(b), b._version) for b in self.module.buffers() if id(b) not in scratch]
 
     def _check_buffers(self, before: list[tuple[int, int]]) -> None:
@@ -354,7 +355,7 @@ class VersionedLayer:
             raise ConsistencyError(
                 f"layer '{self.layer.name}' changes its own buffers in training, which needs 'exact', one "
                 "micro-batch a step and, on several stages, weights that are trained; "
-                f"here it is {self.clock.consistency} with {self.clock.m}"
+                f"here it is {self.schedule.consistency} with {self.schedule.m}"
             )
 
 

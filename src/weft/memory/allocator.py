@@ -11,7 +11,7 @@ from weft.errors import PlanError
 MIB = 2**20
 
 
-class OutOfMemory(PlanError):
+class AllocationFailed(PlanError):
     """More bytes are reserved than the simulated device has, even after all cached memory was released."""
 
 
@@ -66,8 +66,8 @@ class CachingAllocator:
     """Blocks are cut from segments, best fit first, and joined with free neighbours when they are freed.
 
     ``allocated`` and ``reserved`` are bytes now, ``peak`` and ``reserved_peak`` the most so far. At the ``limit``,
-    unused segments are released, and `OutOfMemory` is raised if that does not help. Of free blocks of one size the one
-    at the lowest address is taken: ``addresses`` says where segments lie.
+    unused segments are released, and `AllocationFailed` is raised if that does not help. Of free blocks of one size the
+    one at the lowest address is taken: ``addresses`` says where segments lie.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class CachingAllocator:
         )
 
     def _ensure_room(self, size: int) -> None:
-        """Releases cached segments if the limit demands it; `OutOfMemory` where that is not enough."""
+        """Releases cached segments if the limit demands it; `AllocationFailed` where that is not enough."""
         if self.limit is not None and self.reserved + size > self.limit:
             self._release()
             if self.reserved + size > self.limit:
-                raise OutOfMemory(
+                raise AllocationFailed(
                     f"{self.reserved} bytes are in use, {size} more are asked, and {self.limit} are there"
                 )
 

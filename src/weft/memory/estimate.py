@@ -19,7 +19,7 @@ from weft.memory.replay import PeakMemory, fits, replay
 from weft.memory.roofline import Work, step_seconds
 from weft.memory.tensor_shape import weighted_sum
 from weft.memory.timeline import AllocationTimeline
-from weft.memory.train_step import Loss, Step, Trace, TrainingSpec, trace
+from weft.memory.train_step import Loss, Step, StepSpec, StepTrace, trace
 from weft.memory.workspaces import SLOTS, workspaces
 from weft.nn.batch import batch_size
 from weft.utils.units import format_bytes as shown
@@ -66,7 +66,7 @@ def estimate(
         constants = CPU if device == "cpu" else kernels(device)
     else:
         constants = device
-    taken = TrainingSpec(
+    taken = StepSpec(
         model,
         constants,
         loss,
@@ -82,7 +82,7 @@ def estimate(
     on_cpu = constants == CPU
     if machine is None and isinstance(device, str) and not on_cpu:
         machine = device.upper()
-    estimator = _Estimator(taken, batch, size, AllocatorConfig(expandable=expandable, exact=on_cpu), machine)
+    estimator = _EstimateBuilder(taken, batch, size, AllocatorConfig(expandable=expandable, exact=on_cpu), machine)
     return estimator.estimate(size, estimator.traced(size))
 
 
@@ -106,7 +106,7 @@ class Estimate:
     why: str
     """The reason where ``seconds`` is None."""
     assumptions: tuple[str, ...]
-    _estimator: _Estimator = field(repr=False, compare=False)
+    _estimator: _EstimateBuilder = field(repr=False, compare=False)
 
     def at(self, batch: int) -> Estimate:
         """The estimate at another batch size, equal to one traced there.
@@ -145,23 +145,25 @@ class Estimate:
 
 
 @dataclass(slots=True)
-class _Estimator:
+class _EstimateBuilder:
     """Makes estimates at other batch sizes."""
 
-    training: TrainingSpec
+    training: StepSpec
     batch: Any
     size: int
     config: AllocatorConfig
     machine: Machine | str | None
     curves: list[BatchPolynomial | None] = field(default_factory=list)
-    traces: dict[int, Trace] = field(default_factory=dict)
+    traces: dict[int, StepTrace] = field(default_factory=dict)
 
-    def traced(self, size: int) -> Trace:
+    def traced(self, size: int) -> StepTrace:
         if size not in self.traces:
             self.traces[size] = trace(self.training, self.batch, self.size, size)
         return self.traces[size]
 
-    def estimate(self, size: int, found: Trace, peaks: PeakMemory | None = None, work: Work | None = None) -> Estimate:
+    def estimate(
+        self, size: int, found: StepTrace, peaks: PeakMemory | None = None, work: Work | None = None
+    ) -> Estimate:
         peaks = peaks or replay(found.timeline, self.config)
         seconds, why = self._seconds(work or found.work)
         own = self.training.kernels.context

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from weft.hardware.gpus import Kernels
-from weft.memory import recurrent
+from weft.memory import cudnn_rnn
 
 aten = torch.ops.aten
 
@@ -72,7 +72,7 @@ def dispatch_as_gpu(kernels: Kernels, in_place_sums: Callable[[], AbstractContex
         return result if bias is None else result.add_(bias)
 
     own: dict[str, Kernel | None] = {"scaled_dot_product_attention": attention, "dropout": dropout, "linear": linear}
-    own |= {f"{kind}.input": recurrent.operator(kind, kept) for kind in recurrent.GATES}
+    own |= {f"{kind}.input": cudnn_rnn.operator(kind, kept) for kind in cudnn_rnn.GATES}
     with replace_kernels(own, "AutogradCPU"):
         yield
 

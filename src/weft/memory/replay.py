@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from weft.memory.allocator import (
+    AllocationFailed,
     AllocatorConfig,
     CachingAllocator,
     ExactAllocator,
     ExpandableAllocator,
-    OutOfMemory,
     address_orders,
 )
 from weft.memory.timeline import CATEGORIES, PHASES, AllocationTimeline, repeat_last_step
@@ -83,7 +83,7 @@ def fits(timeline: AllocationTimeline, memory: int, config: AllocatorConfig | No
     try:
         for make in allocator_factories(config):
             _run(timeline, make(limit=memory))
-    except OutOfMemory:
+    except AllocationFailed:
         return False
     return True
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.hardware.gpus import CPU, Kernels
-from weft.memory import recurrent
+from weft.memory import cudnn_rnn
 from weft.memory.roofline import WorkCounter
 from weft.memory.tensor_shape import to_shapes
 from weft.memory.timeline import AllocationTimeline, OperatorCall, sum_in_place
@@ -25,7 +25,7 @@ step on."""
 _PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.addmv.", "aten.mv.", "aten._cudnn_rnn")
 
 
-class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records an allocation timeline. It is entered over a fake mode; the caller sets ``phase`` and ``module``.
 
     The foreach kernels of optimizers are not run at all: only their results are made.
@@ -84,7 +84,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             result = func(*args, **kwargs)
             if func is torch.ops.aten.mkldnn_rnn_layer.default and args[-1] and torch.is_grad_enabled():
-                result = (*result[:3], recurrent.onednn_kept(args))
+                result = (*result[:3], cudnn_rnn.onednn_kept(args))
         if self.phase == "optimizer":
             for tensor in _tensors(result):
                 if tensor.dim():  # the counts of steps lie in host memory

@@ -19,7 +19,7 @@ from weft.hardware.gpus import CPU, Kernels
 from weft.memory.gpu_dispatch import autocast_as_cuda, dispatch_as_gpu
 from weft.memory.roofline import Work, WorkCounter
 from weft.memory.timeline import AllocationTimeline
-from weft.memory.tracer import Tracer
+from weft.memory.tracer import AllocationTracer
 from weft.nn import fake
 from weft.nn.batch import call_model, loss_of, tensors_in
 from weft.nn.checkpointing import recompute
@@ -30,7 +30,7 @@ _TRACE_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """The timeline of two steps, the work of the second, and values that were assumed."""
 
     timeline: AllocationTimeline
@@ -39,11 +39,11 @@ class Trace:
 
 
 def trace(
-    training: TrainingSpec, batch: Any, size: int | None = None, other: int | None = None, steps: int = 2
-) -> Trace:
+    training: StepSpec, batch: Any, size: int | None = None, other: int | None = None, steps: int = 2
+) -> StepTrace:
     """Traces two steps with this batch, with ``other`` samples in place of ``size`` if given; or the first step alone,
     which has all blocks of the second."""
-    tracer, counter = Tracer(training.kernels), WorkCounter()
+    tracer, counter = AllocationTracer(training.kernels), WorkCounter()
     with ExitStack() as stack:
         stack.enter_context(_TRACE_LOCK)
         if training.kernels != CPU:
@@ -69,11 +69,11 @@ def trace(
                 f"the step cannot be traced without data: {type(error).__name__}{where}: {str(error)[:300]}"
             ) from error
         found = tracer.timeline()
-    return Trace(found, counter.work, tuple(dict.fromkeys(tracer.assumptions)))
+    return StepTrace(found, counter.work, tuple(dict.fromkeys(tracer.assumptions)))
 
 
 def _steps(
-    training: TrainingSpec, model: nn.Module, batch: Any, tracer: Tracer, counter: WorkCounter, count: int
+    training: StepSpec, model: nn.Module, batch: Any, tracer: AllocationTracer, counter: WorkCounter, count: int
 ) -> None:
     recurrent = {name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)}
     for name, group in groupby(fake.tensors_in_order(model), key=itemgetter(0)):
@@ -127,7 +127,7 @@ def _steps(
 
 
 @contextmanager
-def _track_modules(model: nn.Module, tracer: Tracer) -> Iterator[None]:
+def _track_modules(model: nn.Module, tracer: AllocationTracer) -> Iterator[None]:
     """Within the block the tracer knows which module's forward is running."""
     stack: list[str] = []
     handles = []
@@ -170,7 +170,7 @@ _DTYPES = {"float32": None, "fp32": None, "bfloat16": torch.bfloat16, "bf16": to
 
 
 @dataclass(frozen=True)
-class TrainingSpec:
+class StepSpec:
     """How a model trains, apart from the batch."""
 
     model: nn.Module
@@ -195,7 +195,7 @@ class TrainingSpec:
             raise PlanError(f"a step accumulates at least 1 micro-batch, not {self.accumulate}")
 
 
-def default_step(training: TrainingSpec) -> Step:
+def default_step(training: StepSpec) -> Step:
     """The usual step: gradients are dropped before the forward, and outputs and loss are not kept."""
     low = _DTYPES[training.dtype]
 
@@ -215,7 +215,7 @@ def default_step(training: TrainingSpec) -> Step:
     return step
 
 
-def make_optimizer(training: TrainingSpec, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(training: StepSpec, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer as it works on the device: on a GPU over lists of tensors, unless it was told otherwise."""
     if isinstance(training.optimizer, str):
         kind, options = OPTIMIZERS[training.optimizer.lower()], {"lr": 1e-3} | dict(training.options)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.errors import PlanError
 
@@ -46,7 +46,7 @@ def batch_size(batch: Any) -> int:
     raise PlanError("the batch holds no tensor with a first dimension to count samples by")
 
 
-def call_model(model: nn.Module, batch: Any, inputs: Sequence[str] | None = None, targets: bool = True) -> Any:
+def call_model(model: Callable[..., Any], batch: Any, inputs: Sequence[str] | None = None, targets: bool = True) -> Any:
     """The model's outputs for a batch.
 
     A tuple or list holds its arguments in order; a tensor, or a dataclass, is its one argument. Of a mapping the

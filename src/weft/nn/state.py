@@ -62,7 +62,7 @@ def joined(name: str, attribute: str) -> str:
     return f"{name}.{attribute}" if name else attribute
 
 
-class Snapshot:
+class ModuleSnapshot:
     """Named values at one moment. Numbers and texts are compared by value, tensors and functions by identity.
 
     With ``writes`` a tensor that was written to in place has changed. What cannot be compared has changed.
@@ -72,18 +72,18 @@ class Snapshot:
         self._seen = {name: _seen(value, writes) for name, value in values}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Snapshot) and self._seen == other._seen
+        return isinstance(other, ModuleSnapshot) and self._seen == other._seen
 
     __hash__ = None  # type: ignore[assignment]
 
-    def changed(self, before: Snapshot) -> Iterator[Any]:
+    def changed(self, before: ModuleSnapshot) -> Iterator[Any]:
         """The names of what differs from before, was added or was removed."""
         for name in dict.fromkeys((*self._seen, *before._seen)):
             if self._seen.get(name, _ABSENT) != before._seen.get(name, _ABSENT):
                 yield name
 
 
-class ModuleState(Snapshot):
+class ModuleState(ModuleSnapshot):
     """All that a module and its loss hold, and with ``beside`` what else a forward may read.
 
     In-place writes to buffers do not count as changes; with ``writes``, those to other tensors do. Global variables are
@@ -100,7 +100,7 @@ class ModuleState(Snapshot):
                 else:
                     others.append(((name, key), value))
         super().__init__(others, writes)
-        self._seen |= Snapshot(tensors)._seen
+        self._seen |= ModuleSnapshot(tensors)._seen
 
     def first_changed(self, before: ModuleState, besides: Container[tuple[str, str]] = ()) -> str | None:
         """The first name that changed, ``besides`` attributes that are expected to, given as (part, attribute)."""
@@ -114,14 +114,14 @@ class ExtraState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = Snapshot(non_persistent_buffers(model).items(), writes=True)
-        self._attributes = Snapshot(_savable(model), writes=True)
+        self._buffers = ModuleSnapshot(non_persistent_buffers(model).items(), writes=True)
+        self._attributes = ModuleSnapshot(_savable(model), writes=True)
 
     def changed(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The buffers and attributes that changed, by qualified name."""
         buffers, attributes = non_persistent_buffers(model), dict(_savable(model))
-        written = Snapshot(buffers.items(), writes=True).changed(self._buffers)
-        changed = Snapshot(attributes.items(), writes=True).changed(self._attributes)
+        written = ModuleSnapshot(buffers.items(), writes=True).changed(self._buffers)
+        changed = ModuleSnapshot(attributes.items(), writes=True).changed(self._attributes)
         return (
             {name: buffers[name] for name in written if name in buffers},
             {name: attributes[name] for name in changed if name in attributes},

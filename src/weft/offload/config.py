@@ -22,7 +22,9 @@ class OffloadConfig:
     """
 
     budget: str | float
+    """what the layers of a stage may take on its device, such as `8GiB`"""
     prefetch: int = PREFETCH
+    """micro-batches whose layers are loaded early; with 0 each waits for its copies"""
 
     def __post_init__(self) -> None:
         parse_bytes(self.budget, ConfigError)

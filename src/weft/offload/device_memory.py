@@ -225,14 +225,14 @@ class DeviceMemory:
         if not overlapping:
             return []
         self._freed = [pair for pair in self._freed if not (pair[0][0] < end and start < pair[0][0] + pair[0][1])]
-        found: list[CopyEvent] = []
+        pending: list[CopyEvent] = []
         for old, events in overlapping:
-            found += [event for event in events if event is not None]
+            pending += [event for event in events if event is not None]
             if old.start < start:
                 self._freed.append((AddressSpan(old.start, start - old.start), events))
             if end < old.end:
                 self._freed.append((AddressSpan(end, old.end - end), events))
-        return found
+        return pending
 
 
 class TypedViews(dict[torch.dtype, Tensor]):

@@ -92,7 +92,7 @@ class LayerMemory:
     @property
     def spare_size(self) -> int:
         """Room that an update may need beside the block, as micro-batches may still read the version that it ends."""
-        if self.weights.single:
+        if self.weights.single_copy:
             return 0
         return self.layout.weight_bytes if self.weights.inplace is not None else self.layout.copied_bytes
 
@@ -110,14 +110,14 @@ class LayerMemory:
         """The block of the version that the forward of micro-batch n reads, as far as it is known by now."""
         if not self.versions:
             return self.main
-        version = self.weights.clock.forward_reads(n)
+        version = self.weights.schedule.forward_reads(n)
         begins = [begin for begin in self.versions if begin <= version] if version < self.weights.newest else []
         # A version that is gone was read by a micro-batch that has only its updates left.
         return self.versions[max(begins)] if begins else self.main
 
     def versions_read(self) -> set[int]:
         """The versions that its users read. For each, spare room was reserved for the update that ends it."""
-        return {self.weights.clock.forward_reads(n) for n in self.users}
+        return {self.weights.schedule.forward_reads(n) for n in self.users}
 
     def wait(self, begin: int | None) -> None:
         """The device is about to read the newest version (None), or an older one."""
@@ -160,7 +160,7 @@ class LayerMemory:
         It stays on the device where a user reads it, or will; else it goes to the host.
         """
         self.wait(None)
-        reads, slot = self.weights.clock.forward_reads, self.weights.slot
+        reads, slot = self.weights.schedule.forward_reads, self.weights.slot
         read = any(begin <= reads(n) <= slot for n in self.users)
         block = self.versions[begin] = MemoryBlock(self, self.layout.weight_bytes, begin)
         if not read:
@@ -170,7 +170,7 @@ class LayerMemory:
         if self.weights.inplace is not None:
             self._device.take_spare(spare, block)
             return self.copy_to(self._device.bytes_of(block), self.weights.parameters)
-        kept = self.weights.current()  # what forwards under way compute with
+        kept = self.weights.newest_tensors()  # what forwards under way compute with
         self._device.copy_on_write(self.main, spare, block)
         self._bind(self._device.byte_offset(self.main))
         return kept
@@ -238,14 +238,14 @@ class LayerMemory:
             for tensor, slot in self._bound:
                 start = (begin + slot.offset) // slot.itemsize
                 tensor.data = typed[slot.dtype].as_strided(slot.size, slot.stride, start)
-        self.weights.moved()
+        self.weights.on_rebind()
         inplace = self.weights.inplace
         if inplace is not None and begin is None:
-            inplace.moved(None, None)
+            inplace.rebind(None, None)
         elif inplace is not None:
             memory = self._device.bytes_of(self.main)
             casts = [None if slot is None else slot.view(memory) for slot in self.layout.casts]
-            inplace.moved(casts, [slot.view(memory) for slot in self.layout.backups if slot is not None])
+            inplace.rebind(casts, [slot.view(memory) for slot in self.layout.backups if slot is not None])
 
     def _bind_version(self, block: MemoryBlock, memory: Tensor) -> None:
         assert block.version is not None

@@ -120,8 +120,8 @@ def _state_tensors(
             for name, value in state.items()
             if isinstance(value, Tensor) and (value.dim() or group.get("fused") or group.get("capturable"))
         }
-    found: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]] = known[key]
-    return found
+    shapes: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]] = known[key]
+    return shapes
 
 
 def _trial_update(
@@ -148,7 +148,7 @@ def _trial_update(
 
 def bytes_needed(layout: BlockLayout, weights: VersionedLayer) -> int:
     """What a micro-batch that uses a layer may need: the layer, the version that it sees, and room for another."""
-    if weights.single:
+    if weights.single_copy:
         return layout.bytes
     return layout.bytes + layout.weight_bytes + (layout.weight_bytes if weights.inplace else layout.copied_bytes)
 

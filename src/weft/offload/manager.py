@@ -65,7 +65,9 @@ class OffloadManager:
         owners = {name: w for name, w in weights.items() if any(True for _ in w.module.parameters())}
         layouts = {name: make_layout(w, updater, states) for name, w in owners.items()}
         sizes = {name: bytes_needed(layouts[name], owners[name]) for name in owners}
-        deferred_updates = deferred_updates or any(w.clock.span > 1 or not w.single for w in owners.values())
+        deferred_updates = deferred_updates or any(
+            w.schedule.microbatches_per_update > 1 or not w.single_copy for w in owners.values()
+        )
         reserve = max((layout.bytes for layout in layouts.values()), default=0) if deferred_updates else 0
         self.least = least_budget(
             sizes, [largest_per_block(owners, sizes)] if routes is None else routes, reserve, config
@@ -269,7 +271,7 @@ class OffloadManager:
         for layer in layers:
             blocks[layer.main] = None
             blocks[layer.block_read_by(n)] = None
-            if layer.spare_size and layer.weights.clock.forward_reads(n) not in layer.versions_read():
+            if layer.spare_size and layer.weights.schedule.forward_reads(n) not in layer.versions_read():
                 spares.append(MemoryBlock(layer, layer.spare_size))
         waits = not ahead and not self._cuda
         present = sum(self.device.holds(block) for block in blocks) if waits else 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.consistency import Exact, VersionSchedule
-from weft.engine.trained_layers import TrainedLayers
+from weft.engine.train_step import TrainedLayers
 from weft.engine.weight_versions import VersionedLayer
 from weft.errors import TrainError
 from weft.offload.config import OffloadConfig
@@ -38,7 +38,7 @@ def attach(
     chain, config, weights = engine.chain, engine.config, engine.weights
     if config.architecture_search is not None and config.architecture_search.order == 2:
         raise TrainError("the second order changes all weights within a step: train without offload, or at order 1")
-    m = config.microbatches
+    microbatches = config.steps * config.microbatches
     chain_reference = weakref.ref(chain)  # the cache below must not keep the chain alive
 
     def names(layers: Sequence[Layer]) -> list[str]:
@@ -46,15 +46,14 @@ def attach(
 
     @lru_cache(maxsize=2 * MAX_ROUTES)
     def route(n: int) -> list[str]:
-        picks = config.stream[n // m]
         chain = chain_reference()
         assert chain is not None
-        return names(chain.route(picks[n % m % len(picks)]))
+        return names(chain.route(config.subnet(n)))
 
     routes = None
-    if config.steps * m <= MAX_ROUTES:
+    if microbatches <= MAX_ROUTES:
         scored = (names(chain.route(subnet)) for subnet in extra_subnets)
-        routes = [*(route(n) for n in range(config.steps * m)), *scored]
+        routes = [*(route(n) for n in range(microbatches)), *scored]
     deferred = engine.clipper is not None or engine.ties is not None
     manager = OffloadManager(
         weights, engine.optimizer, engine.device, offload, route, routes, deferred, copy_engine, host_buffer
@@ -66,9 +65,9 @@ def attach(
 def attach_for_scoring(
     chain: Chain, device: torch.device, config: OffloadConfig, copy_engine: CopyEngine | None = None
 ) -> OffloadManager:
-    """From here on the layers of a chain that is only scored live on the host."""
-    clock = VersionSchedule(Exact(), 1, 1)
-    weights = {name: VersionedLayer(layer, chain.module(name), clock) for name, layer in chain.layers.items()}
+    """Moves the layers of a chain that is only scored to the host, where they live from here on."""
+    schedule = VersionSchedule(Exact(), 1, 1)
+    weights = {name: VersionedLayer(layer, chain.module(name), schedule) for name, layer in chain.layers.items()}
     _MANAGERS[chain] = OffloadManager(weights, None, device, config, lambda n: (), (), False, copy_engine)
     return _MANAGERS[chain]
 
@@ -88,7 +87,7 @@ def on_device(chain: Chain, subnet: Subnet) -> Iterator[None]:
         yield
         return
     pinned = manager.pinned_on_device(layer.name for layer in chain.route(subnet))
-    with torch.inference_mode(False):  # what is bound to parameters must be fit for training too
+    with torch.inference_mode(False):  # tensors that are bound to parameters must allow training too
         pinned.__enter__()
     try:
         yield

@@ -1,10 +1,10 @@
-"""What travels between stages: tensors with their exact layout, behind a header of plain text that nothing evaluates.
+"""Messages between stages: tensors with their exact layout, behind a header of plain JSON.
 
 One message is one block of bytes:
 
     lengths | header (JSON) | tensor | tensor | ...         each tensor at an address with the alignment that it had
 
-or two, where tensors go from device to device and not through the host: lengths and header, and a payload of tensors.
+or two, where tensors go from device to device and not through the host: the header's block, and a payload of tensors.
 
 The layout is part of the message because a kernel may sum in another order over another layout: a tensor must lie in
 memory after the cut as it would have without one.
@@ -23,7 +23,7 @@ from torch import Tensor
 from weft.errors import PipelineError
 
 Kind = Literal["F", "B", "norm", "total", "tie", "end"]
-ALIGNED = 64
+ALIGNMENT = 64
 PREFIX = 24
 _TYPES = {
     str(kind).removeprefix("torch."): kind
@@ -36,16 +36,16 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Activations for the next stage (F), gradients for the one before (B), or word that the run ends.
+    """Activations for the next stage (F), gradients for the one before (B), sums, or the end of the run.
 
-    ``wanted`` says of each activation whether a gradient comes back. ``report`` goes with a backward: the loss, whether
-    it counts, and sum and count of every metric; ``note`` says what is wrong with a loss that is not a number.
+    ``needs_grad`` says of each activation whether a gradient comes back. ``report`` goes with a backward: the loss,
+    whether it counts, and sum and count of every metric. ``note`` names the cause of a loss that is not a number.
     """
 
     kind: Kind
     microbatch: int
     tensors: tuple[Tensor | None, ...] = ()
-    wanted: tuple[bool, ...] = ()
+    needs_grad: tuple[bool, ...] = ()
     report: Tensor | None = None
     note: str = ""
 
@@ -66,7 +66,7 @@ class TensorLayout:
             raise PipelineError(
                 f"a tensor of type {name}, layout {tensor.layout} cannot travel between stages: use a dense tensor"
             )
-        return cls(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.data_ptr() % ALIGNED)
+        return cls(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.data_ptr() % ALIGNMENT)
 
     @property
     def extent(self) -> int:
@@ -81,7 +81,7 @@ class TensorLayout:
 
 
 def pack(message: Message, pinned: bool = False) -> Tensor:
-    """The message as a block of bytes; copies from a device are issued and not waited for, if it is pinned memory."""
+    """The message as a block of bytes. With ``pinned`` memory copies from a device are issued and not waited for."""
     parts = _parts((*message.tensors, message.report))
     header = _header(message, [layout for layout, _ in parts])
     starts, length = _offsets(PREFIX + len(header), [layout for layout, _ in parts if layout is not None])
@@ -91,10 +91,10 @@ def pack(message: Message, pinned: bool = False) -> Tensor:
     return block
 
 
-def assemble_apart(message: Message, device: torch.device) -> tuple[Tensor, Callable[[], Tensor]]:
+def pack_with_payload(message: Message, device: torch.device) -> tuple[Tensor, Callable[[], Tensor]]:
     """The payload, packed on its device, and a function that makes the block that goes before it.
 
-    The function looks at the report, for which it waits: it is not for the thread that issues work to the device.
+    The function waits for the report: do not call it in the thread that issues work to the device.
     """
     parts = _parts(message.tensors)
     starts, length = _offsets(0, [layout for layout, _ in parts if layout is not None])
@@ -103,24 +103,24 @@ def assemble_apart(message: Message, device: torch.device) -> tuple[Tensor, Call
 
     def block() -> Tensor:
         report = None if message.report is None else message.report.cpu()
-        own = _parts((report,))
-        header = _header(message, [layout for layout, _ in (*parts, *own)])
-        places, total = _offsets(PREFIX + len(header), [layout for layout, _ in own if layout is not None])
-        found = torch.empty(total, dtype=torch.uint8)
-        _write(found, prefix(len(header), total, length) + header)
-        _pack(found, places, own)
-        return found
+        report_part = _parts((report,))
+        header = _header(message, [layout for layout, _ in (*parts, *report_part)])
+        places, total = _offsets(PREFIX + len(header), [layout for layout, _ in report_part if layout is not None])
+        block = torch.empty(total, dtype=torch.uint8)
+        _write(block, prefix(len(header), total, length) + header)
+        _pack(block, places, report_part)
+        return block
 
     return payload, block
 
 
 def prefix(header: int, length: int, payload: int) -> bytes:
-    """The first bytes of a block: how long its header is, how long it is itself, and what follows apart from it."""
+    """The first bytes of a block: the lengths of its header, of the block and of the payload."""
     return b"".join(number.to_bytes(8, "little") for number in (header, length, payload))
 
 
-def lengths_of(block: Tensor) -> tuple[int, int, int]:
-    """What the first bytes of a block say."""
+def read_lengths(block: Tensor) -> tuple[int, int, int]:
+    """The lengths in the first bytes of a block."""
     begin = bytes(block[:PREFIX].numpy())
     header, length, payload = (int.from_bytes(begin[k : k + 8], "little") for k in (0, 8, 16))
     return header, length, payload
@@ -133,36 +133,36 @@ def unpack(block: Tensor, device: torch.device, payload: Tensor | None = None) -
     Raises PipelineError for bytes that are not a message.
     """
     try:
-        header, length, apart = lengths_of(block)
+        header, length, payload_bytes = read_lengths(block)
         if not 0 < header <= length - PREFIX <= block.numel() - PREFIX:
             raise ValueError(f"lengths of {header} and {length} in {block.numel()} bytes")
-        if apart != (0 if payload is None else payload.numel()):
-            raise ValueError(f"a payload of {apart} bytes is missing")
+        if payload_bytes != (0 if payload is None else payload.numel()):
+            raise ValueError(f"a payload of {payload_bytes} bytes is missing")
         head = json.loads(bytes(block[PREFIX : PREFIX + header].numpy()))
         kind, n, note = str(head["k"]), int(head["n"]), str(head["x"])
         *layouts, last = [
             None if p is None else TensorLayout(str(p[0]), tuple(map(int, p[1])), tuple(map(int, p[2])), int(p[3]))
             for p in head["t"]
         ]
-        there = [layout for layout in layouts if layout is not None]
+        present = [layout for layout in layouts if layout is not None]
         reported = [] if last is None else [last]
-        known = (*there, *reported)
-        sound = all(min((*x.sizes, *x.strides, x.line), default=0) >= 0 and x.line < ALIGNED for x in known)
-        starts, end = _offsets(PREFIX + header, known if payload is None else reported)
-        inside, far = ([], 0) if payload is None else _offsets(0, there)
-        if end > length or far > apart or not sound or kind not in get_args(Kind):
+        all_layouts = (*present, *reported)
+        sound = all(min((*x.sizes, *x.strides, x.line), default=0) >= 0 and x.line < ALIGNMENT for x in all_layouts)
+        starts, end = _offsets(PREFIX + header, all_layouts if payload is None else reported)
+        inside, payload_end = ([], 0) if payload is None else _offsets(0, present)
+        if end > length or payload_end > payload_bytes or not sound or kind not in get_args(Kind):
             raise ValueError(f"{length} bytes of kind {kind!r}")
-        wanted = tuple(bool(flag) for flag in head["w"])
+        needs_grad = tuple(bool(flag) for flag in head["w"])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as problem:
         raise PipelineError(f"what arrived is not a message of a stage: {problem}") from problem
-    report = None if last is None else _view(block, starts.pop(), last)  # stays on the host: it is for people
+    report = None if last is None else _view(block, starts.pop(), last)  # stays on the host, where it is logged
     if payload is not None:
-        found = iter([_view(payload, start, layout) for start, layout in zip(inside, there, strict=True)])
+        tensors_present = iter([_view(payload, start, layout) for start, layout in zip(inside, present, strict=True)])
     else:
-        views = [(_view(block, start, layout), layout) for start, layout in zip(starts, there, strict=True)]
-        found = iter([_placed(tensor, layout, device) for tensor, layout in views])
-    tensors = tuple(None if layout is None else next(found) for layout in layouts)
-    return Message(kind, n, tensors, wanted, report, note)  # type: ignore[arg-type]
+        views = [(_view(block, start, layout), layout) for start, layout in zip(starts, present, strict=True)]
+        tensors_present = iter([_placed(tensor, layout, device) for tensor, layout in views])
+    tensors = tuple(None if layout is None else next(tensors_present) for layout in layouts)
+    return Message(kind, n, tensors, needs_grad, report, note)  # type: ignore[arg-type]
 
 
 Parts = list[tuple[TensorLayout | None, Tensor | None]]
@@ -174,7 +174,7 @@ def _parts(tensors: Sequence[Tensor | None]) -> Parts:
 
 def _header(message: Message, layouts: Sequence[TensorLayout | None]) -> bytes:
     places = [None if x is None else [x.dtype, x.sizes, x.strides, x.line] for x in layouts]
-    head = {"k": message.kind, "n": message.microbatch, "w": message.wanted, "t": places, "x": message.note}
+    head = {"k": message.kind, "n": message.microbatch, "w": message.needs_grad, "t": places, "x": message.note}
     return json.dumps(head, separators=(",", ":")).encode()
 
 
@@ -193,13 +193,13 @@ def _pack(block: Tensor, starts: Sequence[int], parts: Parts) -> None:
 
 def _offsets(begin: int, layouts: Sequence[TensorLayout]) -> tuple[list[int], int]:
     """Where in the block each tensor begins, and how long the block is."""
-    found = []
+    starts = []
     end = begin
     for layout in layouts:
-        start = -(-end // ALIGNED) * ALIGNED + layout.line
-        found.append(start)
+        start = -(-end // ALIGNMENT) * ALIGNMENT + layout.line
+        starts.append(start)
         end = start + layout.extent * layout.type.itemsize
-    return found, end
+    return starts, end
 
 
 def _view(block: Tensor, start: int, layout: TensorLayout) -> Tensor:

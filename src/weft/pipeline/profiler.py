@@ -1,4 +1,4 @@
-"""The measured cost of every layer, each run alone on real data, and the bytes that pass between blocks."""
+"""Measures the cost of every layer, each run alone on real data, and the bytes that pass between blocks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,11 @@ Loss = Callable[[Any, Batch], Tensor]
 
 
 def profile_chain(
-    chain: Chain,
-    batch: Batch,
-    repeats: int = 5,
-    optimizer: Optimizer | None = None,
-    loss: Loss | None = None,
+    chain: Chain, batch: Batch, repeats: int = 5, optimizer: Optimizer | None = None, loss: Loss | None = None
 ) -> dict[str, tuple[float, float]]:
     """Seconds of forward and backward by layer name, medians over passes through the whole chain after one to warm up.
 
-    Candidates of a block are measured on what the block before them left; the first candidate's output goes on. Elastic
+    Candidates of a block are measured on the output of the block before; the first candidate's output goes on. Elastic
     layers are measured at the largest subnet. A pass goes from layer to layer, as training does, so that weights are no
     warmer in the caches than there. With an optimizer the update counts as part of the backward, and the loss with the
     layers of the last block. The weights are changed: give a copy of what is to be kept.
@@ -42,19 +38,19 @@ def profile_chain(
     chain.train()
     subnet = chain.largest()
     for _ in range(repeats + 1):
-        carry = chain.enter(batch)
+        activations = chain.enter(batch)
         for block in chain.blocks:
             following: Activations | None = None
             for name in block.candidates():
                 outputs, spent = _measure(
-                    chain, name, carry, extra_inputs(chain.layers[name], batch, subnet), updaters.get(name)
+                    chain, name, activations, extra_inputs(chain.layers[name], batch, subnet), updaters.get(name)
                 )
                 if loss is not None and block is chain.blocks[-1]:
-                    own = _measure_loss(loss, outputs, batch)
-                    spent = (spent[0] + own[0], spent[1] + own[1])
+                    loss_time = _measure_loss(loss, outputs, batch)
+                    spent = (spent[0] + loss_time[0], spent[1] + loss_time[1])
                 times[name].append(spent)
                 following = following or tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs)
-            carry = following or carry
+            activations = following or activations
     return {
         name: (statistics.median(t[0] for t in spent[1:]), statistics.median(t[1] for t in spent[1:]))
         for name, spent in times.items()
@@ -62,13 +58,13 @@ def profile_chain(
 
 
 def _measure(
-    chain: Chain, name: str, carry: Activations, side: Mapping[str, Any], updater: LayerOptimizer | None
+    chain: Chain, name: str, activations: Activations, extra: Mapping[str, Any], updater: LayerOptimizer | None
 ) -> tuple[Activations, tuple[float, float]]:
     trained = list(_trained(chain, name).values())
-    leaves = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in carry)
+    leaves = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in activations)
     inputs = detached_entry(leaves)
     began = _clock(inputs)
-    outputs = run_layer(chain.layers[name], chain.module(name), inputs, side)
+    outputs = run_layer(chain.layers[name], chain.module(name), inputs, extra)
     between = _clock(outputs)
     gradients = _backward(outputs, [*trained, *(x for x in leaves if x.requires_grad)])
     pairs = [(p, g) for p, g in zip(trained, gradients, strict=False) if g is not None]
@@ -107,15 +103,15 @@ def _trained(chain: Chain, name: str) -> dict[str, nn.Parameter]:
 
 def message_bytes(chain: Chain, batch: Mapping[str, Tensor]) -> list[float]:
     """The bytes that enter every block for one micro-batch, which a message has at a cut before that block."""
-    carry, subnet = chain.enter(batch), chain.largest()
-    found: list[float] = []
+    activations, subnet = chain.enter(batch), chain.largest()
+    sizes: list[float] = []
     with torch.no_grad():
         for block in chain.blocks:
-            found.append(float(sum(x.numel() * x.element_size() for x in carry)))
+            sizes.append(float(sum(x.numel() * x.element_size() for x in activations)))
             name = next(iter(block.candidates()))
             layer = chain.layers[name]
-            carry = run_layer(layer, chain.module(name), carry, extra_inputs(layer, batch, subnet))
-    return found
+            activations = run_layer(layer, chain.module(name), activations, extra_inputs(layer, batch, subnet))
+    return sizes
 
 
 def _backward(outputs: Activations, sources: list[Tensor]) -> Sequence[Tensor | None]:
@@ -125,7 +121,7 @@ def _backward(outputs: Activations, sources: list[Tensor]) -> Sequence[Tensor | 
     return torch.autograd.grad(graded, sources, [torch.ones_like(x) for x in graded], allow_unused=True)
 
 
-def _clock(carry: Activations) -> float:
-    if carry[0].is_cuda:
-        torch.cuda.synchronize(carry[0].device)
+def _clock(activations: Activations) -> float:
+    if activations[0].is_cuda:
+        torch.cuda.synchronize(activations[0].device)
     return time.perf_counter()

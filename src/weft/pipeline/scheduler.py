@@ -1,13 +1,13 @@
-"""The one rule: what a stage does next, as a pure state machine. Events go in, operations come out.
+"""The scheduler of a stage, as a pure state machine: events go in, the next operation comes out.
 
 An operation is ready when its input has arrived and every layer that it uses has the version that its consistency
 demands. Among ready backwards the smallest micro-batch goes first, else the smallest ready forward; at most
-``max_in_flight`` micro-batches are in flight on a stage, and the last place is kept for the oldest, without which
-stages deadlock.
+``max_in_flight`` micro-batches are in flight on a stage, and the last place is kept for the oldest: without it stages
+deadlock.
 
     2F0   forward of micro-batch 0 on stage 2          1B3   backward of micro-batch 3 on stage 1
 
-The simulator steps this very object, and so does the runtime.
+The simulator and the runtime step the same object.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.errors import ConsistencyError, nearest
 Kind = Literal["F", "B"]
 
 FORWARDS = "forwards"
-"""The counter of how many micro-batches, without a gap from the first on, have done their forward on a stage."""
+"""Counts the micro-batches, without a gap from the first on, that have done their forward on a stage."""
 
 
 class Op(NamedTuple):
@@ -39,7 +39,7 @@ class Op(NamedTuple):
 
 
 class LayerDependency(NamedTuple):
-    """A layer that a micro-batch uses: the slot that its gradient joins, and the versions that it must see."""
+    """A layer that a micro-batch uses: the slot that its gradient joins, and the versions that it must read."""
 
     layer: Hashable
     slot: int
@@ -52,10 +52,10 @@ DependenciesOf = Callable[[int], Sequence[LayerDependency]]
 
 
 CanAdmit = Callable[[int], bool]
-"""Whether the layers of a micro-batch are on the device or can be brought there."""
+"""Whether the layers of a micro-batch are on the device or can be loaded."""
 
 Counters = Callable[[Kind, int], Sequence[tuple[Hashable, int]]]
-"""What else an operation waits for: counters that only rise, and how far each must be."""
+"""What else an operation waits for: counters that only rise, and the value that each must reach."""
 
 
 SCHEDULES = ("1f1b", "gpipe", "naspipe")
@@ -99,7 +99,7 @@ class Scheduler:
         self,
         stage: int,
         stages: int,
-        uses: DependenciesOf,
+        dependencies_of: DependenciesOf,
         total: int,
         policy: SchedulePolicy,
         first: int = 0,
@@ -113,16 +113,16 @@ class Scheduler:
         """The oldest micro-batch whose backward is not finished here."""
         self.known = first
         """Micro-batches below this are registered with their layers."""
-        self._uses = uses
+        self._dependencies_of = dependencies_of
         self._layers: dict[Hashable, _Layer] = {}
-        self._needs: dict[int, Sequence[LayerDependency]] = {}
+        self._dependencies: dict[int, Sequence[LayerDependency]] = {}
         self._done: set[int] = set()
         self._missing: dict[tuple[Kind, int], int] = {}  # layers that an operation still waits for
         self._ready: dict[Kind, list[int]] = {"F": [], "B": []}
         self._counters = counters
         self._can_admit = can_admit
         self._reached: dict[Hashable, int] = {FORWARDS: first}
-        self._held: dict[Hashable, list[tuple[int, int, Kind]]] = {}  # heaps of (count, micro-batch, kind)
+        self._waiting_for: dict[Hashable, list[tuple[int, int, Kind]]] = {}  # heaps of (count, micro-batch, kind)
         self._forwarded: set[int] = set()
         self._waiting_forwards = 0
         self._last: Kind = "B"
@@ -134,15 +134,15 @@ class Scheduler:
             self._waiting_forwards += 1
         missing = 0
         self._register(microbatch + 1)
-        for need in self._needs[microbatch]:
-            version = need.backward if kind == "B" else need.forward
-            layer = self._layers[need.layer]
+        for dependency in self._dependencies[microbatch]:
+            version = dependency.backward if kind == "B" else dependency.forward
+            layer = self._layers[dependency.layer]
             if not layer.has(version):
                 heapq.heappush(layer.waiting, (version, microbatch, kind))
                 missing += 1
         for counter, count in self._counters(kind, microbatch) if self._counters is not None else ():
-            if self._far(counter) < count:
-                heapq.heappush(self._held.setdefault(counter, []), (count, microbatch, kind))
+            if self._count_of(counter) < count:
+                heapq.heappush(self._waiting_for.setdefault(counter, []), (count, microbatch, kind))
                 missing += 1
         if missing:
             self._missing[kind, microbatch] = missing
@@ -150,10 +150,10 @@ class Scheduler:
             heapq.heappush(self._ready[kind], microbatch)
 
     def advance_counter(self, counter: Hashable, count: int) -> None:
-        """A counter that operations may wait for is so far now."""
+        """Raises a counter that operations may wait for."""
         self._reached[counter] = count
-        held = self._held.get(counter)
-        while held and held[0][0] <= self._far(counter):
+        held = self._waiting_for.get(counter)
+        while held and held[0][0] <= self._count_of(counter):
             _, microbatch, kind = heapq.heappop(held)
             self._release(kind, microbatch)
 
@@ -164,8 +164,8 @@ class Scheduler:
 
     def next(self) -> Op | None:
         """The operation to start now, which is then in flight; None where the stage has to wait."""
-        for kind in self._order():
-            if self._could(kind):
+        for kind in self._preference():
+            if self._can_start(kind):
                 microbatch = heapq.heappop(self._ready[kind])
                 if kind == "F":
                     self.in_flight.add(microbatch)
@@ -176,9 +176,9 @@ class Scheduler:
         return None
 
     def complete_op(self, op: Op) -> list[tuple[Hashable, int]]:
-        """An operation is over. After a backward, the (layer, micro-batch) pairs whose gradients' turn has come.
+        """To be called after an operation; returns, after a backward, the (layer, micro-batch) pairs whose turn it is.
 
-        In the order of the list a layer gets its gradients in micro-batch order; one that is early comes up later.
+        In the order of the list a layer gets its gradients in micro-batch order; an early gradient comes up later.
         """
         if op.kind == "F":
             self._forwarded.add(op.microbatch)
@@ -198,25 +198,27 @@ class Scheduler:
             self._done.remove(self.oldest)
             self.oldest += 1
         turns: list[tuple[Hashable, int]] = []
-        for layer in dict.fromkeys(need.layer for need in self._needs.pop(op.microbatch)):  # tied weights: once
+        for layer in dict.fromkeys(
+            dependency.layer for dependency in self._dependencies.pop(op.microbatch)
+        ):  # tied weights: once
             turns += self._apply(layer, op.microbatch)
         return turns
 
     def version(self, layer: Hashable) -> int | None:
-        """Updates of all slots below this are applied; None where nobody known uses the layer any more."""
+        """Updates of all slots below this are applied; None where no known micro-batch uses the layer any more."""
         known = self._layers.get(layer)
         return known.users[0][1] if known and known.users else None
 
     def end(self, total: int) -> None:
-        """Nothing from this micro-batch on will be done; none of it may have been admitted."""
+        """Ends the run before this micro-batch, which must not have been admitted."""
         if total < self.known:
             raise ConsistencyError(f"the run cannot end at micro-batch {total}: {self.known - 1} is already under way")
         self.total = total
         self.advance_counter(FORWARDS, self.forwarded)
 
-    def needs(self, op: Op) -> Sequence[LayerDependency]:
+    def dependencies(self, op: Op) -> Sequence[LayerDependency]:
         """The layers that an operation uses here."""
-        return self._needs[op.microbatch]
+        return self._dependencies[op.microbatch]
 
     def complete(self, layer: Hashable, slot: int, last: int) -> bool:
         """Whether every gradient of a slot of the layer, whose last micro-batch is ``last``, has had its turn."""
@@ -227,16 +229,16 @@ class Scheduler:
     def done(self) -> bool:
         return self.finished_count == self.total
 
-    def _far(self, counter: Hashable) -> float:
-        """How far a counter is; no more forwards come once all are done, so nothing waits for later ones."""
+    def _count_of(self, counter: Hashable) -> float:
+        """The value of a counter; infinite for forwards once all are done, so that nothing waits for later ones."""
         return math.inf if counter == FORWARDS and self.forwarded >= self.total else self._reached.get(counter, 0)
 
-    def _order(self) -> tuple[Kind, ...]:
+    def _preference(self) -> tuple[Kind, ...]:
         if self.policy.schedule == "1f1b" or (self.policy.schedule == "naspipe" and self._last == "F"):
             return ("B", "F")
         return ("F", "B")
 
-    def _could(self, kind: Kind) -> bool:
+    def _can_start(self, kind: Kind) -> bool:
         ready = self._ready[kind]
         if kind != "F" or not ready:
             return bool(ready)
@@ -248,20 +250,20 @@ class Scheduler:
         return free > (1 if reserved else 0)
 
     def _admit(self) -> None:
-        # The first stage makes its own inputs; it looks ahead no further than the others' receive buffers hold.
+        # The first stage makes its own inputs, no further ahead than the receive buffers of the others hold.
         if self.stage == 0:
             while self.known < self.total and self._waiting_forwards < self.policy.max_in_flight:
                 self.arrived("F", self.known)
 
     def _register(self, until: int) -> None:
         for microbatch in range(self.known, until):
-            needs = self._needs[microbatch] = self._uses(microbatch)
-            for need in needs:
-                layer = self._layers.get(need.layer)
+            dependencies = self._dependencies[microbatch] = self._dependencies_of(microbatch)
+            for dependency in dependencies:
+                layer = self._layers.get(dependency.layer)
                 if layer is None:
-                    layer = self._layers[need.layer] = _Layer()
+                    layer = self._layers[dependency.layer] = _Layer()
                 if not layer.users or layer.users[-1][0] != microbatch:
-                    layer.users.append((microbatch, need.slot))
+                    layer.users.append((microbatch, dependency.slot))
         self.known = max(self.known, until)
 
     def _apply(self, key: Hashable, microbatch: int) -> list[tuple[Hashable, int]]:
@@ -281,7 +283,7 @@ class Scheduler:
         return turns
 
     def _release(self, kind: Kind, microbatch: int) -> None:
-        """One of the things that an operation waits for is there."""
+        """An operation has one thing less to wait for."""
         self._missing[kind, microbatch] -= 1
         if not self._missing[kind, microbatch]:
             del self._missing[kind, microbatch]

@@ -91,12 +91,12 @@ def simulate(
         raise ConsistencyError(f"latency={latency}: a message cannot arrive before it is sent")
     stages = len(cut) + 1
     policies = policy if isinstance(policy, list) else [policy] * stages
-    pace, early, transfers = stage_speeds(speeds, stages), early_share(split), work.transfers(cut, bandwidth)
+    stage_speed, early, transfers = stage_speeds(speeds, stages), early_share(split), work.transfers(cut, bandwidth)
     schedulers = [
         Scheduler(
             s,
             stages,
-            work.uses(cut, s),
+            work.dependencies_of(cut, s),
             work.total,
             policies[s],
             counters=work.counters(cut, s, policies[s].max_in_flight),
@@ -122,7 +122,7 @@ def simulate(
         if op.microbatch not in nominal:
             nominal[op.microbatch] = work.stage_costs(cut, op.microbatch)
             left[op.microbatch] = 2 * stages
-        time = nominal[op.microbatch][stage][op.kind == "B"] / pace[stage]
+        time = nominal[op.microbatch][stage][op.kind == "B"] / stage_speed[stage]
         left[op.microbatch] -= 1
         if not left[op.microbatch]:
             del nominal[op.microbatch], left[op.microbatch]
@@ -163,7 +163,7 @@ def simulate(
             f"the schedule cannot go on: stage {stuck.stage} has finished {stuck.finished_count} of {work.total}"
         )
     steady = _steady_idle(spans, stages)
-    done = sum(time * speed for time, speed in zip(busy, pace, strict=True))
+    done = sum(time * speed for time, speed in zip(busy, stage_speed, strict=True))
     kept = tuple(spans) if keep_spans else ()
     return Simulated(stages, work.steps, now, done, tuple(busy), tuple(peak), steady, kept)
 

@@ -1,7 +1,7 @@
-"""One stage: its own layers, the micro-batches in flight on it, and the updates that fall due. No processes here.
+"""One stage: its layers, the micro-batches in flight on it, and the updates that fall due. No processes here.
 
-A forward keeps a tape until the gradient of what it gave comes back. A backward gives gradients; each layer gets them
-in micro-batch order (the scheduler says whose turn it is), and is updated when those of a slot are all there.
+A forward keeps a tape until the gradient of its outputs comes back. Each layer gets the gradients of backwards in
+micro-batch order (the scheduler says whose turn it is), and is updated when those of a slot are complete.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from weft.data import Batch
 from weft.engine.batch_stats import BatchStatsRecord
 from weft.engine.bilevel import check_unrolled
 from weft.engine.cuda_graphs import CudaGraphCache, Gradients
-from weft.engine.grad_clip import NORMS
+from weft.engine.grad_exchange import NORMS, TIES
 from weft.engine.tape import Tape
-from weft.engine.tied_weights import TIES
-from weft.engine.train_step import TrainStep, detached
+from weft.engine.train_step import TrainStep
 from weft.pipeline.layer_updates import TEACHER, LayerUpdates
 from weft.pipeline.scheduler import Kind, LayerDependency
-from weft.pipeline.workload import forwards_first
+from weft.pipeline.workload import forwards_to_await
 from weft.space import Subnet
-from weft.supernet import Activations, Chain, Layer, extra_inputs
+from weft.supernet import Activations, Chain, Layer
 from weft.supernet.partition import Cut
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlight:
     """A micro-batch between its forward and its backward."""
 
     tape: Tape
@@ -57,103 +56,95 @@ class Stage(LayerUpdates):
         check_unrolled(config, len(cut) + 1)
         super().__init__(chain, config, device, cut, index)
         self.index, self.stages = index, len(cut) + 1
-        self.ordered = {name for name, w in self.weights.items() if w.parameters or w.statistics.norms}
+        self.ordered = {name for name, w in self.weights.items() if w.parameters or w.batch_stats.norms}
         """Layers whose micro-batches must keep to an order; the others hold nothing that training changes."""
         for name, weights in self.weights.items():
             if name not in self.ordered and self.stages > 1:
                 weights.refuse_buffers()
-        self._clocks = {self.weights[name].clock for name in self.ordered}
+        self._schedules = {self.weights[name].schedule for name in self.ordered}
         self._graphs = graphs
         self._split_backward = split_backward
-        self._flights: dict[int, _Flight] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._routes: dict[int, list[Layer]] = {}
 
     def reads_batch(self) -> bool:
         """Whether this stage needs batches: for the chain's input, the loss, or a layer's side inputs."""
         return self.is_first or self.is_last or any(w.layer.side for w in self.weights.values())
 
-    def uses(self, n: int) -> list[LayerDependency]:
-        """What micro-batch n needs here, as the scheduler takes it."""
-        found: list[LayerDependency] = []
+    def dependencies(self, n: int) -> list[LayerDependency]:
+        """The layers that micro-batch n uses here, for the scheduler."""
+        used: list[LayerDependency] = []
         for layer in self._route(n):
             if layer.name in self.ordered:
-                at = self.weights[layer.name].clock
-                found.append(LayerDependency(layer.name, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
+                at = self.weights[layer.name].schedule
+                used.append(LayerDependency(layer.name, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
         if self.config.distill is not None and self.is_last:
             # The teacher's outputs in step i are like a version: the first micro-batch makes them, and the others wait
             # for them. Those of the next step wait for the others.
             i, j = divmod(n, self.config.microbatches)
-            found.append(LayerDependency(TEACHER, 2 * i + bool(j), 2 * i + bool(j), 0))
-        return found
+            used.append(LayerDependency(TEACHER, 2 * i + bool(j), 2 * i + bool(j), 0))
+        return used
 
     def counters(self, kind: Kind, n: int) -> list[tuple[Hashable, int]]:
         """What an operation waits for beside versions: the norms that updates are scaled by, and the gradients that
         tied weights share; and, with one copy, a backward that must see an update for the forwards that must not."""
-        found: list[tuple[Hashable, int]] = []
-        for at in self._clocks:
+        counters: list[tuple[Hashable, int]] = []
+        for at in self._schedules:
             # A gradient joins its slot when the slots before it are applied, whatever its backward reads.
             version = at.slot(n) if kind == "B" else at.forward_reads(n)
             if self.clipper is not None and version > self.clipper.delay:
-                found.append((NORMS, version - self.clipper.delay))
+                counters.append((NORMS, version - self.clipper.delay))
             if self.ties is not None and self.ties.layers and version > self.ties.delay:
-                found.append((TIES, version - self.ties.delay))
+                counters.append((TIES, version - self.ties.delay))
             if self.one_copy:
-                found += forwards_first(at, kind, n)
-        return found
+                counters += forwards_to_await(at, kind, n)
+        return counters
 
     def forward(self, n: int, activations: Activations, batch: Batch) -> tuple[Activations, Tensor | None]:
         """Runs micro-batch n through the stage's layers; on the last stage also its loss, as a report."""
-        i, j = divmod(n, self.config.microbatches)
         if self.is_first:
             activations = self.chain.enter(batch)
         in_background = None if self.offload is None else self.offload.prefetch_during
         tape = Tape(n, activations, self._graphs, not self.is_first, self._split_backward, in_background)
         records: dict[str, BatchStatsRecord] = {}
-        subnet = self.subnet(n)
         with self.config.autocast(self.device):
-            for layer in self._route(n):
-                weights = self.weights[layer.name]
-                self.seeder.set(i, j, layer.name)
-                tape.forward(weights, extra_inputs(layer, batch, subnet), self.config.trains(layer, i))
-                if weights.statistics.norms:
-                    records[layer.name] = weights.statistics.record(copy=True)
-                    if weights.revocable:
-                        weights.statistics.clear()
+            for weights in self.run_layers(tape, n, self._route(n), batch):
+                if weights.batch_stats.norms:
+                    records[weights.layer.name] = weights.batch_stats.record(copy=True)
+                    if weights.can_undo_forward:
+                        weights.batch_stats.clear()
             if not self.is_last:
-                self._flights[n] = _Flight(tape, activations, batch, tape.carry, records)
-                return tape.carry, None
-            self.seeder.set(i, j, "loss")
-            outputs, loss = self.config.loss_of(tape.outputs(), batch, self._teacher_outputs if j else None)
-            if self.config.distill is not None and j == 0:
-                self._teacher_outputs = detached(outputs)
-        self._flights[n] = _Flight(tape, activations, batch, (loss,), records)
+                self._in_flight[n] = _InFlight(tape, activations, batch, tape.activations, records)
+                return tape.activations, None
+            outputs, loss = self.compute_loss(tape, n, batch)
+        self._in_flight[n] = _InFlight(tape, activations, batch, (loss,), records)
         return (loss,), self._report(loss, self.config.measure(outputs, batch))
 
     def backward(self, n: int, gradients: Gradients, counts: bool) -> Gradients:
-        """The gradients of what the stage took, from those of what it gave; ``weight_gradients`` goes with it.
+        """The gradients of the stage's inputs, from those of its outputs; to be followed by ``weight_gradients``.
 
         A micro-batch that does not ``count``, because its loss is not a number, leaves no trace.
         """
-        flight = self._flights[n]
-        flight.counts = counts
+        micro = self._in_flight[n]
+        micro.counts = counts
         if not counts:
-            for weights in flight.tape.used:
-                weights.forget(n)
+            for weights in micro.tape.used:
+                weights.undo_forward(n)
             return ()
-        flight.tape.backward_inputs(flight.outputs, (self._loss_gradient,) if self.is_last else gradients)
-        return flight.tape.back
+        micro.tape.backward_inputs(micro.outputs, (self._loss_gradient,) if self.is_last else gradients)
+        return micro.tape.input_gradients
 
     def weight_gradients(self, n: int) -> None:
         """After the backward: the gradients of the layers, each of which waits for its turn."""
-        flight = self._flights.pop(n)
+        micro = self._in_flight.pop(n)
         self._routes.pop(n, None)
-        for name, gradients in flight.tape.backward_weights().items() if flight.counts else ():
+        for name, gradients in micro.tape.backward_weights().items() if micro.counts else ():
             if name in self.ordered:
-                self.stash(name, n, gradients, flight.records.get(name))
+                self.stash(name, n, gradients, micro.records.get(name))
 
     def first_nonfinite_layer(self, n: int) -> str:
-        """What on this stage first makes a number of micro-batch n not finite; empty where it came in so already."""
-        return self.first_nonfinite(n, self._flights[n].inputs, self._flights[n].batch)
+        """What on this stage first makes a value of micro-batch n not finite; empty where its inputs are so."""
+        return self.first_nonfinite(n, self._in_flight[n].inputs, self._in_flight[n].batch)
 
     def modules(self, subnet: Subnet) -> list[nn.Module]:
         """The modules of the layers that a subnet uses here."""
@@ -161,7 +152,7 @@ class Stage(LayerUpdates):
 
     def _route(self, n: int) -> list[Layer]:
         if n not in self._routes:
-            self._routes[n] = self.route(self.subnet(n))
+            self._routes[n] = self.route(self.config.subnet(n))
         return self._routes[n]
 
     def _report(self, loss: Tensor, metrics: Mapping[str, tuple[Tensor, float]]) -> Tensor:

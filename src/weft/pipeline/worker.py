@@ -1,5 +1,7 @@
-"""A stage at work: messages in, the scheduler's choice done, messages out. Where they come from and go to is not known
-here, so that tests can step many workers in one process under any timing."""
+"""Runs one stage: takes messages in, does the operation that the scheduler chooses, sends messages out.
+
+The links are not known here, so that tests can step many workers in one process under any timing.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from weft.data import Batch
-from weft.engine.grad_clip import NORMS
-from weft.engine.layer_state import Snapshot
-from weft.engine.tied_weights import TIES, Sent
+from weft.engine.grad_exchange import NORMS, TIES, TiedGradients
+from weft.engine.layer_state import CheckpointPart
 from weft.errors import PipelineError
 from weft.pipeline.message import Message
 from weft.pipeline.scheduler import Op, SchedulePolicy, Scheduler
@@ -29,7 +30,7 @@ BatchOf = Callable[[int], Batch]
 
 @dataclass(slots=True)
 class WorkerStats:
-    """What the schedule of a stage was like so far: seconds that decisions took, and the most in flight."""
+    """Seconds that decisions have taken so far, and the most micro-batches in flight."""
 
     deciding: float = 0.0
     peak: int = 0
@@ -37,19 +38,19 @@ class WorkerStats:
 
 @dataclass(slots=True)
 class OpResult:
-    """An operation that is over: when it ran, with its updates, and from when to when those did.
+    """When an operation ran, and when its updates did.
 
-    ``late`` are updates that had to wait until this operation was due, and came before it.
+    ``deferred_updates`` counts earlier updates that were applied just before it, since it had to read them.
     """
 
     op: Op
     start: float
     end: float
     update: tuple[float, float] | None = None
-    updated: int = 0
-    late: int = 0
+    updates: int = 0
+    deferred_updates: int = 0
     prepared: float = 0.0
-    snapshots: list[Snapshot] = field(default_factory=list)
+    snapshots: list[CheckpointPart] = field(default_factory=list)
 
 
 class Worker:
@@ -66,14 +67,16 @@ class Worker:
         every: int | None = None,
     ) -> None:
         self.stage = stage
-        # Updates that wait for later forwards would keep layers at hand that those need the room of.
+        # Updates that wait for later forwards would keep layers on the device in the place that those need.
         stage.one_copy = stage.one_copy and policy.max_in_flight >= stage.stages - stage.index and stage.offload is None
         waits = stage.one_copy or stage.clipper is not None or stage.ties is not None
         counters = stage.counters if waits else None
         can_admit = None if stage.offload is None else stage.offload.can_start
         if stage.offload is not None:
             stage.offload.begin_run(first, until)
-        self.scheduler = Scheduler(stage.index, stage.stages, stage.uses, until, policy, first, counters, can_admit)
+        self.scheduler = Scheduler(
+            stage.index, stage.stages, stage.dependencies, until, policy, first, counters, can_admit
+        )
         stage.forwarded = first
         if stage.clipper is not None:
             self.scheduler.advance_counter(NORMS, stage.clipper.count)
@@ -81,9 +84,9 @@ class Worker:
             self.scheduler.advance_counter(TIES, stage.ties.count)
         self.stats = WorkerStats()
         self.reports: list[tuple[int, Tensor]] = []
-        """Loss and metrics by micro-batch, in order of arrival; whoever keeps them takes them out."""
+        """Loss and metrics by micro-batch, in order of arrival; the caller takes them out."""
         self.on_start: Callable[[Op], None] | None = None
-        """Is told which operation begins."""
+        """Called with the operation that begins."""
         self._batch_of = batch_of
         self._send = send
         self._inbox: dict[tuple[str, int], Message] = {}
@@ -97,16 +100,16 @@ class Worker:
         return self.scheduler.done and self.stage.has_sums(self.scheduler.total)
 
     def receive(self, message: Message) -> None:
-        """Activations or gradients from a neighbour, or word that the run ends early."""
+        """Takes a message of a neighbour."""
         match message.kind:
             case "end":
                 self.end(message.microbatch)
             case "norm" | "total":
-                self._learn(message)
+                self._receive_norm(message)
             case "tie":
                 assert self.stage.ties is not None
-                self._share(self.stage.ties.received(message.microbatch, message.tensors[0]))
-                self._pass_on()
+                self._send_tied(self.stage.ties.received(message.microbatch, message.tensors[0]))
+                self._exchange()
             case kind:
                 self._inbox[kind, message.microbatch] = message
                 if kind == "B" and message.report is not None:
@@ -114,19 +117,19 @@ class Worker:
                 self.scheduler.arrived(kind, message.microbatch)
 
     def end(self, until: int) -> None:
-        """Stops before micro-batch ``until``; the stages behind are told."""
+        """Stops before micro-batch ``until``, and tells the stages behind."""
         self.scheduler.end(until)
         if not self.stage.is_last:
             self._send(self.stage.index + 1, Message("end", until))
 
     def work(self) -> OpResult | None:
-        """Does the next operation; None where there is nothing to do before something arrives."""
+        """Does the next operation; None where the stage has to wait for a message."""
         before = time.perf_counter()
         op = self.scheduler.next()
         if op is None:
             return None
         self.stats.peak = max(self.stats.peak, len(self.scheduler.in_flight))
-        needs = self.scheduler.needs(op)
+        dependencies = self.scheduler.dependencies(op)
         if self.on_start is not None:
             self.on_start(op)
         offload = self.stage.offload
@@ -135,7 +138,7 @@ class Worker:
         start = time.perf_counter()
         self._register_snapshots()
         updates = self.stage.updates
-        self.stage.apply_due(needs, op.kind, self.scheduler.oldest)
+        self.stage.apply_due(dependencies, op.kind, self.scheduler.oldest)
         late, prepared = self.stage.updates - updates, time.perf_counter()
         if op.kind == "F":
             self._forward(op.microbatch)
@@ -156,39 +159,39 @@ class Worker:
             end = now = time.perf_counter()
             updated = self.stage.updates - updates
             done = OpResult(op, start, end, (decided, end) if updated else None, updated)
-            self._pass_on()
+            self._exchange()
             done.snapshots = self.stage.ready_snapshots(self.scheduler.oldest) if self.stage.snapshots else []
             if offload is not None:
                 offload.finish(op.microbatch)
-        done.late, done.prepared = late, prepared
+        done.deferred_updates, done.prepared = late, prepared
         self.stats.deciding += start - before + (now - end)
         return done
 
-    def finish(self, save: bool = False) -> list[Snapshot]:
-        """After the last operation: what still waits is applied, and the last snapshots are taken.
+    def finish(self, save: bool = False) -> list[CheckpointPart]:
+        """After the last operation: applies updates that still wait, and returns the last parts of checkpoints.
 
         With ``save`` the end is a checkpoint whatever its number.
         """
         until = self.scheduler.total
         self._register_snapshots(until)
-        if save and (not self._span or until % self._span):  # else it is one of those that come by themselves
-            self.stage.snapshots.append(Snapshot(until))
+        if save and (not self._span or until % self._span):  # else it is a regular checkpoint
+            self.stage.snapshots.append(CheckpointPart(until))
         self.stage.finish(until)
         return self.stage.ready_snapshots(until)
 
-    def _learn(self, message: Message) -> None:
+    def _receive_norm(self, message: Message) -> None:
         clipper, value = self.stage.clipper, message.tensors[0]
         assert clipper is not None and value is not None  # noqa: PT018
-        self._pass(clipper.received(message.kind, message.microbatch, value))
-        self._pass_on()
+        self._send_norms(clipper.received(message.kind, message.microbatch, value))
+        self._exchange()
 
-    def _pass_on(self) -> None:
-        """Sums go on as far as they can by now, and what has waited for them comes after."""
+    def _exchange(self) -> None:
+        """Sends sums on as far as they are known, and applies the updates that have waited for them."""
         clipper, ties = self.stage.clipper, self.stage.ties
         if clipper is not None:
-            self._pass(clipper.advance(self.scheduler.oldest))
+            self._send_norms(clipper.advance(self.scheduler.oldest))
         if ties is not None:
-            self._share(ties.advance(self.scheduler.oldest))
+            self._send_tied(ties.advance(self.scheduler.oldest))
         if clipper is not None or ties is not None:
             self.stage.apply_ready(self.scheduler.oldest)
         if clipper is not None:
@@ -196,19 +199,19 @@ class Worker:
         if ties is not None:
             self.scheduler.advance_counter(TIES, ties.count)
 
-    def _pass(self, sums: list[tuple[str, int, Tensor]]) -> None:
+    def _send_norms(self, sums: list[tuple[str, int, Tensor]]) -> None:
         for kind, slot, value in sums:
             to = self.stage.index + (1 if kind == "total" else -1)
             self._send(to, Message("total" if kind == "total" else "norm", slot, (value,), (False,)))
 
-    def _share(self, gradients: Sent) -> None:
+    def _send_tied(self, gradients: TiedGradients) -> None:
         for to, number, gradient in gradients:
             self._send(to, Message("tie", number, (gradient,), (False,)))
 
     def _register_snapshots(self, until: int | None = None) -> None:
         reach = self.scheduler.known if until is None else until
         while self._span and self._boundary <= reach:
-            self.stage.snapshots.append(Snapshot(self._boundary))
+            self.stage.snapshots.append(CheckpointPart(self._boundary))
             self._boundary += self._span
 
     def _forward(self, n: int) -> None:
@@ -217,7 +220,7 @@ class Worker:
         if message is not None:
             activations = tuple(
                 x.requires_grad_(wanted)  # type: ignore[union-attr]
-                for x, wanted in zip(message.tensors, message.wanted, strict=True)
+                for x, wanted in zip(message.tensors, message.needs_grad, strict=True)
             )
         batch = self._batch_of(n) if self.stage.reads_batch() else {}
         outputs, report = self.stage.forward(n, activations, batch)
@@ -230,17 +233,17 @@ class Worker:
         try:
             self._send(self.stage.index + 1, Message("F", n, outputs, tuple(x.requires_grad for x in outputs)))
         except PipelineError as problem:
-            last = self.stage.route(self.stage.subnet(n))[-1:]  # none where the blocks of this stage are skipped
+            last = self.stage.route(self.stage.config.subnet(n))[-1:]  # none where the blocks of this stage are skipped
             raise PipelineError(f"layer '{last[0].name}': {problem}" if last else str(problem)) from problem
 
     def _backward(self, n: int) -> None:
         message = self._inbox.pop(("B", n), None)
         report = self._reports.pop(n, None) if message is None else message.report
         assert report is not None
-        # A report on a device is of the last stage itself; it is looked at only where that is worth the wait.
-        looks = report.device.type == "cpu" or self.stage.config.on_nonfinite == "skip"
-        counts = not looks or bool(report[1])
-        stops = looks and self.stage.config.on_nonfinite == "stop" and not math.isfinite(float(report[0]))
+        # Only the last stage has its report on a device, and reads it only where that is worth the wait.
+        checks = report.device.type == "cpu" or self.stage.config.on_nonfinite == "skip"
+        counts = not checks or bool(report[1])
+        stops = checks and self.stage.config.on_nonfinite == "stop" and not math.isfinite(float(report[0]))
         note = ""
         if stops:
             note = (message.note if message is not None else "") or self.stage.first_nonfinite_layer(n)

@@ -1,4 +1,4 @@
-"""Which layers every micro-batch uses, and what they cost: all that a schedule depends on, without a tensor."""
+"""The layers that every micro-batch uses, and what they cost: all that a schedule depends on, without a tensor."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Shares = Callable[[int], list[list[tuple[int, Hashable]]]]
 
 @dataclass(frozen=True)
 class Workload:
-    """A run as the scheduler sees it."""
+    """A run as the scheduler knows it."""
 
     blocks: int
     microbatches: int
     steps: int
     picks: Picks
     consistency: Callable[[Hashable], Consistency | None]
-    """What a layer promises; None for a layer that is frozen and waits for nobody."""
+    """The consistency of a layer; None for a frozen layer, which waits for nothing."""
     costs: Costs | None = None
     sizes: Sequence[float] | None = None
     """Bytes that enter each block in the forward of one micro-batch, and leave it as gradients in its backward."""
-    _clocks: dict[tuple[int, Hashable], VersionSchedule | None] = field(
+    _schedules: dict[tuple[int, Hashable], VersionSchedule | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _equal: dict[VersionSchedule, VersionSchedule] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -47,48 +47,48 @@ class Workload:
         """Micro-batches in the run."""
         return self.steps * self.microbatches
 
-    def uses(self, cut: Cut, stage: int) -> DependenciesOf:
-        """The needs of a micro-batch on one stage of a cut, as a scheduler takes them."""
+    def dependencies_of(self, cut: Cut, stage: int) -> DependenciesOf:
+        """The layers that micro-batches use on one stage of a cut, for its scheduler."""
         shares = self._shares_of(cut)
 
-        def needs(n: int) -> list[LayerDependency]:
-            found = []
-            reads: dict[int, tuple[int, int, int]] = {}  # most layers have the same clock: read once
+        def dependencies(n: int) -> list[LayerDependency]:
+            used = []
+            reads: dict[int, tuple[int, int, int]] = {}  # most layers have the same schedule: read once
             for block, layer in shares(n)[stage]:
-                at = self._clock(block, layer)
+                at = self._schedule(block, layer)
                 if at is not None:
                     if id(at) not in reads:
                         reads[id(at)] = (at.slot(n), at.forward_reads(n), at.backward_reads(n))
-                    found.append(LayerDependency(layer, *reads[id(at)]))
-            return found
+                    used.append(LayerDependency(layer, *reads[id(at)]))
+            return used
 
-        return needs
+        return dependencies
 
-    def promises(self) -> set[Consistency]:
-        """What the layers that train promise, as far as the first micro-batches show."""
+    def consistencies(self) -> set[Consistency]:
+        """Those of the layers that train, as far as the first 64 micro-batches show."""
         seen = {layer for n in range(min(self.total, 64)) for _, layer in self.picks(n)}
-        return {promise for layer in seen if (promise := self.consistency(layer)) is not None}
+        return {consistency for layer in seen if (consistency := self.consistency(layer)) is not None}
 
     def counters(self, cut: Cut, stage: int, max_in_flight: int) -> Counters | None:
-        """What operations wait for beside versions, where one copy of the weights has to do."""
+        """What operations wait for beside versions, where there is one copy of the weights."""
         stages = len(cut) + 1
-        if max_in_flight < stages - stage or not single_copy(self.promises(), cut, self.blocks):
+        if max_in_flight < stages - stage or not single_copy(self.consistencies(), cut, self.blocks):
             return None
         block = 0 if stage == 0 else cut[stage - 1]
-        at = version_schedule(next(iter(self.promises())), block, self.blocks, self.microbatches, self.steps)
-        return lambda kind, n: forwards_first(at, kind, n)
+        at = version_schedule(next(iter(self.consistencies())), block, self.blocks, self.microbatches, self.steps)
+        return lambda kind, n: forwards_to_await(at, kind, n)
 
     def stage_costs(self, cut: Cut, n: int) -> list[tuple[float, float]]:
         """Forward and backward time of micro-batch n on every stage, on devices of speed 1."""
-        found = []
+        by_stage = []
         for share in self._shares_of(cut)(n):
             forward = backward = 0.0
             for _, layer in share:
                 one = (1.0, 2.0) if self.costs is None else self.costs[layer]
                 forward += one[0]
                 backward += one[1]
-            found.append((forward, backward))
-        return found
+            by_stage.append((forward, backward))
+        return by_stage
 
     def transfers(self, cut: Cut, bandwidth: float | None) -> list[float]:
         """How long a message occupies the link behind every stage but the last, either way; no time where None."""
@@ -115,23 +115,23 @@ class Workload:
             stages = stage_of(cut, self.blocks)
 
             def divide(n: int) -> list[list[tuple[int, Hashable]]]:
-                found: list[list[tuple[int, Hashable]]] = [[] for _ in range(len(cut) + 1)]
+                by_stage: list[list[tuple[int, Hashable]]] = [[] for _ in range(len(cut) + 1)]
                 for pick in self.picks(n):
-                    found[stages[pick[0]]].append(pick)
-                return found
+                    by_stage[stages[pick[0]]].append(pick)
+                return by_stage
 
             self._shares[cut] = lru_cache(1024)(divide)
         return self._shares[cut]
 
-    def _clock(self, block: int, layer: Hashable) -> VersionSchedule | None:
+    def _schedule(self, block: int, layer: Hashable) -> VersionSchedule | None:
         key = (block, layer)
-        if key not in self._clocks:
+        if key not in self._schedules:
             promised, made = self.consistency(layer), None
             if promised is not None:
                 made = version_schedule(promised, block, self.blocks, self.microbatches, self.steps)
                 made = self._equal.setdefault(made, made)
-            self._clocks[key] = made
-        return self._clocks[key]
+            self._schedules[key] = made
+        return self._schedules[key]
 
 
 def chain_workload(
@@ -158,10 +158,10 @@ def chain_workload(
 
 def stage_speeds(speeds: Sequence[float] | None, stages: int) -> list[float]:
     """The speed of every stage, 1 where none are given; raises ConsistencyError unless there is one for each."""
-    found = [1.0] * stages if speeds is None else list(speeds)
-    if len(found) != stages or min(found) <= 0:
-        raise ConsistencyError(f"speeds={found}: {stages} stages need {stages} speeds, each more than 0")
-    return found
+    checked = [1.0] * stages if speeds is None else list(speeds)
+    if len(checked) != stages or min(checked) <= 0:
+        raise ConsistencyError(f"speeds={checked}: {stages} stages need {stages} speeds, each more than 0")
+    return checked
 
 
 def early_share(split: float | None) -> float:
@@ -173,9 +173,9 @@ def early_share(split: float | None) -> float:
     return split
 
 
-# Where one copy of the weights is enough under ``bounded``: the real pipeline is the virtual one.
+# One copy of the weights is enough under ``bounded`` where the real pipeline is the virtual one.
 #
-# An update then waits for the forwards that must see the version before it. At most L - 1 micro-batches are in flight
+# An update then waits for the forwards that must read the version before it. At most L - 1 micro-batches are in flight
 # at that moment, so a window of L = depth - stage never stands in the way, and no older version is ever read.
 
 
@@ -188,28 +188,28 @@ def virtual_cut(depth: int, blocks: int) -> Cut:
     return tuple(-(-stage * blocks // depth) for stage in range(1, depth))
 
 
-def moving(promises: Iterable[Consistency]) -> Bounded | None:
-    """The one consistency of all layers, if it is one whose backwards move on to the newest weights."""
-    found = set(promises)
-    one = next(iter(found)) if len(found) == 1 else None
+def common_bounded(consistencies: Iterable[Consistency]) -> Bounded | None:
+    """The consistency of all layers, if they have one in common whose backwards read the newest weights."""
+    distinct = set(consistencies)
+    one = next(iter(distinct)) if len(distinct) == 1 else None
     return one if isinstance(one, Bounded) else None
 
 
-def single_copy(promises: Iterable[Consistency], cut: Cut, blocks: int) -> bool:
-    """Whether the layers with these promises, all that train, need no second copy on the stages of this cut."""
-    one = moving(promises)
+def single_copy(consistencies: Iterable[Consistency], cut: Cut, blocks: int) -> bool:
+    """Whether one copy of the weights is enough for layers with these consistencies on the stages of this cut."""
+    one = common_bounded(consistencies)
     return one is not None and len(cut) + 1 == one.depth and tuple(cut) == virtual_cut(one.depth, blocks)
 
 
-def forwards_first(at: VersionSchedule, kind: Kind, n: int) -> list[tuple[Hashable, int]]:
-    """A backward that must see an update waits for the forwards that must not."""
+def forwards_to_await(at: VersionSchedule, kind: Kind, n: int) -> list[tuple[Hashable, int]]:
+    """A backward that must read an update waits for the forwards that must not."""
     version = at.backward_reads(n) if kind == "B" else 0
     return [(FORWARDS, 1 + at.last_reader(version - 1))] if version else []
 
 
-def in_flight_limits(stages: int, one_copy: bool, given: int | None, microbatches: int = 1) -> list[int]:
-    """How many micro-batches each stage may have in flight: as many as were given, else what one copy needs and no
-    more, else those of two steps for every stage, since operations never take equally long."""
-    if given is not None:
-        return [given] * stages
+def in_flight_limits(stages: int, one_copy: bool, max_in_flight: int | None, microbatches: int = 1) -> list[int]:
+    """How many micro-batches each stage may have in flight: ``max_in_flight`` if given, else what one copy needs, else
+    those of two steps for every stage, since operations never take equally long."""
+    if max_in_flight is not None:
+        return [max_in_flight] * stages
     return [stages - stage for stage in range(stages)] if one_copy else [2 * stages * microbatches] * stages

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from weft.utils.callable import make_callable
+from weft.utils.imports import make_callable
 
 if TYPE_CHECKING:
     from torch import nn

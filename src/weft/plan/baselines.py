@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from weft.plan.configurations import ParallelConfig, solve_config
-from weft.plan.costs import PlanCost, SplitFilter, layer_of
-from weft.plan.graph import PARAMETER, Graph, batch_dims
+from weft.plan.costs import PlanCost, SplitFilter
+from weft.plan.graph import PARAMETER, Graph, batch_dims, layer_of
 from weft.plan.options import PlanRequest
 from weft.plan.redistribution import meshes
 from weft.plan.sharding import REPLICATED, Mesh, OpSplit, splits

@@ -6,7 +6,7 @@ They are enumerated, the most promising first, and each is solved for the splits
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,15 +14,16 @@ from functools import lru_cache
 import numpy as np
 
 from weft.hardware.machine import Machine
-from weft.plan.costs import PlanCost, SplitFilter, Tables, TrainingSpec, memories, tables
+from weft.plan.costs import PlanCost, SplitFilter, Tables, TrainingSpec, memories, split_choices, tables
 from weft.plan.graph import PARAMETER, Graph, batch_size, microbatch
 from weft.plan.options import PlanRequest
 from weft.plan.pipeline_stages import OpLoad, StageCut, cut, stage_anchors
-from weft.plan.redistribution import meshes
-from weft.plan.sharding import Mesh
+from weft.plan.redistribution import gathered_bytes, meshes
+from weft.plan.sharding import Mesh, OpSplit
 from weft.plan.solver import OverLimit, solve
 
 SECONDS = 5.0  # for one solution; what it then proves is its bound
+_RESERVATIONS = 4  # solutions on one stage, each of which leaves room for what the one before gathers
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,10 @@ def solve_config(
     if _step_seconds(config, bound, found) >= beat:
         raise NotFaster(always=True)
     # The memory of all stages together is a limit that is never too tight; then ever tighter, until a cut keeps each.
-    for share in (1.0, 0.9, 0.8, 0.65, 0.5) if config.stages > 1 else (1.0,):
-        total = share * config.stages * limit
+    # On one stage room is left for the weights that the splits before would gather.
+    reserved = 0.0
+    for share in (1.0, 0.9, 0.8, 0.65, 0.5) if config.stages > 1 else (1.0,) * _RESERVATIONS:
+        total = share * config.stages * limit - reserved
         if least > total:
             break
         picked = (
@@ -91,7 +94,7 @@ def solve_config(
             if found.weight(free.assignment) <= total
             else solve(found.problem(total), tolerance=tolerance, time_limit=seconds)
         )
-        if share == 1.0:
+        if share == 1.0 and not reserved:
             bound = max(bound, picked.bound)  # of a tighter limit than there is, it would be none
             if _step_seconds(config, bound, found) >= beat:
                 raise NotFaster(always=False)
@@ -103,9 +106,19 @@ def solve_config(
                 > price_assignment(config, machine, found, free.assignment, math.inf).cost.step_time
             )
             return replace(made, memory_bound=memory_bound)
-    # If anything fits, then the lightest splits do.
+        if config.stages == 1:
+            splits = _splits(found, picked.assignment)
+            gathered = max(gathered_bytes(config.graph, config.mesh, splits, config.training.recompute))
+            if gathered <= reserved:
+                break
+            reserved = gathered
+    # The lightest splits fit where any do, but for what they gather.
     light = tuple(int(memory.argmin()) for memory in found.memory)
     return replace(price_assignment(config, machine, found, light, limit, bound), memory_bound=True)
+
+
+def _splits(found: Tables, assignment: Sequence[int]) -> tuple[OpSplit, ...]:
+    return tuple(splits[k] for splits, k in zip(found.splits, assignment, strict=True))
 
 
 def _step_seconds(config: ParallelConfig, total: float, found: Tables) -> float:
@@ -138,7 +151,8 @@ def price_assignment(
     step = (total + (count - 1) * max(stage_cut.seconds)) / count
     moving = math.fsum(load.seconds for load in loads) - compute + math.fsum(stage_cut.sent)
     fullest = max(range(stages), key=lambda stage: stage_cut.memory[stage])
-    kept = math.fsum(load.kept for load, stage in zip(loads, stage_cut.stage, strict=True) if stage == fullest)
+    own = [load for load, stage in zip(loads, stage_cut.stage, strict=True) if stage == fullest]
+    kept = math.fsum(load.kept for load in own) + max((load.gathered for load in own), default=0.0)
     ideal = total / stages
     return SolvedConfig(
         config,
@@ -180,11 +194,13 @@ def _loads(config: ParallelConfig, machine: Machine, found: Tables, assignment: 
     seconds = [float(costs[k]) for costs, k in zip(found.compute, assignment, strict=True)]
     for (source, reader), table in found.moves.items():
         seconds[reader] += float(table[assignment[source], assignment[reader]])
+    gathered = gathered_bytes(config.graph, config.mesh, _splits(found, assignment), config.training.recompute)
     loads = []
     for place, (operator, launch) in enumerate(zip(config.graph.operators, launches_of(config, machine), strict=True)):
         memory = float(found.memory[place][assignment[place]])
         parameter = operator.kind == PARAMETER
-        loads.append(OpLoad(seconds[place], memory if parameter else 0.0, 0.0 if parameter else memory, launch))
+        kept, activations = (memory, 0.0) if parameter else (0.0, memory)
+        loads.append(OpLoad(seconds[place], kept, activations, launch, gathered[place]))
     return loads
 
 
@@ -199,6 +215,15 @@ def send_seconds(machine: Machine, config: ParallelConfig) -> float:
 def least_memory(config: ParallelConfig, allowed: SplitFilter | None = None) -> float:
     """The fewest bytes that any splits need, of one device of each stage together."""
     return math.fsum(_least(config, allowed))
+
+
+def lightest_memory(config: ParallelConfig) -> float:
+    """Bytes of a device under the lightest splits on one stage, with what these gather: a plan that surely fits."""
+    found = memories(config.graph, config.mesh, config.training)
+    choices = split_choices(config.graph, config.mesh, None)
+    lightest = [own[int(memory.argmin())] for own, memory in zip(choices, found, strict=True)]
+    gathered = gathered_bytes(config.graph, config.mesh, lightest, config.training.recompute)
+    return math.fsum(float(memory.min()) for memory in found) + max(gathered)
 
 
 def least_of_stage(config: ParallelConfig) -> float:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from weft.errors import PlanError
 from weft.hardware.machine import Machine
-from weft.plan.graph import PARAMETER, Dim, Graph, Operator, Tensor
-from weft.plan.redistribution import Redistribution, grad_placements
+from weft.plan.graph import PARAMETER, Dim, Graph, Operator, Tensor, layer_of
+from weft.plan.redistribution import Redistribution, gathered_again, grad_placements
 from weft.plan.sharding import (
     Mesh,
     OpSplit,
@@ -106,9 +106,9 @@ def tables(
     stage a parameter is fetched once for all that read it alike, in several ``stages`` each reader is charged.
     """
     training = training or TrainingSpec()
-    builder = _Builder(mesh, machine, training)
+    builder = _CostBuilder(mesh, machine, training)
     kept = _kept(graph, training.recompute)
-    choices = _choices(graph, mesh, allowed)
+    choices = split_choices(graph, mesh, allowed)
     # Layers of a network are alike: what a table depends on is compared once, as a number.
     alike: dict[object, int] = {}
     kinds = [
@@ -117,7 +117,8 @@ def tables(
     ]
     compute: dict[int, Table] = {}
     memory: dict[tuple[int, bool], Table] = {}
-    edges: dict[tuple[int, int, int, int], Table] = {}
+    edges: dict[tuple[int, int, int, int, bool], Table] = {}
+    again = gathered_again(graph, training.recompute)
     moves: dict[tuple[int, int], Table] = {}
     for place, (operator, own, kind) in enumerate(zip(graph.operators, choices, kinds, strict=True)):
         if kind not in compute:
@@ -125,11 +126,11 @@ def tables(
         if (kind, kept[place]) not in memory:
             memory[kind, kept[place]] = _memory(operator, own, kept[place], mesh, training)
         for number, read in enumerate(operator.reads):
-            key = (kinds[read.source], read.output, kind, number)
+            key = (kinds[read.source], read.output, kind, number, (place, number) in again)
             if key not in edges:
                 source = graph.operators[read.source]
                 ends = (source.outputs[read.output], choices[read.source], read.tensor, own)
-                edges[key] = builder.edge(*ends, source.kind == PARAMETER)
+                edges[key] = builder.edge(*ends, source.kind == PARAMETER, (place, number) in again)
             edge = (read.source, place)
             moves[edge] = moves[edge] + edges[key] if edge in moves else edges[key]
     for edge, table in (
@@ -150,7 +151,7 @@ def memories(graph: Graph, mesh: Mesh, training: TrainingSpec, allowed: SplitFil
     kept = _kept(graph, training.recompute)
     found: dict[object, Table] = {}
     every = []
-    for operator, own, keeps in zip(graph.operators, _choices(graph, mesh, allowed), kept, strict=True):
+    for operator, own, keeps in zip(graph.operators, split_choices(graph, mesh, allowed), kept, strict=True):
         key = (operator.kind, operator.dims, operator.outputs, operator.saved, own, keeps)
         if key not in found:
             found[key] = _memory(operator, own, keeps, mesh, training)
@@ -158,7 +159,8 @@ def memories(graph: Graph, mesh: Mesh, training: TrainingSpec, allowed: SplitFil
     return every
 
 
-def _choices(graph: Graph, mesh: Mesh, allowed: SplitFilter | None) -> list[tuple[OpSplit, ...]]:
+def split_choices(graph: Graph, mesh: Mesh, allowed: SplitFilter | None) -> list[tuple[OpSplit, ...]]:
+    """The splits of each operator that are allowed."""
     every: dict[tuple[Dim, ...], tuple[OpSplit, ...]] = {}
     found = []
     for place, operator in enumerate(graph.operators):
@@ -180,7 +182,7 @@ def _signature(operator: Operator) -> object:
     return operator.kind, operator.dims, reads, operator.outputs, costs
 
 
-class _Builder:
+class _CostBuilder:
     """The tables of one operator, and of one edge."""
 
     def __init__(self, mesh: Mesh, machine: Machine, training: TrainingSpec) -> None:
@@ -214,26 +216,34 @@ class _Builder:
         return reads + sum(t.bytes / shards(result_placements(t, split), self.mesh) for t in operator.outputs)
 
     def edge(
-        self, result: Tensor, sources: Sequence[OpSplit], operand: Tensor, readers: Sequence[OpSplit], parameter: bool
+        self,
+        result: Tensor,
+        sources: Sequence[OpSplit],
+        operand: Tensor,
+        readers: Sequence[OpSplit],
+        parameter: bool,
+        again: bool = False,
     ) -> Table:
-        """Seconds that moving the tensor takes, and its gradient back, for every split of both ends."""
-        forward, backward = self._edge(result, sources, operand, readers, parameter)
+        """Seconds that moving the tensor takes, and its gradient back, for every split of both ends; with ``again`` it
+        is moved once more for the backward."""
         count = self.training.microbatches
-        # A parameter's gradients are summed over the micro-batches before they travel.
-        return count * forward + (1 if parameter else count) * backward
-
-    def _edge(
-        self, result: Tensor, sources: Sequence[OpSplit], operand: Tensor, readers: Sequence[OpSplit], parameter: bool
-    ) -> tuple[Table, Table]:
         out, out_of = _distinct([result_placements(result, split) for split in sources])
         wanted, wanted_of = _distinct([operand_placements(operand, split) for split in readers])
         size = operand.bytes * (1.0 if parameter else self.training.width(operand))
         forward = self._moving.table(size, out, wanted)[np.ix_(out_of, wanted_of)]
+        there = count * (2 if again else 1) * forward
         if not (result.gradient and operand.gradient):
-            return forward, np.zeros_like(forward)
+            return there
         back, back_of = _distinct([gradient_placements(operand, split) for split in readers])
         home, home_of = _distinct([grad_placements(result_placements(result, split)) for split in sources])
-        return forward, self._moving.table(size, back, home).T[np.ix_(home_of, back_of)]
+        backward = self._moving.table(size, back, home).T[np.ix_(home_of, back_of)]
+        if not parameter:
+            return there + count * backward
+        # The gradients of a parameter that is used as it is stored are summed over the micro-batches before they
+        # travel. Of one that is gathered each micro-batch's gradient travels, since their sum would be as large as the
+        # whole parameter.
+        moved = np.array([[one != other for other in wanted] for one in out])[np.ix_(out_of, wanted_of)]
+        return there + np.where(moved, count, 1) * backward
 
 
 def _memory(operator: Operator, choices: Sequence[OpSplit], kept: bool, mesh: Mesh, training: TrainingSpec) -> Table:
@@ -272,19 +282,6 @@ def _kept(graph: Graph, recompute: bool) -> list[bool]:
         if layers[read.source] != name
     }
     return [name in ("", largest) or place in crossing_bytes for place, name in enumerate(layers)]
-
-
-def layer_of(module: str) -> str:
-    """The repeated layer that a module lies in: its path up to the first number.
-
-    >>> layer_of("transformer.h.3.attn.c_attn"), layer_of("lm_head")
-    ('transformer.h.3', '')
-    """
-    parts = module.split(".")
-    for place, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: place + 1])
-    return ""
 
 
 Fetch = Callable[[Tensor, Sequence[OpSplit], Tensor, Sequence[OpSplit]], Table]

@@ -196,3 +196,26 @@ def _smaller(tensor: Tensor, dim: int, count: int) -> Tensor:
     axis = tensor.dims.index(dim)
     shape = (*tensor.shape[:axis], tensor.shape[axis] // count, *tensor.shape[axis + 1 :])
     return replace(tensor, shape=shape)
+
+
+def parameter_views(graph: Graph) -> frozenset[int]:
+    """The parameters, and the operators that are views of one parameter: what they hold is a weight."""
+    found: set[int] = set()
+    for op, operator in enumerate(graph.operators):
+        view = operator.kind == "view" and len(operator.reads) == 1 and operator.reads[0].source in found
+        if operator.kind == PARAMETER or view:
+            found.add(op)
+    return frozenset(found)
+
+
+def layer_of(module: str) -> str:
+    """The repeated layer that a module lies in: its path up to the first number.
+
+    >>> layer_of("transformer.h.3.attn.c_attn"), layer_of("lm_head")
+    ('transformer.h.3', '')
+    """
+    parts = module.split(".")
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: place + 1])
+    return ""

@@ -41,6 +41,12 @@ class StageOrder:
         """For each place in the line what all operators before it have together; the last is of all."""
         return np.concatenate([[0.0], np.cumsum(np.bincount(self.ranks, values, len(self)))])
 
+    def most(self, values: Sequence[float]) -> Spans:
+        """For each place in the line the greatest value of its operators."""
+        found = np.zeros(len(self))
+        np.maximum.at(found, self.ranks, values)
+        return found
+
 
 def stage_order(graph: Graph) -> StageOrder:
     """The line of a graph. Operators that read nothing, or that no gradient flows through, share the stage of the first
@@ -89,24 +95,26 @@ def _crossing_bytes(graph: Graph, ranks: NDArray[np.intp], count: int) -> Spans:
 
 @dataclass(frozen=True, slots=True)
 class OpLoad:
-    """What one operator asks of its stage: seconds a step, bytes that stay, bytes a micro-batch in flight, and seconds
-    a step of the host, which starts its kernels meanwhile."""
+    """What one operator asks of its stage: seconds a step, bytes that stay, bytes a micro-batch in flight, seconds a
+    step of the host, which starts its kernels meanwhile, and bytes of gathered weights while the operator runs."""
 
     seconds: float
     kept: float
     activations: float
     launch: float = 0.0
+    gathered: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
     """The stage of every operator, and of each stage its seconds a step, those of them that its messages to and from
-    other stages take, and its bytes."""
+    other stages take, its bytes, and those of them that gathered weights take."""
 
     stage: tuple[int, ...]
     seconds: tuple[float, ...]
     sent: tuple[float, ...]
     memory: tuple[float, ...]
+    gathered: tuple[float, ...]
 
 
 def cut(
@@ -139,7 +147,8 @@ def cut(
     if row.with_parameters[-1] >= stages:
         spans[_between(row.with_parameters[ends]) == 0] = math.inf
     flights = [min(microbatches, stages - stage) for stage in range(stages)]
-    found = best_boundaries(_within(spans, still, held, flights, limit), max(microbatches, 2))
+    peaks = _peaks(row.most([load.gathered for load in loads]), ends)
+    found = best_boundaries(_within(spans, still, held, peaks, flights, limit), max(microbatches, 2))
     if found is None:
         return None
     bounds = [int(ends[mark]) for mark in found]
@@ -149,9 +158,10 @@ def cut(
         tuple(float(spans[a, b]) for a, b in pairwise(found)),
         tuple(float(sent[a] + sent[b]) for a, b in pairwise(found)),
         tuple(
-            float(still[b] - still[a] + flying * (held[b] - held[a]))
+            float(still[b] - still[a] + flying * (held[b] - held[a]) + peaks[a, b])
             for flying, (a, b) in zip(flights, pairwise(found), strict=True)
         ),
+        tuple(float(peaks[a, b]) for a, b in pairwise(found)),
     )
 
 
@@ -170,11 +180,21 @@ def _between(sums: Spans) -> Spans:
     return np.asarray(sums[None, :] - sums[:, None], dtype=np.float64)
 
 
-def _within(spans: Spans, still: Spans, held: Spans, flights: Sequence[int], limit: float) -> list[Spans]:
+def _peaks(values: Spans, ends: NDArray[np.intp]) -> Spans:
+    """The greatest value between every two ends."""
+    found = np.zeros((len(ends), len(ends)))
+    if values.any():
+        pieces = np.maximum.reduceat(values, ends[:-1])
+        for first in range(len(pieces)):
+            found[first, first + 1 :] = np.maximum.accumulate(pieces[first:])
+    return found
+
+
+def _within(spans: Spans, still: Spans, held: Spans, peaks: Spans, flights: Sequence[int], limit: float) -> list[Spans]:
     """The spans of each stage, ``inf`` where its memory would be above the limit."""
     every = []
     for flying in flights:
-        over = _between(still) + flying * _between(held) > limit
+        over = _between(still) + flying * _between(held) + peaks > limit
         every.append(np.where(over, math.inf, spans) if over.any() else spans)
     return every
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.errors import PlanError
 from weft.hardware.machine import Machine
 from weft.plan.baselines import Comparison
 from weft.plan.costs import PlanCost, TrainingSpec
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
     from weft.plan.capture import CapturedModel
     from weft.plan.runtime import ParallelModule
+
+
+_UNBOUND = "the plan is not bound to a model: plan it, or load it with the model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Plan:
     """Configurations that might have been faster, but were not tried, or not proven slower, when the time was up."""
     unused_devices: int = 0
     captured: CapturedModel | None = field(default=None, repr=False, compare=False)
+    """One micro-batch, which the processes of the plan run; None where there is none, for the reason that follows."""
+    not_captured: str = field(default=_UNBOUND, repr=False, compare=False)
     machine_spec: Machine | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -70,19 +76,17 @@ class Plan:
 
     def unsupported(self) -> list[str]:
         """Why weft cannot run this plan; empty where it can."""
-        if self.captured is None:
-            return ["the plan is not bound to a model: plan it, or load it with the model"]
-        from weft.plan.runtime import unsupported
+        from weft.plan.runtime import program_of, unsupported
 
-        return unsupported(
-            self.captured, self.strategy, self.stage, whole_steps=self.stages > 1 or self.microbatches > 1
-        )
+        try:
+            captured, strategy, stage = program_of(self)
+        except PlanError as problem:
+            return [str(problem)]
+        return unsupported(captured, strategy, stage, whole_steps=self.stages > 1 or self.microbatches > 1)
 
     def apply(
         self,
         model: nn.Module,
-        batch: Any = None,
-        loss: Any = None,
         mesh: DeviceMesh | None = None,
         *,
         timeout: float = 300.0,
@@ -90,15 +94,13 @@ class Plan:
         """The model, itself unchanged, on the devices of the plan; every process makes the same call.
 
         The module's ``step(batch)`` gives the loss and leaves the gradients. Where the plan has one stage and one
-        micro-batch, it may be called with a batch as well, and gives what the model does. With micro-batches, ``batch``
-        and ``loss`` are those that it was planned with, since one micro-batch is captured anew. ``mesh`` has the shape
-        of the plan's, with several stages these as its first axis; without it, all processes are used in order. A
-        process that does not answer for ``timeout`` seconds is taken for lost. Raises PlanError where the plan cannot
-        be run.
+        micro-batch, it may be called with a batch as well, and gives what the model does. ``mesh`` has the shape of the
+        plan's, with several stages these as its first axis; without it, all processes are used in order. A process that
+        does not answer for ``timeout`` seconds is taken for lost. Raises PlanError where the plan cannot be run.
         """
         from weft.plan.runtime import apply_plan
 
-        return apply_plan(self, model, batch, loss, mesh, timeout)
+        return apply_plan(self, model, mesh, timeout)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values. ``splits`` may be edited by hand: for each operator the dimension that each mesh axis cuts."""

@@ -19,8 +19,8 @@ from weft.plan.configurations import (
     NotFaster,
     ParallelConfig,
     SolvedConfig,
-    least_memory,
     least_of_stage,
+    lightest_memory,
     parallel_configs,
     price_assignment,
     solve_config,
@@ -134,6 +134,7 @@ def load_captured(
 
 def _plan_of(captured: CapturedModel, request: PlanRequest, best: SolvedConfig, untried: int) -> Plan:
     used = best.config.stages * best.config.mesh.devices
+    program, problem = _capture_part(captured, best.config.training.microbatches)
     compared = request.options.compare
     rows = tuple(compare_with_others(captured.graph, replace(request, devices=used))) if compared else ()
     return Plan(
@@ -152,9 +153,20 @@ def _plan_of(captured: CapturedModel, request: PlanRequest, best: SolvedConfig, 
         training=best.config.training,
         comparisons=rows,
         untried_configs=untried,
-        captured=captured,
+        captured=program,
+        not_captured=problem,
         machine_spec=request.machine,
     )
+
+
+def _capture_part(captured: CapturedModel, microbatches: int) -> tuple[CapturedModel | None, str]:
+    """One micro-batch, captured, or why it cannot be."""
+    from weft.plan.runtime import capture_microbatch
+
+    try:
+        return (captured if microbatches == 1 else capture_microbatch(captured, microbatches)), ""
+    except PlanError as problem:
+        return None, f"a micro-batch of the plan cannot be run: {problem}"
 
 
 def _search(graph: Graph, request: PlanRequest) -> tuple[SolvedConfig, int]:
@@ -270,14 +282,14 @@ def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
     message = (
         f"no plan fits on {request.devices} devices of {format_bytes(limit)}: each needs at least {format_bytes(least)}"
     )
-    message += ", and no cut into stages is so even. " if least <= limit else ". "
+    message += ", and no cut into stages is so even, with the weights that it gathers. " if least <= limit else ". "
     # What needs least: recomputing, in the smallest micro-batches.
     pieces = options.microbatches or max((p.training.microbatches for _, p in configs if p.stages == 1), default=1)
     recompute = options.recompute is not False
     thrifty = replace(options, recompute=recompute, microbatches=pieces, stages=1, mesh=None)
     for devices in (request.devices * 2**k for k in range(1, 8)):
         more = replace(request, devices=devices, options=thrifty)
-        needed = min((least_memory(config) for _, config in parallel_configs(graph, more)), default=math.inf)
+        needed = min((lightest_memory(config) for _, config in parallel_configs(graph, more)), default=math.inf)
         if needed <= limit:
             return f"{message}On {devices} devices {format_bytes(needed)} would do; else use a smaller batch or model."
     return f"{message}More devices will not help: use a smaller batch or model."

@@ -2,7 +2,8 @@
 
 From one layout to another each mesh axis takes one step: a slice (free), a reduce-scatter (partial to cut), an
 all-to-all (cut here to cut there), an all-reduce (partial to whole) or an all-gather (cut to whole), in this order, so
-that the tensor is small when it travels.
+that the tensor is small when it travels. A weight that is gathered is freed after its last reader: what is there at
+once is counted here, too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from numpy.typing import NDArray
 
 from weft.hardware import collectives
 from weft.hardware.machine import Machine
-from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements
+from weft.plan.graph import Graph, Operator, Tensor, layer_of, parameter_views
+from weft.plan.sharding import (
+    PARTIAL,
+    REPLICATED,
+    Mesh,
+    OpSplit,
+    Placements,
+    operand_placements,
+    result_placements,
+    shards,
+)
 
 Table = NDArray[np.float64]
 
@@ -96,3 +107,71 @@ def meshes(devices: int, axes: int = 3) -> list[Mesh]:
         ]
         grids += found
     return [Mesh(tuple(grid)) for grid in grids if math.prod(grid) == devices]
+
+
+def gathered_again(graph: Graph, recompute: bool) -> frozenset[tuple[int, int]]:
+    """The reads (operator, which of its reads) of weights that the backward needs once more: a weight that is gathered
+    is freed after the forward. These are the reads of what is computed again, and of weights that the gradient of
+    another operand depends on; addends are none."""
+    weights = parameter_views(graph)
+    found: set[tuple[int, int]] = set()
+    needed: set[int] = set()  # views of weights that are needed again
+    for op in reversed(range(len(graph))):
+        operator = graph.operators[op]
+        if not any(tensor.gradient for tensor in operator.outputs) and op not in needed:
+            continue
+        factors = [number for number, read in enumerate(operator.reads) if not _is_addend(operator, read.tensor)]
+        for number, read in enumerate(operator.reads):
+            if read.source not in weights:
+                continue
+            others = [operator.reads[each].tensor.gradient for each in factors if each != number]
+            again = (recompute and layer_of(operator.module)) or op in needed
+            if again or (number in factors and any(others)):
+                found.add((op, number))
+                needed.add(read.source)
+    return frozenset(found)
+
+
+def _is_addend(operator: Operator, tensor: Tensor) -> bool:
+    """Whether an operand is only added, as a bias is."""
+    if operator.kind == "elementwise":
+        return operator.target.split(".")[1:2] in (["add"], ["sub"], ["rsub"])
+    made = {dim for output in operator.outputs for dim in output.dims}
+    return operator.kind in ("matmul", "conv") and len(operator.reads) > 2 and made.issuperset(tensor.dims)
+
+
+def gathered_bytes(graph: Graph, mesh: Mesh, splits: Sequence[OpSplit], recompute: bool) -> list[float]:
+    """For each operator the bytes of a device that gathered weights, and their gradients before they are scattered,
+    take while it runs: at most, forward or backward.
+
+    A weight is gathered for its first reader, and freed after its last one. The backward of an operator gathers its
+    weights again. With recomputation those of a layer are gathered together.
+    """
+    weights, again = parameter_views(graph), gathered_again(graph, recompute)
+    forward, backward = np.zeros(len(graph) + 1), [0.0] * len(graph)
+    uses: dict[tuple[int, int, Placements], list[int]] = {}
+    layers: dict[str, float] = {}
+    for op, operator in enumerate(graph.operators):
+        for number, read in enumerate(operator.reads):
+            if read.source not in weights:
+                continue
+            stored = grad_placements(
+                result_placements(graph.operators[read.source].outputs[read.output], splits[read.source])
+            )
+            wanted = operand_placements(read.tensor, splits[op])
+            if stored == wanted:
+                continue
+            size = read.tensor.bytes / shards(wanted, mesh)
+            backward[op] += size * (((op, number) in again) + read.tensor.gradient)
+            key = (read.source, read.output, wanted)
+            layer = layer_of(operator.module) if recompute else ""
+            if layer and key not in uses:
+                layers[layer] = layers.get(layer, 0.0) + size
+            uses.setdefault(key, []).append(op)
+    for (source, output, wanted), readers in uses.items():
+        size = graph.operators[source].outputs[output].bytes / shards(wanted, mesh)
+        forward[readers[0]] += size
+        forward[readers[-1] + 1] -= size
+    alive = np.maximum(np.cumsum(forward)[:-1], 0.0)
+    together = [layers.get(layer_of(operator.module), 0.0) for operator in graph.operators]
+    return [max(float(a), b + c) for a, b, c in zip(alive, backward, together, strict=True)]

@@ -39,7 +39,8 @@ def solve_stages(
             for stage in range(config.stages):
                 in_flight = min(config.training.microbatches, config.stages - stage)
                 inside = [op for op, of in enumerate(best.stage_cut.stage) if of == stage]
-                problem = stages.problem(inside, assignment, in_flight, memory_limit)
+                reserved = best.stage_cut.gathered[stage]
+                problem = stages.problem(inside, assignment, in_flight, memory_limit - reserved)
                 solved = solve(problem, tolerance=tolerance / 4, time_limit=_SECONDS)
                 for op, choice in zip(inside, solved.assignment, strict=True):
                     assignment[op] = choice

@@ -44,12 +44,12 @@ class Checkpoints:
             raise CheckpointError(f"keep = {keep}: the newest checkpoint is always kept, so keep must be 1 or more")
         self.folder = Path(folder)
         self.keep = keep
-        self._shelf = StepFolders(self.folder)
+        self._folders = StepFolders(self.folder)
         self._clean = False
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, damaged or not, in ascending order."""
-        return self._shelf.steps()
+        return self._folders.steps()
 
     def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
         """Write and publish a checkpoint of one shard. A failure leaves the earlier checkpoints as they were."""
@@ -59,14 +59,14 @@ class Checkpoints:
         try:
             return self.publish(step, [self.write_shard(step, "shard0", tensors)], meta)
         except BaseException:
-            self._shelf.discard(step)
+            self._folders.discard(step)
             raise
 
     def write_shard(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> ShardEntry:
         """Write one shard, durable but not yet part of a checkpoint; several processes may each write theirs."""
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise CheckpointError(f"a shard cannot be called '{name}'; use letters, digits, '-', '_' and '.'")
-        return shards.write(self._shelf.work(step) / f"{name}.safetensors", tensors)
+        return shards.write(self._folders.work(step) / f"{name}.safetensors", tensors)
 
     def publish(self, step: int, entries: Sequence[ShardEntry], meta: Mapping[str, Any]) -> Path:
         """Make the written shards a checkpoint, all at once, and drop the oldest beyond `keep`.
@@ -81,7 +81,7 @@ class Checkpoints:
         if not entries or twice:
             what = f"'{twice[0]}' is in two" if twice else "there are none"
             raise CheckpointError(f"step {step}: a checkpoint has shards, and each tensor is in one of them; {what}")
-        work = self._shelf.work(step)
+        work = self._folders.work(step)
         for entry in entries:
             shards.check(work / entry.file, entry, content=False)
         for path in work.iterdir():  # a killed writer of the same step may have left other shards
@@ -89,10 +89,10 @@ class Checkpoints:
                 path.unlink()
         body = to_json({"format": FORMAT, "step": step, "meta": meta, "shards": entries})
         write_json(work / "manifest.json", {**body, "sha256": _digest(body)})
-        final = self._shelf.put(step)
+        final = self._folders.put(step)
         for other in self.steps()[: -self.keep]:
             if other != step:
-                self._shelf.drop(other)
+                self._folders.drop(other)
         return final
 
     def load(
@@ -139,11 +139,11 @@ class Checkpoints:
     def check(self, step: int, verify: bool = True) -> None:
         """`CheckpointError` that says what is wrong, unless this checkpoint is whole."""
 
-        def whole(folder: Path, body: dict[str, Any], entries: list[ShardEntry]) -> None:
+        def check_all(folder: Path, body: dict[str, Any], entries: list[ShardEntry]) -> None:
             for entry in entries:
                 shards.check(folder / entry.file, entry, content=verify)
 
-        self._read(step, whole)
+        self._read(step, check_all)
 
     def names(self, step: int) -> list[str]:
         """The names of the tensors in a checkpoint, read from its manifest alone."""
@@ -154,15 +154,15 @@ class Checkpoints:
         self.clean()
         for other in self.steps():
             if other > step:
-                self._shelf.drop(other)
+                self._folders.drop(other)
 
     def clean(self) -> None:
         """Remove what a killed writer left. Only for the run's one writer, before any process prepares a shard."""
-        self._shelf.tidy()
+        self._folders.tidy()
         self._clean = True
 
     def _refuse_twice(self, step: int) -> None:
-        if self._shelf.path(step).is_dir():
+        if self._folders.path(step).is_dir():
             raise CheckpointError(
                 f"step {step} has a checkpoint in '{self.folder}' already: a step is published once, and a run that "
                 "goes back drops the later ones first"
@@ -170,7 +170,7 @@ class Checkpoints:
 
     def _read(self, step: int, use: Callable[[Path, dict[str, Any], list[ShardEntry]], T]) -> T:
         """What `use` makes of a checkpoint; an error tells a damaged one from one that is not there (any more)."""
-        folder = self._shelf.path(step)
+        folder = self._folders.path(step)
         try:
             return use(folder, *_manifest(folder, step))
         except CheckpointError as error:
@@ -183,10 +183,10 @@ class Checkpoints:
 def _manifest(folder: Path, step: int) -> tuple[dict[str, Any], list[ShardEntry]]:
     try:
         body = json.loads((folder / "manifest.json").read_bytes())
-        said = body.pop("sha256")
+        digest = body.pop("sha256")
         if body["format"] > FORMAT:
             raise CheckpointError(f"it has format {body['format']} and this weft reads {FORMAT}: use a newer weft")
-        if said != _digest(body) or body["step"] != step:
+        if digest != _digest(body) or body["step"] != step:
             raise CheckpointError("its manifest.json has other content than was saved")
         entries = [
             ShardEntry(item["file"], item["bytes"], item["sha256"], {k: tuple(v) for k, v in item["layers"].items()})
@@ -205,7 +205,7 @@ def _digest(body: Any) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-# The folders of checkpoints on disk: put in place by one rename, told apart from what a killed writer left.
+# The folders of checkpoints on disk: put in place by one rename, with other names than what a killed writer leaves.
 
 # step-00001200/        a checkpoint, whole from the rename that makes it to the one that takes it away
 # .step-00001200.tmp/   being written; becomes step-00001200 by one rename

@@ -102,7 +102,7 @@ def _is_torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-# What a run's events say, read from both ends of the file alone.
+# The ends of a file of events: how a run began, how far it is and how it ended, without reading all of it.
 
 
 WINDOW = 64 * 1024
@@ -127,17 +127,17 @@ def tail(path: Path, window: int = WINDOW) -> list[dict[str, Any]]:
     return _events(lines[1:] if start else lines)
 
 
-def ended(path: Path) -> str | None:
-    """How the run of this file ended, if it did; the whole file is read only if its last part does not say."""
-    said = ending(tail(path))
-    if said is None and path.is_file():
+def final_event(path: Path) -> str | None:
+    """The event that ended the run of this file, if any; all of the file is read only if its last part has none."""
+    end = last_end(tail(path))
+    if end is None and path.is_file():
         words = [f'"{end}"'.encode() for end in ENDS]
         with open(path, "rb") as file:
-            said = ending(_events([line for line in file if any(word in line for word in words)]))
-    return said
+            end = last_end(_events([line for line in file if any(word in line for word in words)]))
+    return end
 
 
-def ending(events: list[dict[str, Any]]) -> str | None:
+def last_end(events: list[dict[str, Any]]) -> str | None:
     """The last of `ENDS` among these events, if any."""
     return next((event["event"] for event in reversed(events) if event.get("event") in ENDS), None)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import RunError
-from weft.runs import events as peek
+from weft.runs import events
 from weft.runs.run import PARTS, read_manifest, state_of
 
 
@@ -34,8 +34,8 @@ def list_runs(root: Path | str) -> list[RunSummary]:
     """
     root = Path(root)
     folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-    found = [summary for path in folders if (summary := summarize(path)) is not None]
-    return sorted(found, key=lambda summary: (summary.created or "", summary.name))
+    summaries = [summary for path in folders if (summary := summarize(path)) is not None]
+    return sorted(summaries, key=lambda summary: (summary.created or "", summary.name))
 
 
 def summarize(path: Path) -> RunSummary | None:
@@ -44,21 +44,21 @@ def summarize(path: Path) -> RunSummary | None:
         if not any((path / part).exists() for part in PARTS):
             return None
         manifest = read_manifest(path)
-        last = peek.tail(path / "events.jsonl")
-        events = peek.head(path / "events.jsonl") + last
-        state: str = state_of(path, peek.ending(last))
+        last = events.tail(path / "events.jsonl")
+        ends = events.head(path / "events.jsonl") + last
+        state: str = state_of(path, events.last_end(last))
     except (RunError, OSError) as error:
         return RunSummary(path.name, "damaged", 0, None, None, None, path, str(error))
     config = manifest.get("config")
-    totals = [event.get("steps") for event in reversed(events)]
+    totals = [event.get("steps") for event in reversed(ends)]
     totals += [manifest.get("steps"), config.get("steps") if isinstance(config, Mapping) else None]
     created = manifest.get("created")
     return RunSummary(
         name=str(manifest.get("name", path.name)),
         state=state,
-        done=_done(events),
+        done=_done(ends),
         total=next((total for total in totals if _is_count(total)), None),
-        loss=_loss(events),
+        loss=_loss(ends),
         created=created if isinstance(created, str) else None,
         path=path,
     )

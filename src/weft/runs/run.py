@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from weft.runs import events
 from weft.runs.checkpoints import Checkpoints
 from weft.runs.events import Events
 from weft.utils.files import disk_errors, read_json, to_json, write_json
+from weft.utils.imports import installed_version
 from weft.utils.rng import key
 
 FORMAT = 1
@@ -147,7 +147,7 @@ class Run:
     def state(self) -> State:
         """How it stands: running means that a process holds the lock, interrupted that it vanished without an end."""
         self.events.flush()
-        return state_of(self.path, events.ended(self.events.path))
+        return state_of(self.path, events.final_event(self.events.path))
 
 
 def unique_name(prefix: str) -> str:
@@ -174,6 +174,30 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+_RENAMED = {"Taught": "InPlaceDistillation", "Validate": "Validation", "Residency": "OffloadConfig"}
+"""Classes of weft that had other names when older manifests were written."""
+
+
+def without_modules(value: Any) -> Any:
+    """A plain value in which the names of weft's own functions and classes do not say in which module they live.
+
+    A manifest that was written before a module moved then equals one of today.
+
+    >>> without_modules("weft.pipeline.losses.cross_entropy")
+    'weft.cross_entropy'
+    >>> without_modules({"loss": "weft.engine.losses:cross_entropy", "own": "mycode.nets:loss"})
+    {'loss': 'weft:cross_entropy', 'own': 'mycode.nets:loss'}
+    """
+    if isinstance(value, Mapping):
+        return {name: without_modules(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_modules(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    short = re.sub(r"\bweft(?:\.[a-z]\w*)*([.:])(?=\w)", r"weft\1", value)
+    return re.sub(r"\b(" + "|".join(_RENAMED) + r")\b(?=\()", lambda match: _RENAMED[match[1]], short)
+
+
 def _check_vacant(path: Path) -> None:
     if (path / "manifest.json").exists():
         raise RunError(f"'{path}' already holds a run; resume it, or choose another name")
@@ -188,7 +212,7 @@ def _checked(name: str, what: str) -> str:
     return name
 
 
-# The lock of a run: held by one living process, gone with it however it dies.
+# The lock of a run: one living process holds it, and it goes with the process however that dies.
 
 TRIES, PAUSE = 20, 0.025
 """How often a taken lock is tried, and the seconds between: someone who only looks holds it for an instant."""
@@ -249,42 +273,35 @@ def _take(handle: int, path: Path) -> None:
 
 def _holder(path: Path) -> str:
     try:
-        said = json.loads(path.read_bytes())
-        return f"process {said['pid']} on {said['host']}"
+        holder = json.loads(path.read_bytes())
+        return f"process {holder['pid']} on {holder['host']}"
     except (OSError, ValueError, TypeError, KeyError):
         return "another process"
 
 
-def _let_go() -> None:
+def _close_in_child() -> None:
     """In a forked child: close the handles, lest an orphan keeps the lock of its dead parent."""
     for handle in _handles:
         os.close(handle)
     _handles.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 # Where a run comes from: versions, machine, commit and command, as its manifest keeps them.
 
 
 def origin() -> dict[str, Any]:
-    """The facts about this process that a run's manifest states; what cannot be known is None."""
+    """The facts about this process that a run's manifest states; None for a fact that is not available."""
     return {
         "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in ("weft", "torch", "numpy")},
+        | {name: installed_version(name) for name in ("weft", "torch", "numpy")},
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "git": _commit(),
         "command": sys.argv,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

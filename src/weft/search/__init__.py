@@ -10,7 +10,7 @@ from weft.search.methods import METHODS, NSGA2, Evolution, Method, Random, make_
 from weft.search.objectives import Constraint, Objective, dominates, parse_constraints, parse_objectives
 from weft.search.scorer import Scorer
 from weft.search.targets import Penalty, Target, parse_targets
-from weft.utils.callable import make_callable
+from weft.utils.imports import make_callable
 
 __all__ = [
     "METHODS",

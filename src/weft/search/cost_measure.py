@@ -23,13 +23,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.elastic import Leaf, Module
-from weft.elastic.extract import Tracer, plain_module
+from weft.elastic.extract import ElasticTracer, plain_module
 from weft.elastic.mixture import choice_options
 from weft.errors import SearchError
 from weft.search.cost import latency, parameters
 from weft.search.cost_table import LIMIT, Table, Values, closed, combinations, grid, reduced
 from weft.space import Subnet, Value
-from weft.supernet import Chain, Layer, LazyLayer, as_activations, build_layer
+from weft.supernet import Chain, Layer, LazyLayer, as_activations, build_layer, build_on_meta
 
 WHOLE = 64  # a layer with up to so many combinations has its latency taken as one
 OUTPUT = ""  # among the tables of a module: that of what it returns
@@ -43,7 +43,7 @@ class Measure:
     def __init__(
         self, chain: Chain, batch: Mapping[str, Tensor], metric: str, device: torch.device, repeats: int = 1
     ) -> None:
-        self.chain = _copied(chain, device)
+        self.chain = (build_on_meta(chain) if device.type == "meta" else _copied(chain, device)).eval()
         self.batch = {name: tensor.to(device) for name, tensor in batch.items()}
         self.metric, self.device, self.repeats = metric, device, repeats
         self.space, self.rules = chain.space, chain.space.rules
@@ -174,13 +174,13 @@ class Measure:
         """
         inputs, side = len(node.args), tuple(node.kwargs)
 
-        def trace(subnet: Subnet, kind: type[Tracer]) -> fx.Graph:
+        def trace(subnet: Subnet, kind: type[ElasticTracer]) -> fx.Graph:
             return kind(subnet, inputs, side).trace(_Root(module))
 
         name, key = type(module).__name__, (module, inputs, side)
         names, graphs = self._variants_of((*key, 1), partial(trace, kind=_LevelTracer), module.reads, name)
         if _has_twins(module) or any(isinstance(one, (TypeError, fx.proxy.TraceError)) for one in graphs.values()):
-            return self._variants_of(key, partial(trace, kind=Tracer), _read_within(module), name)
+            return self._variants_of(key, partial(trace, kind=ElasticTracer), _read_within(module), name)
         return names, graphs
 
     def _variants_of(
@@ -304,7 +304,7 @@ class _Root(nn.Module):
         self.add_module("held", module)
 
 
-class _LevelTracer(Tracer):
+class _LevelTracer(ElasticTracer):
     """Traces one composite, and stops at those inside it."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -341,23 +341,21 @@ class _Call(nn.Module):
 
 
 def _copied(chain: Chain, device: torch.device) -> Chain:
-    """The chain with its weights on the device; on the meta device none takes memory."""
+    """The chain with every layer built, and its weights on the device."""
     memo: dict[int, Any] = {id(chain.space): chain.space}
-    real = device.type != "meta"
     for tensor in (*chain.parameters(), *chain.buffers()):
-        if not (real and tensor.is_meta):
+        if not tensor.is_meta:
             moved = tensor.detach().to(device)
             kept = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(moved, requires_grad=tensor.requires_grad) if kept else moved
     made = copy.deepcopy(chain, memo)
     for name in made.layers:
         module = made.module(name)
-        bare = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-        if isinstance(module, LazyLayer) or (real and bare):
+        if isinstance(module, LazyLayer) or any(t.is_meta for t in (*module.parameters(), *module.buffers())):
             where, _, label = name.rpartition(".")
             built = build_layer(module, name, 0, torch.device("cpu")).to(device)
             made.get_submodule(where).add_module(label, built)
-    return made.eval()
+    return made
 
 
 def _read_within(module: nn.Module) -> set[str]:

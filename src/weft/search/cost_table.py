@@ -13,7 +13,7 @@ import numpy.typing as npt
 from weft.elastic.mixture import choice_options
 from weft.space import Space, Subnet, Value
 from weft.space.counting import TooManyCases
-from weft.space.frozen_space import FrozenSpace
+from weft.space.subnet import FrozenSpace
 
 LIMIT = 1 << 14  # combinations of options that one table may have
 CLIQUE = 1 << 22  # and that may come together where the range is worked out

@@ -5,41 +5,39 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from weft.serve.fields import rounded
+
 BUCKETS = 1000
 """The most points that a chart is given of one curve."""
 
-LARGEST = 2**53
-"""Steps from here on are no whole numbers to a browser."""
-
 
 class Curve:
-    """Points (x, y) with whole x, of which at most `cap` buckets are kept, each with its mean, least and greatest y.
+    """Points (x, y) with whole x, in at most `cap` buckets, each with its mean, least and greatest y.
 
-    The width is the least power of two at which the points fill no more than `cap` buckets, so the order in which they
-    come does not matter. A y that is no number makes a gap where its bucket has no other.
+    The width of a bucket is the least power of two at which the points fill no more than `cap` of them, so the order in
+    which points come does not matter. A bucket in which no y is a number is a gap.
     """
 
     def __init__(self, cap: int = BUCKETS) -> None:
         self.cap = cap
         self.width = 1
         self.points = 0
-        self._buckets: dict[
-            int, list[float]
-        ] = {}  # by x // width: points, numbers, sum of x, sum of y, least, greatest
+        # By x // width: points, numbers, sum of x, sum of y, least, greatest.
+        self._buckets: dict[int, list[float]] = {}
 
     def add(self, x: int, y: float) -> None:
         self.points += 1
-        number = math.isfinite(y)
+        is_number = math.isfinite(y)
         bucket = self._buckets.get(x // self.width)
         if bucket is None:
-            seen = [1, 1, x, y, y, y] if number else [1, 0, x, 0.0, math.inf, -math.inf]
-            self._buckets[x // self.width] = seen
+            first = [1, 1, x, y, y, y] if is_number else [1, 0, x, 0.0, math.inf, -math.inf]
+            self._buckets[x // self.width] = first
             while len(self._buckets) > self.cap:
                 self._widen()
             return
         bucket[0] += 1
         bucket[2] += x
-        if number:
+        if is_number:
             bucket[1] += 1
             bucket[3] += y
             bucket[4] = min(bucket[4], y)
@@ -81,36 +79,6 @@ class Curve:
                 sums = [there[part] + bucket[part] for part in range(4)]
                 merged[key // 2] = [*sums, min(there[4], bucket[4]), max(there[5], bucket[5])]
         self._buckets = merged
-
-
-def number(value: object) -> float | None:
-    """A number of an event, whose NaN and infinities are written as words; None for anything else.
-
-    >>> number(3), number("inf"), number("fast"), number(True)
-    (3.0, inf, None, None)
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
-def whole(value: object) -> int | None:
-    """A step or another count that a browser can hold; None for anything else."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST else None
-
-
-def rounded(value: float | None) -> float | None:
-    """Seven digits, which is more than a chart can show; None where JSON has no number.
-
-    >>> rounded(1 / 3), rounded(float("nan"))
-    (0.3333333, None)
-    """
-    return float(f"{value:.7g}") if value is not None and math.isfinite(value) else None
 
 
 def _mean(bucket: list[float]) -> float | None:

@@ -1,4 +1,4 @@
-"""What the events of a run say, read as the file grows and kept in bounded memory."""
+"""The files of events: followed as they grow, and summed up in bounded memory."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from weft.runs.events import ENDS, parse
-from weft.serve.downsample import Curve, number, whole
+from weft.serve.downsample import Curve
+from weft.serve.fields import number, whole_number
 
 LONGEST_LINE, PIECE = 64 << 20, 1 << 20
-"""Bytes of a line that is still held, since that of a trace may have a whole simulation, and of one reading."""
+"""The most bytes of a line, which in a trace may hold a simulation, and the bytes that are read at once."""
 
 LONGEST_EVENT, EVENTS = 1 << 20, 1 << 16
-"""The same of events, which are short."""
+"""The same for events, which are short."""
 
 KEPT = 64
-"""The most files whose reductions are kept in memory."""
+"""The most files whose summaries are kept in memory."""
 
 _END = 64
+"""The bytes before the offset by which a file is recognized."""
 
 
 class LogTail:
-    """Follows one file. ``offset`` is where the next line begins: a torn last line waits there for its end.
+    """Follows one file. ``offset`` is where the next line begins; a torn last line is read once it is complete.
 
-    Lines of more than ``longest`` bytes are damage: they are passed over, held in pieces, and counted in ``skipped``.
+    Lines of more than ``longest`` bytes are damage: they are skipped, piece by piece, and counted in ``skipped``.
     """
 
     def __init__(self, path: Path, longest: int | None = None, chunk: int | None = None) -> None:
@@ -41,23 +43,22 @@ class LogTail:
         self._skipping = False
 
     def changed(self) -> bool:
-        """Whether the file is another than when it was last read, or longer."""
+        """Whether the file has changed since it was last read."""
         return self._stat() != self._seen
 
     def replaced(self) -> bool:
-        """Whether what was read is there no longer: the file is gone, shorter, or another. Reading then begins anew."""
+        """Whether the file is gone, shorter, or another one than was read; then reading begins anew."""
         now = self._stat()
         if self._seen is None or now == self._seen:
             return False
-        # Whoever appends makes it longer; the same length at another time was written anew.
+        # Appending makes a file longer: one of the same length and another time was written anew.
         gone = now is None or now[0] != self._seen[0] or now[1] <= self._seen[1] or not self._goes_on()
         if gone:
             self.offset, self.skipped, self._seen, self._before, self._skipping = 0, 0, None, b"", False
         return gone
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """The new lines in pieces of about a chunk, each with the offset at which it begins; OSError where the file
-        vanishes just now."""
+        """The new lines in pieces of about a chunk, each with its offset; OSError where the file vanishes meanwhile."""
         now = self._stat()
         if now is None:
             return
@@ -65,7 +66,7 @@ class LogTail:
             file.seek(self.offset)
             held: list[bytes] = []  # the pieces of a line that is longer than a chunk
             long = 0
-            while self.offset + long < now[1]:  # what is added meanwhile is for the next time
+            while self.offset + long < now[1]:  # what is added meanwhile is read the next time
                 data = file.read(min(self._chunk, now[1] - self.offset - long))
                 if not data:
                     break
@@ -87,18 +88,8 @@ class LogTail:
                     self._skipping, held, long = True, [], 0
         self._seen = now
 
-    def lines(self) -> Iterator[bytes]:
-        """The new lines one by one, without their ends."""
-        with suppress(OSError):
-            for _, piece in self.read():
-                for line in piece.split(b"\n")[:-1]:
-                    if len(line) <= self._longest:
-                        yield line
-                    else:
-                        self.skipped += 1
-
     def _goes_on(self) -> bool:
-        """Whether what was last read still stands where it stood."""
+        """Whether the last bytes that were read are still in their place."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.offset - len(self._before))
@@ -122,7 +113,7 @@ T = TypeVar("T")
 
 
 class Lru(Generic[T]):
-    """At most `cap` values by key, of which those longest unused are forgotten. Threads may share it."""
+    """At most `cap` values by key; the least recently used go first. Threads may share it."""
 
     def __init__(self, cap: int) -> None:
         self.cap = cap
@@ -130,13 +121,13 @@ class Lru(Generic[T]):
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, signature: str, make: Callable[[], T]) -> T:
-        """The value of a key, made anew if it was made under another signature."""
+        """The value of a key, made again where the signature has changed."""
         with self._lock:
             before = self._kept.pop(key, None)
             if before is not None and before[0] == signature:
                 self._kept[key] = before
                 return before[1]
-        made = make()  # not under the lock: one that takes long holds up nobody but who asked for it
+        made = make()  # without the lock, so that a slow one delays no other
         with self._lock:
             self._kept[key] = (signature, made)
             while len(self._kept) > self.cap:
@@ -144,78 +135,90 @@ class Lru(Generic[T]):
         return made
 
 
-class Reduction(Protocol):
-    """What the lines of a file come to; its size must not depend on how many there were."""
+class LineSummary:
+    """The summary of the lines of a file; its size must not depend on how many there are."""
 
-    damaged: int
-    """Lines that could not be read; those that are too long to be held are added."""
+    def __init__(self) -> None:
+        self.damaged = 0
+        """Lines that cannot be read."""
+
+    def add_piece(self, offset: int, piece: bytes) -> None:
+        """Take in several lines, which begin at an offset of the file."""
+        for line in piece.split(b"\n")[:-1]:
+            if len(line) <= LONGEST_EVENT:
+                self.add_line(line)
+            else:
+                self.damaged += 1
 
     def add_line(self, line: bytes) -> None:
-        """Take in one line; one that is damaged changes nothing."""
+        """Take in one line; a damaged one changes nothing else."""
+        raise NotImplementedError
 
 
-S = TypeVar("S", bound=Reduction)
+S = TypeVar("S", bound=LineSummary)
 
 
-class Reducer(Generic[S]):
-    """The reductions of files, read on from where they were; threads may share it."""
+class SummaryCache(Generic[S]):
+    """The summaries of files, which are read on from where they were; threads may share it."""
 
     def __init__(self, begin: Callable[[], S]) -> None:
         self._begin = begin
-        self._kept: Lru[ReducedFile[S]] = Lru(KEPT)
+        self._kept: Lru[FollowedFile[S]] = Lru(KEPT)
 
     def query(self, path: Path, question: Callable[[S], T]) -> T:
-        """The answer to a question about a file as it is now; of one that is not there, about no lines."""
-        return self._kept.get(path, "", lambda: ReducedFile(path, self._begin)).query(question)
+        """The answer to a question about the summary of a file as it is now; a missing file has no lines."""
+        return self._kept.get(path, "", lambda: FollowedFile(path, self._begin)).query(question)
 
 
-class ReducedFile(Generic[S]):
-    """The reduction of one file."""
+class FollowedFile(Generic[S]):
+    """One file with its summary."""
 
     def __init__(self, path: Path, begin: Callable[[], S]) -> None:
         self._file, self._begin, self._sum = LogTail(path, LONGEST_EVENT, EVENTS), begin, begin()
         self._lock = threading.Lock()
 
     def query(self, question: Callable[[S], T]) -> T:
-        """The answer to a question about all that is there up to now."""
+        """The answer to a question about the summary up to now."""
         with self._lock:
             if self._file.changed():
                 if self._file.replaced():
                     self._sum = self._begin()
                 before = self._file.skipped
-                for line in self._file.lines():
-                    self._sum.add_line(line)
+                with suppress(OSError):
+                    for offset, piece in self._file.read():
+                        self._sum.add_piece(offset, piece)
                 self._sum.damaged += self._file.skipped - before
             return question(self._sum)
 
 
 SERIES = 32
-"""The most curves that are kept of a run; an event file with more names than that is no chart."""
+"""The most curves that are kept of a run."""
 
 LONGEST_NAME = 200
 """The most characters in the name of a curve."""
 
 NEWEST = 20
-"""Over how many of the newest steps a loss is smoothed."""
+"""The newest steps over which a loss is averaged."""
 
 RATED = 100
-"""From how many of the newest steps the time left is worked out."""
+"""The newest steps from whose pace the time left is estimated."""
 
 OTHERS = frozenset({"event", "time", "step"})
 
 
-def query_run(run: Path, question: Callable[[RunSummary], T]) -> T:
-    """The answer to a question about all events of a run up to now."""
+def query_run(run: Path, question: Callable[[RunProgress], T]) -> T:
+    """The answer to a question about the events of a run up to now."""
     return _events.query(run / "events.jsonl", question)
 
 
-class RunSummary:
-    """Curves and figures of the events of one run; its size does not depend on theirs."""
+class RunProgress(LineSummary):
+    """Curves and figures from the events of one run; its size does not depend on theirs."""
 
     def __init__(self) -> None:
         self.curves: dict[tuple[str, str], Curve] = {}
-        """By what they are of (train, validation, progress) and their name."""
-        self.points = self.damaged = self.done = 0
+        """By kind (train, validation, progress) and name."""
+        super().__init__()
+        self.points = self.done = 0
         self.steps: int | None = None
         self.stages: int | None = None
         self.seconds: float | None = None
@@ -238,7 +241,7 @@ class RunSummary:
             self.damaged += 1
 
     def add_event(self, event: Mapping[str, Any]) -> None:
-        """Take in one event; one that is not as weft writes it changes as little as it can."""
+        """Take in one event; fields that are not as weft writes them are ignored."""
         kind, time = event.get("event"), number(event.get("time"))
         if kind == "started":
             self._start(event, time)
@@ -259,21 +262,21 @@ class RunSummary:
         return sum(newest) / len(newest) if newest else None
 
     def seconds_left(self) -> float | None:
-        """The seconds that the rest would take at the pace of the newest steps; for a run that runs."""
+        """The seconds that the rest would take at the pace of the newest steps."""
         if self.steps is None or len(self.times) < 2:
             return None
         (first, began), (last, now) = self.times[0], self.times[-1]
         return max(0, self.steps - self.done) * (now - began) / (last - first) if last > first and now > began else None
 
     def _start(self, event: Mapping[str, Any], time: float | None) -> None:
-        self.steps = whole(event.get("steps"))
-        self.done = max(self.done, whole(event.get("at")) or 0)
+        self.steps = whole_number(event.get("steps"))
+        self.done = max(self.done, whole_number(event.get("at")) or 0)
         self.ended = self.reason = self.fingerprint = None
         self._before, self._began = self.seconds or 0.0, time
         self.times.clear()
 
     def _step(self, event: Mapping[str, Any], time: float | None) -> None:
-        step = whole(event.get("step"))
+        step = whole_number(event.get("step"))
         if step is None:
             return
         self.points += 1
@@ -290,7 +293,7 @@ class RunSummary:
                 newest.append(y)
 
     def _validation(self, event: Mapping[str, Any]) -> None:
-        step, scores = whole(event.get("step")), event.get("scores")
+        step, scores = whole_number(event.get("step")), event.get("scores")
         if step is not None and isinstance(scores, Mapping):
             for name, value in scores.items():
                 if (y := number(value)) is not None:
@@ -331,10 +334,10 @@ class RunSummary:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        event = msgspec.json.decode(line)  # in a third of the time
+        event = msgspec.json.decode(line)  # three times faster than the parser of events
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return parse(line)  # the judge of what is an event
+        return parse(line)  # Python's parser also takes NaN
     return event if isinstance(event, dict) else None
 
 
-_events = Reducer(RunSummary)
+_events = SummaryCache(RunProgress)

@@ -1,4 +1,4 @@
-"""All documents there are, by address: made when they are asked for, and kept until a file changes."""
+"""All documents by address: made on demand, and kept until a file changes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ VIEWS = ("curves", "pipeline", "search", "tune")
 """The views of a run."""
 
 MODULES = {"tune": "study"}
-"""The modules under weft.serve.views that make their documents, where they are called otherwise."""
+"""The modules under weft.serve.views that make their documents, where their names differ."""
 
 
 class Absent(WeftError):
-    """There is nothing at an address."""
+    """An address that leads to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +42,23 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class RunSource:
-    """What documents are made from: the directory of a run."""
+    """The directory of a run, from which its documents are made."""
 
     path: Path
 
     def signature(self) -> str:
-        """A word that changes whenever a document would."""
+        """A text that changes whenever a document would."""
         return runs.signature(self.path)
 
     def summary(self, name: str) -> dict[str, Any]:
-        """One line, listed under this name."""
+        """The line about the run in the list."""
         with errors_as_weft("the run"):
-            runs.signature(self.path)  # nothing is read of a run with a link that leads out
+            runs.signature(self.path)  # a run with a link that leads out is not read
             views = [view for view in VIEWS if _present(view, self.path)]
             return overview.summary(self.path, name, views)
 
     def details(self) -> dict[str, Any]:
-        """What is shown beside the line where one run is looked at."""
+        """The configuration and the manifest of the run."""
         return overview.details(self.path)
 
     def view(self, view: str, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class RunSource:
 
 @contextmanager
 def errors_as_weft(what: str) -> Iterator[None]:
-    """Around what reads the files of a run: whatever is wrong in them becomes one line."""
+    """Turns every error of reading the files of a run into a WeftError of one line."""
     try:
         yield
     except WeftError:
@@ -105,7 +105,7 @@ def safe(value: Any) -> Any:
 
 
 def parse_query(view: str, query: Mapping[str, str]) -> dict[str, Any]:
-    """What is asked of a view; `Absent` if there is no such view, `ConfigError` if a value cannot be read.
+    """The query of a view; `Absent` if there is no such view, `ConfigError` if a value cannot be read.
 
     >>> parse_query("pipeline", {"from": "1.5", "color": "red"})
     {'from': 1.5}
@@ -122,7 +122,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ConfigError(f"'{text[:40]}' stands where seconds are expected, such as from=1.5")
+        raise ConfigError(f"'{text[:40]}' is no number of seconds: write it like from=1.5")
     return value
 
 
@@ -130,7 +130,7 @@ QUERY: dict[str, dict[str, Callable[[str], Any]]] = {
     "pipeline": {"from": _seconds, "to": _seconds},
     "search": {"name": str},
 }
-"""What may be asked of a view, and how it is read; other words are passed over."""
+"""The queries of each view and how they are read; others are ignored."""
 
 
 def _present(view: str, run: Path) -> bool:
@@ -138,7 +138,7 @@ def _present(view: str, run: Path) -> bool:
         return bool(_module(view).present(run))
     except ImportError:
         raise
-    except Exception:  # its files are damaged, and the others may be whole
+    except Exception:  # the files of this view are damaged; those of others may be good
         log.debug("%s of '%s' cannot be shown", view, run, exc_info=True)
         return False
 
@@ -148,13 +148,14 @@ def _module(view: str) -> Any:
 
 
 MANY = 20
+"""With more runs than this, an error suggests no other name."""
 
 Address = tuple[str, ...]
-"""Without its `/api`: ("runs",), ("runs", "conv"), ("runs", "conv", "curves") or ("plans", "gpt")."""
+"""The parts of a path after `/api`: ("runs",), ("runs", "conv"), ("runs", "conv", "curves") or ("plans", "gpt")."""
 
 
 def url(address: Address) -> str:
-    """As the page writes it (encodeURIComponent).
+    """The path of an address as the page writes it (encodeURIComponent).
 
     >>> url(("runs", "a b", "curves"))
     '/api/runs/a%20b/curves'
@@ -163,7 +164,7 @@ def url(address: Address) -> str:
 
 
 class Library:
-    """The documents about those runs that `sources` lists by name, and the plans in `folder`. Threads may share it."""
+    """The documents about the runs that `sources` lists by name, and the plans in `folder`. Threads may share it."""
 
     def __init__(self, sources: Callable[[], Mapping[str, RunSource]], title: str, folder: Path | None = None) -> None:
         self.title = title
@@ -176,7 +177,7 @@ class Library:
 
     @classmethod
     def under(cls, root: Path) -> Library:
-        """Of all runs in a directory, which may come and go."""
+        """The library of all runs in a directory, which may come and go."""
         return cls(
             lambda: {name: RunSource(path) for name, path in runs.runs_in(root).items()},
             str(root),
@@ -200,18 +201,18 @@ class Library:
         raise Absent(f"there is nothing at '{url(address)}'")
 
     def signatures(self) -> dict[str, str]:
-        """A word for each run that changes with its files."""
+        """A text for each run that changes with its files."""
         return {name: _signature(source) for name, source in self._sources().items()}
 
     def plans_signature(self) -> str:
-        """A word that changes with the plans."""
+        """A text that changes with the plans."""
         try:
             return runs.folder_signature(self._plans) if self._plans is not None else ""
         except (WeftError, OSError) as problem:
             return str(problem)
 
     def revision(self, name: str, signature: str) -> int:
-        """How often a run was seen to change, counted from 1."""
+        """The number of changes of a run that were seen, counted from 1."""
         with self._lock:
             before, count = self._revisions.get(name, ("", 0))
             self._revisions[name] = (signature, count + (signature != before))
@@ -219,7 +220,7 @@ class Library:
 
     def _find(self, name: str) -> RunSource:
         there = self._sources()
-        if name not in there:  # a name is looked up, never made into a path
+        if name not in there:  # a name is looked up and never becomes a path
             raise Absent(f"there is no run '{name}' here{nearest(name, there) if len(there) < MANY else ''}")
         return there[name]
 
@@ -243,7 +244,7 @@ class Library:
     def _run(self, name: str) -> dict[str, Any]:
         line = next((line for line in self._lines() if line["name"] == name), None)
         if line is None or line["state"] == "damaged":
-            raise WeftError(line["reason"] if line else f"run '{name}' has just gone")
+            raise WeftError(line["reason"] if line else f"run '{name}' was just removed")
         with errors_as_weft(f"run '{name}'"):
             return {**line, **self._find(name).details()}
 

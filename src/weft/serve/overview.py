@@ -1,4 +1,4 @@
-"""The documents about a run as a whole: one line for a list of runs, and its configuration."""
+"""The overview of a run: its line in the list of runs, and its configuration."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from typing import Any
 
 from weft.runs import events as peek
 from weft.runs.run import read_manifest, state_of
-from weft.serve.downsample import rounded, whole
-from weft.serve.event_log import RunSummary, query_run
+from weft.serve.event_log import RunProgress, query_run
+from weft.serve.fields import mapping, rounded, whole_number
 
 LARGE = 16 << 20
-"""Of longer event files a list reads both ends alone, so that it comes at once."""
+"""Bytes of events; of longer files the list of runs reads both ends alone."""
 
 KEYS = 2000
+"""The most keys of a configuration that are shown."""
 
 
 def summary(run: Path, name: str, views: Sequence[str]) -> dict[str, Any]:
-    """One line about a run; `RunError` if it cannot be had."""
+    """The line about a run; `RunError` where its manifest cannot be read."""
     manifest, events = read_manifest(run), run / "events.jsonl"
-    study = _mapping(manifest.get("study"))
+    study = mapping(manifest.get("study"))
     if events.is_file() and events.stat().st_size > LARGE:
-        reduced = RunSummary()
+        reduced = RunProgress()
         for event in peek.head(events) + peek.tail(events):
             reduced.add_event(event)
-        found = {**_figures(reduced, study), "damaged": None}  # which only reading all of it would tell
+        found = {**_figures(reduced, study), "damaged": None}  # to know it, all of the file has to be read
     else:
         found = query_run(run, lambda reduced: _figures(reduced, study))
     state = state_of(run, found.pop("ended"))
-    config = _mapping(manifest.get("config"))
-    train, execution = _mapping(config.get("train")), _mapping(config.get("execution"))
+    config = mapping(manifest.get("config"))
+    train, execution = mapping(config.get("train")), mapping(config.get("execution"))
     return {
         "name": name,
         "kind": "tune" if manifest.get("kind") == "study" else "gradient" if is_gradient_search(manifest) else "train",
@@ -39,8 +40,8 @@ def summary(run: Path, name: str, views: Sequence[str]) -> dict[str, Any]:
         "device": manifest.get("device") if isinstance(manifest.get("device"), str) else None,
         **found,
         "left_s": found["left_s"] if state == "running" else None,
-        "steps": found["steps"] if found["steps"] is not None else whole(train.get("steps")),
-        "stages": found["stages"] or whole(execution.get("stages", train.get("stages"))) or 1,
+        "steps": found["steps"] if found["steps"] is not None else whole_number(train.get("steps")),
+        "stages": found["stages"] or whole_number(execution.get("stages", train.get("stages"))) or 1,
         "same": [],
         "views": [*views, "config"],
     }
@@ -69,14 +70,14 @@ def with_duplicates(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 def details(run: Path) -> dict[str, Any]:
     """The configuration under flat names, as the run was described where it has none; and the rest of the manifest."""
     manifest = read_manifest(run)
-    config = _mapping(manifest.pop("config", None)) or described(manifest)
+    config = mapping(manifest.pop("config", None)) or described(manifest)
     flat = flattened(config)
     return {"config": dict(list(flat.items())[:KEYS]), "manifest": manifest}
 
 
 def described(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What decides the bits of a run. In manifests of format 1 it is called ``law``."""
-    return _mapping(manifest.get("train_config", manifest.get("law")))
+    """The settings that decide the bits of a run; manifests of format 1 have them under ``law``."""
+    return mapping(manifest.get("train_config", manifest.get("law")))
 
 
 def is_gradient_search(manifest: Mapping[str, Any]) -> bool:
@@ -99,9 +100,9 @@ def flattened(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def _figures(reduced: RunSummary, study: Mapping[str, Any]) -> dict[str, Any]:
+def _figures(reduced: RunProgress, study: Mapping[str, Any]) -> dict[str, Any]:
     metrics = {name: rounded(reduced.smooth(name)) for name in reduced.newest if name not in ("loss", "rate")}
-    for place, (name, aim) in enumerate(_mapping(study.get("objectives")).items()):
+    for place, (name, aim) in enumerate(mapping(study.get("objectives")).items()):
         if place in reduced.values:
             metrics[name] = rounded(reduced.values[place][aim == "maximize"])
     return {
@@ -117,7 +118,3 @@ def _figures(reduced: RunSummary, study: Mapping[str, Any]) -> dict[str, Any]:
         "reason": reduced.reason,
         "ended": reduced.ended,
     }
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

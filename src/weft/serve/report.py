@@ -22,19 +22,19 @@ PAGE = Path(__file__).parent / "page"
 
 
 def page_files() -> dict[str, Path]:
-    """By the name that a browser asks for; a name that is not in it is not there."""
+    """The files of the page, by the names that a browser asks for."""
     return {path.relative_to(PAGE).as_posix(): path for path in sorted(PAGE.rglob("*")) if path.is_file()}
 
 
 HALVES = 20
-"""How often the time that is shown is halved until single operations fit into a report."""
+"""The most times that a window is halved until its operations fit into a report."""
 
 SCRIPT = re.compile(r'<script src="([^"]+)"></script>')
 STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
 
 
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
-    """Write a report about runs, to RUN/report.html of the first unless told otherwise; where it was written."""
+    """Write a report about runs, by default to report.html in the first; gives the file."""
     sources = named([Run.open(path).path.resolve() for path in runs])
     file = runs[0] / "report.html" if out is None else out
     if not file.parent.is_dir():
@@ -44,7 +44,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def write_plan(plan: Plan, out: Path) -> Path:
-    """Write a report with a plan alone; where it was written."""
+    """Write a report with one plan; gives the file."""
     found = {"root": "", "runs": [], "plans": [{"name": out.stem, "model": plan.model, "devices": plan.devices}]}
     values = {url(("runs",)): found, url(("plans", out.stem)): safe(shown(plan.to_saved(), out.stem))}
     if not out.parent.is_dir():
@@ -66,7 +66,7 @@ def named(paths: Sequence[Path]) -> dict[str, RunSource]:
 
 
 def documents(library: Library) -> dict[str, Any]:
-    """Every document there is, by the address that the page asks for it."""
+    """Every document, by the address under which the page asks for it."""
     found = {url(("runs",)): _read(library, ("runs",))}
     for line in found[url(("runs",))]["runs"]:
         name = line["name"]
@@ -83,7 +83,7 @@ def documents(library: Library) -> dict[str, Any]:
 
 
 def _zoomed(library: Library, name: str, whole: dict[str, Any] | None) -> dict[str, Any]:
-    """Of a run too long for all its operations, those in the middle, as the page asks for them when it is zoomed."""
+    """For a run with too many operations, the document of a window in the middle, which the page shows when zoomed."""
     if not whole or not whole["real"]["buckets"]:
         return {}
     (begin, end), address = whole["total"], ("runs", name, "pipeline")
@@ -97,11 +97,11 @@ def _zoomed(library: Library, name: str, whole: dict[str, Any] | None) -> dict[s
 
 
 def html(values: dict[str, Any], page: Path = PAGE) -> str:
-    """The page with everything inside. What a browser may run are the scripts of the page, known by their hashes."""
+    """The page with everything inside. A browser runs the scripts of the page alone, known by their hashes."""
     hashes: list[str] = []
 
     def script(match: re.Match[str]) -> str:
-        # In a string or a pattern of a script, where alone it can stand, `<\\/` is the same as `</`.
+        # It can stand in a string or a pattern of a script alone, where `<\\/` is the same as `</`.
         text = _text(page / match[1]).replace("</script", "<\\/script").replace("<!--", "<\\!--")
         hashes.append(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'")
         return f"<script>{text}</script>"

@@ -1,4 +1,4 @@
-"""Which runs lie under a root, and whether one has changed, by the names, sizes and times of its files alone."""
+"""Which runs lie in a directory, and whether one has changed, from the names, sizes and times of its files alone."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from weft.runs.run import PARTS
 
 FILES = ("manifest.json", "events.jsonl", "lock", "study.db", "study.db-wal")
 FOLDERS = ("results", "traces")
-"""What the documents are made of; checkpoints are not, and their changes are events."""
+"""The files that documents are made from; checkpoints are not among them, and their changes are events."""
 
 DEEP, MOST = 2, 2000
+"""How deep folders are looked into, and the most entries of one."""
+
 MANIFEST = 4 << 20
-"""More bytes than this are not read as one value."""
+"""The most bytes of a manifest."""
 
 
 def runs_in(root: Path) -> dict[str, Path]:
-    """The directories under `root` that hold a run, whole or damaged, by name; none if there is no `root`."""
+    """The directories under `root` that hold a run, damaged ones included, by name; none if there is no `root`."""
     try:
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
@@ -36,14 +38,14 @@ def runs_in(root: Path) -> dict[str, Path]:
 
 
 def signature(run: Path) -> str:
-    """A word that changes whenever a file of the run does, or the process goes that held its lock.
+    """A text that changes whenever a file of the run does, or the process ends that held its lock.
 
-    `RunError` if one of the files is a link to somewhere else, no plain file, or absurd: it is not to be read then.
+    `RunError` if one of the files is a link that leads out, no plain file, or too large: then nothing is to be read.
     """
     home = run.parent.resolve()
     facts = {name: _facts(run / name, home) for name in FILES}
     if (manifest := facts["manifest.json"]) is not None and manifest[1] > MANIFEST:
-        raise RunError(f"manifest.json has {manifest[1]} bytes, which is no manifest of a run; restore it")
+        raise RunError(f"manifest.json has {manifest[1]} bytes, more than the {MANIFEST} of any manifest; restore it")
     found: list[object] = [facts]
     for name in FOLDERS:
         found += _inside(run / name, home, DEEP)
@@ -52,7 +54,7 @@ def signature(run: Path) -> str:
 
 
 def folder_signature(folder: Path) -> str:
-    """The same for the files of a folder that is not a run."""
+    """A text that changes with the files of a folder that is no run."""
     return digest(list(_inside(folder, folder.parent.resolve(), 0)))
 
 
@@ -90,7 +92,7 @@ def _facts(path: Path, home: Path, folder: bool = False) -> tuple[int, ...] | No
 def _is_folder(entry: os.DirEntry[str], home: Path) -> bool:
     try:
         return entry.is_dir() and (not entry.is_symlink() or Path(entry.path).resolve().is_relative_to(home))
-    except (OSError, RuntimeError):  # the last where links lead round in a ring
+    except (OSError, RuntimeError):  # RuntimeError for links in a circle
         return False
 
 

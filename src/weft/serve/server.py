@@ -1,4 +1,4 @@
-"""The server: documents, the stream of changes and the page over HTTP, to look at and never to change."""
+"""The server: documents, the stream of changes and the page over HTTP. It changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlencode
 
-from weft.errors import ConfigError, WeftError
+from weft.errors import ConfigError, WeftError, install_extra
 from weft.serve.library import Absent, Library
 from weft.serve.report import page_files
 
@@ -43,7 +43,7 @@ def make_app(
 ) -> App:
     """The ASGI application.
 
-    `local` says that it listens on loopback alone, `closing` that the server is about to end, and streams with it.
+    `local` says that the server listens on loopback alone; streams end once `closing` is true.
     """
     require_serve()
     from fastapi import FastAPI
@@ -88,10 +88,10 @@ def make_app(
 
 
 def require_serve() -> None:
-    """`ConfigError` that names the extra, unless the packages of the server are there."""
+    """Raises ConfigError that names the extra where the packages of the server are not installed."""
     for package in ("fastapi", "uvicorn"):
         if find_spec(package) is None:
-            raise ConfigError(f"weft serve needs {package}: pip install 'weft[serve]'")
+            raise ConfigError(f"weft serve needs {package}: {install_extra('serve')}")
 
 
 def _tagged(request: Request, body: bytes, tag: str, kind: str) -> Response:
@@ -129,11 +129,11 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """An ASGI application around another one.
+    """An ASGI application around another one, which refuses what comes without the token or from a foreign page.
 
-    With a token, nothing is answered without it: as `Authorization: Bearer`, as the cookie, or once as `?token=`, which
-    sets the cookie. Where `local`, only requests to a name of this machine are answered: a page elsewhere whose name is
-    made to lead here (DNS rebinding) says its own name.
+    The token comes as `Authorization: Bearer`, as the cookie, or once as `?token=`, which sets the cookie. If `local`,
+    only requests to a name of this machine are answered: a foreign page that had its name lead here (DNS rebinding)
+    sends its own. Starlette's TrustedHostMiddleware knows single names and no networks such as 127.0.0.0/8.
     """
 
     app: App
@@ -221,16 +221,17 @@ async def _answer(send: Send, status: int, text: str, more: list[tuple[str, str]
 
 
 EVERY = 0.5
-"""Seconds between two looks at the files."""
+"""Seconds between two checks of the files."""
 
 BEAT = 15.0
-"""Seconds of silence after which a comment says that the server is still there."""
+"""Seconds of silence after which a comment is sent, so that the connection stays open."""
 
 KEPT = 1000
+"""The most changes that are kept."""
 
 
 class Changes:
-    """What changed, numbered; while anybody listens, one task looks at the files for all of them.
+    """Numbered changes; while anybody listens, one task checks the files for all listeners.
 
     Numbers begin at the milliseconds of the clock, so those of a server that was started again are greater than any
     that its listeners know.
@@ -247,7 +248,7 @@ class Changes:
         self._task: asyncio.Task[None] | None = None
 
     def record(self, found: dict[str, str], plans: str) -> None:
-        """Number what has changed, by the signatures of the runs and the plans now."""
+        """Number the changes since the last call, from the signatures of the runs and the plans."""
         if self._seen is not None:
             if found.keys() != self._seen.keys() or plans != self._plans:
                 self._add({"runs": True})
@@ -257,7 +258,7 @@ class Changes:
         self._seen, self._plans = found, plans
 
     def since(self, last: int | None) -> list[tuple[int, dict[str, Any]]]:
-        """What came after a number; all runs for one who does not say, or whose number is too old to know."""
+        """The changes after a number; all runs without a number, or where it is too old."""
         oldest = self._kept[0][0] if self._kept else self._next
         if last is not None and oldest - 1 <= last < self._next:
             return [change for change in self._kept if change[0] > last]
@@ -267,11 +268,11 @@ class Changes:
         return [(now, change) for change in runs]
 
     async def listen(self, last: int | None, closing: Callable[[], bool]) -> AsyncIterator[bytes]:
-        """Server-sent events, until the server closes or the listener goes."""
+        """Server-sent events, until the server closes or the listener leaves."""
         self._listeners += 1
         try:
             if self._task is None:
-                await self._look()
+                await self._check()
                 self._task = self._task or asyncio.create_task(self._watch())
             yield b"retry: 2000\n\n"
             spoke = time.monotonic()
@@ -290,13 +291,13 @@ class Changes:
         try:
             while self._listeners:
                 began = time.monotonic()
-                await self._look()
-                # Many runs on a slow disk: at most a tenth of the time is spent on looking.
+                await self._check()
+                # With many runs on a slow disk, checks take at most a tenth of the time.
                 await asyncio.sleep(max(self._every, 9 * (time.monotonic() - began)))
         finally:
             self._task = None
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         self.record(*await asyncio.to_thread(lambda: (self._library.signatures(), self._library.plans_signature())))
 
     def _add(self, change: dict[str, Any]) -> None:
@@ -309,7 +310,7 @@ def _event(at: int, change: dict[str, Any]) -> bytes:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; `ConfigError` that says what to do where it cannot."""
+    """A socket that listens on an address; ConfigError with a remedy where that fails."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as problem:
@@ -331,14 +332,14 @@ def is_loopback(host: str) -> bool:
 
 
 def address(host: str, listener: socket.socket, token: str | None) -> str:
-    """What a person opens. A socket that listens everywhere is found under the name of this machine."""
+    """The address to open; for a socket that listens on all addresses, with the name of this machine."""
     at, port = listener.getsockname()[:2]
     name = socket.gethostname() if ipaddress.ip_address(at.partition("%")[0]).is_unspecified else host
     return f"http://{f'[{name}]' if ':' in name else name}:{port}/" + (f"?token={token}" if token else "")
 
 
 def serve_on(listener: socket.socket, library: Library, token: str | None) -> None:
-    """Serve until the process is told to end, by Ctrl-C or otherwise."""
+    """Serve until Ctrl-C or another signal ends the process."""
     try:
         make_server(listener, library, token).run(sockets=[listener])
     except KeyboardInterrupt:  # which uvicorn passes on when all is closed
@@ -348,7 +349,7 @@ def serve_on(listener: socket.socket, library: Library, token: str | None) -> No
 
 
 def make_server(listener: socket.socket, library: Library, token: str | None = None) -> uvicorn.Server:
-    """A server for this socket, which ends when `should_exit` is set."""
+    """A server for a socket; it ends when `should_exit` is set."""
     import uvicorn
 
     at, port = listener.getsockname()[:2]
@@ -356,7 +357,7 @@ def make_server(listener: socket.socket, library: Library, token: str | None = N
         library,
         token,
         local=is_loopback(at),
-        cookie=f"weft-token-{port}",  # cookies know no ports, and there may be another server on another
+        cookie=f"weft-token-{port}",  # cookies hold for all ports of a host
         closing=lambda: server.should_exit,
     )
     server = uvicorn.Server(

@@ -10,7 +10,7 @@ from fractions import Fraction
 from weft.errors import SpaceError
 from weft.space.choice import Floats
 from weft.space.expression import Expr, Value
-from weft.space.frozen_space import FrozenSpace
+from weft.space.subnet import FrozenSpace
 
 MAX_CASES = 1_000_000
 MAX_KNOWN = 100_000  # remembered weights, which counts for a counter that is used again and again

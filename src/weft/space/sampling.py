@@ -11,8 +11,7 @@ from weft.errors import SpaceError
 from weft.space.choice import Choice, Floats, draw
 from weft.space.counting import Counter, TooManyCases
 from weft.space.expression import Value
-from weft.space.frozen_space import FrozenSpace
-from weft.space.subnet import Subnet
+from weft.space.subnet import FrozenSpace, Subnet
 
 TRIES = 64  # plain draws before the exact, slower way
 MANY_TRIES = 10_000

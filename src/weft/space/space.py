@@ -13,8 +13,7 @@ from weft.space import sampling
 from weft.space.choice import MAX_OPTIONS, Categorical, Choice, Floats, Integers, choice_from_json
 from weft.space.counting import Counter
 from weft.space.expression import Expr, Value
-from weft.space.frozen_space import FrozenSpace, Requirement
-from weft.space.subnet import Subnet, SubnetSchema, digest
+from weft.space.subnet import FrozenSpace, Requirement, Subnet, SubnetSchema, digest
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 

@@ -16,9 +16,8 @@ from weft.errors import SpaceError, StreamError, nearest
 from weft.space import sampling
 from weft.space.choice import Choice
 from weft.space.expression import Value
-from weft.space.frozen_space import FrozenSpace
 from weft.space.space import Space
-from weft.space.subnet import Subnet
+from weft.space.subnet import FrozenSpace, Subnet
 from weft.utils.rng import generator
 
 

@@ -1,15 +1,16 @@
-"""A subnet: one immutable pick from a space."""
+"""A subnet: one immutable pick from a space; and the rules that decide which picks are valid."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from weft.errors import SpaceError, nearest
+from weft.space.choice import Choice
 from weft.space.expression import Expr, Value
 
 
@@ -106,3 +107,61 @@ def digest(data: object) -> str:
     """The first 16 hex digits of the SHA-256 of canonical JSON (sorted keys, no spaces, floats by repr)."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Requirement:
+    """Something that holds in every subnet where all that it reads is active."""
+
+    expr: Expr  # as written
+    meaning: Expr  # in choices alone
+    message: str = ""
+
+    def __str__(self) -> str:
+        return f"'{self.expr}'" + (f" ({self.message})" if self.message else "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrozenSpace:
+    """Choices in order, their conditions and the constraints, all written in choices alone."""
+
+    choices: Mapping[str, Choice]
+    conditions: Mapping[str, Expr]
+    constraints: tuple[Requirement, ...]
+    layout: SubnetSchema
+    memo: dict[str, Any] = field(default_factory=dict, repr=False)  # what others have worked out about these rules
+
+    def is_active(self, name: str, values: Mapping[str, Value]) -> bool:
+        """Whether the choice exists, given the active choices before it; a condition on an inactive choice is false."""
+        condition = self.conditions.get(name)
+        return condition is None or (condition.names <= values.keys() and bool(condition.value(values)))
+
+    def broken(self, values: Mapping[str, Value]) -> Requirement | None:
+        """The first constraint that does not hold; one that reads an inactive choice holds."""
+        for constraint in self.constraints:
+            meaning = constraint.meaning
+            if meaning.names <= values.keys() and not meaning.value(values):
+                return constraint
+        return None
+
+    def settle(self, pick: Callable[[str, Choice], Value]) -> dict[str, Value]:
+        """Values of every choice that turns out active, each asked of `pick` in order; constraints are not checked."""
+        values: dict[str, Value] = {}
+        for name, choice in self.choices.items():
+            if name not in self.conditions or self.is_active(name, values):
+                values[name] = pick(name, choice)
+        return values
+
+    def subnet(self, values: dict[str, Value]) -> Subnet:
+        """A subnet of values that are known to be valid."""
+        return Subnet(self.layout, values)
+
+    def empty(self) -> SpaceError:
+        """The error that says why there is nothing to pick."""
+        if not self.choices:
+            return SpaceError(
+                "the space is empty: it has no choices; add one, or take its only subnet by space.subnet()"
+            )
+        shown = "; ".join(str(constraint) for constraint in self.constraints[:4])
+        more = f" and {len(self.constraints) - 4} more" if len(self.constraints) > 4 else ""
+        return SpaceError(f"the space is empty: no subnet satisfies {shown}{more}; relax a constraint")

@@ -1,7 +1,7 @@
 """What holds the space: chains of blocks, their layers, and the plain module that comes out."""
 
 from weft.supernet.blocks import Block, Choice, Elastic, Optional, Shared
-from weft.supernet.chain import Chain, Factory, initialise
+from weft.supernet.chain import Chain, Factory, build_on_meta, initialise
 from weft.supernet.export import export
 from weft.supernet.extract import extract
 from weft.supernet.layer import (
@@ -30,6 +30,7 @@ __all__ = [
     "Tie",
     "as_activations",
     "build_layer",
+    "build_on_meta",
     "export",
     "extra_inputs",
     "extract",

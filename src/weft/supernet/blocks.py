@@ -12,7 +12,13 @@ from weft.elastic import Condition, Mixture
 from weft.elastic.mixture import choice_options
 from weft.errors import SupernetError
 from weft.space import Expr, Space, Subnet
-from weft.supernet.layer import Activations, Candidate, Runner, as_activations, check_name
+from weft.supernet.layer import Activations, Candidate, ForwardFn, as_activations, check_name
+
+Modules = Mapping[str, nn.Module]
+"""The modules of a block's layers, by name."""
+
+Extras = Mapping[str, Any]
+"""Keyword arguments of a module."""
 
 
 class Block(Protocol):
@@ -24,8 +30,8 @@ class Block(Protocol):
     side: tuple[str, ...]
     shared: bool
     elastic: bool
-    arch: bool
-    runner: Runner | None
+    is_architecture: bool
+    forward_fn: ForwardFn | None
 
     def candidates(self) -> Mapping[str, Candidate]:
         """The layers by their global names, in order."""
@@ -33,21 +39,15 @@ class Block(Protocol):
     def pick(self, subnet: Subnet) -> str | None:
         """The name of the layer that the subnet uses, or None where it skips the block."""
 
-    def mixed(
-        self,
-        modules: Mapping[str, nn.Module],
-        carry: Activations,
-        mixture: Mixture,
-        side: Mapping[str, Any],
-    ) -> Activations:
-        """What the block makes of the carry under a mixture: the expectation over what it may do."""
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
+        """The expectation of the block's output under a mixture."""
 
 
 class _Base:
     shared = False
     elastic = False
-    arch = False
-    runner: Runner | None = None
+    is_architecture = False
+    forward_fn: ForwardFn | None = None
     space: Space | None
 
     def __init__(self, name: str, space: Space | None, side: Sequence[str], consistency: object) -> None:
@@ -56,7 +56,7 @@ class _Base:
         self.side = tuple(side)
         self.consistency = None if consistency is None else str(consistency)
         self.condition: Condition | None = None
-        """For which subnets the block is there; None: for all."""
+        """Holds for the subnets that use the block; None: all do."""
 
 
 class Shared(_Base):
@@ -77,14 +77,8 @@ class Shared(_Base):
     def pick(self, subnet: Subnet) -> str | None:
         return self.name
 
-    def mixed(
-        self,
-        modules: Mapping[str, nn.Module],
-        carry: Activations,
-        mixture: Mixture,
-        side: Mapping[str, Any],
-    ) -> Activations:
-        return as_activations(modules[self.name](*carry, **side), self.name)
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
+        return as_activations(modules[self.name](*activations, **side), self.name)
 
 
 class Choice(_Base):
@@ -115,31 +109,25 @@ class Choice(_Base):
         # Without a value the choice is switched off by its condition (depth): the block is skipped.
         return self._names[str(subnet[self.name])] if self.name in subnet.values else None
 
-    def mixed(
-        self,
-        modules: Mapping[str, nn.Module],
-        carry: Activations,
-        mixture: Mixture,
-        side: Mapping[str, Any],
-    ) -> Activations:
-        found: Activations | None = None
-        for chance, name in zip(mixture[self.name].unbind(), self._names.values(), strict=True):
-            out = as_activations(modules[name](*carry, **side), name)
-            if found is not None and [x.shape for x in found] != [y.shape for y in out]:
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
+        total: Activations | None = None
+        for probability, name in zip(mixture[self.name].unbind(), self._names.values(), strict=True):
+            out = as_activations(modules[name](*activations, **side), name)
+            if total is not None and [x.shape for x in total] != [y.shape for y in out]:
                 raise SupernetError(
                     f"choice '{self.name}' can be mixed only if its candidates give the same shapes: '{name}' gives "
-                    f"{[tuple(y.shape) for y in out]}, others {[tuple(x.shape) for x in found]}"
+                    f"{[tuple(y.shape) for y in out]}, others {[tuple(x.shape) for x in total]}"
                 )
-            found = tuple(
-                (y if not y.is_floating_point() else chance * y if found is None else found[place] + chance * y)
-                for place, y in enumerate(out)
-            )
-        assert found is not None
-        return _skipped(carry, found, self.condition, mixture, self.name)
+            parts = [probability * y if y.is_floating_point() else y for y in out]
+            if total is not None:
+                parts = [x + y if y.is_floating_point() else y for x, y in zip(total, parts, strict=True)]
+            total = tuple(parts)
+        assert total is not None
+        return _skipped(activations, total, self.condition, mixture, self.name)
 
 
 class Optional(_Base):
-    """A block that a subnet may skip: by a condition on other choices (depth), or by a choice ``name`` of its own."""
+    """A block that a subnet may skip: by a condition on other choices (depth), or by a choice ``name``."""
 
     def __init__(
         self,
@@ -153,8 +141,7 @@ class Optional(_Base):
     ) -> None:
         super().__init__(name, space, side, consistency)
         self._layer = layer
-        # A choice with the single option True carries the condition, so that the subnet itself says what is switched
-        # on.
+        # A choice with the single option True has the condition, so that a subnet's values say which blocks it uses.
         space.categorical(name, [False, True] if when is None else [True], when=when)
         self.condition = None if when is None else Condition(space, when)
 
@@ -164,18 +151,12 @@ class Optional(_Base):
     def pick(self, subnet: Subnet) -> str | None:
         return self.name if subnet.values.get(self.name) is True else None
 
-    def mixed(
-        self,
-        modules: Mapping[str, nn.Module],
-        carry: Activations,
-        mixture: Mixture,
-        side: Mapping[str, Any],
-    ) -> Activations:
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
         assert self.space is not None
-        out = as_activations(modules[self.name](*carry, **side), self.name)
-        if len(choice_options(self.space, self.name)) == 2:  # a choice of its own: skip it, or not
-            return _blend(carry, out, mixture[self.name][1], self.name)
-        return _skipped(carry, out, self.condition, mixture, self.name)
+        out = as_activations(modules[self.name](*activations, **side), self.name)
+        if len(choice_options(self.space, self.name)) == 2:  # its choice is whether to skip it
+            return _blend(activations, out, mixture[self.name][1], self.name)
+        return _skipped(activations, out, self.condition, mixture, self.name)
 
 
 class Elastic(_Base):
@@ -208,30 +189,25 @@ class Elastic(_Base):
     def pick(self, subnet: Subnet) -> str | None:
         return self.name if self.condition is None or self.condition.holds(subnet) else None
 
-    def mixed(
-        self,
-        modules: Mapping[str, nn.Module],
-        carry: Activations,
-        mixture: Mixture,
-        side: Mapping[str, Any],
-    ) -> Activations:
-        out = as_activations(modules[self.name](*carry, **{**side, "pick": mixture}), self.name)
-        return _skipped(carry, out, self.condition, mixture, self.name)
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
+        out = as_activations(modules[self.name](*activations, **{**side, "pick": mixture}), self.name)
+        return _skipped(activations, out, self.condition, mixture, self.name)
 
 
 def _skipped(
-    carry: Activations, out: Activations, condition: Condition | None, mixture: Mixture, name: str
+    activations: Activations, out: Activations, condition: Condition | None, mixture: Mixture, name: str
 ) -> Activations:
-    return out if condition is None else _blend(carry, out, condition.probability(mixture), name)
+    return out if condition is None else _blend(activations, out, condition.probability(mixture), name)
 
 
-def _blend(carry: Activations, out: Activations, chance: Tensor, name: str) -> Activations:
+def _blend(activations: Activations, out: Activations, probability: Tensor, name: str) -> Activations:
     """The expectation over using the block and skipping it; exact at both ends."""
-    if [x.shape for x in carry] != [y.shape for y in out]:
+    if [x.shape for x in activations] != [y.shape for y in out]:
         raise SupernetError(
-            f"block '{name}' can be skipped, so what it gives must have the shapes of what it takes: "
-            f"{[tuple(x.shape) for x in carry]}, not {[tuple(y.shape) for y in out]}"
+            f"block '{name}' can be skipped, so its outputs must have the shapes of its inputs: "
+            f"{[tuple(x.shape) for x in activations]}, not {[tuple(y.shape) for y in out]}"
         )
     return tuple(
-        torch.lerp(x, y, chance.to(y.dtype)) if y.is_floating_point() else y for x, y in zip(carry, out, strict=True)
+        torch.lerp(x, y, probability.to(y.dtype)) if y.is_floating_point() else y
+        for x, y in zip(activations, out, strict=True)
     )

@@ -1,15 +1,17 @@
-"""The supernet: a chain of blocks that holds every candidate and runs the subnet that it is given."""
+"""The supernet: a chain of blocks that holds every candidate and runs the subnet of each call."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.elastic import Mixture
 from weft.elastic.module import takes_pick
-from weft.errors import SpaceError, SupernetError, nearest
+from weft.errors import SpaceError, SupernetError, WeftError, nearest
 from weft.space import Choice as SpaceChoice
 from weft.space import Space, Subnet, Value
 from weft.supernet.blocks import Block
@@ -20,10 +22,12 @@ from weft.supernet.layer import (
     as_activations,
     as_module,
     build_layer,
+    build_layer_on_meta,
     extra_inputs,
     run_layer,
+    shapes_only,
 )
-from weft.supernet.tied_weights import begin_alike, make_ties
+from weft.supernet.tied_weights import copy_tied_weights, make_ties
 from weft.utils.rng import torch_seeded
 
 Inputs = Tensor | Activations | Mapping[str, Tensor]
@@ -34,10 +38,10 @@ _ROUTES_KEPT = 1 << 14
 
 class Chain(nn.Module):
     """Blocks in a row. ``chain(inputs, subnet)`` runs one subnet, or the expectation under a mixture of them; the chain
-    itself holds no active one.
+    itself holds no active subnet.
 
-    ``inputs`` names the entries of a batch that enter the chain (the first entry if not given). What a block returns, a
-    tensor or a tuple of tensors, is what the next block takes. ``tie`` names pairs of parameters of different blocks
+    ``inputs`` names the entries of a batch that enter the chain (by default the first entry). The next block takes what
+    a block returns, a tensor or a tuple of tensors. ``tie`` names pairs of parameters of different blocks
     that are one, such as ``("tokens.weight", "head.out.weight")``: each is a Parameter of its own, both begin with the
     values of the first, and training gives both the sum of their gradients, so that they stay equal.
     """
@@ -58,7 +62,14 @@ class Chain(nn.Module):
                 raise SupernetError(f"two blocks are named '{block.name}': names of blocks must differ")
             for name, candidate in block.candidates().items():
                 self.layers[name] = Layer(
-                    name, index, block.shared, block.consistency, block.side, block.elastic, block.arch, block.runner
+                    name,
+                    index,
+                    block.shared,
+                    block.consistency,
+                    block.side,
+                    block.elastic,
+                    block.is_architecture,
+                    block.forward_fn,
                 )
                 self._register(name, as_module(candidate, name))
         self.ties = make_ties(tie, self.layers)
@@ -86,20 +97,20 @@ class Chain(nn.Module):
     def count(self, subnet: Subnet | None = None) -> int:
         """How many numbers the layers of a subnet, or all layers, have as parameters; tied ones count once."""
         used = self.layers.values() if subnet is None else self.route(subnet)
-        again = sum(self.get_parameter(str(tie.second)).numel() for tie in self.ties)
-        return sum(p.numel() for layer in used for p in self.module(layer).parameters()) - again
+        twice = sum(self.get_parameter(str(tie.second)).numel() for tie in self.ties)
+        return sum(p.numel() for layer in used for p in self.module(layer).parameters()) - twice
 
     def route(self, subnet: Subnet) -> tuple[Layer, ...]:
         """The layers that the subnet uses, in chain order; raises SpaceError for a subnet of another space."""
-        known = self._routes.get(subnet) if isinstance(subnet, Subnet) else None
-        if known is None:
+        route = self._routes.get(subnet) if isinstance(subnet, Subnet) else None
+        if route is None:
             self.space.check(subnet)
             names = (block.pick(subnet) for block in self.blocks)
-            known = tuple(self.layers[name] for name in names if name is not None)
+            route = tuple(self.layers[name] for name in names if name is not None)
             if len(self._routes) >= _ROUTES_KEPT:
                 self._routes.clear()
-            self._routes[subnet] = known
-        return known
+            self._routes[subnet] = route
+        return route
 
     def enter(self, batch: Mapping[str, Tensor]) -> Activations:
         """The entries of a batch that enter the first block."""
@@ -113,16 +124,16 @@ class Chain(nn.Module):
 
     def forward(self, inputs: Inputs, subnet: Subnet | Mixture) -> Tensor | Activations:
         batch = inputs if isinstance(inputs, Mapping) else {}
-        carry = self.enter(inputs) if isinstance(inputs, Mapping) else as_activations(inputs, "the chain's input")
+        activations = self.enter(inputs) if isinstance(inputs, Mapping) else as_activations(inputs, "the chain's input")
         if isinstance(subnet, Mixture):
             for block in self.blocks:
                 modules = {name: self.module(name) for name in block.candidates()}
                 side = extra_inputs(self.layers[next(iter(modules))], batch, subnet)
-                carry = block.mixed(modules, carry, subnet, side)
-            return carry[0] if len(carry) == 1 else carry
+                activations = block.mixed(modules, activations, subnet, side)
+            return activations[0] if len(activations) == 1 else activations
         for layer in self.route(subnet):
-            carry = run_layer(layer, self.module(layer), carry, extra_inputs(layer, batch, subnet))
-        return carry[0] if len(carry) == 1 else carry
+            activations = run_layer(layer, self.module(layer), activations, extra_inputs(layer, batch, subnet))
+        return activations[0] if len(activations) == 1 else activations
 
     def largest(self) -> Subnet:
         """The subnet with the most parameters in every choice block; other choices at their last option.
@@ -138,16 +149,16 @@ class Chain(nn.Module):
     def _extreme(self, largest: bool) -> Subnet:
         if not self.space.choices:
             return self.space.subnet()
-        found = self.space.last() if largest else self.space.first()
+        best = self.space.last() if largest else self.space.first()
         for block in self.blocks:
             names = list(block.candidates())
-            if block.name not in found.values or len(names) < 2:
+            if block.name not in best.values or len(names) < 2:
                 continue
             count = {name: sum(p.numel() for p in self.module(name).parameters()) for name in names}
-            wanted = [name.partition(".")[2] for name in sorted(names, key=lambda name: count[name], reverse=largest)]
-            tries = (self._changed(found, block.name, label, -1 if largest else 0) for label in wanted)
-            found = next((subnet for subnet in tries if subnet is not None), found)
-        return found
+            labels = [name.partition(".")[2] for name in sorted(names, key=lambda name: count[name], reverse=largest)]
+            valid = (self._changed(best, block.name, label, -1 if largest else 0) for label in labels)
+            best = next((subnet for subnet in valid if subnet is not None), best)
+        return best
 
     def _changed(self, subnet: Subnet, name: str, value: str, option: int) -> Subnet | None:
         """The subnet with one choice changed, what that makes active at its first or last option; None if not valid."""
@@ -178,20 +189,54 @@ def initialise(
     """
     if not isinstance(net, Chain):
         with torch_seeded(seed, "build"):
-            chain = net()
-        if not isinstance(chain, Chain):
-            raise SupernetError(f"the supernet's factory returned {type(chain).__name__}, not a weft.Chain")
-        net = chain
+            net = _made(net)
     built = list(net.layers if only is None else only)
     for name in built:
         if name not in net.layers:
             raise SupernetError(f"no layer is named '{name}'{nearest(name, net.layers)}")
-        block, _, label = name.rpartition(".")
-        parent = net.get_submodule(block) if block else net
-        parent.add_module(label, build_layer(net.module(name), name, seed, torch.device(device)))
-    begin_alike(net, seed, built)
+        _replace(net, name, build_layer(net.module(name), name, seed, torch.device(device)))
+    copy_tied_weights(net, seed, built)
     _check_layers(net)
     return net
+
+
+def build_on_meta(net: Chain | Factory) -> Chain:
+    """The chain with every layer built but without values: all shapes are right, and no weight is drawn or allocated.
+
+    A chain is copied, less its values. A factory that reads values runs as usual, and its tensors are dropped.
+    """
+    if isinstance(net, Chain):
+        memo: dict[int, Any] = {id(net.space): net.space}
+        for tensor in (*net.parameters(), *net.buffers()):
+            shape = tensor.detach().to("meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(shape, requires_grad=tensor.requires_grad) if is_parameter else shape
+        chain = copy.deepcopy(net, memo)
+    else:
+        try:
+            with shapes_only():
+                chain = _made(net)
+        except WeftError:
+            raise
+        except Exception:  # it reads values, or it fails on any device: then this says why
+            with torch_seeded(0, "build"):
+                chain = _made(net)
+    for name in chain.layers:
+        _replace(chain, name, build_layer_on_meta(chain.module(name), name))
+    return chain
+
+
+def _made(factory: Factory) -> Chain:
+    chain = factory()
+    if not isinstance(chain, Chain):
+        raise SupernetError(f"the supernet's factory returned {type(chain).__name__}, not a weft.Chain")
+    return chain
+
+
+def _replace(chain: Chain, name: str, module: nn.Module) -> None:
+    block, _, label = name.rpartition(".")
+    parent = chain.get_submodule(block) if block else chain
+    parent.add_module(label, module)
 
 
 def _common_space(blocks: Sequence[Block]) -> Space:
@@ -210,7 +255,7 @@ def _check_layers(chain: Chain) -> None:
         module = chain.module(name)
         if isinstance(module, LazyLayer):
             continue
-        if takes_pick(module) and not layer.elastic and layer.runner is None:
+        if takes_pick(module) and not layer.elastic and layer.forward_fn is None:
             raise SupernetError(
                 f"layer '{name}' is elastic ({type(module).__name__}) and needs the pick, which candidates of a choice "
                 "and shared layers do not get: put it into a weft.Elastic block, within an elastic.Switch if it is one "

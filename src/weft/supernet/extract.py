@@ -16,7 +16,7 @@ from weft.errors import SupernetError
 from weft.space import Subnet
 from weft.supernet.chain import Chain
 from weft.supernet.layer import Layer, LazyLayer, as_activations, failure
-from weft.supernet.tied_weights import join
+from weft.supernet.tied_weights import share_tied_weights
 
 
 def extract(chain: Chain, subnet: Subnet, example: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -40,14 +40,14 @@ def extract(chain: Chain, subnet: Subnet, example: Mapping[str, Tensor] | None =
         plain: nn.Module = nn.Sequential(OrderedDict((_label(layer), _part(chain, layer, subnet)) for layer in route))
     else:
         plain = _graph(chain, route, subnet, example)
-    join(plain, chain.ties, {layer.name: _label(layer) for layer in route})
+    share_tied_weights(plain, chain.ties, {layer.name: _label(layer) for layer in route})
     for parameter in plain.parameters():
         parameter.grad = None
     return plain.eval()
 
 
 def _graph(chain: Chain, route: tuple[Layer, ...], subnet: Subnet, example: Mapping[str, Tensor]) -> nn.Module:
-    carry = chain.enter(example)
+    activations = chain.enter(example)
     names = chain.inputs or tuple(example)[:1]
     side = dict.fromkeys(name for layer in route for name in layer.side)
     graph = fx.Graph()
@@ -58,18 +58,18 @@ def _graph(chain: Chain, route: tuple[Layer, ...], subnet: Subnet, example: Mapp
     with torch.no_grad():
         for layer in route:
             target = _label(layer)
-            module = parts[target] = _part(chain, layer, subnet, len(carry))
+            module = parts[target] = _part(chain, layer, subnet, len(activations))
             try:
-                out: Any = module.eval()(*carry, **{name: example[name] for name in layer.side})
+                out: Any = module.eval()(*activations, **{name: example[name] for name in layer.side})
             except (RuntimeError, IndexError) as problem:
-                raise failure(layer, carry, problem) from problem
+                raise failure(layer, activations, problem) from problem
             node = graph.call_module(target, tuple(nodes), {name: entered[name] for name in layer.side})
-            carry = as_activations(out, layer.name)
+            activations = as_activations(out, layer.name)
             if isinstance(out, Tensor):
                 nodes = [node]
             else:
                 single = False
-                nodes = [graph.call_function(operator.getitem, (node, i)) for i in range(len(carry))]
+                nodes = [graph.call_function(operator.getitem, (node, i)) for i in range(len(activations))]
     graph.output(nodes[0] if len(nodes) == 1 else tuple(nodes))
     return nn.Sequential(parts) if single else fx.GraphModule(dict(parts), graph, class_name="Subnet")
 

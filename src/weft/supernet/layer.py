@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from weft.elastic import Pick
-from weft.errors import SupernetError
+from weft.errors import SupernetError, WeftError
 from weft.utils.rng import torch_seeded
 
 Activations = tuple[Tensor, ...]
-"""What travels along the chain from block to block."""
+"""What a block passes to the next one."""
 
 Candidate = nn.Module | Callable[[], nn.Module]
 """A module as it is, or a factory that is called when the layer is first needed."""
 
-Runner = Callable[[nn.Module, Activations, Mapping[str, Any]], Any]
-"""How a module is run on a carry, with its side inputs."""
+ForwardFn = Callable[[nn.Module, Activations, Mapping[str, Any]], Any]
+"""Runs a module on activations, with its extra inputs."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
@@ -33,17 +35,17 @@ class LazyLayer(nn.Module):
         super().__init__()
         self.factory = factory
 
-    def forward(self, *carry: Tensor) -> Tensor:
+    def forward(self, *activations: Tensor) -> Tensor:
         raise SupernetError("this layer has not been built yet: call initialise(chain, seed) first")
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Where a layer lives and what it asks for; its module is found through the chain, by name.
+    """The place of a layer and what it needs; the chain holds its module, by name.
 
-    ``shared`` says that every subnet uses it. ``consistency`` is a text such as ``lagged(4)``, or None for the run's
-    default. ``side`` names the entries of the batch that its module takes as keyword arguments. An ``elastic`` one
-    takes the subnet too, as ``pick``.
+    Every subnet uses a ``shared`` layer. ``consistency`` is a text such as ``lagged(4)``, or None for the run's
+    default. ``side`` names the entries of the batch that its module takes as keyword arguments. The module of an
+    ``elastic`` layer takes the subnet too, as ``pick``.
     """
 
     name: str
@@ -52,10 +54,10 @@ class Layer:
     consistency: str | None = None
     side: tuple[str, ...] = ()
     elastic: bool = False
-    arch: bool = False
-    """Whether it holds parameters of the architecture and not weights."""
-    runner: Runner | None = None
-    """How its module is run, if not by calling it: mixed layers go by the probabilities that travel with the carry."""
+    is_architecture: bool = False
+    """Whether it holds architecture parameters instead of weights."""
+    forward_fn: ForwardFn | None = None
+    """Runs its module, if a plain call does not: mixed layers take probabilities from the end of the activations."""
 
 
 def check_name(name: str, what: str) -> str:
@@ -79,17 +81,14 @@ def as_module(candidate: object, name: str) -> nn.Module:
 
 
 def build_layer(module: nn.Module, name: str, seed: int, device: torch.device) -> nn.Module:
-    """The layer's module on the device, its weights a function of (seed, name) wherever weft makes them.
+    """The layer's module on the device. Weights that weft makes are a function of (seed, name).
 
     A factory is called, and a module on the meta device is reset, under a generator seeded by (seed, name). A module,
     or a part of one, that already has values keeps them.
     """
     if isinstance(module, LazyLayer):
         with torch_seeded(seed, "init", name):
-            built = module.factory()
-        if not isinstance(built, nn.Module):
-            raise SupernetError(f"the factory of layer '{name}' returned {type(built).__name__}, not an nn.Module")
-        module = built
+            module = _made(module, name)
     for label, part in list(module.named_children()):
         if isinstance(part, LazyLayer):
             module.add_module(label, build_layer(part, f"{name}.{label}", seed, device))
@@ -104,76 +103,116 @@ def build_layer(module: nn.Module, name: str, seed: int, device: torch.device) -
     return module.to(device)
 
 
+def _made(lazy: LazyLayer, name: str) -> nn.Module:
+    module = lazy.factory()
+    if not isinstance(module, nn.Module):
+        raise SupernetError(f"the factory of layer '{name}' returned {type(module).__name__}, not an nn.Module")
+    return module
+
+
+def build_layer_on_meta(module: nn.Module, name: str) -> nn.Module:
+    """The layer's module with shapes but without values.
+
+    A factory runs on the meta device and draws nothing. A factory that needs values as it runs gets them, which takes
+    memory until its tensors are on the meta device too.
+    """
+    if isinstance(module, LazyLayer):
+        try:
+            with shapes_only():
+                module = _made(module, name)
+        except WeftError:
+            raise
+        except Exception:  # it reads values, or it fails on any device: then build_layer says why
+            module = build_layer(module, name, 0, torch.device("cpu"))
+    return module.to("meta")
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Within the block, new tensors are on the meta device and torch.nn.init does nothing."""
+    with torch.device("meta"), _NothingDrawn():
+        yield
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Skips torch.nn.init. On the meta device it has no effect, but torch would import its compiler for it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else (kwargs or {}).get("tensor")
+        return func(*args, **(kwargs or {}))
+
+
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from module.buffers()
 
 
 def _materialise(part: nn.Module, path: str) -> None:
-    everything = all(tensor.is_meta for tensor in _tensors(part)) and any(True for _ in _tensors(part))
-    own = any(tensor.is_meta for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)))
-    if own:
+    all_meta = all(tensor.is_meta for tensor in _tensors(part)) and any(True for _ in _tensors(part))
+    has_meta = any(tensor.is_meta for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)))
+    if has_meta:
         part.to_empty(device=torch.device("cpu"), recurse=False)
     # Parts first, in their order: a constructor makes its parts and then has the last word, as torch's attention has.
     for label, child in part.named_children():
         _materialise(child, f"{path}.{label}")
     reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-    if callable(reset) and (own or everything):
+    if callable(reset) and (has_meta or all_meta):
         reset()
-    elif own:
+    elif has_meta:
         raise SupernetError(
             f"'{path}' ({type(part).__name__}) lies on the meta device and has no reset_parameters(): "
             "give the layer as a factory, for example lambda: MyLayer()"
         )
 
 
-def run_layer(layer: Layer, module: nn.Module, carry: Activations, side: Mapping[str, Any]) -> Activations:
-    """What a layer's module makes of the carry."""
-    out = module(*carry, **side) if layer.runner is None else layer.runner(module, carry, side)
+def run_layer(layer: Layer, module: nn.Module, activations: Activations, side: Mapping[str, Any]) -> Activations:
+    """The output of a layer's module."""
+    out = module(*activations, **side) if layer.forward_fn is None else layer.forward_fn(module, activations, side)
     return as_activations(out, layer.name)
 
 
-def failure(layer: Layer, carry: Activations, problem: Exception) -> Exception:
-    """What went wrong when the layer ran on the carry, with its name; too little memory is told as it is."""
+def failure(layer: Layer, activations: Activations, problem: Exception) -> Exception:
+    """The error of a layer that failed on these activations, with its name; running out of memory stays as it is."""
     if isinstance(problem, torch.OutOfMemoryError):
         return problem
-    shapes = ", ".join(str(tuple(x.shape)) for x in carry)
-    hint = " (an embedding has fewer entries than it is asked for)" if isinstance(problem, IndexError) else ""
+    shapes = ", ".join(str(tuple(x.shape)) for x in activations)
+    hint = " (an embedding has fewer entries than the largest index)" if isinstance(problem, IndexError) else ""
     return SupernetError(f"layer '{layer.name}' fails on inputs of shape {shapes}: {problem}{hint}")
 
 
 def as_activations(value: Any, where: str) -> Activations:
-    """A tensor or a tuple of tensors, as a tuple; raises SupernetError for what cannot travel."""
+    """A tensor or a tuple of tensors, as a tuple; raises SupernetError for anything else."""
     if isinstance(value, Tensor):
         return (value,)
     if isinstance(value, (tuple, list)) and value and all(isinstance(part, Tensor) for part in value):
         return tuple(value)
     kind = type(value).__name__
-    raise SupernetError(
-        f"'{where}' gave {kind}, which cannot travel along a chain: return a tensor or a tuple of tensors"
-    )
+    raise SupernetError(f"'{where}' gave {kind}, which a chain cannot pass on: return a tensor or a tuple of tensors")
 
 
 def extra_inputs(layer: Layer, batch: Mapping[str, Tensor], pick: Pick) -> dict[str, Any]:
-    """What the layer's module takes beside the carry: entries of the batch that it asked for, and the subnet if it is
-    elastic; raises SupernetError where an entry is missing."""
+    """The keyword arguments of the layer's module: entries of the batch, and the subnet if the layer is elastic.
+
+    Raises SupernetError where an entry is missing.
+    """
     try:
-        found: dict[str, Any] = {key: batch[key] for key in layer.side}
+        inputs: dict[str, Any] = {key: batch[key] for key in layer.side}
     except KeyError as missing:
         raise SupernetError(
             f"layer '{layer.name}' takes the side input {missing}, "
             f"but the batch has {', '.join(sorted(batch)) or 'nothing'}"
         ) from None
     if layer.elastic:
-        found["pick"] = pick
-    return found
+        inputs["pick"] = pick
+    return inputs
 
 
 # The border between two blocks: where gradients from several consumers are added in one fixed order at every cut.
 
 
 class _Boundary(torch.autograd.Function):
-    # One node for all tensors of the carry: its backward runs only after everything behind the border is done, so the
+    # One node for all activations: its backward runs only after everything behind the border is done, so the
     # order in which a tensor's gradients are summed never depends on whether the chain is cut here.
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Any:
@@ -198,23 +237,23 @@ class _Entry(torch.autograd.Function):
 
 
 def detached_entry(leaves: Activations) -> Activations:
-    """The leaves as a layer behind a cut may use them; their gradients are summed as at any border."""
+    """The leaves as a layer aliases a cut may use them; their gradients are summed as at any border."""
     places = [index for index, tensor in enumerate(leaves) if tensor.requires_grad]
-    passed = list(leaves)
+    results = list(leaves)
     if places:
-        behind = _Entry.apply(*(leaves[index] for index in places))  # type: ignore[no-untyped-call]
-        for index, tensor in zip(places, behind, strict=True):
-            passed[index] = tensor
-    return tuple(passed)
+        aliases = _Entry.apply(*(leaves[index] for index in places))  # type: ignore[no-untyped-call]
+        for index, tensor in zip(places, aliases, strict=True):
+            results[index] = tensor
+    return tuple(results)
 
 
-def grad_barrier(carry: Activations) -> Activations:
-    """The same tensors behind a border. A single tensor that needs a gradient is a border by itself."""
-    places = [index for index, tensor in enumerate(carry) if tensor.requires_grad]
+def grad_barrier(activations: Activations) -> Activations:
+    """The same tensors barred a border. A single tensor that needs a gradient is a border by itself."""
+    places = [index for index, tensor in enumerate(activations) if tensor.requires_grad]
     if len(places) < 2:
-        return carry
-    passed = list(carry)
-    behind = _Boundary.apply(*(carry[index] for index in places))  # type: ignore[no-untyped-call]
-    for index, tensor in zip(places, behind, strict=True):
-        passed[index] = tensor
-    return tuple(passed)
+        return activations
+    results = list(activations)
+    barred = _Boundary.apply(*(activations[index] for index in places))  # type: ignore[no-untyped-call]
+    for index, tensor in zip(places, barred, strict=True):
+        results[index] = tensor
+    return tuple(results)

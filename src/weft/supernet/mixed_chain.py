@@ -1,8 +1,8 @@
 """A chain as a mixture of its subnets: blocks that hold architecture parameters, and probabilities that travel along.
 
 Before the first block that reads a choice stands a block of one small layer, which holds that choice's architecture
-parameters and puts its probabilities at the end of the carry. So the parameters of a choice live on the stage of the
-block that it belongs to, and a choice that many blocks read reaches them all, on whatever stage they are.
+parameters and puts its probabilities at the end of the activations. So the parameters of a choice are on the stage of
+the first block that reads it, and its probabilities reach all the others, on whatever stage they are.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ from weft.elastic import Mixture, Module
 from weft.elastic.mixture import choice_options
 from weft.errors import SupernetError
 from weft.space import Space, Subnet
-from weft.supernet.blocks import Block, Choice
+from weft.supernet.blocks import Block, Choice, Extras, Modules
 from weft.supernet.chain import Chain, Factory
-from weft.supernet.layer import Activations, Candidate, LazyLayer, Runner, as_module, extra_inputs, run_layer
+from weft.supernet.layer import (
+    Activations,
+    Candidate,
+    ForwardFn,
+    LazyLayer,
+    as_module,
+    build_layer_on_meta,
+    extra_inputs,
+    run_layer,
+)
 from weft.utils.rng import generator
 
 Relax = Callable[[Tensor, bool, Tensor | None], Tensor]
@@ -32,7 +41,7 @@ PROGRESS = "weft_progress"
 
 
 class Architecture(nn.Module):
-    """The parameters of some choices. Its forward puts their probabilities at the end of the carry."""
+    """The parameters of some choices. Its forward puts their probabilities at the end of the activations."""
 
     def __init__(self, counts: Sequence[int], relax: Relax, begins: bool) -> None:
         super().__init__()
@@ -49,10 +58,14 @@ class Architecture(nn.Module):
         parts = [self._relax(part, self.training, progress) for part in torch.split(self.alpha, self.counts)]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def forward(self, *carry: Tensor, **side: Tensor) -> Activations:
+    def forward(self, *activations: Tensor, **side: Tensor) -> Activations:
         progress = side[PROGRESS][0] if PROGRESS in side else None
-        own = self.probabilities(progress)
-        return (*carry, own) if self._begins else (*carry[:-1], torch.cat([carry[-1], own]))
+        probabilities = self.probabilities(progress)
+        return (
+            (*activations, probabilities)
+            if self._begins
+            else (*activations[:-1], torch.cat([activations[-1], probabilities]))
+        )
 
 
 class MixedChain(Chain):
@@ -66,7 +79,7 @@ class MixedChain(Chain):
 
     def mixture(self) -> Mixture:
         """The mixture that the parameters stand for now, without noise or gradients."""
-        found: dict[str, Tensor] = {}
+        probabilities: dict[str, Tensor] = {}
         with torch.no_grad():
             for layer, names in self.held.items():
                 module = self.module(layer)
@@ -74,14 +87,14 @@ class MixedChain(Chain):
                 was, module.training = module.training, False
                 parts = torch.split(module.probabilities(), module.counts)
                 module.training = was
-                found |= dict(zip(names, parts, strict=True))
-        return Mixture.unchecked(self.space, {name: found[name] for name in self.space.choices})
+                probabilities |= dict(zip(names, parts, strict=True))
+        return Mixture.unchecked(self.space, {name: probabilities[name] for name in self.space.choices})
 
 
 def make_mixed_chain(net: Chain | Factory, relax: Relax, side: Sequence[str] = ()) -> MixedChain:
     """The chain that trains all subnets of a chain at once, by the expectation of every layer under a mixture.
 
-    Its last carry is that of the chain, followed by all the probabilities in the order ``order``.
+    Its last activations is that of the chain, followed by all the probabilities in the order ``order``.
     """
     plain = net if isinstance(net, Chain) else net()
     space = plain.space
@@ -94,7 +107,7 @@ def make_mixed_chain(net: Chain | Factory, relax: Relax, side: Sequence[str] = (
     blocks: list[Block] = []
     held: dict[str, tuple[str, ...]] = {}
     for index, block in enumerate(plain.blocks):
-        # A choice that no block is known to read, as one may be read by a user's own code, is there from the start.
+        # A choice that no block is known to read, since the user's code may read it, is there from the start.
         unread = [name for name in space.choices if index == 0 and not any(name in names for names in readers)]
         fresh = [name for name in space.choices if name in readers[index] and name not in known] + unread
         if fresh:
@@ -117,24 +130,21 @@ def _read_by(block: Block, chain: Chain) -> set[str]:
     """The choices that a block reads."""
     if block.space is None:
         return set()
-    found: set[str] = set()
+    names_read: set[str] = set()
     if block.name in chain.space.choices:
-        found.add(block.name)
-    found |= set(getattr(getattr(block, "condition", None), "names", ()))
+        names_read.add(block.name)
+    names_read |= set(getattr(getattr(block, "condition", None), "names", ()))
     for part in parts(block, chain):
         if isinstance(part, Module):
-            found |= set(part.reads)
-    return found
+            names_read |= set(part.reads)
+    return names_read
 
 
 def parts(block: Block, chain: Chain) -> Iterator[nn.Module]:
-    """Every module of a block; of what is not built yet, a shadow without values."""
+    """Every module of a block. A layer that is not built yet is built without values, for the occasion."""
     for name in block.candidates():
         module = chain.module(name)
-        if isinstance(module, LazyLayer):
-            with torch.device("meta"):
-                module = module.factory()
-        yield from module.modules()
+        yield from (build_layer_on_meta(module, name) if isinstance(module, LazyLayer) else module).modules()
 
 
 class _Always:
@@ -147,20 +157,14 @@ class _Always:
     def pick(self, subnet: Subnet) -> str | None:
         return self.name
 
-    def mixed(
-        self,
-        modules: Mapping[str, nn.Module],
-        carry: Activations,
-        mixture: Mixture,
-        side: Mapping[str, Any],
-    ) -> Activations:
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
         raise SupernetError("this chain is a mixture already: give it a batch and any subnet")
 
 
 class _ArchitectureBlock(_Always):
-    arch = True
+    is_architecture = True
     consistency: str | None = None
-    runner: Runner | None = None
+    forward_fn: ForwardFn | None = None
     space: Space | None
 
     def __init__(
@@ -174,8 +178,8 @@ class _ArchitectureBlock(_Always):
 
 
 class _MixedBlock(_Always):
-    arch = False
-    runner: Runner | None
+    is_architecture = False
+    forward_fn: ForwardFn | None
     space: Space | None
 
     def __init__(self, block: Block, chain: Chain, space: Space, known: tuple[str, ...]) -> None:
@@ -189,21 +193,21 @@ class _MixedBlock(_Always):
             self._module = nn.Module()
             for name in names:
                 self._module.add_module(name.partition(".")[2], as_module(chain.module(name), name))
-        self.runner = self._run
+        self.forward_fn = self._run
 
     def candidates(self) -> Mapping[str, Candidate]:
         module = self._module
         return {self.name: module.factory if isinstance(module, LazyLayer) else module}
 
-    def _run(self, module: nn.Module, carry: Activations, side: Mapping[str, Any]) -> Activations:
+    def _run(self, module: nn.Module, activations: Activations, side: Mapping[str, Any]) -> Activations:
         if isinstance(self._block, Choice):
             modules = {f"{self.name}.{label}": part for label, part in module.named_children()}
         else:
             modules = {self.name: module}
         if not self._known:  # no block so far has a choice
-            return self._block.mixed(modules, carry, Mixture.unchecked(self._space, {}), side)
-        mixture = Mixture.flat(self._space, self._known, carry[-1])
-        return (*self._block.mixed(modules, carry[:-1], mixture, side), carry[-1])
+            return self._block.mixed(modules, activations, Mixture.unchecked(self._space, {}), side)
+        mixture = Mixture.flat(self._space, self._known, activations[-1])
+        return (*self._block.mixed(modules, activations[:-1], mixture, side), activations[-1])
 
 
 # Whether a chain keeps the law of mixtures: one that is certain computes what its subnet does, block by block.

@@ -12,7 +12,7 @@ Cut = tuple[int, ...]
 
 
 def best_cut(costs: Sequence[float], stages: int) -> Cut:
-    """The cut whose largest stage cost is least, found exactly; among equals the one with the earliest last cuts.
+    """The cut with the smallest cost of its most expensive stage; among equal ones that with the earliest last cuts.
 
     >>> best_cut([1, 1, 4, 1, 1], 3)
     (2, 3)
@@ -48,23 +48,23 @@ def stage_of(cut: Cut, blocks: int) -> list[int]:
             f"the cut {cut} of {blocks} blocks must rise from 1 to at most {blocks - 1}: no stage may be empty"
         )
     stage = 0
-    found = []
+    stages = []
     for block in range(blocks):
         stage += block in cut
-        found.append(stage)
-    return found
+        stages.append(stage)
+    return stages
 
 
 def check_cut(cut: Sequence[int], stages: int, blocks: int) -> Cut:
     """The cut that a user gave, if it makes that many stages."""
-    found = tuple(int(block) for block in cut)
-    if len(found) != stages - 1:
+    first = tuple(int(block) for block in cut)
+    if len(first) != stages - 1:
         raise ConsistencyError(
-            f"the cut {found} makes {len(found) + 1} stages, but {stages} {'is' if stages == 1 else 'are'} asked for: "
+            f"the cut {first} makes {len(first) + 1} stages, but {stages} {'is' if stages == 1 else 'are'} asked for: "
             "it gives the first block of every stage after the first"
         )
-    stage_of(found, blocks)
-    return found
+    stage_of(first, blocks)
+    return first
 
 
 def check_stages(stages: int, blocks: int) -> None:

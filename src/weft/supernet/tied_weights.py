@@ -1,5 +1,5 @@
-"""Tied weights: parameters of two layers that are one. Each layer has a copy of its own, so that a chain can be cut
-between them, and training keeps the copies equal."""
+"""Tied weights: parameters of two layers that are one. Each layer has a copy, so that a chain can be cut between them,
+and training keeps the copies equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Where a parameter is: its layer, and its path in the layer's module."""
+    """The place of a parameter: its layer, and its path in the layer's module."""
 
     layer: str
     path: str
@@ -34,10 +34,10 @@ class Tie(NamedTuple):
     second: Place
 
 
-def make_ties(given: Iterable[Sequence[str]], layers: Mapping[str, Layer]) -> tuple[Tie, ...]:
-    """The pairs of global names such as ``head.out.weight`` as ties; raises SupernetError for what cannot be one."""
-    found: list[Tie] = []
-    for pair in given:
+def make_ties(pairs: Iterable[Sequence[str]], layers: Mapping[str, Layer]) -> tuple[Tie, ...]:
+    """Pairs of global names such as ``head.out.weight`` as ties; SupernetError for a pair that cannot be one."""
+    ties: list[Tie] = []
+    for pair in pairs:
         if isinstance(pair, str) or len(pair) != 2:
             raise SupernetError(f"tie={pair!r}: a tie is a pair of names, ('tokens.weight', 'head.weight')")
         tie = Tie(_place(pair[0], layers), _place(pair[1], layers))
@@ -46,15 +46,17 @@ def make_ties(given: Iterable[Sequence[str]], layers: Mapping[str, Layer]) -> tu
                 f"'{tie.first}' and '{tie.second}' are of one block: share the parameter there as any module does"
             )
         for place in tie:
-            if any(place in other for other in found):
+            if any(place in other for other in ties):
                 raise SupernetError(f"'{place}' is in two ties: a parameter is tied to one other")
-        found.append(tie)
-    return tuple(found)
+        ties.append(tie)
+    return tuple(ties)
 
 
-def begin_alike(chain: Chain, seed: int, built: Collection[str]) -> None:
-    """Gives the second parameter of every tie, where its layer is among those ``built``, the values that the first
-    begins with, even if the layer of the first is not built here."""
+def copy_tied_weights(chain: Chain, seed: int, built: Collection[str]) -> None:
+    """Gives the second parameter of every tie the first values of the first one.
+
+    This is for second layers among those ``built``; the first layer may not be built here.
+    """
     for first, second in chain.ties:
         if second.layer not in built:
             continue
@@ -76,7 +78,7 @@ def begin_alike(chain: Chain, seed: int, built: Collection[str]) -> None:
         other.data = one.detach().to(other.device, copy=True)
 
 
-def join(plain: nn.Module, ties: Iterable[Tie], labels: Mapping[str, str]) -> None:
+def share_tied_weights(plain: nn.Module, ties: Iterable[Tie], labels: Mapping[str, str]) -> None:
     """In a module whose parts are the layers, by these labels, every tie becomes one Parameter."""
     for first, second in ties:
         if first.layer in labels and second.layer in labels:
@@ -97,17 +99,19 @@ def _place(name: str, layers: Mapping[str, Layer]) -> Place:
             "Write the name of a layer, '.', and the path of the parameter in it"
         )
     layer = max(inside, key=len)
-    told = layers[layer]
-    if not told.shared or told.elastic or told.arch:
+    record = layers[layer]
+    if not record.shared or record.elastic or record.is_architecture:
         raise SupernetError(
             f"tie: layer '{layer}' is a candidate, elastic or of the architecture, but tied parameters belong to "
-            "layers that every subnet uses as a whole: put them into Shared blocks"
+            "layers that every subnet uses in full: put them into Shared blocks"
         )
     return Place(layer, name.removeprefix(f"{layer}."))
 
 
 def _parameter(module: nn.Module, place: Place) -> nn.Parameter:
-    known = dict(module.named_parameters())
-    if place.path not in known:
-        raise SupernetError(f"tie: layer '{place.layer}' has no parameter '{place.path}'{nearest(place.path, known)}")
-    return known[place.path]
+    parameters = dict(module.named_parameters())
+    if place.path not in parameters:
+        raise SupernetError(
+            f"tie: layer '{place.layer}' has no parameter '{place.path}'{nearest(place.path, parameters)}"
+        )
+    return parameters[place.path]

@@ -246,18 +246,24 @@ def summary(trace: Trace, worst: int = 10) -> dict[str, Any]:
 
 
 def simulation_error(trace: Trace) -> dict[str, Any] | None:
-    """What was simulated. ``error`` compares the time of the operations that both hold, as a share of the real one: a
-    simulation covers the first steps of a run only. None where nothing was simulated."""
+    """What was simulated; None where nothing was.
+
+    A simulation covers the first ``steps`` of a start alone. ``real_time`` is what the same operations took, and
+    ``error`` compares the two times as a share of the real one. The simulator has costs that were measured before the
+    training, one layer after the other: where stages share cores, real operations take longer.
+    """
     if not trace.simulated:
         return None
     simulation = replace(trace, stages=trace.simulated, simulated=())
     real_end, simulated_end = trace.begin, simulation.begin
     for real, simulated in zip(trace.stages, simulation.stages, strict=True):
         names = [own.ops.microbatch * 256 + own.ops.kind for own in (real, simulated)]
-        real_end = max(real_end, *real.ops.end[np.isin(names[0], names[1])].tolist())
-        simulated_end = max(simulated_end, *simulated.ops.end[np.isin(names[1], names[0])].tolist())
+        real_end = max([real_end, *real.ops.end[np.isin(names[0], names[1])].tolist()])
+        simulated_end = max([simulated_end, *simulated.ops.end[np.isin(names[1], names[0])].tolist()])
     took, expected = real_end - trace.begin, simulated_end - simulation.begin
     return {
+        "steps": len(np.unique(np.concatenate([own.ops.microbatch for own in simulation.stages])))
+        // trace.head.microbatches,
         "time": simulation.end - simulation.begin,
         "real_time": took,
         "bubble": bubble(simulation),

@@ -33,7 +33,7 @@ PIECE = 1 << 20
 """Bytes of a file that are parsed at once."""
 
 
-class Head(Struct, frozen=True):
+class TraceHeader(Struct, frozen=True):
     """The line with which a start of the run begins."""
 
     start: Small
@@ -138,10 +138,11 @@ class StageTrace:
 class Trace:
     """The last start of a run; times are seconds of one clock, and ``begin`` is when the first stage began to work."""
 
-    head: Head
+    head: TraceHeader
     stages: tuple[StageTrace, ...]
     simulated: tuple[StageTrace, ...] = ()
-    """The same operations as the simulator expected them, from time 0 on."""
+    """What the simulator expected of the first steps after this start, from time 0 on; its micro-batches have the
+    numbers of the real ones, though a file counts them from 0."""
     begin: float = field(init=False)
     end: float = field(init=False)
 
@@ -207,7 +208,7 @@ class StageFile:
 
     def _begin(self, row: dict[str, Any]) -> None:
         try:
-            head = msgspec.convert(row, Head)
+            head = msgspec.convert(row, TraceHeader)
         except msgspec.ValidationError:
             return
         self.starts.pop(head.start, None)
@@ -225,7 +226,8 @@ def joined(files: Mapping[int, StageFile]) -> Trace | None:
     if not heads:
         return None
     stages = [_stage_of(number, heads[0], files) for number in range(heads[0].stages)]
-    return Trace(heads[0], tuple(stages), _simulated(heads[0]))
+    first = min((int(stage.ops.microbatch.min()) for stage in stages if len(stage.ops)), default=0)
+    return Trace(heads[0], tuple(stages), _simulated(heads[0], first))
 
 
 def parsed(piece: bytes) -> list[Any]:
@@ -246,7 +248,7 @@ def parsed(piece: bytes) -> list[Any]:
 class _Start:
     """The rows of one start of one stage, as they come."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: TraceHeader) -> None:
         self.head = head
         self._columns = {row: {name: array(_CODES[name]) for name in row.__struct_fields__} for row in _ROWS}
         self._layers: dict[str, int] = {}
@@ -287,7 +289,7 @@ def _ordered(columns: dict[str, Numbers], by: Sequence[str]) -> dict[str, Number
     return {name: column[order] for name, column in columns.items()}
 
 
-def _stage_of(number: int, head: Head, files: Mapping[int, StageFile]) -> StageTrace:
+def _stage_of(number: int, head: TraceHeader, files: Mapping[int, StageFile]) -> StageTrace:
     start = files[number].starts.get(head.start) if number in files else None
     nothing = _Start(head).stage()
     found = nothing if start is None else start.stage()
@@ -296,14 +298,15 @@ def _stage_of(number: int, head: Head, files: Mapping[int, StageFile]) -> StageT
     return nothing if is_older else found
 
 
-def _simulated(head: Head) -> tuple[StageTrace, ...]:
+def _simulated(head: TraceHeader, first: int) -> tuple[StageTrace, ...]:
     if not head.simulated:
         return ()
+    shift = first - min(microbatch for _, _, microbatch, _, _ in head.simulated)
     starts = [_Start(head) for _ in range(head.stages)]
     rows: list[list[_Op]] = [[] for _ in starts]
     for stage, kind, microbatch, start, end in head.simulated:
         if stage < len(rows) and kind in ("F", "B"):
-            rows[stage].append(_Op(kind, microbatch, start, end, 0))  # type: ignore[arg-type]
+            rows[stage].append(_Op(kind, microbatch + shift, start, end, 0))  # type: ignore[arg-type]
     for made, own in zip(starts, rows, strict=True):
         made.add(own)
     return tuple(made.stage() for made in starts)

@@ -28,7 +28,7 @@ from weft.supernet.partition import Cut
 from weft.utils.files import AppendFile, disk_errors
 
 
-class Tracer:
+class TraceRecorder:
     """The trace of one stage, for its hot loop: a call costs one append to a list, until ``flush`` writes the lines.
 
     Times are seconds of ``time.time()``, on which all processes of a machine agree. Threads may share it.

@@ -11,7 +11,6 @@ import torch
 
 from weft.data import Data, as_data
 from weft.distributed.env import DistEnv, read_env
-from weft.distributed.signals import stop_requests
 from weft.distributed.store import ControlStore, refuse_inside_a_stage
 from weft.engine.train_step import TrainStep
 from weft.errors import CheckpointError, TrainError
@@ -37,7 +36,7 @@ from weft.trainer.device_engine import DeviceEngine
 from weft.trainer.manifest import config_of, describe_run, go_back, open_run
 from weft.trainer.partitioning import LaunchSpec
 from weft.trainer.rank_main import run_stage, run_stages
-from weft.trainer.trainer import Trainer
+from weft.trainer.trainer import Trainer, check_validation, stop_requests
 
 
 @dataclass(frozen=True)
@@ -206,10 +205,7 @@ def _start_stages(job: LaunchSpec, stages: int, callbacks: Sequence[Callback]) -
         check_cut(execution.cut, stages, len(chain.blocks))
     step = resolve(config, chain, kept.metrics)
     data = as_data(job.data, config.seed)
-    if kept.validation is not None and data.validation is None:
-        raise TrainError(
-            "validation needs validation data, and this data set has none: split some off it, or leave it out"
-        )
+    check_validation(validation_of(kept), data)
     load_initial(chain, config.init_from)
     described = describe_run(chain, data, step, execution, config.init_from)
     del chain

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from weft.distributed.store import ControlStore
-from weft.engine.layer_state import Snapshot, tensors_digest
+from weft.engine.layer_state import CheckpointPart, tensors_digest
 from weft.engine.weight_versions import MARKS
 from weft.errors import CheckpointError
 from weft.runs import Checkpoints, Run
@@ -34,18 +34,20 @@ class CheckpointWriter:
         self.published: list[tuple[int, float]] = []
         """On rank 0: (step, seconds) of what was published; whoever logs them takes them out."""
         self._checkpoints = checkpoints
-        self._problem: Exception | None = None
+        self.problem: Exception | None = None
+        """What has gone wrong in the background, such as a full disk."""
         self._store = store
-        self._queue: queue.Queue[tuple[int, Snapshot, Meta] | None] = queue.Queue(maxsize=1)
+        self._queue: queue.Queue[tuple[int, CheckpointPart, Meta] | None] = queue.Queue(maxsize=1)
         self._thread: threading.Thread | None = None
         if store.world > 1:
             self._store = store.clone()
             self._thread = threading.Thread(target=self._run, name="weft-checkpoints", daemon=True)
             self._thread.start()
 
-    def put(self, step: int, snapshot: Snapshot, meta: Meta) -> None:
+    def put(self, step: int, snapshot: CheckpointPart, meta: Meta) -> None:
         """Writes a snapshot; ``meta`` is what rank 0 knows of the run at that step. Raises what an earlier one met."""
-        self.check()
+        if self.problem is not None:
+            raise self.problem
         if self._thread is not None:
             self._queue.put((step, snapshot, meta))
             return
@@ -53,28 +55,24 @@ class CheckpointWriter:
         self._checkpoints.save(step, snapshot.tensors, {**meta, "layers": snapshot.layers})
         self.published.append((step, time.perf_counter() - began))
 
-    def check(self) -> None:
-        """Raises what has gone wrong in the background, such as a full disk."""
-        if self._problem is not None:
-            raise self._problem
-
     def close(self) -> None:
         """Waits until everything is written and, on rank 0, published."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
-            self.check()
+        if self.problem is not None:
+            raise self.problem
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            if self._problem is not None:
+            if self.problem is not None:
                 continue  # what is left goes nowhere, and nobody waits for room
             try:
                 self._save(*item)
             except Exception as problem:
-                self._problem = problem
+                self.problem = problem
 
-    def _save(self, step: int, snapshot: Snapshot, meta: Meta) -> None:
+    def _save(self, step: int, snapshot: CheckpointPart, meta: Meta) -> None:
         began = time.perf_counter()
         tensors: dict[str, Tensor] = {name: tensor.cpu() for name, tensor in snapshot.tensors.items()}
         entry = self._checkpoints.write_shard(step, f"stage{self._store.rank}", tensors)

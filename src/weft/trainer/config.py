@@ -17,10 +17,9 @@ from torch import nn
 from weft.data import Augment
 from weft.engine.bilevel import Bilevel
 from weft.engine.consistency import Consistency, parse_consistency
-from weft.engine.grad_clip import GlobalNorm, delay_of
+from weft.engine.grad_exchange import check_ties, delay_of
 from weft.engine.losses import InPlaceDistillation, cross_entropy
-from weft.engine.optimizer import Optimizer
-from weft.engine.tied_weights import check_ties
+from weft.engine.optimizer import GlobalNorm, Optimizer
 from weft.engine.train_step import Distill, Loss, Metric, TrainStep
 from weft.errors import ConsistencyError, TrainError, nearest
 from weft.offload.config import OffloadConfig
@@ -34,15 +33,15 @@ class TrainConfig:
     """What decides the bits of a run, beside its supernet and its data; a run is resumed under the same one."""
 
     steps: int = 1000
-    """how many"""
+    """number of training steps"""
     batch_size: int = 64
-    """samples of a step"""
+    """samples of a step, over all its micro-batches"""
     microbatches: int = 1
-    """parts of a step; part of the result"""
+    """parts of a batch; they decide the result"""
     stream: str | Stream | Subnet = "spaced"
     """`iid`, `fair`, `spaced:N`, `sandwich:N`, `shrinking:KIND,...`, `fixed`, or a file of subnets"""
     optimizer: Optimizer | str = field(default_factory=Optimizer)
-    """with its learning rate's schedule and its clipping"""
+    """the optimizer, with the schedule of its learning rate and its clipping"""
     consistency: str | Consistency | Mapping[str, Any] | None = None
     """one for all layers, or by layer, by block, or for all `shared` ones; `exact` if not given"""
     loss: Loss = cross_entropy
@@ -60,7 +59,7 @@ class TrainConfig:
     init_from: Any = None
     """first weights: a state dict, a safetensors file, or the directory of a run"""
     seed: int = 0
-    """of weights, stream, batches and everything that is drawn"""
+    """seed of weights, stream, batches and all other random draws"""
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, str):
@@ -95,7 +94,7 @@ class Execution:
     data_workers: int = 0
     """threads that load data"""
     threads: int | None = None
-    """of each process; bits depend on it"""
+    """threads of each process; the bits depend on it"""
     cuda_graphs: bool = True
     """whether candidates become CUDA graphs on a GPU"""
     channels_last: bool | None = None
@@ -138,7 +137,7 @@ class Validation:
     random: int = 2
     """subnets drawn once"""
     batch_size: int = 256
-    """of scoring"""
+    """samples of a batch when subnets are scored"""
     bn_batches: int = 2
     """training batches that set the batch norms of each subnet before it is scored; 0 leaves them as they are"""
 
@@ -151,11 +150,11 @@ class RunConfig:
     """Where a run is kept, and what of it."""
 
     name: str | None = None
-    """of the run; if not given, that of the configuration file, or one made of the date"""
+    """name of the run; if not given, that of the configuration file, or one made of the date"""
     folder: Path | str = "runs"
     """the directory that holds the runs"""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """measured on the way beside the loss: `accuracy`, or code: `module:function`"""
+    """what is measured beside the loss: `accuracy`, or code: `module:function`"""
     validation: Validation | int | None = None
     """steps between two, or a table with `every`, `random`, `batch_size`, `bn_batches`; none if not given"""
     checkpoint_every: int | None = None
@@ -171,7 +170,7 @@ class RunConfig:
         at_least("keep_checkpoints", self.keep_checkpoints, 1)
 
 
-RENAMED = {
+OLD_FIELDS = {
     "validate": "validation",
     "runs": "folder",
     "keep": "keep_checkpoints",
@@ -184,12 +183,12 @@ RENAMED = {
     "restarts": "max_restarts",
     "residency": "offload",
     "workers": "data_workers",
-    "schedule": "optimizer=weft.Optimizer(..., schedule=...)",
-    "warmup": "optimizer=weft.Optimizer(..., warmup_steps=...)",
-    "clip": "optimizer=weft.Optimizer(..., clip=...)",
-    "config": "weft.RunConfig(source=...)",
+    "config": "source",
 }
-"""What options were called before, and what to write now."""
+"""What fields were called before, and are called now."""
+
+MOVED_TO_OPTIMIZER = {"schedule": "schedule", "warmup": "warmup_steps", "clip": "clip"}
+"""What is an argument of Optimizer now, by its old name."""
 
 Parts = tuple[TrainConfig, Execution, RunConfig]
 
@@ -214,15 +213,17 @@ def merge_fields(parts: Parts, options: Mapping[str, Any]) -> Parts:
 
 def refuse_unknown(name: str, known: set[str]) -> NoReturn:
     """TrainError for an option that there is not, with its new name or the nearest one."""
-    if name in RENAMED:
-        raise TrainError(f"the option '{name}' has another name now: {RENAMED[name]}")
+    if name in MOVED_TO_OPTIMIZER:
+        raise TrainError(f"'{name}' belongs to the optimizer: Optimizer(..., {MOVED_TO_OPTIMIZER[name]}=...)")
+    if name in OLD_FIELDS:
+        raise TrainError(f"the option '{name}' is called '{OLD_FIELDS[name]}' now")
     raise TrainError(f"unknown option '{name}'{nearest(name, known)}")
 
 
 def resolve(config: TrainConfig, chain: Chain, metrics: Mapping[str, Metric] | None = None) -> TrainStep:
     """What a configuration means for a chain; raises where the two do not go together."""
     search, stream = config.architecture_search, config.stream
-    if (search is None) == any(layer.arch for layer in chain.layers.values()):
+    if (search is None) == any(layer.is_architecture for layer in chain.layers.values()):
         raise TrainError(
             "a supernet with architecture parameters is trained on two levels, and only such a one: give train() "
             "architecture_search=Bilevel(...) and what weft.supernet.make_mixed_chain makes, or neither"
@@ -248,22 +249,10 @@ def resolve(config: TrainConfig, chain: Chain, metrics: Mapping[str, Metric] | N
         delay_of(consistency.values())
     resolved = make_stream(chain.space, stream, config.seed, **extremes)
     _check_stream(config, resolved)
-    return TrainStep(
-        steps=config.steps,
-        stream=resolved,
-        consistency=consistency,
-        batch_size=config.batch_size,
-        microbatches=config.microbatches,
-        loss=config.loss,
-        optimizer=optimizer,
-        augment=config.augment,
-        precision=config.precision,
-        on_nonfinite=config.on_nonfinite,
-        distill=InPlaceDistillation(config.loss) if distill is True else distill or None,
-        architecture_search=search,
-        seed=config.seed,
-        metrics=dict(metrics or {}),
-    )
+    values = {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name != "init_from"}
+    values |= {"stream": resolved, "consistency": consistency, "metrics": dict(metrics or {})}
+    values["distill"] = InPlaceDistillation(config.loss) if distill is True else distill or None
+    return TrainStep(**values)
 
 
 def _check_stream(config: TrainConfig, stream: Stream) -> None:

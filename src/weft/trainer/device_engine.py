@@ -11,7 +11,7 @@ import torch
 
 from weft.data import Data, Loader
 from weft.engine.cuda_graphs import CudaGraphCache
-from weft.engine.layer_state import Snapshot
+from weft.engine.layer_state import CheckpointPart
 from weft.engine.reference import SequentialReference
 from weft.engine.train_step import TrainStep
 from weft.offload import OffloadManager
@@ -19,7 +19,6 @@ from weft.offload.config import OffloadConfig
 from weft.offload.setup import attach, move_buffers
 from weft.space import Subnet
 from weft.supernet import Chain
-from weft.trainer.batches import make_loader, validation_batches
 from weft.trainer.config import Execution, Validation
 from weft.trainer.evaluate import evaluate, recalibrated
 from weft.trainer.metrics_log import AsyncReadback, StepRecord
@@ -40,7 +39,7 @@ class DeviceEngine:
         if offloaded:
             move_buffers(chain, device)
         self.layers = self._reference = SequentialReference(chain, config, device, graphs)
-        self.loader = make_loader(data, config, device, execution.data_workers)
+        self.loader = config.loader(data, device, execution.data_workers)
         self.reached = 0
         self.stopped = False
         self.offload: OffloadManager | None = None
@@ -60,7 +59,7 @@ class DeviceEngine:
 
     def train(
         self, stop: int, checkpoint_every: int, stopping: Callable[[], bool]
-    ) -> Iterator[StepRecord | Snapshot | Event]:
+    ) -> Iterator[StepRecord | CheckpointPart | Event]:
         config = self.config
         while self.reached < stop:
             result = self._reference.step(self.reached, next(self._batches))
@@ -84,7 +83,7 @@ class DeviceEngine:
         loader = Loader(self.data.validation, validation.batch_size, 0, shuffle=False, device=self.layers.device)
         for name, subnet in subnets.items():
             with recalibrated(self.chain, subnet, (self.loader.batch(k) for k in range(validation.bn_batches))):
-                batches = validation_batches(loader, config, step)
+                batches = config.validation_batches(loader, step)
                 yield name, evaluate(self.chain, subnet, batches, config.loss, config.metrics, config.precision)
 
     def end(self) -> list[Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,23 @@ from weft.data import Data, Normalise, ShiftFlip
 from weft.engine import losses
 from weft.engine.bilevel import Bilevel
 from weft.engine.consistency import Exact
-from weft.engine.grad_clip import GlobalNorm
-from weft.engine.optimizer import Optimizer
+from weft.engine.optimizer import GlobalNorm, Optimizer
 from weft.engine.train_step import TrainStep
 from weft.errors import CheckpointError, RunError, WeftError
 from weft.runs import Run
+from weft.runs.run import without_modules
 from weft.space import make_stream
 from weft.supernet import Chain
 from weft.trainer.checkpointing import initial_digest
 from weft.trainer.config import Execution, Parts, RunConfig, TrainConfig, merge_fields, prefers_channels_last
 from weft.utils.files import to_json
-from weft.utils.names import without_modules
 
 KEY = "train_config"
 """Where the manifest has what decides the bits. In manifests of format 1 it was called ``law``."""
 
+
+PLAIN = tuple(entry.name for entry in fields(TrainConfig) if entry.type in ("int", "str"))
+"""Fields that a manifest has as they are."""
 
 AUGMENTATIONS: Mapping[str, Any] = {"Normalise": Normalise, "ShiftFlip": ShiftFlip}
 
@@ -42,18 +44,13 @@ def describe_run(
     """Everything that decides the bits of a run, as plain values."""
     device, laid_out = torch.device(execution.device), execution.channels_last
     described = {
-        "steps": step.steps,
-        "batch_size": step.batch_size,
-        "microbatches": step.microbatches,
-        "seed": step.seed,
+        **{name: getattr(step, name) for name in PLAIN},
         "stream": step.stream.to_json(),
         "space": chain.space.id,
         "layers": len(chain.layers),
         "data": data.fingerprint(),
         "loss": name_of(step.loss),
         "optimizer": _optimizer(step.optimizer),
-        "precision": step.precision,
-        "on_nonfinite": step.on_nonfinite,
         "channels_last": prefers_channels_last(chain, device) if laid_out is None else laid_out,
         "device": device.type,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
@@ -138,8 +135,7 @@ def config_of(run: Run, chain: Chain, options: Mapping[str, Any]) -> Parts:
     metrics = run.manifest.get("metrics") or {}
     execution = Execution(channels_last=described.get("channels_last"))
     kept = RunConfig(name=run.name, folder=run.path.parent)
-    plain = ("steps", "batch_size", "microbatches", "seed", "precision", "on_nonfinite")
-    found: dict[str, Any] = {name: described[name] for name in plain if name in described}
+    found: dict[str, Any] = {name: described[name] for name in PLAIN if name in described}
     if "stream" in described:
         found["stream"] = make_stream(chain.space, described["stream"])
     if "consistency" in described:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import math
+import struct
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +17,8 @@ from torch import Tensor
 
 from weft.engine.reference import StepResult
 from weft.engine.train_step import TrainStep
+from weft.errors import TrainError
+from weft.runs.events import Event
 from weft.space import Subnet
 
 Average = float | list[float]
@@ -138,6 +144,17 @@ class StepCollector:
         return StepRecord(self._next, self._config.stream[self._next], losses, metrics, skipped)
 
 
+class LossDigest:
+    """A chain of hashes over the losses in step order; its 64 hex digits are all that a checkpoint needs."""
+
+    def __init__(self, value: str = "0" * 64) -> None:
+        self.value = value
+
+    def add(self, losses: Iterable[float]) -> None:
+        for loss in losses:
+            self.value = hashlib.sha256(bytes.fromhex(self.value) + struct.pack("<d", loss)).hexdigest()
+
+
 def _record(result: StepResult, losses: list[float], sums: Mapping[str, tuple[list[float], float]]) -> StepRecord:
     metrics = {name: _average(totals, count) for name, (totals, count) in sums.items()}
     return StepRecord(result.step, result.subnets, losses, metrics, result.skipped)
@@ -146,3 +163,44 @@ def _record(result: StepResult, losses: list[float], sums: Mapping[str, tuple[li
 def _average(sums: list[float], count: float) -> Average:
     """A metric's mean; of a vector its numbers, to as many digits as a log is read with."""
     return sums[0] / count if len(sums) == 1 else [round(value / count, 6) for value in sums]
+
+
+# A callback is any function that takes the events of a run as they are written. This one writes them for TensorBoard.
+
+_ENDS = ("finished", "stopped", "failed")
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """The numbers of a step or validation event under the names that trackers show.
+
+    >>> scalars({"event": "step", "step": 3, "loss": 0.5, "subnets": ["a"]})
+    {'train/loss': 0.5}
+    """
+    if event["event"] == "step":
+        return {f"train/{k}": float(v) for k, v in event.items() if isinstance(v, float) and k != "time"}
+    if event["event"] == "validation":
+        return {f"validation/{event['pick']}/{k}": float(v) for k, v in event["scores"].items()}
+    return {}
+
+
+class TensorBoard:
+    """Writes the losses and scores of a run into a folder for TensorBoard: ``callbacks=[weft.TensorBoard("logs")]``.
+
+    Needs ``pip install tensorboard``.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        try:
+            self._make = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        except ImportError:
+            raise TrainError("weft.TensorBoard needs the package tensorboard: pip install tensorboard") from None
+        self._folder = str(folder)
+        self._writer: Any = None
+
+    def __call__(self, event: Event) -> None:
+        for tag, value in scalars(event).items():
+            self._writer = self._writer or self._make(self._folder)
+            self._writer.add_scalar(tag, value, int(event["step"]))
+        if event["event"] in _ENDS and self._writer is not None:
+            self._writer.close()
+            self._writer = None

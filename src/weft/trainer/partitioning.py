@@ -19,12 +19,11 @@ from weft.engine.train_step import TrainStep
 from weft.pipeline.profiler import message_bytes, message_seconds, profile_chain
 from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.simulator import Simulated, Span, simulate, with_messages
-from weft.pipeline.workload import Workload, chain_workload, in_flight_limits, moving, single_copy, virtual_cut
+from weft.pipeline.workload import Workload, chain_workload, common_bounded, in_flight_limits, single_copy, virtual_cut
 from weft.runs import Checkpoints
 from weft.space import Subnet, make_stream
 from weft.supernet import Chain, Factory, initialise
 from weft.supernet.partition import Cut, best_cut, check_cut, check_stages, stage_of
-from weft.trainer.batches import make_loader
 from weft.trainer.config import Execution, RunConfig, TrainConfig, prefers_channels_last, resolve
 
 log = logging.getLogger("weft.pipeline")
@@ -51,7 +50,7 @@ class LayerCosts:
 
 def profile_layers(chain: Chain, data: Data, config: TrainStep, device: torch.device) -> LayerCosts:
     """Costs for one micro-batch; the chain itself is not changed."""
-    batch = config.parts(make_loader(data, config, device).batch(0))[0]
+    batch = config.parts(config.loader(data, device).batch(0))[0]
     twin = copy.deepcopy(chain).to(device)
     costs = profile_chain(twin, batch, 3, config.optimizer, config.loss)
     return LayerCosts(dict(costs.items()), tuple(message_seconds(size) for size in message_bytes(twin, batch)))
@@ -73,7 +72,7 @@ def choose_cut(work: Workload, stages: int, given: Sequence[int] | None) -> Cut:
         return check_cut(given, stages, work.blocks)
     costs = work.expected_costs()
     best = best_cut(costs, stages)
-    one = moving(work.promises())
+    one = common_bounded(work.consistencies())
     if one is not None and one.depth == stages:
         virtual = virtual_cut(one.depth, work.blocks)
         if _slowest(costs, virtual) <= ABOUT * _slowest(costs, best):
@@ -83,7 +82,7 @@ def choose_cut(work: Workload, stages: int, given: Sequence[int] | None) -> Cut:
 
 def default_in_flight(work: Workload, cut: Cut, given: int | None) -> list[int]:
     """How many micro-batches each stage may have in flight."""
-    return in_flight_limits(len(cut) + 1, single_copy(work.promises(), cut, work.blocks), given, work.microbatches)
+    return in_flight_limits(len(cut) + 1, single_copy(work.consistencies(), cut, work.blocks), given, work.microbatches)
 
 
 def simulate_ahead(
@@ -118,7 +117,7 @@ def warn_idle(chain: Chain, config: TrainStep, work: Workload, cut: Cut, policie
 
 def warn_shallow_pipeline(work: Workload, cut: Cut, policies: list[SchedulePolicy]) -> None:
     """Says how much of the time stages will wait where there are more of them than the virtual pipeline has."""
-    one, stages = moving(work.promises()), len(cut) + 1
+    one, stages = common_bounded(work.consistencies()), len(cut) + 1
     if one is None or stages <= one.depth or stages > work.blocks:
         return
     before = simulate_ahead(work, cut, policies).steady_bubble

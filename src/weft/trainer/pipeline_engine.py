@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from weft.data import Batch, Data, Loader
+from weft.data import Batch, Data, Loader, MicroBatches
 from weft.distributed.rank_loop import RankLoop
 from weft.distributed.store import ControlStore
 from weft.engine.cuda_graphs import CudaGraphCache
-from weft.engine.layer_state import Snapshot
+from weft.engine.layer_state import CheckpointPart
 from weft.engine.train_step import TrainStep
 from weft.errors import TrainError
 from weft.offload import OffloadManager
@@ -24,7 +24,6 @@ from weft.pipeline.worker import Worker
 from weft.space import Subnet
 from weft.supernet import Chain
 from weft.supernet.partition import Cut
-from weft.trainer.batches import MicroBatches, make_loader, validation_batches
 from weft.trainer.config import Execution, Validation
 from weft.trainer.evaluate import Calibration, ForwardPipeline, Scores
 from weft.trainer.metrics_log import StepCollector, StepRecord
@@ -53,7 +52,7 @@ class PipelineEngine:
         captures = config.microbatches == 1 and execution.cuda_graphs and device.type == "cuda" and not offloaded
         if offloaded:
             move_buffers(chain, device)
-        graphs = CudaGraphCache(alone=False) if captures else None
+        graphs = CudaGraphCache(one_at_a_time=False) if captures else None
         self.layers = self.stage = Stage(chain, config, device, cut, store.rank, graphs, execution.split_backward)
         self.reached = 0
         self.stopped = False
@@ -79,7 +78,7 @@ class PipelineEngine:
 
     def train(
         self, stop: int, checkpoint_every: int, stopping: Callable[[], bool]
-    ) -> Iterator[StepRecord | Snapshot | Event | None]:
+    ) -> Iterator[StepRecord | CheckpointPart | Event | None]:
         m, stage = self.config.microbatches, self.stage
         batch_of = self._batches or _no_batch
         policy = self._policies[stage.index]
@@ -122,7 +121,7 @@ class PipelineEngine:
                 for _ in pipeline.forward(subnet, first):
                     pass
                 norms.freeze()
-                for outputs, batch in pipeline.forward(subnet, validation_batches(held, config, step)):
+                for outputs, batch in pipeline.forward(subnet, config.validation_batches(held, step)):
                     with torch.inference_mode(), config.autocast(stage.device):
                         scores.add(outputs, batch)
             if stage.is_last:
@@ -141,7 +140,7 @@ class PipelineEngine:
             self._batches.close()
 
     def _loader(self) -> Any:
-        return make_loader(self.data, self.config, self.stage.device, self._workers)
+        return self.config.loader(self.data, self.stage.device, self._workers)
 
     def _records(self, worker: Worker) -> Iterator[StepRecord]:
         for n, report in worker.reports if self.stage.is_first else ():

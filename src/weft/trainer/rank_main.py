@@ -24,7 +24,6 @@ from weft.distributed.launcher import launch
 from weft.distributed.log_forwarding import EventsToParent
 from weft.distributed.rank_loop import RankLoop
 from weft.distributed.remote_call import Call, pickled
-from weft.distributed.signals import stop_requests
 from weft.distributed.store import (
     PARENT,
     ControlStore,
@@ -41,13 +40,13 @@ from weft.offload import OffloadManager
 from weft.offload.layer_memory import MemoryBlock
 from weft.runs import Run
 from weft.runs.events import Callback
-from weft.trace.recorder import Tracer
+from weft.trace.recorder import TraceRecorder
 from weft.trainer.checkpointing import load_initial
 from weft.trainer.config import checkpoint_every, validation_of
 from weft.trainer.manifest import describe_run, go_back, open_run
 from weft.trainer.partitioning import LaunchSpec, RankPart, partition
 from weft.trainer.pipeline_engine import PipelineEngine
-from weft.trainer.trainer import Trainer
+from weft.trainer.trainer import Trainer, stop_requests
 
 log = logging.getLogger("weft.pipeline")
 
@@ -151,11 +150,9 @@ def _take_part(
         if step is not None:
             trainer.restore(step)
         tracer = _start_tracer(run, me, part, engine) if part.execution.trace else None
-        engine.loop = RankLoop(transport, heartbeat, tracer)
+        engine.loop = RankLoop(transport, heartbeat, tracer, partial(_stop_wanted, store.store))
         try:
-            digest = trainer.run_to_end(
-                checkpoint_every(job.config, job.run), lambda: asked() and _stop_wanted(store.store)
-            )
+            digest = trainer.run_to_end(checkpoint_every(job.config, job.run), asked)
         except KeyboardInterrupt:
             transport.close()
             raise
@@ -168,8 +165,8 @@ def _take_part(
     return run.path, digest
 
 
-def _start_tracer(run: Run, me: DistEnv, part: RankPart, engine: PipelineEngine) -> Tracer:
-    tracer = Tracer(run.path / "traces" / f"stage{me.rank}.jsonl", me.rank)
+def _start_tracer(run: Run, me: DistEnv, part: RankPart, engine: PipelineEngine) -> TraceRecorder:
+    tracer = TraceRecorder(run.path / "traces" / f"stage{me.rank}.jsonl", me.rank)
     spans = part.simulated if me.rank == 0 else None
     tracer.start(me.restarts, me.world, part.cut, part.config.microbatches, spans)
     if engine.offload is not None:
@@ -177,7 +174,7 @@ def _start_tracer(run: Run, me: DistEnv, part: RankPart, engine: PipelineEngine)
     return tracer
 
 
-def _trace_memory(tracer: Tracer, offload: OffloadManager, state: str, block: MemoryBlock) -> None:
+def _trace_memory(tracer: TraceRecorder, offload: OffloadManager, state: str, block: MemoryBlock) -> None:
     if block is block.layer.main:
         tracer.memory(block.layer.name, state, time.time(), offload.device.usage())
 

@@ -7,18 +7,19 @@ where every process has a trainer of its own and that of rank 0 writes the log.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from weft.data import Data
+from weft.distributed.launcher import on_signals
 from weft.distributed.store import ControlStore
 from weft.distributed.transport import PeerLost
 from weft.elastic.mixture import choice_options
-from weft.engine.layer_state import LossDigest, Snapshot, fingerprint, layer_digest, optimizer_states, restore
+from weft.engine.layer_state import CheckpointPart, fingerprint, layer_digest, optimizer_states, restore
 from weft.engine.rng import deterministic
-from weft.engine.train_step import TrainStep
-from weft.engine.trained_layers import TrainedLayers
+from weft.engine.train_step import TrainedLayers, TrainStep
 from weft.errors import CheckpointError, TrainError, WeftError
 from weft.runs import Run
 from weft.runs.events import Callback
@@ -27,7 +28,7 @@ from weft.supernet import Chain
 from weft.supernet.mixed_chain import MixedChain
 from weft.trainer.checkpointing import CheckpointWriter
 from weft.trainer.config import Validation
-from weft.trainer.metrics_log import StepRecord
+from weft.trainer.metrics_log import LossDigest, StepRecord
 from weft.utils.malloc import keep_freed_memory
 from weft.utils.rng import generator
 
@@ -52,7 +53,7 @@ class Engine(Protocol):
 
     def train(
         self, stop: int, checkpoint_every: int, stopping: Callable[[], bool]
-    ) -> Iterator[StepRecord | Snapshot | Event | None]:
+    ) -> Iterator[StepRecord | CheckpointPart | Event | None]:
         """Trains until step ``stop``, or the next whole step after ``stopping`` says so; None now and then, for whoever
         has to look after something else."""
         ...
@@ -83,10 +84,7 @@ class Trainer:
         extremes: Mapping[str, Subnet],
         validation: Validation | None = None,
     ) -> None:
-        if validation is not None and data.validation is None:
-            raise TrainError(
-                "validation needs validation data, and this data set has none: split some off it, or leave it out"
-            )
+        check_validation(validation, data)
         self.chain, self.config, self.engine, self.store = chain, config, engine, store
         self.validation = validation
         self.start = 0
@@ -184,21 +182,22 @@ class Trainer:
             self.emit("failed", at=self.engine.reached, reason=reason)
             raise
 
-    def _handle(self, item: StepRecord | Snapshot | Event | None, writer: CheckpointWriter) -> None:
+    def _handle(self, item: StepRecord | CheckpointPart | Event | None, writer: CheckpointWriter) -> None:
         match item:
             case StepRecord():
                 self._losses.add(item.losses)
                 self._digests[item.step + 1] = self._losses.value
                 self.emit("step", **item.fields(self.config))
-            case Snapshot():
+            case CheckpointPart():
                 step = item.at // self.config.microbatches
                 writer.put(step, item, self._meta(step, item) if self.store.rank == 0 else {})
             case event, fields:
                 self.emit(event, **fields)
-        writer.check()
+        if writer.problem is not None:
+            raise writer.problem
         self._announce(writer)
 
-    def _meta(self, step: int, snapshot: Snapshot) -> dict[str, Any]:
+    def _meta(self, step: int, snapshot: CheckpointPart) -> dict[str, Any]:
         """What a checkpoint holds beside tensors; its numbers of layers are added by the writer."""
         self.run.events.flush()
         self._digests = {at: digest for at, digest in self._digests.items() if at >= step}
@@ -233,15 +232,15 @@ class Trainer:
         for part in self.store.gather("digests", own):
             digests |= part
         if self.store.rank == 0:
-            self.store.set("fingerprint", fingerprint(digests, self._losses))
+            self.store.set("fingerprint", fingerprint(digests, self._losses.value))
         return str(self.store.get("fingerprint"))
 
     def _version_lag(self) -> dict[str, dict[str, int]]:
         """By how many updates backwards were ahead of their forwards, by layer, and how often."""
         own = {
-            name: {str(k): count for k, count in sorted(w.drifts.items())}
+            name: {str(k): count for k, count in sorted(w.version_lags.items())}
             for name, w in self.engine.layers.weights.items()
-            if w.drifts
+            if w.version_lags
         }
         lags: dict[str, dict[str, int]] = {}
         for part in self.store.gather("version lags", own):
@@ -261,6 +260,14 @@ class Trainer:
         return fields
 
 
+def check_validation(validation: Validation | None, data: Data) -> None:
+    """Raises TrainError where a run is to be validated and has no data for it."""
+    if validation is not None and data.validation is None:
+        raise TrainError(
+            "validation needs validation data, and this data set has none: split some off it, or leave validation out"
+        )
+
+
 def validation_subnets(
     chain: Chain, extremes: Mapping[str, Subnet], config: TrainStep, validation: Validation | None
 ) -> dict[str, Subnet]:
@@ -273,3 +280,17 @@ def validation_subnets(
         return {"mixture": extremes["largest"]}
     rng = generator(config.seed, "validate")
     return {**extremes, **{f"random{k}": chain.space.sample(rng) for k in range(validation.random)}}
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """SIGINT and SIGTERM ask for a stop at the next whole step; a second one acts at once. Main thread only."""
+    asked = threading.Event()
+
+    def ask(number: int, frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    with on_signals(ask, "SIGINT", "SIGTERM"):
+        yield asked.is_set

@@ -7,7 +7,7 @@ from weft.tune.result import StudyResult
 from weft.tune.training.run_job import StudySpec
 from weft.tune.training.trainer import Pruned
 from weft.tune.trial import Trial
-from weft.utils.callable import make_callable
+from weft.utils.imports import make_callable
 
 __all__ = ["Device", "Executor", "Fit", "Job", "Pruned", "Recipe", "StudyResult", "StudySpec", "Trial", "tune"]
 

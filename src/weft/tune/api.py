@@ -17,7 +17,7 @@ import msgspec
 
 from weft.data import Data
 from weft.errors import RunError, TuneError, nearest
-from weft.runs.run import Run, unique_name
+from weft.runs.run import Run, unique_name, without_modules
 from weft.space import Space, Value
 from weft.tune.devices import nominal, parse_devices, shared
 from weft.tune.executors.processes import INSIDE
@@ -30,7 +30,6 @@ from weft.tune.runner import StudyRunner
 from weft.tune.study.storage import default_url, shown_url
 from weft.tune.training.run_job import Objective, StudySpec
 from weft.utils.files import to_json
-from weft.utils.names import without_modules
 from weft.utils.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:

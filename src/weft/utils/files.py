@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: atomic writes, JSON, hashes, and clear words when the disk is full."""
+"""Files that are either complete or absent: atomic writes, JSON, hashes, append-only files, and clear disk errors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 from weft.errors import RunError
@@ -33,7 +34,7 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
 
 
 def write_json(path: Path | str, obj: Any) -> None:
-    """Write `plain(obj)` atomically, with sorted keys and an indent of 2."""
+    """Write `to_json(obj)` atomically, with sorted keys and an indent of 2."""
     write_atomic(path, json.dumps(to_json(obj), sort_keys=True, indent=2, allow_nan=False) + "\n")
 
 
@@ -98,15 +99,40 @@ def replacing(path: Path, wanted: int) -> Iterator[BinaryIO]:
 
 
 @contextmanager
+def replacing_files(folder: Path, last: Sequence[str] = ()) -> Iterator[Path]:
+    """A hidden folder inside `folder`, whose files move into `folder` when the block ends well.
+
+    They move one by one, each complete and on the disk, those named in `last` after the others. When the block fails,
+    `folder` is as it was.
+    """
+    is_new = not folder.exists()
+    try:
+        with disk_errors(folder, 0):
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(prefix=".new-", dir=folder, ignore_cleanup_errors=True) as temp:
+                yield Path(temp)
+                order = {name: place for place, name in enumerate(last, 1)}
+                for path in sorted(Path(temp).iterdir(), key=lambda path: (order.get(path.name, 0), path.name)):
+                    with open(path, "rb+") as file:
+                        os.fsync(file.fileno())
+                    os.replace(path, folder / path.name)
+                sync_folder(folder)
+    finally:
+        if is_new:
+            with suppress(OSError):  # a folder that holds files stays
+                folder.rmdir()
+
+
+@contextmanager
 def disk_errors(path: Path, wanted: int) -> Iterator[None]:
-    """Turns a failed write of `wanted` bytes to `path` into a `RunError`; a full disk is told in numbers."""
+    """Turns a failed write of `wanted` bytes to `path` into a `RunError`; for a full disk it gives the numbers."""
     try:
         yield
     except OSError as error:
         if error.errno not in FULL:
             raise RunError(f"cannot write '{path}': {error.strerror or error}") from error
         raise RunError(
-            f"no room for '{path}' ({error.strerror}): {wanted} bytes wanted, {_free(path.parent)} bytes free; "
+            f"no room for '{path}' ({error.strerror}): {wanted} bytes needed, {_free(path.parent)} bytes free; "
             f"nothing finished was lost: {FULL[error.errno]} and resume"
         ) from error
 
@@ -130,7 +156,7 @@ def _free(folder: Path) -> int | str:
         return "unknown"
 
 
-# A file that only grows: whole records, buffered, and never a torn one left by a full disk.
+# An append-only file of buffered records, which never holds part of a record after the disk was full.
 
 
 class AppendFile:
@@ -154,7 +180,7 @@ class AppendFile:
                 self._write()
 
     def flush(self, sync: bool = True) -> None:
-        """Write what is buffered; with `sync`, not to return before it would survive a power cut."""
+        """Write what is buffered; with `sync`, return once it would survive a power cut."""
         with self._lock:
             self._write()
             if sync and self._handle is not None:
@@ -162,7 +188,7 @@ class AppendFile:
                     os.fsync(self._handle)
 
     def close(self) -> None:
-        """Flush and let go of the file, which a later record opens again."""
+        """Flush and close the file; a later record opens it again."""
         try:
             self.flush()
         finally:

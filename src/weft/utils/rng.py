@@ -1,14 +1,22 @@
-"""Randomness without a global generator: every draw is named by the things that it depends on."""
+"""Randomness without a global generator: every draw has a key made of the things that it depends on."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 Part = str | int
+Bits = TypeVar("Bits", int, npt.NDArray[np.uint64])
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""How far the state of splitmix64 goes on from one number to the next."""
+
+MASK = (1 << 64) - 1
 
 
 def key(*parts: Part) -> int:
@@ -24,6 +32,15 @@ def key(*parts: Part) -> int:
 def generator(*parts: Part) -> np.random.Generator:
     """A NumPy generator of its own for these parts."""
     return np.random.Generator(np.random.PCG64(key(*parts)))
+
+
+def splitmix64(state: Bits) -> Bits:
+    """The output of splitmix64 for a state of 64 bits: every bit of it changes about half of the bits of the output."""
+    bits: Any = state  # NumPy's annotations take the result of these operations for signed
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & MASK
+    result: Bits = bits ^ (bits >> 31)
+    return result
 
 
 @contextmanager

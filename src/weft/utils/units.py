@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Sizes in bytes, formatted for people and parsed from what they write."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def format_bytes(number: float) -> str:
 
 
 def parse_bytes(text: str | float, error: type[WeftError] = WeftError) -> float:
-    """Bytes from a number or from text; ``error`` is raised for what is no size.
+    """Bytes from a number or from text; raises ``error`` for text that is not a size.
 
     >>> parse_bytes("80GiB") == 80 * 2**30, parse_bytes("1.5 GB"), parse_bytes("512")
     (True, 1500000000.0, 512.0)
     """
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
-    if not found or found[2] not in _UNITS:
-        raise error(f"'{text}' is no size: write 80GiB, 24GB or a number of bytes")
-    number = float(found[1]) * _UNITS[found[2]]
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
+    if not match or match[2] not in _UNITS:
+        raise error(f"'{text}' is not a size: write 80GiB, 24GB or a number of bytes")
+    number = float(match[1]) * _UNITS[match[2]]
     if not 0 < number < math.inf:
         raise error(f"a size is above 0, and finite, not '{text}'")
     return number

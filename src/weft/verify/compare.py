@@ -1,4 +1,4 @@
-"""The run that is verified, cut to its first steps, and the ways to train it."""
+"""weft verify: the first steps of a run, trained in several ways and compared bit for bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weft.verify.diagnose import KERNEL, UNKNOWN, Cause, Subject, kernel
 from weft.verify.record import (
     PLACES,
     Difference,
-    Plan,
+    LayerUse,
     Recorded,
     RunRecord,
     first_difference,
@@ -45,7 +45,7 @@ log = logging.getLogger("weft.pipeline")
 
 @dataclass(frozen=True, slots=True)
 class RunVariant:
-    """One way to run the same law."""
+    """One way to train the same run."""
 
     stages: int
     resumed: bool = False
@@ -56,7 +56,7 @@ class RunVariant:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one run."""
+    """How one way of training ended."""
 
     way: RunVariant
     folder: Path
@@ -92,8 +92,8 @@ class VerifyCase:
     step: TrainStep
 
     def train(self, way: RunVariant, folder: Path, record: bool = False) -> Outcome:
-        """Trains it one way. What another way of running makes of it, an error included, is the outcome; what is wrong
-        with the run itself is raised."""
+        """Trains it one way. An error that only this way meets is part of the outcome; an error that the run also has
+        on one device is raised."""
         folder.mkdir()
         steps, cut = self.config.steps, self.execution.cut
         execution = replace(
@@ -101,7 +101,7 @@ class VerifyCase:
             stages=way.stages,
             cut=cut if cut is not None and len(cut) == way.stages - 1 else None,
             max_restarts=0,
-            # a replay passes by what records
+            # The replay of a graph would not call the hooks that record.
             cuda_graphs=self.execution.cuda_graphs and not record,
         )
         kept = RunConfig(name="run", folder=folder, checkpoint_every=max(1, steps // 2) if way.resumed else steps)
@@ -125,30 +125,31 @@ class VerifyCase:
             log.removeFilter(_is_error)
         return Outcome(way, folder, time.perf_counter() - began, fingerprint, error)
 
-    def plan(self) -> Plan:
+    def layer_use(self) -> LayerUse:
         """Which layers every micro-batch uses."""
         s, blocks = self.step, len(self.chain.blocks)
-        picks = [s.stream[step] for step in range(s.steps)]
-        subnets = [step[j % len(step)] for step in picks for j in range(s.microbatches)]
+        subnets = [s.subnet(n) for n in range(s.steps * s.microbatches)]
         clocks = {
             name: version_schedule(s.consistency[name], layer.block, blocks, s.microbatches, s.steps)
             for name, layer in self.chain.layers.items()
         }
-        return Plan(s.microbatches, [[layer.name for layer in self.chain.route(subnet)] for subnet in subnets], clocks)
+        return LayerUse(
+            s.microbatches, [[layer.name for layer in self.chain.route(subnet)] for subnet in subnets], clocks
+        )
 
     def evidence(self, outcome: Outcome) -> RunRecord:
         """Losses, the last checkpoint and, if the run was recorded, every forward."""
-        run, s, plan = outcome.run, self.step, self.plan()
+        run, use = outcome.run, self.layer_use()
         losses = {event["step"]: event["loss"] for event in run.events.read() if event["event"] == "step"}
         layers: dict[str, dict[str, Any]] = {name: {} for name in self.chain.layers}
         for name, tensor in run.checkpoints.load().tensors.items():
             layers[_layer_of(name, tuple(layers))][name] = tensor
-        records = read_records(outcome.folder, s.seed, s.microbatches, plan.routes)
+        records = read_records(outcome.folder, self.step.seed, use)
         return RunRecord(losses, {name: tensors_digest(tensors) for name, tensors in layers.items()}, records)
 
 
 def make_case(net: Chain | Factory, data: Any, parts: Parts, stages: Sequence[int], steps: int) -> VerifyCase:
-    """The case that the configuration of a run means; numbers of stages that cannot be are refused."""
+    """The case of a run's configuration; raises PipelineError for numbers of stages that the chain cannot have."""
     if read_env() is not None:
         raise PipelineError("verification starts the stages by itself: run it without torchrun")
     if steps < 1:
@@ -165,7 +166,7 @@ def make_case(net: Chain | Factory, data: Any, parts: Parts, stages: Sequence[in
 
 
 def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR  # how fast it would be is not asked
+    return record.levelno >= logging.ERROR  # verification measures no speed
 
 
 class _Stopped(KeyboardInterrupt):
@@ -180,8 +181,6 @@ def _stop_at_checkpoint(event: Mapping[str, Any]) -> None:
 def _layer_of(name: str, layers: Sequence[str]) -> str:
     return max((layer for layer in layers if name.startswith((f"{layer}.", f"{layer}+"))), key=len)
 
-
-# Verification of a run: short trainings on several numbers of stages, compared with the sequential law bit for bit.
 
 STEPS = 50
 """Steps that are trained at most if the user does not say."""
@@ -199,12 +198,12 @@ def verify_run(
     """Trains the first steps on one stage, again with a stop and a resume in the middle, and on every number of stages.
 
     ``net``, ``data`` and the three ``parts`` of the configuration are those of ``weft.train``. ``equal`` says whether
-    all ``rows`` have the fingerprint of the first. If not, ``difference`` has the first step and layer in which one of
-    them parts from it, and ``cause`` the likely cause, found by doing it twice in one process. ``on_way`` is told what
-    is going to be run.
+    all ``rows`` have the fingerprint of the first. If not, ``difference`` has the first step and layer in which they
+    differ, and ``cause`` the likely cause, which is found by running that layer twice in one process. ``on_way`` gets
+    the name of each way before it is trained.
     """
     case = make_case(net, data, parts, stages, steps)
-    say = on_way or (lambda told: None)
+    say = on_way or (lambda name: None)
     found: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
         for way in (RunVariant(1), RunVariant(1, resumed=True), *map(RunVariant, sorted(set(stages) - {1}))):
@@ -240,7 +239,7 @@ def _row(outcome: Outcome, equal: bool) -> dict[str, Any]:
 
 
 def _explained(case: VerifyCase, first: Outcome, failed: Outcome, folder: Path) -> tuple[Difference, Cause]:
-    """Where and why a run parts from the first one."""
+    """Where and why a run differs from the first one."""
 
     def load() -> Any:
         return as_data(case.data, case.config.seed)
@@ -250,10 +249,10 @@ def _explained(case: VerifyCase, first: Outcome, failed: Outcome, folder: Path) 
         return _error_explained(subject, failed)
     ways = {"first": first.way, "second": failed.way}
     pair = [case.train(way, folder / f"recorded-{name}", record=True) for name, way in ways.items()]
-    where = first_difference(case.plan(), case.evidence(pair[0]), case.evidence(pair[1]))
+    where = first_difference(case.layer_use(), case.evidence(pair[0]), case.evidence(pair[1]))
     if where is not None:
         return where, subject.cause(where) or _elsewhere(where, failed.way)
-    # Recorded, the same two runs agree: only what is left of the first ones tells.
+    # With records, the same two runs agree: only the losses of the first ones are left to compare.
     step = first_loss(case.evidence(first), case.evidence(failed))
     where = Difference(case.config.steps - 1 if step is None else step, None, None)
     return where, _gone(case)
@@ -278,8 +277,8 @@ def _error_explained(subject: Subject, failed: Outcome) -> tuple[Difference, Cau
 
 
 def _elsewhere(where: Difference, way: RunVariant) -> Cause:
-    who = "the batch" if where.place == "batch" else "the loss" if where.layer is None else f"layer '{where.layer}'"
-    why = f"{who} gives the same when it is done twice in one process, and another result on {way}"
+    part = "the batch" if where.place == "batch" else "the loss" if where.layer is None else f"layer '{where.layer}'"
+    why = f"{part} gives the same when it is done twice in one process, and another result on {way}"
     threads = torch.get_num_threads()
     hint = "it may depend on its process (environment, number, order of files or sets) or on what ran before it there"
     if threads > 1:
@@ -292,8 +291,9 @@ def _gone(case: VerifyCase) -> Cause:
         why = "without CUDA graphs the same runs agree"
         return Cause(KERNEL, why, "set execution.cuda_graphs = false, and report it with the layers that you use")
     why = (
-        "the same two runs, done again, agree: it comes and goes, as with threads of one's own or uninitialised memory"
+        "the same two runs, done again, agree: the difference comes and goes, as with threads of your own or memory "
+        "that nobody initialised"
     )
     return Cause(
-        UNKNOWN, why, "look for work that runs beside the training, such as a data loader that is changed meanwhile"
+        UNKNOWN, why, "look for work that runs beside the training, such as another thread that changes the data"
     )

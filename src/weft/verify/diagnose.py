@@ -1,5 +1,5 @@
-"""The likely cause of a difference: what was done where the runs part is done twice in one process, to see whether it
-is a function of its inputs alone."""
+"""The likely cause of a difference: the work of the step in which two runs differ is done twice in one process, to see
+whether it is a function of its inputs alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from weft.data import Batch, Data
 from weft.engine.rng import Seeder, deterministic
 from weft.engine.train_step import TrainStep
 from weft.supernet import Activations, Chain, Factory, as_activations, extra_inputs, initialise, run_layer
-from weft.trainer.batches import make_loader
 from weft.trainer.config import Execution
 from weft.verify.record import Difference, fresh
 
@@ -27,7 +26,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why two runs of one law differ, as far as the experiment tells, and what would mend it."""
+    """Why two runs differ, as far as the experiment shows, and what to do about it."""
 
     kind: str
     why: str
@@ -36,7 +35,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The run that is looked into."""
+    """The run under test."""
 
     net: Chain | Factory
     load: Callable[[], Data]
@@ -64,11 +63,11 @@ class Subject:
         """What is wrong with each layer of a step, and at last with the loss, whose name is None: each runs alone and
         twice, forward and backward, from the same inputs, weights, buffers and seeds."""
         config, device, found = self.config, self.device, list[tuple[str | None, Cause | None]]()
-        seeder, picks = Seeder(config.seed, device), config.stream[step]
+        seeder = Seeder(config.seed, device)
         with deterministic(device), seeder.preserved(), config.autocast(device):
             chain = self.execution.lay_out(initialise(fresh(self.net), config.seed, device)).train()
-            for j, batch in enumerate(config.parts(make_loader(self.load(), config, device).batch(step))):
-                carry, subnet = chain.enter(batch), picks[j % len(picks)]
+            for j, batch in enumerate(config.parts(config.loader(self.load(), device).batch(step))):
+                carry, subnet = chain.enter(batch), config.subnet(step * config.microbatches + j)
                 for layer in chain.route(subnet):
                     module, seeded = chain.module(layer), partial(seeder.set, step, j, layer.name)
                     run = partial(run_layer, layer, module, side=extra_inputs(layer, batch, subnet))
@@ -90,7 +89,7 @@ class Subject:
         return Cause(IMPURE, f"building layer '{name}' twice gives other weights", remedy)
 
     def _of_batch(self, step: int) -> Cause | None:
-        one, other = (make_loader(self.load(), self.config, self.device).batch(step) for _ in range(2))
+        one, other = (self.config.loader(self.load(), self.device).batch(step) for _ in range(2))
         name = next((name for name in one if not _equal([one[name]], [other.get(name)])), None)
         if name is None:
             return None

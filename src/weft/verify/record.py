@@ -1,4 +1,4 @@
-"""The first difference of two runs of one law: the step, the layer, and the part of its work in which they part."""
+"""The first difference of two runs that should be equal: the step, the layer, and what differs there."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class RunRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Which layers every micro-batch of a run uses, in chain order, and the clocks of the layers."""
+class LayerUse:
+    """Which layers every micro-batch of a run uses, in chain order, and which versions each layer gives them."""
 
     microbatches: int
     routes: Sequence[Sequence[str]]
@@ -68,20 +68,20 @@ class Plan:
         return max(used, default=-1)
 
 
-def first_difference(plan: Plan, one: RunRecord, other: RunRecord) -> Difference | None:
-    """The first difference of two recorded runs, in the order of the law; None where there is none."""
-    first = next(_forwards(plan, one, other), None)
-    until = len(plan.routes) if first is None else first[0]
+def first_difference(use: LayerUse, one: RunRecord, other: RunRecord) -> Difference | None:
+    """The first difference of two recorded runs, in the order of training on one device; None where there is none."""
+    first = next(_forwards(use, one, other), None)
+    until = len(use.routes) if first is None else first[0]
     # Weights that differ before anything else does were updated differently by a step whose forward was still right.
-    layers = list(plan.clocks)
-    wrong = [(n, name) for n, name in _weights(plan, one, other) if plan.updated_by(name, n) < until]
+    layers = list(use.clocks)
+    wrong = [(n, name) for n, name in _weights(use, one, other) if use.updated_by(name, n) < until]
     if wrong:
-        origin = min(plan.updated_by(name, n) for n, name in wrong)
-        names = [name for n, name in wrong if plan.updated_by(name, n) == origin]
+        origin = min(use.updated_by(name, n) for n, name in wrong)
+        names = [name for n, name in wrong if use.updated_by(name, n) == origin]
         if origin < 0:
             return Difference(0, min(names, key=layers.index), "initial weights")
         # A backward comes to the last layer of the chain first.
-        return Difference(origin // plan.microbatches, max(names, key=layers.index), "backward")
+        return Difference(origin // use.microbatches, max(names, key=layers.index), "backward")
     return None if first is None else first[1]
 
 
@@ -90,10 +90,10 @@ def first_loss(one: RunRecord, other: RunRecord) -> int | None:
     return next((step for step, loss in sorted(one.losses.items()) if other.losses.get(step) != loss), None)
 
 
-def _forwards(plan: Plan, one: RunRecord, other: RunRecord) -> Iterator[tuple[int, Difference]]:
-    """Differences of forwards and losses in the order of the law; what follows from the first is among them."""
-    for n, route in enumerate(plan.routes):
-        step = n // plan.microbatches
+def _forwards(use: LayerUse, one: RunRecord, other: RunRecord) -> Iterator[tuple[int, Difference]]:
+    """Differences of forwards and losses in the order of training; those that follow from the first are among them."""
+    for n, route in enumerate(use.routes):
+        step = n // use.microbatches
         for place, name in enumerate(route):
             a, b = one.records.get((n, name)), other.records.get((n, name))
             if a is None or b is None:  # one of the runs has not come so far
@@ -104,26 +104,26 @@ def _forwards(plan: Plan, one: RunRecord, other: RunRecord) -> Iterator[tuple[in
                 yield n, Difference(step, name, "between stages")
             elif a.outputs != b.outputs:
                 yield n, Difference(step, name, "forward")
-        if n % plan.microbatches == plan.microbatches - 1 and one.losses.get(step) != other.losses.get(step):
+        if n % use.microbatches == use.microbatches - 1 and one.losses.get(step) != other.losses.get(step):
             # Which of its micro-batches it was is not known: none of the step's updates says more.
-            yield step * plan.microbatches, Difference(step, None, "loss")
+            yield step * use.microbatches, Difference(step, None, "loss")
 
 
-def _weights(plan: Plan, one: RunRecord, other: RunRecord) -> Iterator[tuple[int | None, str]]:
+def _weights(use: LayerUse, one: RunRecord, other: RunRecord) -> Iterator[tuple[int | None, str]]:
     """The layers whose weights differ, each with the micro-batch that first sees it (None: the end of the run)."""
     seen: set[str] = set()
-    for n, route in enumerate(plan.routes):
+    for n, route in enumerate(use.routes):
         for name in route:
             a, b = one.records.get((n, name)), other.records.get((n, name))
             if name not in seen and a is not None and b is not None and a.weights != b.weights:
                 seen.add(name)
                 yield n, name
-    for name in plan.clocks:
+    for name in use.clocks:
         if name not in seen and one.layers.get(name) != other.layers.get(name):
             yield None, name
 
 
-# A supernet that writes down digests of what every layer is given, holds and gives in each training forward.
+# A supernet whose layers write down digests of their inputs, weights and outputs in each training forward.
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +141,20 @@ Records = Mapping[tuple[int, str], Seen]
 
 
 def fresh(net: Chain | Factory) -> Chain:
-    """A supernet of one's own: training changes it."""
+    """A copy of the supernet, since training changes it."""
     return copy.deepcopy(net) if isinstance(net, Chain) else net()
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A factory of the same supernet whose layers leave their digests in a folder, whatever process they run in."""
+    """A factory of the same supernet whose layers write their digests into a folder, in any process."""
 
     net: Chain | Factory
     folder: Path
 
     def __call__(self) -> Chain:
         chain = fresh(self.net)
-        for name in getattr(chain, "layers", ()):  # what is no chain is refused by whoever called
+        for name in getattr(chain, "layers", ()):  # the caller refuses what is no chain
             module = chain.module(name)
             if isinstance(module, LazyLayer):
                 module.factory = _Listened(module.factory, self.folder)
@@ -163,14 +163,14 @@ class Recorded:
         return chain
 
 
-def read_records(folder: Path, seed: int, m: int, plan: Sequence[Sequence[str]]) -> Records:
-    """What the layers left in the folder, for a run whose micro-batches use the layers of the plan."""
+def read_records(folder: Path, seed: int, use: LayerUse) -> Records:
+    """What the layers wrote into the folder."""
     # A layer does not know in which step it runs, but the number that torch's generator was seeded with tells.
     seeder, numbers = Seeder(seed, torch.device("cpu")), {}
     with seeder.preserved():
-        for n, names in enumerate(plan):
+        for n, names in enumerate(use.routes):
             for name in names:
-                seeder.set(*divmod(n, m), name)
+                seeder.set(*divmod(n, use.microbatches), name)
                 numbers[torch.default_generator.initial_seed()] = n, name
     found: dict[tuple[int, str], Seen] = {}
     for file in sorted(folder.glob("*.jsonl")):
@@ -195,9 +195,9 @@ class _Listened:
 
 
 def _listen(module: nn.Module, folder: Path) -> None:
-    ear = _DigestHook(folder)
-    module.register_forward_pre_hook(ear.before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(ear.after, with_kwargs=True)
+    hook = _DigestHook(folder)
+    module.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(hook.after, with_kwargs=True)
 
 
 class _DigestHook:
@@ -218,9 +218,8 @@ class _DigestHook:
         if not module.training:
             return
         record = {**self.begun, "outputs": _digest(enumerate(out if isinstance(out, tuple | list) else [out]))}
-        with open(
-            self.folder / f"{os.getpid()}.jsonl", "a", encoding="utf-8"
-        ) as file:  # a stage may end without a word
+        # Opened anew for each record, since a stage may end without closing it.
+        with open(self.folder / f"{os.getpid()}.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
 

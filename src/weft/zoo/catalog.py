@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
 
 from weft.elastic.extract import plain_module
 from weft.errors import WeftError
 from weft.space import Subnet
 from weft.space.counting import TooManyCases
-from weft.supernet import Chain, LazyLayer
+from weft.supernet import Chain, build_on_meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class Entry:
 def catalogue(supernets: Mapping[str, Callable[[], Chain]]) -> Iterator[Entry]:
     """An entry for each, in order."""
     for name, make in supernets.items():
-        chain = _bare(make)
+        chain = build_on_meta(make)
         try:
             size = chain.space.size()
         except TooManyCases:
@@ -54,27 +52,6 @@ def summary(function: Callable[..., Any]) -> str:
     """
     first = (inspect.getdoc(function) or "").split("\n\n")[0]
     return re.sub(r"\s+", " ", first.replace("``", "")).strip()
-
-
-class Undrawn(TorchFunctionMode):
-    """Weights are not drawn: without data there is nothing to draw, and torch would import its compiler to do so."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__module__", "") == "torch.nn.init":
-            return args[0] if args else (kwargs or {}).get("tensor")
-        return func(*args, **(kwargs or {}))
-
-
-def _bare(make: Callable[[], Chain]) -> Chain:
-    """The supernet on the meta device, every layer built."""
-    with torch.device("meta"), Undrawn():
-        chain = make()
-        for name in chain.layers:
-            module = chain.module(name)
-            if isinstance(module, LazyLayer):
-                block, _, label = name.rpartition(".")
-                chain.get_submodule(block).add_module(label, module.factory())
-    return chain
 
 
 def _parameters(chain: Chain, subnet: Subnet) -> int | None:

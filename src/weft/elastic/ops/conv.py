@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn import grad as gradients  # the public form of autograd's own
 
-from weft.elastic.ops.linear import superpose
+from weft.elastic.ops.weight import expected_weight
 
 Pair = tuple[int, int]
 
@@ -26,7 +26,7 @@ def mixed_conv2d(
     dilation: Pair,
     groups: int,
 ) -> Tensor:
-    """``F.conv2d`` with the expected weight and bias; the factors are those of ``superpose``."""
+    """``F.conv2d`` with the expected weight and bias; the factors are those of ``expected_weight``."""
     rows, columns = rows.to(weight.dtype), columns.to(weight.dtype)
     out: Tensor = _MixedConv.apply(x, weight, bias, rows, columns, stride, padding, dilation, groups)  # type: ignore[no-untyped-call]
     return out
@@ -44,28 +44,28 @@ class _MixedConv(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, rows, columns)
         ctx.where = where
         inside = None if bias is None else bias * rows.sum(0)
-        return F.conv2d(x, superpose(weight, rows, columns), inside, *where)
+        return F.conv2d(x, expected_weight(weight, rows, columns), inside, *where)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight, bias, rows, columns = ctx.saved_tensors
         wants = ctx.needs_input_grad
-        dx = dw = db = own = other = None
+        dx = dw = db = of_rows = of_columns = None
         if wants[0]:
-            expected = superpose(weight, rows, columns).to(gradient.dtype)
+            expected = expected_weight(weight, rows, columns).to(gradient.dtype)
             dx = gradients.conv2d_input(x.shape, expected, gradient, *ctx.where)  # type: ignore[no-untyped-call]
             dx = dx.to(ctx.dtype)
         if wants[1] or wants[3] or wants[4]:
             raw = gradients.conv2d_weight(x, weight.shape, gradient, *ctx.where)  # type: ignore[no-untyped-call]
             raw = raw.to(weight.dtype).flatten(1)
             product = raw * weight.flatten(1) if wants[3] or wants[4] else raw
-            own = torch.mm(columns, product.t()) if wants[3] else None
-            other = torch.mm(rows, product) if wants[4] else None
+            of_rows = torch.mm(columns, product.t()) if wants[3] else None
+            of_columns = torch.mm(rows, product) if wants[4] else None
             if wants[1]:
                 dw = torch.mm(rows.t(), columns).mul_(raw).view_as(weight)
         if bias is not None and (wants[2] or wants[3]):
             total = gradient.sum((0, 2, 3)).to(bias.dtype)
             db = total * rows.sum(0) if wants[2] else None
-            own = own if own is None else own + total * bias
-        return dx, dw, db, own, other, None, None, None, None
+            of_rows = of_rows if of_rows is None else of_rows + total * bias
+        return dx, dw, db, of_rows, of_columns, None, None, None, None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.elastic.sizes import Chances, Sizes
+from weft.elastic.sizes import Probabilities, Sizes
 
 
 def weight_kernels(weight: Tensor, rank: int) -> ModuleType | None:
@@ -26,7 +26,7 @@ def weight_kernels(weight: Tensor, rank: int) -> ModuleType | None:
     return triton_weight if rank <= triton_weight.MOST_RANK else None
 
 
-def linear_kernels(weights: Sequence[Tensor], chances: Chances, sizes: Sizes) -> ModuleType | None:
+def linear_kernels(weights: Sequence[Tensor], probabilities: Probabilities, sizes: Sizes) -> ModuleType | None:
     """``linear_kernels``, for a few weights and combinations of options in single precision on a GPU."""
     if not weights[0].is_cuda or not all(_known(held) and held.dtype == torch.float32 for held in weights):
         return None
@@ -34,14 +34,14 @@ def linear_kernels(weights: Sequence[Tensor], chances: Chances, sizes: Sizes) ->
         return None
     from weft.elastic.ops import triton_linear
 
-    likely = all(held is None or (held.is_cuda and held.dtype == torch.float32) for held in chances)
+    likely = all(held is None or (held.is_cuda and held.dtype == torch.float32) for held in probabilities)
     few = len(weights) <= triton_linear.MOST_LAYERS and sizes.combinations <= triton_linear.MOST_COMBINATIONS
     return triton_linear if likely and few else None
 
 
-def norm_kernels(x: Tensor, weight: Tensor, chances: Tensor, widths: Sequence[int]) -> ModuleType | None:
+def norm_kernels(x: Tensor, weight: Tensor, probabilities: Tensor, widths: Sequence[int]) -> ModuleType | None:
     """``norm_kernels``, for few widths and no double precision on a GPU."""
-    tensors = (x, weight, chances)
+    tensors = (x, weight, probabilities)
     if not x.is_cuda or not all(_known(tensor) and tensor.dtype != torch.float64 for tensor in tensors):
         return None
     if not _has_triton():

@@ -1,20 +1,20 @@
 """Linear layers with expected weights, and gradients down to the probabilities, in few operations.
 
-``superpose`` takes the factors of a mask as they are; here they belong to the sizes of a matrix under a mixture, whose
-``chances`` are the probabilities p of s, the combinations of the choices that rows and columns share, of a, those of
-the rows alone, and of b, those of the columns alone:
+``ops.weight`` takes the factors A and B of a mask as they are. Here they belong to the sizes of a matrix under a
+mixture. Its ``probabilities`` p are those of the combinations s of choices that rows and columns share, of the
+combinations a of the rows alone, and of the combinations b of the columns alone:
 
     A[s, r] = p(s) * sum over a of p(a) [r < rows(s, a)]      B[s, c] = sum over b of p(b) [c < columns(s, b)]
 
 So autograd sees one node from the probabilities to the output, and layers of the same sizes that read the same input
-(q, k and v) are one product. A and B, which are large beside the activations of few tokens, are made again and not
-kept.
+(q, k and v) are one product. A and B are large beside the activations of few tokens, so the backward computes them
+again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,8 @@ from torch.nn import functional as F
 
 from weft.elastic.mixture import Mixture
 from weft.elastic.ops.dispatch import linear_kernels, weight_kernels
-from weft.elastic.sizes import Chances, Sizes
+from weft.elastic.ops.weight import exactly, expected, gradients
+from weft.elastic.sizes import Probabilities, Sizes
 
 Factors = tuple[Tensor, Tensor]
 
@@ -34,13 +35,13 @@ def mixed_linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], sizes: Sizes, mixture: Mixture
 ) -> Tensor:
     """``F.linear`` with the expected weights and biases (as many, or none) of layers of these sizes, side by side."""
-    chances = sizes.chances(mixture)
-    fused = linear_kernels(weights, chances, sizes)
-    out: Tensor = _Together.apply(x, *chances, fused, sizes, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
+    probabilities = sizes.probabilities(mixture)
+    fused = linear_kernels(weights, probabilities, sizes)
+    out: Tensor = _MixedLinears.apply(x, *probabilities, fused, sizes, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Together(torch.autograd.Function):
+class _MixedLinears(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -57,39 +58,39 @@ class _Together(torch.autograd.Function):
         ctx.dtype, ctx.fused, ctx.sizes, ctx.count = x.dtype, fused, sizes, count
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))  # kept as the product uses it
-        chances = (shared, first, second)
-        ctx.save_for_backward(x, *chances, *held)
+        probabilities = (shared, first, second)
+        ctx.save_for_backward(x, *probabilities, *held)
         with exactly(kind):
-            factors = _factors(ctx, chances, held[0].dtype)
-            return F.linear(x, *_expected(ctx, held[:count], held[count:], chances, factors, x.dtype))
+            factors = _factors(ctx, probabilities, held[0].dtype)
+            return F.linear(x, *_expected(ctx, held[:count], held[count:], probabilities, factors, x.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (x, *given), count, wants = ctx.saved_tensors, ctx.count, ctx.needs_input_grad
-        chances, weights, biases = tuple(given[:3]), given[3 : 3 + count], given[3 + count :]
+        (x, *saved), count, wants = ctx.saved_tensors, ctx.count, ctx.needs_input_grad
+        probabilities, weights, biases = tuple(saved[:3]), saved[3 : 3 + count], saved[3 + count :]
         asked = (any(wants[7 : 7 + count]), any(wants[7 + count :]), *wants[1:4])
         dx = None
-        found: tuple[Tensor | None, ...] = (None,) * (3 + len(weights) + len(biases))
+        results: tuple[Tensor | None, ...] = (None,) * (3 + len(weights) + len(biases))
         with exactly(x.device.type):
-            factors = _factors(ctx, chances, weights[0].dtype)
+            factors = _factors(ctx, probabilities, weights[0].dtype)
             if wants[0]:
-                expected, _ = _expected(ctx, weights, (), chances, factors, gradient.dtype)
+                expected, _ = _expected(ctx, weights, (), probabilities, factors, gradient.dtype)
                 dx = torch.matmul(gradient, expected).to(ctx.dtype)
             if any(asked):
                 inputs, outputs = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
                 raw = torch.mm(outputs.t(), inputs)
                 total = outputs.sum(0, dtype=weights[0].dtype) if biases else None
                 of = ctx.fused.gradients if factors is None else partial(_gradients, factors)
-                found = of(asked, raw, total, weights, biases, chances, ctx.sizes)
-        return dx, *found[:3], None, None, None, *found[3:]
+                results = of(asked, raw, total, weights, biases, probabilities, ctx.sizes)
+        return dx, *results[:3], None, None, None, *results[3:]
 
 
-def _factors(ctx: Any, chances: Chances, dtype: torch.dtype) -> Factors | None:
+def _factors(ctx: Any, probabilities: Probabilities, dtype: torch.dtype) -> Factors | None:
     """A and B; None where fused kernels work them out as they go."""
     if ctx.fused is not None:
         return None
-    rows, columns = ctx.sizes.make_factors(*chances)
+    rows, columns = ctx.sizes.make_mask_factors(*probabilities)
     return rows.to(dtype), columns.to(dtype)
 
 
@@ -97,13 +98,13 @@ def _expected(
     ctx: Any,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
-    chances: Chances,
+    probabilities: Probabilities,
     factors: Factors | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     """The expected weights one below the other, and biases one behind the other, in this dtype."""
     if factors is None:
-        return ctx.fused.expected(weights, biases, chances, ctx.sizes, dtype)  # type: ignore[no-any-return]
+        return ctx.fused.expected(weights, biases, probabilities, ctx.sizes, dtype)  # type: ignore[no-any-return]
     pairs = [
         expected(weight, biases[index] if biases else None, *factors, dtype) for index, weight in enumerate(weights)
     ]
@@ -123,59 +124,47 @@ def _gradients(
     total: Tensor | None,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
-    chances: Chances,
+    probabilities: Probabilities,
     sizes: Sizes,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of chances, weights and biases, from those of the expected weights (raw) and biases (total)."""
-    weighs, shifts, *likely = asked
-    wants = (weighs, shifts, likely[0] or likely[1], likely[2])
-    own: Tensor | None = None
-    other: Tensor | None = None
-    found: list[list[Tensor | None]] = [[], []]
+    """Gradients of probabilities, weights and biases, from those of the expected weights (raw) and biases (total)."""
+    weighs, shifts, *of_probabilities = asked
+    wants = (weighs, shifts, of_probabilities[0] or of_probabilities[1], of_probabilities[2])
+    of_rows: Tensor | None = None
+    of_columns: Tensor | None = None
+    results: list[list[Tensor | None]] = [[], []]
     height = len(weights[0])
     for index, weight in enumerate(weights):
         span = slice(index * height, (index + 1) * height)
         bias, sums = (None, None) if total is None else (biases[index], total[span])
-        direct, shift, more, others = gradients(wants, raw[span], weight, bias, *factors, sums, reuse=True)
-        own = more if own is None or more is None else own.add_(more)
-        other = others if other is None or others is None else other.add_(others)
-        found[0].append(direct)
-        found[1] += [] if total is None else [shift]
-    return *_of_chances(likely, own, other, chances, sizes), *found[0], *found[1]
+        direct, shift, row_part, column_part = gradients(wants, raw[span], weight, bias, *factors, sums, reuse=True)
+        of_rows = row_part if of_rows is None or row_part is None else of_rows.add_(row_part)
+        of_columns = column_part if of_columns is None or column_part is None else of_columns.add_(column_part)
+        results[0].append(direct)
+        results[1] += [] if total is None else [shift]
+    return *_of_probabilities(of_probabilities, of_rows, of_columns, probabilities, sizes), *results[0], *results[1]
 
 
-def _of_chances(
-    likely: Sequence[bool], own: Tensor | None, other: Tensor | None, chances: Chances, sizes: Sizes
+def _of_probabilities(
+    asked: Sequence[bool], of_rows: Tensor | None, of_columns: Tensor | None, probabilities: Probabilities, sizes: Sizes
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the probabilities, from those of both factors."""
-    shared, first, second = chances
+    shared, first, second = probabilities
     of_shared = of_first = of_second = None
-    if own is not None:
+    if of_rows is not None:
         table = sizes.table(0, first if shared is None else shared)  # type: ignore[arg-type]
-        own = torch.bmm(own.to(table.dtype)[:, None], table)[:, 0]  # by shared combination and one of the rows alone
-        if likely[0]:
-            of_shared = own[:, 0] if first is None else torch.mv(own, first)
-        if likely[1]:
-            of_first = own[0] if shared is None else torch.mv(own.t(), shared)
-    if other is not None and second is not None:
+        of_rows = torch.bmm(of_rows.to(table.dtype)[:, None], table)[:, 0]  # by combinations s and a
+        if asked[0]:
+            of_shared = of_rows[:, 0] if first is None else torch.mv(of_rows, first)
+        if asked[1]:
+            of_first = of_rows[0] if shared is None else torch.mv(of_rows.t(), shared)
+    if of_columns is not None and second is not None:
         table = sizes.table(1, second)
-        of_second = torch.mv(table.flatten(0, 1).t(), other.to(table.dtype).flatten())
+        of_second = torch.mv(table.flatten(0, 1).t(), of_columns.to(table.dtype).flatten())
     return of_shared, of_first, of_second
 
 
-# The expectation of a weight under a mixture, in one pass over it, and what autograd needs of it.
-#
-# A weight W (rows x columns) of which a pick uses a prefix of each has the expectation W * M, where M[r, c] is the
-# probability that (r, c) is within the pick. M is given by its factors, M = A.T @ B with A (rank x rows) and B (rank
-# x columns). Neither M nor W * M is kept for the backward: both come from W, A and B again, at the price of a pass
-# over the weight, which is small beside the activations that it spares.
-
-
-def superpose(weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The expected weight; rows are those of the first dimension, columns all others."""
-    rows, columns = rows.to(weight.dtype), columns.to(weight.dtype)
-    out: Tensor = _Superpose.apply(weight, rows, columns)  # type: ignore[no-untyped-call]
-    return out
+# One linear layer, from the factors of the mask on its weight; ``ops.weight`` says what the factors are.
 
 
 def mixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
@@ -195,23 +184,6 @@ def few_tokens(x: Tensor, weight: Tensor, rank: int) -> bool:
     tokens = x.numel() // x.shape[-1]
     few = rank == 1 and tokens * (5 * weight.shape[1] + 2 * weight.shape[0]) < 5 * weight.numel()
     return few and weight_kernels(weight, rank) is None
-
-
-class _Superpose(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, rows, columns)
-        return expected(weight.flatten(1), None, rows, columns, weight.dtype)[0].view_as(weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        weight, rows, columns = ctx.saved_tensors
-        flat = weight.flatten(1)
-        wants = (ctx.needs_input_grad[0], False, *ctx.needs_input_grad[1:])
-        # The gradient belongs to the graph, so it is not written over.
-        direct, _, own, other = gradients(wants, gradient.reshape(flat.shape), flat, None, rows, columns)
-        return None if direct is None else direct.view_as(weight), own, other
 
 
 class _Masked(torch.autograd.Function):
@@ -255,7 +227,7 @@ class _Scaled(torch.autograd.Function):
         x, weight, bias, rows, columns = ctx.saved_tensors
         wants = ctx.needs_input_grad
         inputs, outputs = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        dx = dw = db = own = other = total = None
+        dx = dw = db = of_rows = of_columns = total = None
         with _autocast(ctx):
             behind = torch.mm(outputs * rows[0], weight) if wants[0] or wants[4] else None
             raw = torch.mm(outputs.t(), inputs * columns[0]).to(weight.dtype) if wants[1] or wants[3] else None
@@ -264,16 +236,16 @@ class _Scaled(torch.autograd.Function):
         with exactly(x.device.type):
             if behind is not None:
                 if wants[4]:
-                    other = (inputs * behind.to(columns.dtype)).sum(0, keepdim=True)
+                    of_columns = (inputs * behind.to(columns.dtype)).sum(0, keepdim=True)
                 dx = behind.mul_(columns[0]).view_as(x).to(ctx.dtype)
             if raw is not None:
-                own = torch.linalg.vecdot(raw, weight)[None] if wants[3] else None
+                of_rows = torch.linalg.vecdot(raw, weight)[None] if wants[3] else None
                 dw = raw.mul_(rows[0][:, None])
             if total is not None:
                 total = total.to(bias.dtype)
                 db = total * rows[0] if wants[2] else None
-                own = None if own is None else torch.addcmul(own, total, bias)
-        return dx, dw, db, own, other
+                of_rows = None if of_rows is None else torch.addcmul(of_rows, total, bias)
+        return dx, dw, db, of_rows, of_columns
 
 
 def _begin(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
@@ -291,132 +263,3 @@ def _autocast(ctx: Any) -> AbstractContextManager[Any]:
     """Autocast as it was in the forward, whatever it is now."""
     kind, enabled, dtype = ctx.autocast
     return torch.autocast(kind, dtype) if enabled else exactly(kind)
-
-
-# The passes over a weight that a mixture costs: its expectation, and gradients from that of the expectation.
-#
-# The mask on the weight is rows.T @ columns; ``superpose`` says what it means. Where there are fused kernels, they do
-# the same in fewer passes.
-
-_PIECE = 1 << 17
-"""Entries of a weight that a CPU takes at a time, so that they stay in its cache from one operation to the next."""
-
-
-def expected(
-    weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """The expected weight, laid out as the weight is, and bias, for products of this dtype."""
-    fused = weight_kernels(weight, len(rows))
-    turned = _is_turned(weight)
-    with exactly(weight.device.type):
-        if fused is not None and not turned:
-            return fused.expected(weight, bias, rows, columns, dtype)  # type: ignore[no-any-return]
-        likely = None if bias is None else bias * _inside(rows)
-        if turned:
-            return expected(weight.t(), None, columns, rows, dtype)[0].t(), likely
-        pieces = _pieces(weight)
-        if not pieces:
-            return _mask(rows, columns).mul_(weight), likely
-        out = torch.empty_like(weight)
-        for piece in pieces:
-            _mask(rows[:, piece], columns, out[piece]).mul_(weight[piece])
-    return out, likely
-
-
-def gradients(
-    wants: tuple[bool, ...],
-    raw: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: Tensor,
-    columns: Tensor,
-    total: Tensor | None = None,
-    reuse: bool = False,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of weight, bias, rows and columns, as far as wanted, from those of the expected weight (raw, laid
-    out as the weight is) and bias (total); with ``reuse`` raw may be written over."""
-    fused = None if raw is None else weight_kernels(weight, len(rows))
-    turned = _is_turned(weight)
-    with exactly(weight.device.type):
-        if fused is not None and not turned:
-            return fused.gradients(wants, raw, weight, bias, rows, columns, total, reuse)  # type: ignore[no-any-return]
-        direct = own = other = None
-        if raw is not None and turned:
-            swapped = (wants[0], False, wants[3], wants[2])
-            direct, _, other, own = gradients(swapped, raw.t(), weight.t(), None, columns, rows, None, reuse)
-            direct = None if direct is None else direct.t()
-        elif raw is not None:
-            raw, reuse = raw.to(weight.dtype), reuse or raw.dtype != weight.dtype
-            direct = None if not wants[0] else raw if reuse else torch.empty_like(weight)
-            own, other = _by_piece(wants[2:], raw, weight, rows, columns, direct)
-        direct_bias = None
-        if bias is not None and total is not None:
-            total = total.to(bias.dtype)
-            direct_bias = total * _inside(rows) if wants[1] else None
-            own = None if own is None else torch.addcmul(own, total, bias)
-    return direct, direct_bias, own, other
-
-
-def exactly(kind: str) -> AbstractContextManager[Any]:
-    """Without autocast on this kind of device."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
-def _is_turned(weight: Tensor) -> bool:
-    """Whether it is the transpose of what lies in memory."""
-    return not weight.is_contiguous() and weight.t().is_contiguous()
-
-
-def _inside(rows: Tensor) -> Tensor:
-    """The probability that a row is within the pick: the first column always is, and its factor is 1."""
-    return rows.sum(0) if len(rows) > 1 else rows[0]
-
-
-def _mask(rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
-    return torch.mm(rows.t(), columns, out=out) if len(rows) > 1 else torch.mul(rows.t(), columns, out=out)
-
-
-def _pieces(weight: Tensor) -> list[slice]:
-    """Rows to take at a time; none where all go at once."""
-    height = max(1, _PIECE // weight.shape[1])
-    if weight.device.type != "cpu" or len(weight) <= height:
-        return []
-    return [slice(start, start + height) for start in range(0, len(weight), height)]
-
-
-def _by_piece(
-    wanted: tuple[bool, ...], raw: Tensor, weight: Tensor, rows: Tensor, columns: Tensor, direct: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of rows and columns; the weight's goes into ``direct``, which may be raw itself."""
-    pieces = _pieces(weight)
-    if not pieces:
-        return _of_factors(wanted, raw, weight, rows, columns, direct, None)
-    owns, other = [], None
-    buffer = torch.empty_like(weight[pieces[0]])
-    for piece in pieces:
-        part, into = raw[piece], None if direct is None else direct[piece]
-        work = buffer[: len(part)]
-        own, more = _of_factors(wanted, part, weight[piece], rows[:, piece], columns, into, work)
-        owns.append(own)
-        other = more if other is None or more is None else other.add_(more)
-    return torch.cat(owns, dim=1) if wanted[0] else None, other  # type: ignore[arg-type]
-
-
-def _of_factors(
-    wanted: tuple[bool, ...],
-    raw: Tensor,
-    weight: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    direct: Tensor | None,
-    work: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    own = other = None
-    if wanted[0] or wanted[1]:
-        work = torch.mul(raw, weight, out=work)
-        # In this order: columns @ work.t() takes up to thrice the time.
-        own = torch.mm(work, columns.t()).t() if wanted[0] else None
-        other = torch.mm(rows, work) if wanted[1] else None
-    if direct is not None:
-        torch.mul(raw, _mask(rows, columns, work), out=direct)
-    return own, other

@@ -27,7 +27,7 @@ def mixed_norm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    chances: Tensor,
+    probabilities: Tensor,
     widths: Sequence[int],
     eps: float,
     centred: bool = True,
@@ -36,30 +36,30 @@ def mixed_norm(
 
     Computes in single precision at least.
     """
-    fused = norm_kernels(x, weight, chances, widths)
-    run: Any = _Norm.apply if fused is None else fused.mixed_norm
-    if by_chunks(x, weight, chances, widths):
+    fused = norm_kernels(x, weight, probabilities, widths)
+    run: Any = _SegmentedNorm.apply if fused is None else fused.mixed_norm
+    if by_chunks(x, weight, probabilities, widths):
         run = chunked_norm
-    out: Tensor = run(x, weight, bias, chances, tuple(widths), eps, centred)
+    out: Tensor = run(x, weight, bias, probabilities, tuple(widths), eps, centred)
     return out
 
 
-class _Norm(torch.autograd.Function):
+class _SegmentedNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        chances: Tensor,
+        probabilities: Tensor,
         widths: tuple[int, ...],
         eps: float,
         centred: bool,
     ) -> Tensor:
-        rows, weights, shifts, likely = _accurate(x.reshape(-1, x.shape[-1]), weight, bias, chances)
+        rows, weights, shifts, likely = _accurate(x.reshape(-1, x.shape[-1]), weight, bias, probabilities)
         lengths = [end - start for start, end in zip((0, *widths[:-1]), widths, strict=True)]
         mean, rstd = _statistics(_cut(rows, lengths), widths, lengths, eps, centred)
-        ctx.save_for_backward(x, weight, bias, chances, mean, rstd)
+        ctx.save_for_backward(x, weight, bias, probabilities, mean, rstd)
         ctx.widths, ctx.lengths = widths, lengths
         scale, shift, inside = _coefficients(likely, mean, rstd)
         out = torch.empty_like(rows)
@@ -80,9 +80,9 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, bias, chances, mean, rstd = ctx.saved_tensors
+        x, weight, bias, probabilities, mean, rstd = ctx.saved_tensors
         wants, widths, lengths = ctx.needs_input_grad, ctx.widths, ctx.lengths
-        rows, weights, shifts, likely = _accurate(x.reshape(-1, x.shape[-1]), weight, bias, chances)
+        rows, weights, shifts, likely = _accurate(x.reshape(-1, x.shape[-1]), weight, bias, probabilities)
         dy = gradient.reshape(rows.shape).to(rows.dtype)
         scale, shift, inside = _coefficients(likely, mean, rstd)
         product = dy * rows
@@ -104,7 +104,7 @@ class _Norm(torch.autograd.Function):
             dq = (rstd * inner).sum(1)
             if total is not None:
                 dq = dq + _cumulated(_sums(total[None], shifts, lengths))[:, 0]
-            dq = dq.to(chances.dtype)
+            dq = dq.to(probabilities.dtype)
         if wants[0]:
             likely = likely[:, None] * rstd
             # dvar_k = -1/2 rstd_k^3 * q_k * inner_k; x enters the variance as 2 (x - mean_k) / e_k.
@@ -227,7 +227,7 @@ _MOST_GROWTH = 16  # of the last width over the first: so much is lost of the ac
 _CHUNK = 1 << 19  # entries: fewer are bound by the calls of operations, more by the memory
 
 
-def by_chunks(x: Tensor, weight: Tensor, chances: Tensor, widths: Sequence[int]) -> bool:
+def by_chunks(x: Tensor, weight: Tensor, probabilities: Tensor, widths: Sequence[int]) -> bool:
     """Whether this way is open: on a CPU, for plain tensors of one dtype, of single precision at least.
 
     And for widths that are not too many, nor too far apart.
@@ -236,20 +236,20 @@ def by_chunks(x: Tensor, weight: Tensor, chances: Tensor, widths: Sequence[int])
         return False
     if len(widths) > _MOST_WIDTHS or widths[-1] > _MOST_GROWTH * widths[0]:
         return False
-    return all(type(held) in (Tensor, nn.Parameter) and held.dtype == x.dtype for held in (x, weight, chances))
+    return all(type(held) in (Tensor, nn.Parameter) and held.dtype == x.dtype for held in (x, weight, probabilities))
 
 
 def chunked_norm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    chances: Tensor,
+    probabilities: Tensor,
     widths: tuple[int, ...],
     eps: float,
     centred: bool = True,
 ) -> Tensor:
     """As ``normalise.mixed_norm``."""
-    out: Tensor = _ChunkedNorm.apply(x, weight, bias, chances, widths, eps, centred)  # type: ignore[no-untyped-call]
+    out: Tensor = _ChunkedNorm.apply(x, weight, bias, probabilities, widths, eps, centred)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -262,14 +262,14 @@ class _ChunkedNorm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        chances: Tensor,
+        probabilities: Tensor,
         widths: tuple[int, ...],
         eps: float,
         centred: bool,
     ) -> Tensor:
-        rows, common, likely = x.reshape(-1, x.shape[-1]), widths[0], chances[:, None]
+        rows, common, likely = x.reshape(-1, x.shape[-1]), widths[0], probabilities[:, None]
         inside, behind, sizes = _tables(widths, x.dtype)
-        levels = None if bias is None else torch.mv(inside, chances).mul_(bias)
+        levels = None if bias is None else torch.mv(inside, probabilities).mul_(bias)
         out, rstd = torch.empty_like(rows), rows.new_empty(len(widths), len(rows))
         mean = torch.empty_like(rstd) if centred else None
         for values, into, scale, centre in _chunks((rows, out), (rstd, mean)):
@@ -297,21 +297,21 @@ class _ChunkedNorm(torch.autograd.Function):
                 into.mul_(weight)
             else:
                 torch.addcmul(levels, into, weight, out=into)
-        ctx.save_for_backward(x, weight, bias, chances, mean, rstd)
+        ctx.save_for_backward(x, weight, bias, probabilities, mean, rstd)
         ctx.widths = widths
         return out.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, bias, chances, mean, rstd = ctx.saved_tensors
+        x, weight, bias, probabilities, mean, rstd = ctx.saved_tensors
         wants, widths = ctx.needs_input_grad, ctx.widths
         rows, dys = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, x.shape[-1])
-        common, likely = widths[0], chances[:, None]
+        common, likely = widths[0], probabilities[:, None]
         inside, behind, sizes = _tables(widths, x.dtype)
         weights, weights_behind = weight[:common], weight[common:] * behind
         dx, dw, by_width = torch.empty_like(rows), torch.zeros_like(weights), torch.zeros_like(behind)
-        total, dq = torch.zeros_like(weight), torch.zeros_like(chances)
+        total, dq = torch.zeros_like(weight), torch.zeros_like(probabilities)
         for values, dy, into, scale, centre in _chunks((rows, dys, dx), (rstd, mean)):
             one, rest, first, last = values[:, :common], values[:, common:], into[:, :common], into[:, common:]
             d_one, d_rest = dy[:, :common], dy[:, common:]
@@ -345,7 +345,7 @@ class _ChunkedNorm(torch.autograd.Function):
                     first.sub_(_column(level))
                     last.addmm_(level.t(), behind, alpha=-1)
         dw = torch.cat([dw, by_width.mul_(behind).sum(0)])
-        db = torch.mv(inside, chances).mul_(total) if wants[2] else None
+        db = torch.mv(inside, probabilities).mul_(total) if wants[2] else None
         if bias is not None:
             dq.addmv_(inside.t(), total.mul_(bias))
         return dx.view(x.shape) if wants[0] else None, dw, db, dq, None, None, None

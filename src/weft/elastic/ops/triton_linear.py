@@ -1,7 +1,7 @@
 """Expected weights of linear layers and gradients down to the probabilities, fused for GPUs with triton.
 
-``together`` says what they mean. The factors of the mask never touch memory: a program works out those of its tile from
-the probabilities. What a tile adds to the gradients of the probabilities it leaves in a column of its own; these are
+``ops.linear`` says what they mean. The factors of the mask never touch memory: a program computes those of its tile
+from the probabilities. Each tile writes its part of the gradients of the probabilities into a column; the columns are
 added in a fixed order, so that the same inputs give the same bits every time.
 """
 
@@ -16,7 +16,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from weft.elastic.ops.dispatch import can_fuse
-from weft.elastic.sizes import Chances, Sizes
+from weft.elastic.sizes import Probabilities, Sizes
 
 MOST_LAYERS, MOST_COMBINATIONS = 3, 32
 _ROWS, _COLUMNS = 32, 64  # of a tile
@@ -25,11 +25,11 @@ _KNOWN = ("IS_SHARED", "HAS_OWN", "HAS_OTHER")
 
 
 def expected(
-    weights: Sequence[Tensor], biases: Sequence[Tensor], chances: Chances, sizes: Sizes, dtype: torch.dtype
+    weights: Sequence[Tensor], biases: Sequence[Tensor], probabilities: Probabilities, sizes: Sizes, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """The expected weights one below the other and biases one behind the other, in this dtype, in one pass."""
     first, count = weights[0], len(weights)
-    plan = _plan(sizes, first.device, chances, count)
+    plan = _plan(sizes, first.device, probabilities, count)
     height, width = sizes.largest
     out = first.new_empty((count * height, width), dtype=dtype)
     out_bias = first.new_empty(count * height, dtype=dtype) if biases else None
@@ -37,7 +37,7 @@ def expected(
         _expected[plan.grid](
             *_three(weights, first),
             *_three(biases, first),
-            *_given(chances, first),
+            *_given(probabilities, first),
             *plan.sizes,
             out,
             out if out_bias is None else out_bias,
@@ -55,12 +55,12 @@ def gradients(
     total: Tensor | None,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
-    chances: Chances,
+    probabilities: Probabilities,
     sizes: Sizes,
 ) -> tuple[Tensor | None, ...]:
-    """As ``together`` has it; raw may be written over."""
+    """As ``ops.linear`` has it; raw may be written over."""
     first, count = weights[0], len(weights)
-    plan = _plan(sizes, first.device, chances, count)
+    plan = _plan(sizes, first.device, probabilities, count)
     height, width = sizes.largest
     direct = raw if raw.dtype == first.dtype else torch.empty_like(raw, dtype=first.dtype)
     direct_bias = None if total is None else torch.empty_like(total)
@@ -72,7 +72,7 @@ def gradients(
             *_three(weights, first),
             *_three(biases, first),
             raw if total is None else total,
-            *_given(chances, first),
+            *_given(probabilities, first),
             *plan.sizes,
             direct,
             raw if direct_bias is None else direct_bias,
@@ -103,19 +103,19 @@ class _Plan(NamedTuple):
     slots: int
 
 
-def _plan(sizes: Sizes, device: torch.device, chances: Chances, count: int) -> _Plan:
+def _plan(sizes: Sizes, device: torch.device, probabilities: Probabilities, count: int) -> _Plan:
     def make() -> _Plan:
         numbers = tuple(table.to(device, torch.int32) for table in sizes.tables)  # once: a copy makes a GPU wait
         rank, own, other = *numbers[0].shape, numbers[1].shape[1]
         tall, wide = (-(-size // tile) for size, tile in zip(sizes.largest, (_ROWS, _COLUMNS), strict=True))
         constants = {"RANK": rank, "OWN": own, "OTHER": other, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-        known = {name: held is not None for name, held in zip(_KNOWN, chances, strict=True)}
+        known = {name: held is not None for name, held in zip(_KNOWN, probabilities, strict=True)}
         places = rank + own + other
         slots = 1 << (places - 1).bit_length()
         lengths, parts = [rank, own, other], (places, tall * wide * count)
         return _Plan((tall, wide, count), numbers, constants | known, lengths, parts, slots)
 
-    found: _Plan = sizes.known(("linear kernels", device, count), make)
+    found: _Plan = sizes.cached(("linear kernels", device, count), make)
     return found
 
 
@@ -124,8 +124,8 @@ def _three(tensors: Sequence[Tensor], spare: Tensor) -> list[Tensor]:
     return [tensor.contiguous() for tensor in tensors] + [spare] * (3 - len(tensors))
 
 
-def _given(chances: Chances, spare: Tensor) -> list[Tensor]:
-    return [spare if held is None else held.contiguous() for held in chances]
+def _given(probabilities: Probabilities, spare: Tensor) -> list[Tensor]:
+    return [spare if held is None else held.contiguous() for held in probabilities]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -139,20 +139,20 @@ def _one_of(first, second, third, which):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _chance(chances, index, KNOWN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _chance(probabilities, index, KNOWN: tl.constexpr):  # type: ignore[no-untyped-def]
     """One probability; 1 where there is no choice."""
     found = 1.0
     if KNOWN:
-        found = tl.load(chances + index)
+        found = tl.load(probabilities + index)
     return found
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _inside(place, sizes, chances, s, COUNT: tl.constexpr, KNOWN: tl.constexpr, LENGTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _inside(place, sizes, probabilities, s, COUNT: tl.constexpr, KNOWN: tl.constexpr, LENGTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """How likely each place is within the pick, given the shared combination s."""
     total = tl.zeros((LENGTH,), dtype=tl.float32)
     for n in tl.static_range(COUNT):
-        total += tl.where(place < tl.load(sizes + s * COUNT + n), _chance(chances, n, KNOWN), 0.0)
+        total += tl.where(place < tl.load(sizes + s * COUNT + n), _chance(probabilities, n, KNOWN), 0.0)
     return total
 
 

@@ -25,24 +25,24 @@ def mixed_norm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    chances: Tensor,
+    probabilities: Tensor,
     widths: tuple[int, ...],
     eps: float,
     centred: bool,
 ) -> Tensor:
     """As ``normalise.mixed_norm``."""
-    out: Tensor = _Norm.apply(x, weight, bias, chances, widths, eps, centred)  # type: ignore[no-untyped-call]
+    out: Tensor = _TritonNorm.apply(x, weight, bias, probabilities, widths, eps, centred)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Norm(torch.autograd.Function):
+class _TritonNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        chances: Tensor,
+        probabilities: Tensor,
         widths: tuple[int, ...],
         eps: float,
         centred: bool,
@@ -61,7 +61,7 @@ class _Norm(torch.autograd.Function):
                     rows,
                     weight,
                     weight if bias is None else bias,
-                    chances.contiguous(),
+                    probabilities.contiguous(),
                     table,
                     out,
                     mean,
@@ -76,14 +76,14 @@ class _Norm(torch.autograd.Function):
                     BLOCK=block,
                     num_warps=_warps(block),
                 )
-        ctx.save_for_backward(x, weight, bias, chances, mean, rstd)
+        ctx.save_for_backward(x, weight, bias, probabilities, mean, rstd)
         ctx.widths, ctx.centred = widths, centred
         return out.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, bias, chances, mean, rstd = ctx.saved_tensors
+        x, weight, bias, probabilities, mean, rstd = ctx.saved_tensors
         features, count = x.shape[-1], len(ctx.widths)
         rows, dy = x.reshape(-1, features).contiguous(), gradient.reshape(-1, features).contiguous()
         dx = torch.empty_like(rows)
@@ -91,7 +91,7 @@ class _Norm(torch.autograd.Function):
         number = rows.shape[0]
         tiles = -(-number // tokens)
         programs = max(1, min(_PROGRAMS, tiles))
-        # The gradients of weight, bias and chances side by side.
+        # The gradients of weight, bias and probabilities side by side.
         parts = torch.empty(programs, 2 * features + count, device=x.device, dtype=torch.float32)
         with can_fuse(x.device):
             _backward[(programs,)](
@@ -99,7 +99,7 @@ class _Norm(torch.autograd.Function):
                 dy,
                 weight,
                 weight if bias is None else bias,
-                chances.contiguous(),
+                probabilities.contiguous(),
                 table,
                 mean,
                 rstd,
@@ -122,7 +122,7 @@ class _Norm(torch.autograd.Function):
             dx.view(x.shape) if wants[0] else None,
             dw.to(weight.dtype) if wants[1] else None,
             db.to(weight.dtype) if wants[2] else None,
-            dq.to(chances.dtype) if wants[3] else None,
+            dq.to(probabilities.dtype) if wants[3] else None,
             None,
             None,
             None,
@@ -149,12 +149,12 @@ def _warps(block: int) -> int:
     return max(4, block // 512)
 
 
-@triton.jit(do_not_specialize_on_alignment=("chances",))  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize_on_alignment=("probabilities",))  # type: ignore[untyped-decorator,unused-ignore]
 def _forward(  # type: ignore[no-untyped-def]  # annotations of pointers would be read as globals
     x,
     weight,
     bias,
-    chances,
+    probabilities,
     widths,
     out,
     means,
@@ -180,7 +180,7 @@ def _forward(  # type: ignore[no-untyped-def]  # annotations of pointers would b
     inside = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(WIDTHS):
         width = tl.load(widths + k)
-        q = tl.load(chances + k).to(tl.float32)
+        q = tl.load(probabilities + k).to(tl.float32)
         here = (feature < width) & in_features
         mean = tl.zeros((TOKENS,), dtype=tl.float32)
         if CENTRED:
@@ -202,13 +202,13 @@ def _forward(  # type: ignore[no-untyped-def]  # annotations of pointers would b
     tl.store(out + at, result.to(out.dtype.element_ty), mask=within)
 
 
-@triton.jit(do_not_specialize_on_alignment=("chances",))  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize_on_alignment=("probabilities",))  # type: ignore[untyped-decorator,unused-ignore]
 def _backward(  # type: ignore[no-untyped-def]  # annotations of pointers would be read as globals
     x,
     dy,
     weight,
     bias,
-    chances,
+    probabilities,
     widths,
     means,
     rstds,
@@ -234,7 +234,7 @@ def _backward(  # type: ignore[no-untyped-def]  # annotations of pointers would 
         b = tl.load(bias + feature, mask=in_features, other=0.0).to(tl.float32)
     inside = tl.zeros((BLOCK,), dtype=tl.float32)  # how likely a feature, and with it its bias, is within the pick
     for k in tl.static_range(WIDTHS):
-        inside += tl.where(feature < tl.load(widths + k), tl.load(chances + k).to(tl.float32), 0.0)
+        inside += tl.where(feature < tl.load(widths + k), tl.load(probabilities + k).to(tl.float32), 0.0)
     sum_weight = tl.zeros((BLOCK,), dtype=tl.float32)
     sum_bias = tl.zeros((BLOCK,), dtype=tl.float32)
     sum_chance = tl.zeros((SLOTS,), dtype=tl.float32)
@@ -253,7 +253,7 @@ def _backward(  # type: ignore[no-untyped-def]  # annotations of pointers would 
         level = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
         for k in tl.static_range(WIDTHS):
             width = tl.load(widths + k)
-            q = tl.load(chances + k).to(tl.float32)
+            q = tl.load(probabilities + k).to(tl.float32)
             here = (feature < width) & in_features
             mean = tl.load(means + k * rows + row, mask=in_rows, other=0.0)
             rstd = tl.load(rstds + k * rows + row, mask=in_rows, other=0.0)

@@ -1,4 +1,4 @@
-"""The passes over a weight that a mixture costs, fused for GPUs with triton; ``superpose`` imports this if it can.
+"""The passes over a weight that a mixture costs, fused for GPUs with triton; ``ops.weight`` uses them.
 
 Every program owns one tile and nothing is added by atomics: sums over tiles go through memory and are added in a fixed
 order, so that the same inputs give the same bits every time.

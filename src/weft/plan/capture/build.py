@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,9 +13,8 @@ from torch import fx, nn
 
 from weft.errors import PlanError
 from weft.plan.capture import rules
-from weft.plan.capture.backward import reached, saved
-from weft.plan.capture.call import RULES, Call, Operand, Space, Value, names, tensors
-from weft.plan.capture.program import Program
+from weft.plan.capture.export import ExportResult
+from weft.plan.capture.op_call import RULES, IterationSpace, OpCall, TensorArgument, TensorValue, names, tensors
 from weft.plan.capture.rules.elementwise import elementwise
 from weft.plan.graph import INPUT, PARAMETER, Dim, Graph, Operator, Read, Tensor
 
@@ -35,14 +34,14 @@ _DRAWS = frozenset(
 
 
 @dataclass(slots=True)
-class _Builder:
+class _GraphBuilder:
     operators: list[Operator] = field(default_factory=list)
     values: dict[str, tuple[int, int]] = field(default_factory=dict)  # node -> operator and which of its outputs
-    tensors: dict[tuple[int, int], Value] = field(default_factory=dict)
-    spaces: dict[int, Space] = field(default_factory=dict)
+    tensors: dict[tuple[int, int], TensorValue] = field(default_factory=dict)
+    spaces: dict[int, IterationSpace] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, node: fx.Node, made: Operator, results: tuple[Value, ...]) -> None:
+    def add(self, node: fx.Node, made: Operator, results: tuple[TensorValue, ...]) -> None:
         place = len(self.operators)
         self.operators.append(made)
         self.values[node.name] = (place, 0)
@@ -50,13 +49,13 @@ class _Builder:
             self.tensors[place, number] = value
 
 
-def build(name: str, model: nn.Module, found: Program) -> tuple[Graph, dict[str, tuple[int, int]], dict[str, str]]:
+def build(name: str, model: nn.Module, found: ExportResult) -> tuple[Graph, dict[str, tuple[int, int]], dict[str, str]]:
     """The graph, where each tensor of the program is in it (operator and output), and the parameters that are another
     by a second name (placeholder -> the placeholder that is used)."""
-    builder = _Builder()
+    builder = _GraphBuilder()
     tied = _tied(model, found)
     trained = {key for key, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
-    for node in found.graph.nodes:
+    for node in found.program.graph.nodes:
         if node.name in tied or node.op == "output":
             continue
         if node.op in ("placeholder", "get_attr"):
@@ -80,9 +79,9 @@ def build(name: str, model: nn.Module, found: Program) -> tuple[Graph, dict[str,
     return graph, builder.values, tied
 
 
-def _tied(model: nn.Module, found: Program) -> dict[str, str]:
+def _tied(model: nn.Module, found: ExportResult) -> dict[str, str]:
     """Export gives a parameter that has two names two placeholders, and uses one."""
-    used = {node.name for node in found.graph.nodes if node.op == "placeholder" and node.users}
+    used = {node.name for node in found.program.graph.nodes if node.op == "placeholder" and node.users}
     owners: dict[int, str] = {}
     by_name = dict(model.named_parameters(remove_duplicate=False))
     ordered = sorted(found.parameters.items(), key=lambda item: item[0] not in used)
@@ -104,7 +103,7 @@ def _sizes(node: fx.Node, value: torch.Tensor) -> tuple[int, ...]:
     return tuple(value.shape)
 
 
-def _source(builder: _Builder, node: fx.Node, value: torch.Tensor, found: Program, trained: set[str]) -> None:
+def _source(builder: _GraphBuilder, node: fx.Node, value: torch.Tensor, found: ExportResult, trained: set[str]) -> None:
     shape = _sizes(node, value)
     target = (
         found.parameters.get(node.name) or found.buffers.get(node.name) or str(found.inputs.get(node.name, node.target))
@@ -117,14 +116,14 @@ def _source(builder: _Builder, node: fx.Node, value: torch.Tensor, found: Progra
     dims = tuple(made(label, size) for label, size in zip(names("a", len(shape)), shape, strict=True))
     module = target.rpartition(".")[0] if kind != INPUT else ""
     entry = Operator(node.name, kind, target, dims, (), (out,), backward=0.0, module=module)
-    builder.add(node, entry, (Value(shape, value.dtype, parameter, gradient),))
+    builder.add(node, entry, (TensorValue(shape, value.dtype, parameter, gradient),))
 
 
 def _target(node: fx.Node) -> str:
     return str(getattr(node.target, "_overloadpacket", node.target)).removeprefix("torch.ops.")
 
 
-def _call(builder: _Builder, node: fx.Node) -> None:
+def _call(builder: _GraphBuilder, node: fx.Node) -> None:
     sources = [source for source in tensors((node.args, node.kwargs)) if source.name in builder.values]
     operands = tuple(builder.tensors[builder.values[source.name]] for source in sources)
     target = _target(node)
@@ -133,7 +132,7 @@ def _call(builder: _Builder, node: fx.Node) -> None:
     made = node.meta.get("val")
     flat = [value for value in (made if isinstance(made, (list, tuple)) else [made]) if isinstance(value, torch.Tensor)]
     results = tuple(
-        Value(
+        TensorValue(
             _sizes(node, value),
             value.dtype,
             live,
@@ -179,8 +178,12 @@ def _call(builder: _Builder, node: fx.Node) -> None:
 
 
 def _space(
-    builder: _Builder, node: fx.Node, target: str, operands: tuple[Value, ...], results: tuple[Value, ...]
-) -> Space | None:
+    builder: _GraphBuilder,
+    node: fx.Node,
+    target: str,
+    operands: tuple[TensorValue, ...],
+    results: tuple[TensorValue, ...],
+) -> IterationSpace | None:
     overload = getattr(node.target, "_overloadname", "")
     rule = RULES.get(f"{target}.{overload}") or RULES.get(target)
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -188,7 +191,7 @@ def _space(
         rule = elementwise
     if rule is None or (schema := getattr(node.target, "_schema", None)) is None or schema.is_mutable:
         return None
-    call = Call(target, overload, _arguments(node, operands), operands, results, pointwise)
+    call = OpCall(target, overload, _arguments(node, operands), operands, results, pointwise)
     try:
         return rule(call)
     except Exception as problem:  # a rule must not be in the way of a plan: without it the operator is replicated
@@ -197,7 +200,7 @@ def _space(
         return None
 
 
-def _arguments(node: fx.Node, operands: tuple[Value, ...]) -> Mapping[str, Any]:
+def _arguments(node: fx.Node, operands: tuple[TensorValue, ...]) -> Mapping[str, Any]:
     """The node's arguments by the names of the operator's schema, with its defaults."""
     numbers: Iterator[int] = iter(range(len(operands)))
 
@@ -206,7 +209,7 @@ def _arguments(node: fx.Node, operands: tuple[Value, ...]) -> Mapping[str, Any]:
             if not isinstance(value.meta.get("val"), torch.Tensor):
                 return value.meta.get("val")
             number = next(numbers)
-            return Operand(number, operands[number])
+            return TensorArgument(number, operands[number])
         if isinstance(value, (list, tuple)):
             return [convert(part) for part in value]
         return value
@@ -222,10 +225,10 @@ def _arguments(node: fx.Node, operands: tuple[Value, ...]) -> Mapping[str, Any]:
     return given
 
 
-def _replicated(operands: tuple[Value, ...], results: tuple[Value, ...], kind: str) -> Space:
+def _replicated(operands: tuple[TensorValue, ...], results: tuple[TensorValue, ...], kind: str) -> IterationSpace:
     moved = sum(value.bytes for value in (*operands, *results))
     elements = float(sum(value.elements for value in results))
-    return Space(
+    return IterationSpace(
         kind,
         (),
         tuple((None,) * value.rank for value in operands),
@@ -244,3 +247,51 @@ def _module(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
     return ".".join(part.partition("@")[0] for part in path.split(".")).removeprefix("L['self'].")
+
+
+Place = tuple[int, int]  # an operator, and which of its outputs
+
+
+def reached(operators: Sequence[Operator], results: Iterable[Place]) -> list[Operator]:
+    """The operators, without gradients for tensors that no result depends on in a way that autograd follows."""
+    needed = set(results)
+    found = list(operators)
+    for place in reversed(range(len(found))):
+        entry = found[place]
+        outputs = tuple(
+            replace(tensor, gradient=tensor.gradient and (place, number) in needed)
+            for number, tensor in enumerate(entry.outputs)
+        )
+        reads = entry.reads
+        if not any(tensor.gradient for tensor in outputs):
+            reads = tuple(replace(read, tensor=replace(read.tensor, gradient=False)) for read in reads)
+            entry = replace(entry, backward=0.0)
+        needed.update((read.source, read.output) for read in reads if read.tensor.gradient)
+        found[place] = replace(entry, outputs=outputs, reads=reads)
+    return found
+
+
+def saved(operators: Sequence[Operator], spaces: Mapping[int, IterationSpace]) -> Iterator[Operator]:
+    """The operators, each with the bytes that are kept. A tensor is counted where it was made, once, however many need
+    it; a view keeps what it looks at. Parameters, inputs and constants (which have no space) are there anyway."""
+    roots: dict[Place, Place] = {}
+    kept: set[Place] = set()
+    for place, entry in enumerate(operators):
+        sources = [roots[read.source, read.output] for read in entry.reads]
+        space = spaces.get(place)
+        for number in range(len(entry.outputs)):
+            if space is not None and space.kind == "view" and sources:
+                roots[place, number] = sources[number if len(sources) == len(entry.outputs) else 0]
+            else:
+                roots[place, number] = (place, number)
+        if space is not None and any(tensor.gradient for tensor in entry.outputs):
+            kept.update(sources[number] for number in space.saved_operands)
+            kept.update(roots[place, number] for number in space.saved_results)
+    for place, entry in enumerate(operators):
+        space = spaces.get(place)
+        if space is None:
+            yield entry
+            continue
+        own = sum(tensor.bytes for number, tensor in enumerate(entry.outputs) if (place, number) in kept)
+        extra = space.extra if any(tensor.gradient for tensor in entry.outputs) else 0.0
+        yield replace(entry, saved=float(own + extra))

@@ -1,15 +1,15 @@
 """From a plan to the processes that run it.
 
 The plan's graph of a micro-batch is derived from that of the whole batch. A program of fewer samples may still differ:
-a model may treat a single sample apart in what has no gradient, and an axis of one is no dimension of a reshape. So one
-micro-batch is captured by itself, and the plan's splits are carried over to its program.
+a model may treat a single sample apart in what has no gradient, and an axis of one is no dimension of a reshape. So the
+planner captures one micro-batch by itself, and the plan's splits are transferred to its program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from weft.errors import PlanError
 from weft.plan.capture import CapturedModel, capture
 from weft.plan.graph import Graph, Operator, batch_size
 from weft.plan.runtime.checks import invalid_split, unsupported_operators
-from weft.plan.runtime.module import ParallelModule, RunOptions
+from weft.plan.runtime.module import ParallelModule, StepOptions
 from weft.plan.runtime.p2p import ProcessGrid, Stages, name_lost_peer
 from weft.plan.runtime.parameters import storage_owners
 from weft.plan.runtime.program import CapturedProgram, ValueRef, split_batch
@@ -31,18 +31,14 @@ if TYPE_CHECKING:
     from weft.plan.plan import Plan
 
 
-def apply_plan(
-    plan: Plan, model: nn.Module, batch: Any, loss: Any, mesh: DeviceMesh | None, timeout: float
-) -> ParallelModule:
+def apply_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh | None, timeout: float) -> ParallelModule:
     """The model on the processes of a plan, as ``Plan.apply`` says."""
-    if plan.captured is None:
-        raise PlanError("the plan is not bound to a model: plan it, or load it with the model")
-    captured, strategy, stage = capture_microbatch(plan, plan.captured, model, batch, loss)
+    captured, strategy, stage = program_of(plan)
     return parallelize(
         captured,
         strategy,
         stage,
-        RunOptions(plan.microbatches, plan.recompute),
+        StepOptions(plan.microbatches, plan.recompute),
         weights=model,
         mesh=mesh,
         timeout=timeout,
@@ -53,7 +49,7 @@ def parallelize(
     captured: CapturedModel,
     strategy: ShardingStrategy,
     stage: Sequence[int | None] | None = None,
-    options: RunOptions | None = None,
+    options: StepOptions | None = None,
     *,
     weights: nn.Module | Mapping[str, Tensor] | None = None,
     mesh: DeviceMesh | None = None,
@@ -68,7 +64,7 @@ def parallelize(
     holds it. A process that does not answer for ``timeout`` seconds is taken for lost. Raises PlanError where the
     strategy cannot be run.
     """
-    options, stage = options or RunOptions(), stage or [0] * len(captured.graph)
+    options, stage = options or StepOptions(), stage or [0] * len(captured.graph)
     if wrong := unsupported_operators(captured, strategy):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise PlanError(f"this plan cannot be run: {wrong[0]}{more}")
@@ -120,22 +116,21 @@ def _tied(
     return {owner: tuple(sorted(stages)) for owner, stages in holders.items() if len(stages) > 1}
 
 
-def capture_microbatch(
-    plan: Plan, whole: CapturedModel, model: nn.Module, batch: Any, loss: Any
-) -> tuple[CapturedModel, ShardingStrategy, tuple[int | None, ...]]:
-    """One micro-batch of a plan, captured, with its splits and stages. ``whole`` is of the whole batch; ``batch`` and
-    ``loss`` are as they were then. Raises PlanError where they are not."""
+def capture_microbatch(whole: CapturedModel, count: int) -> CapturedModel:
+    """One of ``count`` equal micro-batches of what was captured, captured by itself."""
+    first = split_batch(whole.batch, batch_size(whole.graph), count)[0]
+    return capture(whole.model, first, loss=whole.loss, name=whole.graph.name)
+
+
+def program_of(plan: Plan) -> tuple[CapturedModel, ShardingStrategy, tuple[int | None, ...]]:
+    """What the processes of a plan run: a micro-batch as it was captured, and its splits and stages. PlanError where
+    the plan has none."""
+    if plan.captured is None:
+        raise PlanError(plan.not_captured)
     if plan.microbatches == 1:
-        return whole, plan.strategy, plan.stage
-    if batch is None:
-        raise PlanError(
-            f"this plan has {plan.microbatches} micro-batches, one of which must be captured: pass batch= as it was "
-            "planned with, and loss= if there was one"
-        )
-    first = split_batch(batch, batch_size(whole.graph), plan.microbatches)[0]
-    found = capture(model, first, loss=loss, name=plan.model)
-    splits, stage = transfer_splits(plan.graph, plan.splits, plan.stage, found.graph, plan.mesh)
-    return found, ShardingStrategy(plan.mesh, splits), stage
+        return plan.captured, plan.strategy, plan.stage
+    splits, stage = transfer_splits(plan.graph, plan.splits, plan.stage, plan.captured.graph, plan.mesh)
+    return plan.captured, ShardingStrategy(plan.mesh, splits), stage
 
 
 def transfer_splits(
@@ -151,7 +146,7 @@ def transfer_splits(
     if len(ours) != len(theirs):
         raise PlanError(
             f"a micro-batch of '{planned.name}' has {len(ours)} operators with gradients, and the plan {len(theirs)}: "
-            "give the batch and the loss that it was planned with"
+            "plan with microbatches=1, or with micro-batches of more samples"
         )
     pairs = dict(zip(ours, theirs, strict=True))
     named = {(each.name, each.target): place for place, each in enumerate(planned.operators) if not _learns(each)}
@@ -173,7 +168,7 @@ def _refuse_other(own: Operator, other: Operator) -> None:
     if own.target != other.target:
         raise PlanError(
             f"a micro-batch runs '{own.name}' ({own.target}) where the plan has '{other.name}' ({other.target}): "
-            "give the batch and the loss that it was planned with"
+            "plan with microbatches=1, or with micro-batches of more samples"
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from weft.plan.graph import parameter_views
 from weft.plan.runtime.local_ops import local_kernel
 from weft.plan.runtime.program import (
     CapturedProgram,
@@ -107,12 +108,12 @@ def lower(
     results: Sequence[ValueRef],
     keep_sharded: Collection[ValueRef] = (),
     only: Collection[int] | None = None,
-    reshard: Collection[ValueRef] = (),
 ) -> LocalProgram:
     """The instructions from the inputs, which lie as said, to the results: those in ``keep_sharded`` are split or whole
     as they come out (never partial sums), all others whole on every device. With ``only``, the operators at these
     places alone are computed; of the others, the random ones are drawn and thrown away, so that the generator goes on
-    as if they were. What is redistributed of the inputs in ``reshard`` is not kept for the backward."""
+    as if they were. Of a parameter that is gathered, or a view of one, this device's part alone is kept for the
+    backward."""
     mesh = strategy.mesh
     whole: Placements = (REPLICATED,) * len(mesh.sizes)
     calls = [(place, captured.call(place, node, strategy.splits[place], mesh)) for place, node in captured.calls()]
@@ -131,7 +132,7 @@ def lower(
     }
     for value, wanted in ends.items():
         _request(requested, value, wanted, wanted)
-    lowering = _Lowering(mesh, layouts, requested, frozenset(reshard))
+    lowering = _Lowering(mesh, layouts, requested, parameter_views(captured.graph))
     begin = {value: lowering.register(value) for value in inputs}
     ours = {place: (call, how) for place, call, how in made}
     for place, call in calls:
@@ -189,7 +190,7 @@ class _Lowering:
         mesh: Mesh,
         layouts: Mapping[ValueRef, Placements],
         requested: Mapping[tuple[ValueRef, Placements], list[Placements]],
-        reshard: frozenset[ValueRef],
+        reshard: frozenset[int],
     ) -> None:
         self.mesh, self.layouts, self.requested, self.reshard = mesh, layouts, requested, reshard
         self.instructions: list[Instruction] = []
@@ -220,7 +221,7 @@ class _Lowering:
                     steps,
                     tuple(grad_steps.values()),
                     tuple(targets.values()),
-                    bool(steps) and value in self.reshard,
+                    bool(steps) and value.source in self.reshard,
                 )
                 self.instructions.append(made)
                 self._fetched[key] = targets
@@ -288,10 +289,8 @@ class Segment:
                 instruction.run(registers, collectives)
                 if isinstance(instruction, Redistribute) and instruction.reshard:
                     whole, part = registers[instruction.targets[0]], registers[instruction.source]
-                    resharding.gathered(whole, part, instruction.steps, len(instruction.targets))
+                    resharding.gathered(whole, part, instruction.steps)
                 for register in instruction.frees:
-                    if isinstance(registers[register], Tensor):
-                        resharding.freed(registers[register])
                     registers[register] = None
             return
         results = checkpoint(

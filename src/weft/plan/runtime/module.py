@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from weft.errors import PlanError
-from weft.plan.capture.batch import Batch
+from weft.plan.capture import Batch
 from weft.plan.graph import batch_size
 from weft.plan.runtime.lowering import LocalProgram, Segment
 from weft.plan.runtime.p2p import ProcessGrid, StageP2P, Stages, name_lost_peer
@@ -62,13 +62,12 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> tupl
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions:
-    """How a module runs what its strategy says: in so many micro-batches; with each layer's forward run again in the
-    backward; with gathered parameters freed after the forward, and gathered again in the backward."""
+class StepOptions:
+    """How a module runs what its strategy says: in so many micro-batches, and with ``recompute`` with each layer's
+    forward run again in the backward."""
 
     microbatches: int = 1
     recompute: bool = False
-    reshard_after_forward: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class ParallelModule(nn.Module):
         grid: ProcessGrid,
         weights: nn.Module | Mapping[str, Tensor] | None,
         tied: Mapping[ValueRef, Stages],
-        options: RunOptions,
+        options: StepOptions,
     ) -> None:
         super().__init__()
         self._collectives = collectives = MeshCollectives(grid.device_mesh)
@@ -123,8 +122,7 @@ class ParallelModule(nn.Module):
         self._rng_compared = False
         self._plan: StagePlan | None = None
         if stage_graph.loss is not None:
-            again = (options.recompute, options.reshard_after_forward)
-            self._plan = StagePlan.of(program, strategy, stage_graph, grid.stage, self._weights, *again)
+            self._plan = StagePlan.of(program, strategy, stage_graph, grid.stage, self._weights, options.recompute)
             self._p2p = StageP2P(grid, collectives.device, self._plan.receives, self._plan.sends)
 
     def forward(self, batch: Batch) -> Any:
@@ -137,8 +135,9 @@ class ParallelModule(nn.Module):
             )
         changes = self._stage_graph.changes
         if self._forward_program is None:
-            again = (self.options.recompute, self.options.reshard_after_forward)
-            self._forward_program = forward_program(self._program, self.strategy, changes, self._weights, *again)
+            self._forward_program = forward_program(
+                self._program, self.strategy, changes, self._weights, self.options.recompute
+            )
         program, segments = self._forward_program
         registers = self._filled(program, batch)
         if program.random:
@@ -215,7 +214,7 @@ class ParallelModule(nn.Module):
         asked for their ``own``, to every process; all of them must call it."""
         captured = self._program.captured
         nodes = {name: node for node, name in (*captured.parameters.items(), *captured.buffers.items())}
-        like = {node.name: node.meta["val"] for node in captured.nodes.nodes if "val" in node.meta}
+        like = {node.name: node.meta["val"] for node in captured.program.graph.nodes if "val" in node.meta}
         found: dict[str, Tensor] = {}
         with name_lost_peer(lambda: "gathering the state"):
             for name in names:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.export import ExportedProgram
 
 from weft.errors import PlanError
 from weft.plan.capture import CapturedModel
@@ -134,8 +133,7 @@ def _values(captured: CapturedModel, given: nn.Module | Mapping[str, Tensor] | N
         named = (*given.named_parameters(remove_duplicate=False), *given.named_buffers(remove_duplicate=False))
         return dict(named)
     program = captured.program
-    held = {**program.constants, **program.state_dict} if isinstance(program, ExportedProgram) else {}
-    return {**held, **(given or {})}
+    return {**program.constants, **program.state_dict, **(given or {})}
 
 
 def _found(values: Mapping[str, Tensor], name: str) -> Tensor:
@@ -147,9 +145,7 @@ def _found(values: Mapping[str, Tensor], name: str) -> Tensor:
 
 def persistent_buffers(captured: CapturedModel) -> frozenset[str]:
     """The buffers that belong to the model's state."""
-    if isinstance(captured.program, ExportedProgram):
-        return frozenset(captured.program.state_dict)
-    return frozenset(captured.buffers.values())
+    return frozenset(captured.program.state_dict)
 
 
 def _place(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from weft.errors import PlanError
-from weft.plan.capture import CapturedModel
-from weft.plan.capture.batch import Batch
+from weft.plan.capture import Batch, CapturedModel
 from weft.plan.graph import Graph, Operator, Read
 from weft.plan.graph import Tensor as GraphTensor
 from weft.plan.runtime.redistribute import MeshCollectives
@@ -45,12 +43,12 @@ class CapturedProgram:
 
     @property
     def root(self) -> fx.GraphModule:
-        program = self.captured.program
-        return program if isinstance(program, fx.GraphModule) else program.graph_module
+        root: fx.GraphModule = self.captured.program.graph_module
+        return root
 
     def calls(self) -> Iterator[tuple[int, fx.Node]]:
         """The calls in order, each with its operator's place; the picking of one of several results is none."""
-        for node in self.captured.nodes.nodes:
+        for node in self.captured.program.graph.nodes:
             if node.op == "call_function" and node.target is not operator.getitem:
                 if node.name not in self.captured.places:
                     raise PlanError(
@@ -66,7 +64,7 @@ class CapturedProgram:
 
     def dtypes(self) -> dict[ValueRef, torch.dtype]:
         """The types of all values."""
-        nodes = [node for node in self.captured.nodes.nodes if node.name in self.captured.values]
+        nodes = [node for node in self.captured.program.graph.nodes if node.name in self.captured.values]
         return {self.value(each.name): _dtype(each) for each in nodes if isinstance(each.meta.get("val"), Tensor)}
 
     def call(self, place: int, node: fx.Node, split: OpSplit, mesh: Mesh) -> ShardedCall:
@@ -204,17 +202,13 @@ class CallSignature:
     @classmethod
     def of(cls, program: CapturedProgram) -> CallSignature:
         captured = program.captured
-        held = {node.name: node.meta["val"] for node in captured.nodes.nodes if node.name in captured.inputs}
+        held = {node.name: node.meta["val"] for node in captured.program.graph.nodes if node.name in captured.inputs}
         inputs = tuple(
             ProgramInput(key, program.value(node), tuple(held[node].shape), held[node].dtype)
             for node, key in captured.inputs.items()
         )
         exported = captured.program
-        if isinstance(exported, ExportedProgram):
-            found, tree = exported.graph_signature.user_outputs, exported.call_spec.out_spec
-        else:
-            one = captured.results[0] if len(captured.results) == 1 else list(captured.results)
-            found, tree = pytree.tree_flatten(one)
+        found, tree = exported.graph_signature.user_outputs, exported.call_spec.out_spec
         outputs = tuple(program.value(each) if isinstance(each, str) else (each,) for each in found)
         return cls(inputs, outputs, tree)
 

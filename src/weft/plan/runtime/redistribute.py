@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -250,7 +250,7 @@ class _AllReduce(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _ShardedView:
-    """A view of a gathered parameter, to be had from this device's part of it."""
+    """A view of a gathered parameter, kept as this device's part of the parameter."""
 
     part: Tensor
     steps: CollectiveSteps
@@ -262,37 +262,31 @@ class _ShardedView:
 class ReshardAfterForward:
     """Frees gathered parameters after their last use in a forward, as FSDP does; the backward gathers them again.
 
-    It knows which gathered parameters are alive. Of what autograd would keep of them it keeps this device's part.
+    It knows which gathered parameters are alive. Where autograd would keep one of them, or a view of it, for the
+    backward, this device's part is kept instead.
     """
 
     def __init__(self, collectives: MeshCollectives) -> None:
         self._collectives = collectives
-        self._alive: dict[int, tuple[Tensor, CollectiveSteps]] = {}  # by the address of the gathered storage
-        self._uses: Counter[int] = Counter()
+        self._alive: dict[int, tuple[Tensor, CollectiveSteps, torch.dtype]] = {}  # by the address of what was gathered
 
     def hooks(self) -> AbstractContextManager[Any]:
         """The context in which the forward runs."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def gathered(self, whole: Tensor, part: Tensor, steps: CollectiveSteps, uses: int) -> None:
-        """``whole`` was made of ``part``, and is in so many registers."""
-        address = whole.untyped_storage().data_ptr()
-        self._alive[address] = (part.detach(), steps)
-        self._uses[address] = uses
-
-    def freed(self, value: Tensor) -> None:
-        """A register let go of the tensor, whose memory may soon be another one's."""
-        address = value.untyped_storage().data_ptr()
-        if address in self._alive:
-            self._uses[address] -= 1
-            if not self._uses[address]:
-                del self._alive[address]
+    def gathered(self, whole: Tensor, part: Tensor, steps: CollectiveSteps) -> None:
+        """``whole`` was gathered from ``part``. It counts as alive until its memory is freed."""
+        storage = whole.untyped_storage()
+        address = storage.data_ptr()
+        self._alive[address] = (part.detach(), steps, whole.dtype)
+        weakref.finalize(storage, self._alive.pop, address, None).atexit = False
 
     def _pack(self, tensor: Tensor) -> Tensor | _ShardedView:
         found = self._alive.get(tensor.untyped_storage().data_ptr()) if self._alive else None
-        if found is None:
+        if found is None or found[2] != tensor.dtype:
             return tensor
-        return _ShardedView(*found, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+        part, steps, _ = found
+        return _ShardedView(part, steps, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def _unpack(self, kept: Tensor | _ShardedView) -> Tensor:
         if isinstance(kept, Tensor):

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.errors import PlanError
-from weft.plan.costs import layer_of
-from weft.plan.graph import Graph
+from weft.plan.graph import Graph, layer_of
 from weft.plan.runtime.lowering import LocalProgram, Segment, lower, resolved_placements, segments
 from weft.plan.runtime.parameters import DeferredGradSync, ModelTensors
 from weft.plan.runtime.program import CallSignature, CannotShard, CapturedProgram, ValueRef
@@ -249,7 +248,6 @@ class StagePlan:
         stage: int,
         weights: ModelTensors,
         recompute: bool,
-        reshard_after_forward: bool,
     ) -> StagePlan:
         """One stage's part of whole steps."""
         graph, section = program.graph, stage_graph.sections[stage]
@@ -270,7 +268,6 @@ class StagePlan:
             tuple(dict.fromkeys((*section.ends, *sent))),
             keep_sharded=frozenset(sent) - frozenset(section.ends),
             only=section.operators,
-            reshard=weights.parameters if reshard_after_forward else (),
         )
         grad_sync = DeferredGradSync.of(lowered, {lowered.inputs[v]: name for v, name in weights.parameters.items()})
         dtypes = program.dtypes()
@@ -294,7 +291,6 @@ def forward_program(
     changes: Mapping[str, ValueRef],
     weights: ModelTensors,
     recompute: bool,
-    reshard_after_forward: bool,
 ) -> tuple[LocalProgram, tuple[Segment, ...]]:
     """One forward of a single stage, whose results are all whole on every device; autograd takes gradients home."""
     signature, whole = CallSignature.of(program), (REPLICATED,) * len(strategy.mesh.sizes)
@@ -303,7 +299,6 @@ def forward_program(
         strategy,
         {**weights.layouts, **{each.value: whole for each in signature.inputs}},
         (*(value for value in signature.outputs if isinstance(value, ValueRef)), *changes.values()),
-        reshard=weights.parameters if reshard_after_forward else (),
     )
     return lowered, segments(lowered, lowered.instructions, _layers(program.graph) if recompute else None)
 

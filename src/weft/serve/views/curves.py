@@ -1,4 +1,4 @@
-"""The document `curves`: what was measured at each step of a run, thinned to what a chart can show."""
+"""The view `curves` of a run: losses, metrics and speed by step, with as many points as a chart can show."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.runs import events as peek
-from weft.serve.downsample import BUCKETS, Curve, rounded
-from weft.serve.event_log import RunSummary, query_run
+from weft.serve.downsample import BUCKETS, Curve
+from weft.serve.event_log import RunProgress, query_run
+from weft.serve.fields import rounded
 
 ROOM = 10_000
 """The most buckets in a document, over all its curves: below half a megabyte."""
@@ -17,7 +18,7 @@ KINDS = ("train", "validation", "progress")
 
 
 def document(run: Path, **query: Any) -> dict[str, Any]:
-    """Every curve of a run; of more curves, each has fewer points."""
+    """Every curve of a run; the more curves, the fewer points of each."""
     return query_run(run, _curves)
 
 
@@ -27,7 +28,7 @@ def present(run: Path) -> bool:
     return any(event.get("event") in ("step", "validation") for event in peek.head(events) + peek.tail(events))
 
 
-def _curves(reduced: RunSummary) -> dict[str, Any]:
+def _curves(reduced: RunProgress) -> dict[str, Any]:
     cap = min(BUCKETS, ROOM // max(1, len(reduced.curves)))
     series = []
     for (of, name), curve in sorted(reduced.curves.items(), key=lambda item: _place(*item[0])):
@@ -43,8 +44,8 @@ def _place(of: str, name: str) -> tuple[int, bool, str]:
     return KINDS.index(of), not name.startswith("loss"), name
 
 
-def _pace(seconds: Curve, parts: int = 200) -> dict[str, Any]:
-    """Steps a second, from the seconds that had gone by at each step, over parts that are long enough to mean it."""
+def _pace(seconds: Curve, parts: int = 60) -> dict[str, Any]:
+    """Steps a second over parts of the run, from the seconds up to each step."""
     points = seconds.coarser(parts).to_json()
     pairs = list(zip(points["x"], points["y"], strict=True))
     x, y = [], []

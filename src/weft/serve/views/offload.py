@@ -1,4 +1,4 @@
-"""Memory of the stages over time: bytes of layers on the device, and when each layer came, lay there and left."""
+"""Device memory of the stages over time: bytes of layers, and when each layer was loaded and evicted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from weft.trace.reader import STATES, Numbers, StageTrace, Trace
 
 POINTS = 2000
-"""The most points of time of all stages together, and the most spans of all layers together."""
+"""The most points of time over all stages, and the most spans over all layers."""
 
 SERIES = ("resident", "arriving", "leaving", "pinned")
 ARRIVING, RESIDENT, LEAVING = range(3)
@@ -20,7 +20,7 @@ Window = tuple[float, float]
 def device_memory(trace: Trace, window: Window, budgets: Sequence[int | None]) -> list[dict[str, Any]]:
     """An entry for each stage whose layers live on the host, in seconds after the first operation.
 
-    ``left_out`` counts the layers that there was no room for: the largest are shown.
+    The largest layers are shown; ``left_out`` counts the others.
     """
     with_layers = [(number, stage) for number, stage in enumerate(trace.stages) if len(stage.memory["time"])]
     most = POINTS // max(len(with_layers), 1)
@@ -57,7 +57,7 @@ def _layers(stage: StageTrace, times: Numbers, end: float, window: Window) -> li
     order = np.lexsort((np.arange(count), layer))
     alone = np.append(np.diff(layer[order]) != 0, True)
     until = np.where(alone, end, times[order][np.minimum(np.arange(count) + 1, count - 1)])
-    # A layer has left when nothing is leaving any more, which is all that is known of it.
+    # A trace has no event for the end of an eviction: a layer has left once no bytes are leaving.
     over = np.append(np.flatnonzero(columns["leaving"] == 0), count)
     gone = np.append(times, end)[over[np.searchsorted(over, order)]]
     until = np.where(state[order] == LEAVING, np.minimum(until, gone), until)
@@ -79,7 +79,7 @@ def _layers(stage: StageTrace, times: Numbers, end: float, window: Window) -> li
 
 
 def _sizes(stage: StageTrace) -> dict[int, int]:
-    """Bytes of layers, where one came or left by itself, so that what lies there tells it."""
+    """Bytes of layers, from changes of the memory that one layer alone made."""
     columns = stage.memory
     moves = np.flatnonzero(columns["state"] != RESIDENT)
     taken = (columns["resident"] + columns["arriving"])[moves]
@@ -93,7 +93,7 @@ def _sizes(stage: StageTrace) -> dict[int, int]:
 
 
 def _fitting(layers: list[dict[str, Any]], most: int, short: float) -> tuple[list[dict[str, Any]], int]:
-    """As many layers as there is room for, in their order, and how many are left out."""
+    """The largest layers that fit, in their order, and the number of the others."""
     if sum(len(own["spans"]) for own in layers) > most:
         layers = [{**own, "spans": _joined(own["spans"], short)} for own in layers]
     room, kept = most, set()
@@ -111,7 +111,7 @@ def _fitting(layers: list[dict[str, Any]], most: int, short: float) -> tuple[lis
 
 
 def _joined(spans: list[list[Any]], short: float) -> list[list[Any]]:
-    """Spans as one sees them: what is too short to be seen is left out, and what it parted is one."""
+    """Spans without those that are too short to be seen; their neighbours become one."""
     found: list[list[Any]] = []
     for word, start, end in spans:
         if found and found[-1][0] == word and start - found[-1][2] < short:

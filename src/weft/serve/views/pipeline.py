@@ -1,12 +1,12 @@
-"""The view `pipeline` of a run: what its stages did and waited for, beside what was simulated, and their memory."""
+"""The view `pipeline` of a run: the operations and waits of its stages beside the simulated ones, and their memory."""
 
 from __future__ import annotations
 
 import math
 import re
-import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
@@ -16,7 +16,8 @@ import numpy as np
 from weft.errors import RunError, WeftError
 from weft.runs import events as run_events
 from weft.runs import read_json
-from weft.serve.event_log import LogTail, Lru
+from weft.serve.event_log import LineSummary, SummaryCache
+from weft.serve.fields import is_number, mapping, read_mapping
 from weft.serve.views.offload import device_memory
 from weft.serve.views.schedule import in_window, load_trace, real_rows, simulated_rows
 from weft.trace.analysis import Waits, busy, busy_share, busy_shares, simulation_error, wait_shares, waits_of
@@ -24,10 +25,10 @@ from weft.trace.reader import StageTrace, Trace
 from weft.utils.units import parse_bytes
 
 SPANS = 5000
-"""The most operations and updates, real and simulated, that are shown one by one; of more, busy shares are."""
+"""The most operations and updates, real and simulated, that are shown one by one; for more, busy shares are shown."""
 
 FIGURES = 12000
-"""The most busy shares over time, of all stages together."""
+"""The most busy shares over time, over all stages."""
 
 REMEDY = (
     "this run wrote no trace: start it with `--execution.trace true` (or weft.train(..., trace=True)) to see what "
@@ -47,11 +48,15 @@ def present(run: Path) -> bool:
 
 
 def document(run: Path, **query: Any) -> dict[str, Any]:
-    """What is shown between ``from`` and ``to``, in seconds since the first operation; all of it if not given.
+    """The pipeline between ``from`` and ``to``, in seconds since the first operation; by default all of it.
 
-    RunError for a window that is none. A trace that is torn, or lacks a stage, is shown as far as it goes.
+    RunError for an empty window. A trace that is torn, or lacks a stage, is shown as far as it goes.
     """
-    events, trace = pipeline_events(run), load_trace(run)
+    return _events.query(run / "events.jsonl", lambda events: _document(run, events, query))
+
+
+def _document(run: Path, events: PipelineEvents, query: Mapping[str, Any]) -> dict[str, Any]:
+    trace, subnets_of = load_trace(run), partial(events.subnets, run / "events.jsonl")
     if trace is None or not any(len(stage.ops) for stage in trace.stages):
         _window(query, 0.0)
         return _untraced(events, REMEDY if trace is None else WAITING)
@@ -63,8 +68,9 @@ def document(run: Path, **query: Any) -> dict[str, Any]:
     if trace.simulated:
         error = simulation_error(trace) or {}
         simulated = {
-            "spans": [] if many else simulated_rows(trace, expected, events.subnets),
+            "spans": [] if many else simulated_rows(trace, expected, subnets_of),
             "buckets": _buckets(trace.simulated, 0.0, window) if many else None,
+            "steps": error["steps"],
             "seconds": round(error["time"], 6),
             "real_seconds": round(error["real_time"], 6),
         }
@@ -75,7 +81,7 @@ def document(run: Path, **query: Any) -> dict[str, Any]:
         "total": [0.0, round(trace.end - trace.begin, 6)],
         "window": [round(at, 6) for at in window],
         "real": {
-            "spans": [] if many else real_rows(trace, real, events.subnets, waits),
+            "spans": [] if many else real_rows(trace, real, subnets_of, waits),
             "buckets": _buckets(trace.stages, trace.begin, window) if many else None,
         },
         "simulated": simulated,
@@ -107,7 +113,7 @@ def _untraced(events: PipelineEvents, remedy: str) -> dict[str, Any]:
 
 
 def _window(query: Mapping[str, Any], total: float) -> Window:
-    """The part of the whole time that is asked for."""
+    """The part of the time that the query asks for."""
     try:
         asked = [float(query[name]) if query.get(name) is not None else None for name in ("from", "to")]
     except (TypeError, ValueError):
@@ -115,7 +121,7 @@ def _window(query: Mapping[str, Any], total: float) -> Window:
     low, high = (0.0 if asked[0] is None else asked[0]), (total if asked[1] is None else asked[1])
     if not (math.isfinite(low) and math.isfinite(high) and (low < high or asked == [None, None])):
         raise RunError(
-            f"the window from {query.get('from')} to {query.get('to')} is none: give seconds since the first "
+            f"the window from {query.get('from')} to {query.get('to')} is empty: give seconds since the first "
             "operation, `from` below `to`"
         )
     low, high = max(0.0, min(low, total)), max(0.0, min(high, total))
@@ -123,8 +129,7 @@ def _window(query: Mapping[str, Any], total: float) -> Window:
 
 
 def _buckets(stages: tuple[StageTrace, ...], begin: float, window: Window) -> list[list[float]]:
-    """Rows of ``[stage, start, end, busy share]``, in seconds after ``begin``: as many as there is room for, and none
-    after the last operation, since a simulation is short."""
+    """Rows of ``[stage, start, end, busy share]``, in seconds after ``begin``, up to the last operation."""
     last = max((float(stage.ops.end[-1]) for stage in stages if len(stage.ops)), default=begin) - begin
     until = min(window[1], max(last, 0.0))
     if until <= window[0]:
@@ -139,7 +144,7 @@ def _buckets(stages: tuple[StageTrace, ...], begin: float, window: Window) -> li
 
 
 def _stages(trace: Trace, waits: list[Waits], config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    given = _table(config, "execution").get("max_in_flight", _table(config, "train").get("window"))
+    given = mapping(config.get("execution")).get("max_in_flight", mapping(config.get("train")).get("window"))
     window = given if isinstance(given, int) and given > 0 else 2 * len(trace.stages) * trace.head.microbatches
     cut = trace.head.cut
     bounds = [0, *cut, None] if len(cut) == len(trace.stages) - 1 else None
@@ -172,7 +177,7 @@ def _budgets(events: PipelineEvents, config: Mapping[str, Any], trace: Trace) ->
     budgets = [row.get("budget") for row in events.offload]
     if len(budgets) == len(trace.stages):
         return [int(value) if _is_number(value) else None for value in budgets]
-    given = (_table(config, "offload") or _table(config, "residency")).get("budget")
+    given = mapping(config.get("offload", config.get("residency"))).get("budget")
     try:
         budget = int(parse_bytes(given, RunError)) if isinstance(given, str | int | float) else None
     except WeftError:
@@ -181,16 +186,8 @@ def _budgets(events: PipelineEvents, config: Mapping[str, Any], trace: Trace) ->
 
 
 def _config(run: Path) -> Mapping[str, Any]:
-    """What the manifest says of the run's settings; nothing where it is damaged."""
-    try:
-        return _table(read_json(run / "manifest.json"), "config")
-    except RunError:
-        return {}
-
-
-def _table(values: object, name: str) -> Mapping[str, Any]:
-    found = values.get(name) if isinstance(values, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    """The configuration in the manifest."""
+    return mapping(read_mapping(run / "manifest.json", read_json).get("config"))
 
 
 def _share(value: float) -> float | None:
@@ -214,44 +211,28 @@ POINTS = 400
 _STEP = re.compile(rb'\{"event": "step",.*?"step": (\d{1,15})[,}]')
 
 
-class PipelineEvents:
-    """What the events of one run say of its pipeline, read as they come: subnets of steps, busy shares, offload.
+class PipelineEvents(LineSummary):
+    """The pipeline in the events of one run: subnets of steps, busy shares, offload.
 
-    Of steps only where in the file they are is kept.
+    Of steps, only their places in the file are kept.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = LogTail(path)
-        self._lock = threading.Lock()
-        self._clear()
-
-    def _clear(self) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self._pieces: list[tuple[int, int, int, int]] = []  # offset, length, first and last step
         self.began: float | None = None
         self.busy: list[tuple[float, list[float]]] = []
         self.offload: list[dict[str, Any]] = []
         self._every, self._pending = 1, list[tuple[float, list[float]]]()
 
-    def refresh(self) -> None:
-        """Read what was added."""
-        with self._lock:
-            if not self._file.changed():
-                return
-            if self._file.replaced():
-                self._clear()
-            with suppress(OSError):
-                for offset, piece in self._file.read():
-                    self._take(offset, piece)
-
-    def subnets(self, steps: Iterable[int]) -> dict[int, list[str]]:
-        """The subnets of these steps, by their ids, where the events have them."""
+    def subnets(self, path: Path, steps: Iterable[int]) -> dict[int, list[str]]:
+        """The ids of the subnets of some steps, as far as the file of the events has them."""
         wanted = set(steps)
         if not wanted:
             return {}
         found: dict[int, list[str]] = {}
-        with self._lock:
-            near = [piece for piece in self._pieces if piece[2] <= max(wanted) and piece[3] >= min(wanted)]
-        with suppress(OSError), open(self._file.path, "rb") as file:
+        near = [piece for piece in self._pieces if piece[2] <= max(wanted) and piece[3] >= min(wanted)]
+        with suppress(OSError), open(path, "rb") as file:
             for offset, length, _, _ in near:
                 file.seek(offset)
                 for line in file.read(length).splitlines():
@@ -265,7 +246,7 @@ class PipelineEvents:
         return found
 
     def offload_totals(self) -> dict[str, int] | None:
-        """What was moved on all stages together, up to now; None where nothing is offloaded."""
+        """What all stages moved up to now; None where nothing is offloaded."""
         if not self.offload:
             return None
 
@@ -277,7 +258,7 @@ class PipelineEvents:
         moved = {"loaded_bytes": total("loaded_bytes", "brought"), "evicted_bytes": total("evicted_bytes", "sent")}
         return {"hits": uses - misses, "misses": misses, **moved}
 
-    def _take(self, offset: int, piece: bytes) -> None:
+    def add_piece(self, offset: int, piece: bytes) -> None:
         first, last = 2**60, -1
         for line in piece.splitlines():
             quick = _STEP.match(line)
@@ -325,13 +306,13 @@ class PipelineEvents:
 
     def _add_offload(self, stages: object) -> None:
         rows = [row for row in stages if isinstance(row, dict)] if isinstance(stages, list) else []
-        # At first not every stage has written a row.
+        # In the first events not every stage has a row.
         if rows and len(rows) >= len(self.offload):
             self.offload = rows
 
 
 def thinned(points: list[tuple[float, list[float]]], most: int) -> list[tuple[float, list[float]]]:
-    """No more points than that: means of as many neighbours as it takes."""
+    """At most so many points: means of neighbours."""
     each = -(-len(points) // most)
     parts = [points[at : at + each] for at in range(0, len(points), each)] if each > 1 else [[own] for own in points]
     return [
@@ -349,15 +330,7 @@ def _step(event: dict[str, Any]) -> int | None:
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
+    return is_number(value) and abs(value) < 2**63
 
 
-_kept_events: Lru[PipelineEvents] = Lru(16)
-
-
-def pipeline_events(run: Path) -> PipelineEvents:
-    """What a run's events say up to now; only what was added is read."""
-    path = (run / "events.jsonl").absolute()
-    found = _kept_events.get(path, "", lambda: PipelineEvents(path))
-    found.refresh()
-    return found
+_events = SummaryCache(PipelineEvents)

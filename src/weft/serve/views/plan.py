@@ -1,4 +1,4 @@
-"""The document of a plan: what `weft plan --save` wrote, as the page shows it.
+"""The view of a saved plan.
 
 Any file may lie among the plans, so each part is checked before it is shown.
 """
@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from weft.errors import PlanError, WeftError
 from weft.plan.saved import SavedCost, read_plan
 from weft.serve.views.plan_graph import graph, layer_costs, stage_memory
-from weft.serve.views.plan_layers import Operator, nodes_of
+from weft.serve.views.plan_layers import PlanOperator, nodes_of
 
 LARGEST = 32 << 20
 """Bytes of a file that may be a plan."""
@@ -41,7 +41,7 @@ class Compared(Struct):
 
 
 class Saved(Struct):
-    """What is shown of a saved plan beside its operators."""
+    """The parts of a saved plan that are shown beside its operators."""
 
     model: Word
     machine: Word
@@ -59,7 +59,7 @@ class Saved(Struct):
 
 
 def listed(folder: Path) -> list[dict[str, Any]]:
-    """The plans in a folder by name; whatever else lies there is passed over."""
+    """The plans in a folder by name; other files are ignored."""
     found = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
@@ -71,12 +71,12 @@ def listed(folder: Path) -> list[dict[str, Any]]:
 
 
 def document(plan: Path) -> dict[str, Any]:
-    """What is known of a plan. PlanError for a file that is none; ``note`` says why a graph is not shown."""
+    """The document of a plan. PlanError for a file that is none; ``note`` says why a graph is not shown."""
     return shown(_read(plan), plan.stem)
 
 
 def shown(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    """The same of the values that a file holds."""
+    """The document of the values of a saved plan."""
     saved = _checked(raw, name)
     operators, note = _operators(raw, saved)
     drawn = graph(operators, saved.mesh, saved.devices, saved.stages) if operators and note is None else None
@@ -113,7 +113,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         is_inside = path.is_file() and path.resolve().parent == path.parent.resolve()
         if not is_inside or path.stat().st_size > LARGEST:
-            raise PlanError(f"'{path.name}' is no plan: it is no file of its own, or larger than any plan")
+            raise PlanError(f"'{path.name}' is no plan: it is a link, no file, or larger than {LARGEST} bytes")
     except (OSError, RuntimeError) as problem:
         raise PlanError(f"'{path.name}' cannot be read: {problem}") from problem
     return read_plan(path)
@@ -126,12 +126,12 @@ def _checked(raw: dict[str, Any], name: str) -> Saved:
         raise PlanError(f"'{name}' is no plan that weft saved: {problem}") from problem
 
 
-def _operators(raw: dict[str, Any], saved: Saved) -> tuple[list[Operator], str | None]:
-    """The operators that were saved with a plan, and why their graph is not shown."""
+def _operators(raw: dict[str, Any], saved: Saved) -> tuple[list[PlanOperator], str | None]:
+    """The operators of a saved plan, and why their graph is not shown."""
     if raw.get("operators") is None:
         return [], NO_OPERATORS
     try:
-        found = msgspec.convert(raw["operators"], list[Operator])
+        found = msgspec.convert(raw["operators"], list[PlanOperator])
     except (msgspec.ValidationError, RecursionError):
         return [], DAMAGED
     for place, operator in enumerate(found):
@@ -148,7 +148,7 @@ def _operators(raw: dict[str, Any], saved: Saved) -> tuple[list[Operator], str |
 
 
 def _compared(saved: Saved, limit: float | None) -> list[dict[str, Any]]:
-    """The plan itself and what others would do, in columns for a person."""
+    """The rows of the comparison: the plan and the alternatives."""
     cost = saved.cost
     own = Compared("this plan", "x".join(map(str, saved.mesh)), "", cost.step_time, cost.memory)
     found = []

@@ -1,4 +1,4 @@
-"""The graph of a saved plan as nodes and edges: an operator a node, a layer a column, layers that repeat shown once."""
+"""The graph of a saved plan: a node an operator, a column a layer; layers that repeat are shown once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weft.serve.views.plan_layers import Group, Nodes, Operator, Value, groups, nodes_of, shown_edges
+from weft.serve.views.plan_layers import GraphNodes, LayerGroup, PlanOperator, PlanTensor, groups, nodes_of, shown_edges
 
 WHOLE = "whole on each device"
 
@@ -23,8 +23,8 @@ LITTLE = 0.005
 """Layers that take a smaller part of a step are added up."""
 
 
-def graph(operators: Sequence[Operator], mesh: Sequence[int], devices: int, stages: int) -> dict[str, Any] | None:
-    """Columns of nodes, edges and what the colours mean, as the page draws them; None where there is no node."""
+def graph(operators: Sequence[PlanOperator], mesh: Sequence[int], devices: int, stages: int) -> dict[str, Any] | None:
+    """Columns of nodes, edges, and the legend of the colours; None where there is no node."""
     nodes = nodes_of(operators)
     if not nodes.places:
         return None
@@ -58,20 +58,20 @@ def graph(operators: Sequence[Operator], mesh: Sequence[int], devices: int, stag
     }
 
 
-def columns(found: Sequence[Group]) -> Iterator[tuple[str, list[Group], list[int]]]:
+def columns(found: Sequence[LayerGroup]) -> Iterator[tuple[str, list[LayerGroup], list[int]]]:
     """Columns with their titles: small neighbours share one, and a tall layer has several."""
-    for device_bars in _packed(found):
-        places = [place for group in device_bars for place in group.places]
-        first, last = device_bars[0].title, device_bars[-1].title
+    for column in _packed(found):
+        places = [place for group in column for place in group.places]
+        first, last = column[0].title, column[-1].title
         pieces = math.ceil(len(places) / TALL)
         for number in range(pieces):
             part = places[len(places) * number // pieces : len(places) * (number + 1) // pieces]
-            yield first if first == last else f"{first} … {last}", device_bars, part
+            yield first if first == last else f"{first} … {last}", column, part
 
 
-def _packed(found: Sequence[Group]) -> Iterator[list[Group]]:
+def _packed(found: Sequence[LayerGroup]) -> Iterator[list[LayerGroup]]:
     """Groups that share a column."""
-    now: list[Group] = []
+    now: list[LayerGroup] = []
     for group in found:
         is_small = not group.is_layer or len(group.places) < SMALL
         if now and not (
@@ -89,19 +89,21 @@ def _packed(found: Sequence[Group]) -> Iterator[list[Group]]:
 
 
 def details(
-    operators: Sequence[Operator],
+    operators: Sequence[PlanOperator],
     place: int,
     copies: Sequence[int],
     folded: Mapping[int, Sequence[int]],
     mesh: Sequence[int],
     stages: int,
 ) -> dict[str, Any]:
-    """All that is known of the operator at a place, which stands for those of all ``copies``: words, and its mean costs
-    with all that is folded into it."""
+    """The description of the operator at a place, which stands for those of all ``copies``, with the mean costs of it
+    and of what is folded into it."""
     own = operators[place]
     parameters = {at: operators[at] for at in folded[place] if operators[at].kind == "parameter"}
     names = {at: one.target.removeprefix(f"{own.module}.") for at, one in parameters.items()}
-    tensors: list[tuple[str, Value]] = [(f"reads {names.get(read.source, '')}".rstrip(), read) for read in own.reads]
+    tensors: list[tuple[str, PlanTensor]] = [
+        (f"reads {names.get(read.source, '')}".rstrip(), read) for read in own.reads
+    ]
     tensors += [("gives", value) for value in own.gives]
     tensors += [(f"keeps {names[at]}", value) for at, one in parameters.items() for value in one.gives]
     costs = None
@@ -127,7 +129,7 @@ def details(
     }
 
 
-def split_parts(operator: Operator, mesh: Sequence[int]) -> dict[str, int]:
+def split_parts(operator: PlanOperator, mesh: Sequence[int]) -> dict[str, int]:
     """Into how many parts each dimension is split; the one that holds the samples comes first."""
     parts: dict[str, int] = {}
     for size, name in zip(mesh, operator.split, strict=True):
@@ -137,14 +139,14 @@ def split_parts(operator: Operator, mesh: Sequence[int]) -> dict[str, int]:
     return {name: parts[name] for name in sorted(parts, key=lambda name: (name != operator.batch, order.index(name)))}
 
 
-def split_label(operator: Operator, mesh: Sequence[int]) -> str:
+def split_label(operator: PlanOperator, mesh: Sequence[int]) -> str:
     """Such as ``batch/4 n/2``. The dimension that holds the samples has many names (m, b0, a0): all are the batch here,
     so that data parallelism is one thing throughout."""
     parts = split_parts(operator, mesh)
     return " ".join(f"{'batch' if n == operator.batch else n}/{count}" for n, count in parts.items()) or WHOLE
 
 
-def split_words(operator: Operator, mesh: Sequence[int]) -> str:
+def split_words(operator: PlanOperator, mesh: Sequence[int]) -> str:
     """Such as ``the batch (m) in 4 parts, n in 2 parts``."""
     parts = split_parts(operator, mesh).items()
     return ", ".join(f"{f'the batch ({n})' if n == operator.batch else n} in {c} parts" for n, c in parts) or WHOLE
@@ -159,7 +161,7 @@ def stage_label(stage: int, devices: int, stages: int) -> str:
 
 
 def stage_memory(
-    operators: Sequence[Operator], devices: int, stages: int, microbatches: int
+    operators: Sequence[PlanOperator], devices: int, stages: int, microbatches: int
 ) -> dict[str, dict[str, float]]:
     """Bytes of the devices of each stage by what they are for; empty where the costs were not known."""
     if not operators or any(operator.compute is None for operator in operators):
@@ -176,10 +178,12 @@ def stage_memory(
 
 
 def layer_costs(
-    operators: Sequence[Operator], stages: int, compute: float, communication: float
+    operators: Sequence[PlanOperator], stages: int, compute: float, communication: float
 ) -> list[dict[str, Any]]:
-    """Seconds of each layer with all that is folded into it, in the order they run in, and of what belongs to none:
-    together those of all stages, of which each takes ``compute`` and ``communication``. Little ones are added up."""
+    """Seconds of each layer with all that is folded into it, in the order of the layers, and of what is in no layer.
+
+    They add up to those of all stages, each of which takes ``compute`` and ``communication``. Small rows are one row.
+    """
     if not operators or any(operator.compute is None for operator in operators):
         return []
     nodes = nodes_of(operators)
@@ -214,7 +218,7 @@ def layer_costs(
     return [{"name": name, "compute": own, "communication": moving} for name, own, moving in large]
 
 
-def _names(operator: Operator, group: Group) -> dict[str, str]:
+def _names(operator: PlanOperator, group: LayerGroup) -> dict[str, str]:
     """The two lines of a node."""
     name = operator.module.removeprefix(group.modules[0]).removeprefix(".") if group.is_layer else operator.module
     parts = operator.target.split(".")
@@ -224,8 +228,8 @@ def _names(operator: Operator, group: Group) -> dict[str, str]:
     }
 
 
-def _order(operators: Sequence[Operator], nodes: Nodes, labels: Sequence[str]) -> list[str]:
-    """The labels: the batch alone first, whole last, and between them those that most is computed with first."""
+def _order(operators: Sequence[PlanOperator], nodes: GraphNodes, labels: Sequence[str]) -> list[str]:
+    """The labels: the batch alone first, whole last, and the others by their FLOPs."""
     flops: dict[str, float] = {}
     for place in nodes.places:
         flops[labels[place]] = flops.get(labels[place], 0.0) + operators[place].flops
@@ -235,7 +239,11 @@ def _order(operators: Sequence[Operator], nodes: Nodes, labels: Sequence[str]) -
 
 
 def _legend(
-    operators: Sequence[Operator], nodes: Nodes, labels: Sequence[str], order: Sequence[str], mesh: Sequence[int]
+    operators: Sequence[PlanOperator],
+    nodes: GraphNodes,
+    labels: Sequence[str],
+    order: Sequence[str],
+    mesh: Sequence[int],
 ) -> list[dict[str, Any]]:
     counts = Counter(labels[place] for place in nodes.places)
     words: dict[str, Counter[str]] = {}
@@ -256,5 +264,5 @@ def _shape(shape: Sequence[int]) -> str:
     return re.sub(r"[^\dx]", "", "x".join(map(str, shape))) or "scalar"
 
 
-def _here(value: Value) -> str:
+def _here(value: PlanTensor) -> str:
     return (_shape(value.local) if value.local != value.shape else "") + (", partial sums" if value.partial else "")

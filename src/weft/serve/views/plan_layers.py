@@ -23,7 +23,7 @@ Place = Annotated[int, Meta(ge=0, lt=2**31)]
 Amount = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 
-class Value(Struct, frozen=True):
+class PlanTensor(Struct, frozen=True):
     """A tensor, whole and on a device."""
 
     shape: tuple[int, ...]
@@ -31,12 +31,12 @@ class Value(Struct, frozen=True):
     partial: bool = False
 
 
-class Read(Value, frozen=True, kw_only=True):
+class PlanInput(PlanTensor, frozen=True, kw_only=True):
     source: Place
     moved: bool = False
 
 
-class Operator(Struct, frozen=True):
+class PlanOperator(Struct, frozen=True):
     """A row of ``weft.plan.saved``; its costs are None where they were not known."""
 
     name: Word
@@ -49,8 +49,8 @@ class Operator(Struct, frozen=True):
     split: tuple[Word, ...]
     batch: Word | None
     stage: Place
-    reads: tuple[Read, ...]
-    gives: tuple[Value, ...]
+    reads: tuple[PlanInput, ...]
+    gives: tuple[PlanTensor, ...]
     compute: Amount | None = None
     communication: Amount = 0.0
     weights: Amount = 0.0
@@ -59,7 +59,7 @@ class Operator(Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class GraphNodes:
     """The operators that are nodes, by their places; for every operator the node that it is shown in, None where
     nothing reads it; the edges between nodes, and those of them along which something moves between devices."""
 
@@ -78,7 +78,7 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LayerGroup:
     """The nodes of one layer, or of one module outside the layers.
 
     ``copies`` has the places of its nodes for each of the layers that are folded into it, in one order. ``run`` tells
@@ -106,7 +106,7 @@ class Group:
         return first + (f"-{last.rsplit('.', 1)[-1]}" if first != last else "")
 
 
-def nodes_of(operators: Sequence[Operator]) -> Nodes:
+def nodes_of(operators: Sequence[PlanOperator]) -> GraphNodes:
     """What is shown of a graph: an operator a node, with the parameters, constants and views around it folded in, and
     the counters that no other operator reads."""
     is_node = [operator.kind not in FOLDED or operator.flops > 0 for operator in operators]
@@ -124,7 +124,7 @@ def nodes_of(operators: Sequence[Operator]) -> Nodes:
     for place, operator in enumerate(operators):
         is_counter = place not in near and all(math.prod(value.shape) == 1 for value in operator.gives)
         is_node[place] &= not (near and is_counter)
-    return Nodes(
+    return GraphNodes(
         tuple(place for place, own in enumerate(is_node) if own),
         _owners(operators, is_node),
         frozenset(edges),
@@ -132,7 +132,7 @@ def nodes_of(operators: Sequence[Operator]) -> Nodes:
     )
 
 
-def _owners(operators: Sequence[Operator], is_node: Sequence[bool]) -> tuple[int | None, ...]:
+def _owners(operators: Sequence[PlanOperator], is_node: Sequence[bool]) -> tuple[int | None, ...]:
     """What is folded belongs to its first reader, or where it has none to what it reads, or else to the next node of
     its module."""
     owner: list[int | None] = [place if own else None for place, own in enumerate(is_node)]
@@ -153,17 +153,17 @@ def _owners(operators: Sequence[Operator], is_node: Sequence[bool]) -> tuple[int
     return tuple(owner)
 
 
-def groups(operators: Sequence[Operator], nodes: Nodes) -> list[Group]:
+def groups(operators: Sequence[PlanOperator], nodes: GraphNodes) -> list[LayerGroup]:
     """The groups in the order they run in, stage by stage; layers that are alike are one group."""
     found = _groups_within(_Alike(operators, nodes), nodes.places, 1)
     found.sort(key=lambda group: group.stage)
     return [replace(group, run=number) if group.times == 1 else group for number, group in enumerate(found)]
 
 
-def _groups_within(alike: _Alike, places: Sequence[int], depth: int) -> list[Group]:
+def _groups_within(alike: _Alike, places: Sequence[int], depth: int) -> list[LayerGroup]:
     """The groups of some nodes by the numbers in their modules' paths, so many deep."""
     plain = _split_by_module(alike.operators, places, depth)
-    found: list[Group] = []
+    found: list[LayerGroup] = []
     keys = [alike.number(group.places, group.modules[0] if group.is_layer else None) for group in plain]
     for start, period, times in repeats(keys):
         for number in range(start, start + period):
@@ -182,7 +182,7 @@ def _groups_within(alike: _Alike, places: Sequence[int], depth: int) -> list[Gro
     return found
 
 
-def _split_by_module(operators: Sequence[Operator], places: Sequence[int], depth: int) -> list[Group]:
+def _split_by_module(operators: Sequence[PlanOperator], places: Sequence[int], depth: int) -> list[LayerGroup]:
     """A group for each layer, wherever its nodes are; of the others one for each module as long as it runs."""
     found: dict[object, list[int]] = {}
     named: dict[object, tuple[str, bool, int]] = {}
@@ -196,7 +196,7 @@ def _split_by_module(operators: Sequence[Operator], places: Sequence[int], depth
         named.setdefault(key, (layer or module, bool(layer), stage))
         found.setdefault(key, []).append(place)
         previous = key
-    return [Group((name,), layer, stage, (tuple(found[key]),)) for key, (name, layer, stage) in named.items()]
+    return [LayerGroup((name,), layer, stage, (tuple(found[key]),)) for key, (name, layer, stage) in named.items()]
 
 
 def layer_of(module: str, depth: int = 1) -> str:
@@ -212,7 +212,7 @@ def layer_of(module: str, depth: int = 1) -> str:
 class _Alike:
     """Numbers that are equal for groups that are shown alike."""
 
-    def __init__(self, operators: Sequence[Operator], nodes: Nodes) -> None:
+    def __init__(self, operators: Sequence[PlanOperator], nodes: GraphNodes) -> None:
         self.operators = operators
         self._folded = nodes.folded()
         self._sources: dict[int, list[int]] = {}
@@ -258,7 +258,7 @@ def repeats(keys: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         start += best[0] * best[1]
 
 
-def shown_edges(nodes: Nodes, found: Sequence[Group]) -> tuple[list[tuple[int, int]], set[tuple[int, int]]]:
+def shown_edges(nodes: GraphNodes, found: Sequence[LayerGroup]) -> tuple[list[tuple[int, int]], set[tuple[int, int]]]:
     """The edges between the nodes that are shown, and those that move something. Of layers that are folded into one,
     the edges from each to the next are left out."""
     at = {

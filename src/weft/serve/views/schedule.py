@@ -31,7 +31,7 @@ class InWindow(NamedTuple):
 
 
 def in_window(stage: StageTrace, begin: float, window: tuple[float, float]) -> InWindow:
-    """What a stage did in a window of seconds after ``begin``."""
+    """The operations and updates of a stage in a window of seconds after ``begin``."""
     low, high = window[0] + begin, window[1] + begin
     found = [
         np.flatnonzero((end >= low) & (start <= high))
@@ -43,10 +43,10 @@ def in_window(stage: StageTrace, begin: float, window: tuple[float, float]) -> I
 def real_rows(trace: Trace, picked: list[InWindow], subnets_of: SubnetsOf, waits: list[Waits]) -> list[Row]:
     """``[stage, kind, micro-batch, step, subnet, start, end, version, backward's version, waited for, seconds]``; an
     update has the micro-batch of the operation that it follows."""
-    subnets = _Subnets(trace, picked, trace.stages, subnets_of, 0)
+    subnets = _Subnets(trace, picked, trace.stages, subnets_of)
     found: list[Row] = []
     for number, (stage, own) in enumerate(zip(trace.stages, picked, strict=True)):
-        waited = _waited(trace, number, own.ops, waits[number])
+        waited = _waits_by_op(trace, number, own.ops, waits[number])
         ops = stage.ops
         for place, kind, n, start, end, seen, back in zip(
             own.ops.tolist(),
@@ -66,15 +66,14 @@ def real_rows(trace: Trace, picked: list[InWindow], subnets_of: SubnetsOf, waits
 
 
 def simulated_rows(trace: Trace, picked: list[InWindow], subnets_of: SubnetsOf) -> list[Row]:
-    """The same of what was simulated, which counts the micro-batches of a resumed run from where it went on."""
-    shift = _first(trace.stages) - _first(trace.simulated)
-    subnets = _Subnets(trace, picked, trace.simulated, subnets_of, shift)
+    """The same rows of the simulation."""
+    subnets = _Subnets(trace, picked, trace.simulated, subnets_of)
     found: list[Row] = []
     for number, (stage, own) in enumerate(zip(trace.simulated, picked, strict=True)):
         ops = stage.ops
         for kind, n, start, end in zip(
             ops.kind[own.ops].tolist(),
-            (ops.microbatch[own.ops] + shift).tolist(),
+            ops.microbatch[own.ops].tolist(),
             np.round(ops.start[own.ops], 6).tolist(),
             np.round(ops.end[own.ops], 6).tolist(),
             strict=True,
@@ -103,7 +102,7 @@ def _updates(trace: Trace, number: int, places: Numbers, subnets: _Subnets) -> l
     return found
 
 
-def _waited(trace: Trace, stage: int, places: Numbers, waits: Waits) -> dict[int, tuple[str, float]]:
+def _waits_by_op(trace: Trace, stage: int, places: Numbers, waits: Waits) -> dict[int, tuple[str, float]]:
     own = np.flatnonzero(np.isin(waits.op, places))
     causes = waits.cause()[own]
     return {
@@ -129,21 +128,16 @@ def describe_wait(trace: Trace, stage: int, op: int, cause: str, blocked: int) -
     return f"{text}; {op_at(trace, stage, blocked)} had its input, but not its weights or a place"
 
 
-def _first(stages: tuple[StageTrace, ...]) -> int:
-    """The first micro-batch that is trained."""
-    return min((int(stage.ops.microbatch.min()) for stage in stages if len(stage.ops)), default=0)
-
-
 class _Subnets:
     """The step and the subnet of micro-batches."""
 
     def __init__(
-        self, trace: Trace, picked: list[InWindow], stages: tuple[StageTrace, ...], subnets_of: SubnetsOf, shift: int
+        self, trace: Trace, picked: list[InWindow], stages: tuple[StageTrace, ...], subnets_of: SubnetsOf
     ) -> None:
         self._each = trace.head.microbatches
         steps: set[int] = set()
         for stage, own in zip(stages, picked, strict=True):
-            steps.update(((stage.ops.microbatch[own.ops] + shift) // self._each).tolist())
+            steps.update((stage.ops.microbatch[own.ops] // self._each).tolist())
         self._known = subnets_of(steps)
 
     def of(self, n: int) -> tuple[int, str | None]:
@@ -153,7 +147,7 @@ class _Subnets:
 
 
 class _TraceFolder:
-    """The traces of a run, kept between two looks at them."""
+    """The traces of a run, which are read on as they grow."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -174,7 +168,7 @@ class _TraceFolder:
             return self._trace
 
     def _read(self, number: int, path: Path) -> bool:
-        """Read what was added to a file; whether there was anything."""
+        """Read the new lines of a file; whether it has changed."""
         tail = self._tails.setdefault(number, LogTail(path))
         if number in self._files and not tail.changed():
             return False
@@ -190,7 +184,7 @@ _folders: Lru[_TraceFolder] = Lru(4)
 
 
 def load_trace(run: Path) -> Trace | None:
-    """The last start of a run, as far as it is written; None where nothing is. The same value as long as no file
-    changed, and only what was added is read where one did."""
+    """The last start of a run, as far as it is written; None without a trace. The same value as long as no file
+    changes; of a file that grows, the new lines are read."""
     folder = (run / "traces").absolute()
     return _folders.get(folder, "", lambda: _TraceFolder(folder)).load()

@@ -1,4 +1,4 @@
-"""The document `search` of a run: its fronts, all that was scored for them, and how a mixture came to its subnet."""
+"""The view `search` of a run: its fronts, the subnets that were scored, and the mixture of a gradient search."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from weft.errors import RunError, nearest
 from weft.runs.run import read_manifest
-from weft.serve.downsample import rounded
-from weft.serve.event_log import Reducer
+from weft.serve.event_log import SummaryCache
+from weft.serve.fields import as_list, mapping, read_mapping, rounded
 from weft.serve.overview import is_gradient_search
 from weft.serve.views.search_samples import (
     Point,
-    Scores,
+    ScoredSubnets,
     choices,
     numbers,
     option_frequencies,
@@ -29,26 +29,28 @@ if TYPE_CHECKING:
 
 MEMBERS = 500
 VALUES = 5000
-"""The most values of choices of all members together."""
+"""The most values of choices, over all members."""
 
 LAYERS = 2500
+"""The most layers, over all members."""
 
 LARGEST = 1 << 26
-"""Bytes of a front.json; a larger one is no front that a person looks at."""
+"""The most bytes of a front.json."""
 
 
 def present(run: Path) -> bool:
     """Whether the run was searched, or searches as it trains."""
     scored = run / "results" / "scores.jsonl"
-    return bool(_fronts(run)) or (scored.is_file() and scored.stat().st_size > 0) or is_gradient_search(_manifest(run))
+    has_scores = scored.is_file() and scored.stat().st_size > 0
+    return bool(_fronts(run)) or has_scores or is_gradient_search(read_mapping(run, read_manifest))
 
 
 def document(run: Path, name: str | None = None) -> dict[str, Any]:
-    """One search of the run: that of this name, else the one that its config names, else the newest.
+    """One search of the run: that of the name, else the one that the config names, else the newest.
 
-    ``RunError`` for a name that no front has. ``problem`` says which files are damaged.
+    RunError for a name that no front has. ``problem`` names the files that are damaged.
     """
-    manifest, fronts = _manifest(run), _fronts(run)
+    manifest, fronts = read_mapping(run, read_manifest), _fronts(run)
     config = _search_config(manifest)
     if name is not None and name not in fronts:
         raise RunError(f"run '{run.name}' has no search '{name}'{nearest(name, fronts)}")
@@ -77,7 +79,7 @@ def document(run: Path, name: str | None = None) -> dict[str, Any]:
 
 
 def _fronts(run: Path) -> dict[str, Path]:
-    """The fronts of a run by name; a link that leads out of the run is none."""
+    """The fronts of a run by name, without links that lead out of the run."""
     home = run.resolve()
     found = (run / "results").glob("*/front.json")
     return {file.parent.name: file for file in found if file.is_file() and file.resolve().is_relative_to(home)}
@@ -96,17 +98,14 @@ def _front(file: Path | None) -> tuple[Mapping[str, Any], str | None]:
 
 
 def _rows(front: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    members = front.get("members")
-    rows = members if isinstance(members, list) else []
-    return [row for row in rows if isinstance(row, Mapping) and isinstance(row.get("id"), str)]
+    return [row for row in as_list(front.get("members")) if isinstance(row, Mapping) and isinstance(row.get("id"), str)]
 
 
 def _members(front: Mapping[str, Any]) -> list[Point]:
     found = []
     for row in _rows(front):
-        subnet = row.get("subnet")
-        values = subnet.get("values") if isinstance(subnet, Mapping) else None
-        found.append(Point(row["id"], numbers(row.get("scores")), values if isinstance(values, Mapping) else {}))
+        values = mapping(mapping(row.get("subnet")).get("values"))
+        found.append(Point(row["id"], numbers(row.get("scores")), values))
     return found
 
 
@@ -129,7 +128,7 @@ def _shown(members: Sequence[Point], front: Mapping[str, Any], command: Sequence
 
 
 def _command(run: Path, name: str, manifest: Mapping[str, Any]) -> list[str] | None:
-    """What exports a subnet of this search; None for a run that was started from Python, which no command knows."""
+    """The command that exports a subnet of this search; None for a run of Python code, which has no config."""
     if not isinstance(manifest.get("config"), Mapping):
         return None
     usual = _search_config(manifest).get("name") or "search"
@@ -139,30 +138,26 @@ def _command(run: Path, name: str, manifest: Mapping[str, Any]) -> list[str] | N
 def _goals(
     front: Mapping[str, Any], config: Mapping[str, Any], points: Sequence[Point]
 ) -> tuple[list[Objective], list[Constraint]]:
-    """What the front says that was wanted; before there is one, what the config says, else what was scored."""
+    """Objectives and constraints: of the front, before there is one of the config, else of the scores."""
     from weft.errors import SearchError
     from weft.search.objectives import Objective, parse_constraints
 
-    written = front.get("objectives")
     goals = [
         Objective(one["name"], bool(one.get("maximize")))
-        for one in (written if isinstance(written, list) else [])
+        for one in as_list(front.get("objectives"))
         if isinstance(one, Mapping) and isinstance(one.get("name"), str)
     ]
     for maximize in (True, False) if not goals else ():
         names = config.get("maximize" if maximize else "minimize")
-        listed = [names] if isinstance(names, str) else names if isinstance(names, list) else []
+        listed = [names] if isinstance(names, str) else as_list(names)
         goals += [Objective(one, maximize) for one in listed if isinstance(one, str)]
     if not goals:
         metrics = dict.fromkeys(metric for point in points for metric in point.scores)
         known = [metric for metric in metrics if metric not in ("loss", "parameters", "flops", "latency", "memory")]
         goals = [Objective(known[0], True)] if known else [Objective("loss", False)] if "loss" in metrics else []
         goals += [Objective("flops", False)] if goals and "flops" in metrics else []
-    rules = front.get("constraints")
     try:
-        return goals, list(
-            parse_constraints(one for one in (rules if isinstance(rules, list) else []) if isinstance(one, str))
-        )
+        return goals, list(parse_constraints(one for one in as_list(front.get("constraints")) if isinstance(one, str)))
     except SearchError:
         return goals, []
 
@@ -179,16 +174,7 @@ def _rounded(scores: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _search_config(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    config = manifest.get("config")
-    search = config.get("search") if isinstance(config, Mapping) else None
-    return search if isinstance(search, Mapping) else {}
-
-
-def _manifest(run: Path) -> Mapping[str, Any]:
-    try:
-        return read_manifest(run)
-    except RunError:
-        return {}
+    return mapping(mapping(manifest.get("config")).get("search"))
 
 
 def _modified(file: Path) -> int:
@@ -198,4 +184,4 @@ def _modified(file: Path) -> int:
         return 0
 
 
-_scores = Reducer(Scores)
+_scores = SummaryCache(ScoredSubnets)

@@ -1,4 +1,4 @@
-"""The subnets that searches scored, and the mixture of a gradient search over its steps, in bounded memory."""
+"""The subnets that searches scored, and the mixture of a gradient search over the steps, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.runs.events import parse
-from weft.serve.downsample import number, rounded, whole
-from weft.serve.event_log import Reducer
+from weft.serve.event_log import LineSummary, SummaryCache
+from weft.serve.fields import as_list, mapping, number, rounded, whole_number
 
 if TYPE_CHECKING:
     from weft.search.objectives import Constraint, Objective
 
 SCORED = 2000
-"""The most subnets that are kept of one context, and shown."""
+"""The most subnets of one context that are kept and shown."""
 
 CONTEXTS = 4
-"""The most contexts that are kept: scores of one run with other weights, data or batches cannot be compared."""
+"""The most contexts that are kept. Scores under other weights, data or batches are of another context."""
 
 LONGEST = 1 << 15
-"""Bytes of a line of scores; a longer one is damage."""
+"""The most bytes of a line of scores; a longer one is damage."""
 
 BEST = 0.1
+"""The share of the subnets that counts as best."""
+
 OPTIONS = 3000
 """The most options of all choices that are shown."""
 
@@ -48,14 +50,14 @@ class Point:
 
 
 class Sample:
-    """At most ``cap`` of the subnets that it is given, each as likely to be kept as any other, whatever their order.
+    """At most ``cap`` subnets out of many, each as likely as any other, whatever their order.
 
-    Kept are those whose ids have the smallest hashes; a subnet that comes again counts once, with its newest scores.
+    Those with the smallest hashes of their ids are kept. A subnet that comes again counts once, with its newest scores.
     """
 
     def __init__(self, cap: int = SCORED) -> None:
         self.count = 0
-        """How many came, those twice that came again after they had been left out."""
+        """How many came; one that was left out and comes again counts twice."""
         self._cap = cap
         self._points: dict[str, Point] = {}
         self._heap: list[tuple[int, str]] = []
@@ -78,13 +80,13 @@ class Sample:
         return list(self._points.values())
 
 
-class Scores:
-    """What the lines of a file of scores come to: a sample of each of the newest contexts."""
+class ScoredSubnets(LineSummary):
+    """The subnets in a file of scores: a sample of each of the newest contexts."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.samples: OrderedDict[str, Sample] = OrderedDict()
-        """By context, the one that was written to last at the end."""
-        self.damaged = 0
+        """By context; the one with the newest line is the last."""
 
     def add_line(self, line: bytes) -> None:
         record = parse(line) or {} if len(line) <= LONGEST else {}
@@ -104,7 +106,7 @@ class Scores:
         sample.add(Point(subnet[:64], result, values))
 
     def of(self, context: str | None, members: Iterable[Point] = ()) -> tuple[list[Point], int]:
-        """The subnets of a context, and how many there were; by default of that in which most members were scored."""
+        """The subnets of a context and how many there were; by default of the context of most members."""
         if context not in self.samples:
             known = {member.id: member.scores for member in members}
 
@@ -112,22 +114,21 @@ class Scores:
                 points = (point for point in self.samples[one].points() if point.id in known)
                 return sum(all(known[p.id].get(name) == value for name, value in p.scores.items()) for p in points)
 
-            # Of equals the newest: the last of those that were written to.
+            # Of equal ones the newest.
             context = max(reversed(self.samples), key=agreeing, default=None)
         sample = self.samples.get(context) if context is not None else None
         return (sample.points(), sample.count) if sample is not None else ([], 0)
 
 
 def numbers(values: object) -> dict[str, float]:
-    """The numbers of a mapping by name; those that JSON lacks are written as words."""
-    found = values.items() if isinstance(values, Mapping) else ()
-    return {str(name): value for name, given in found if (value := number(given)) is not None}
+    """The numbers of a table by name."""
+    return {str(name): read for name, value in mapping(values).items() if (read := number(value)) is not None}
 
 
 def ordered(
     points: Sequence[Point], objectives: Sequence[Objective], constraints: Sequence[Constraint] = ()
 ) -> list[Point]:
-    """Best first: by how many fronts lie before them, then by the first objective; what breaks a constraint, last."""
+    """Best first: by the rank of their front, then by the first objective; subnets that break a constraint are last."""
     import numpy as np
 
     from weft.search.objectives import losses, violations
@@ -145,10 +146,10 @@ def ordered(
 
 
 def option_frequencies(best_first: Sequence[Point], choices: Choices = ()) -> list[dict[str, Any]]:
-    """How often each option is in the best tenth, and in all.
+    """The share of the best tenth of the subnets, and of all, that have each option.
 
-    A choice that is switched off in a subnet counts for none of its options. Without ``choices``, those are told that
-    occur.
+    A choice that is switched off in a subnet counts for none of its options. Without ``choices``, the options that
+    occur are listed.
 
     >>> option_frequencies([Point("a", {}, {"op": "conv"}), Point("b", {}, {"op": "skip"})])
     [{'name': 'op', 'options': ['conv', 'skip'], 'best': [1.0, 0.0], 'all': [0.5, 0.5]}]
@@ -182,7 +183,7 @@ def _seen(known: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
 
 
 def _key(value: object) -> tuple[str, Any]:
-    """What tells options apart: 1, 1.0 and True are one to Python."""
+    """A key that keeps options apart, also 1, 1.0 and True, which are equal to Python."""
     plain = isinstance(value, (str, int, float))
     return (type(value).__name__, value) if plain else ("", json.dumps(value, sort_keys=True))
 
@@ -191,16 +192,16 @@ Array = npt.NDArray[np.float64]
 
 STEPS = 500
 NUMBERS = 30_000
-"""The most numbers of all options together: a mixture of thousands of options is shown at fewer steps."""
+"""The most numbers, over all options: a mixture of thousands of options is shown at fewer steps."""
 
 DENSE = 16
-"""As many steps of a bucket are looked at: the others would not change a picture of it."""
+"""The most steps of a bucket that are read; more would not change the picture."""
 
 WINDOW = 12
-"""Each point is a mean over such a part of the run, since many methods tell what each step drew."""
+"""Each point is a mean over one such part of the run, since many methods write what each step drew."""
 
 LARGEST = 1 << 16
-"""Numbers of a mixture; more is damage."""
+"""The most numbers of one mixture; more is damage."""
 
 
 def probabilities(run: Path) -> dict[str, Any] | None:
@@ -208,12 +209,12 @@ def probabilities(run: Path) -> dict[str, Any] | None:
     return _histories.query(run / "events.jsonl", MixtureHistory.to_json)
 
 
-class MixtureHistory:
+class MixtureHistory(LineSummary):
     """The mixture over the steps, in buckets that double in width whenever there are too many of them."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.choices: list[tuple[str, list[Any]]] = []
-        self.damaged = 0
         self.width = 1
         self._buckets: dict[int, tuple[int, int, Array]] = {}  # by step // width: steps, sum of steps, sum of mixtures
         self._turn = self._size = 0
@@ -224,7 +225,7 @@ class MixtureHistory:
             if self._turn % max(1, self.width // DENSE):
                 return
             event = parse(line) or {}
-            step, vector = whole(event.get("step")), event.get("mixture")
+            step, vector = whole_number(event.get("step")), event.get("mixture")
             if event.get("event") == "step" and step is not None and isinstance(vector, list):
                 self._add(step, vector)
         elif b'"choices"' in line and b'"started"' in line:
@@ -256,7 +257,7 @@ class MixtureHistory:
         buckets[key] = more if there is None else (there[0] + more[0], there[1] + more[1], there[2] + more[2])
 
     def to_json(self) -> dict[str, Any] | None:
-        """As the page takes it."""
+        """The document of the page."""
         if not self._buckets or sum(len(options) for _, options in self.choices) != self._size:
             return None
         rows = [self._buckets[key] for key in sorted(self._buckets)]
@@ -273,10 +274,10 @@ class MixtureHistory:
 
 
 def choices(rows: object) -> list[tuple[str, list[Any]]]:
-    """Choices with their options, as a start or a front tells of them; real ones, which have no options, left out."""
-    known = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+    """Choices with their options, from an event or a front; choices of real numbers, which have none, are left out."""
+    known = [row for row in as_list(rows) if isinstance(row, Mapping)]
     pairs = [(row.get("name"), row.get("options")) for row in known]
     return [(name, options) for name, options in pairs if isinstance(name, str) and isinstance(options, list)]
 
 
-_histories = Reducer(MixtureHistory)
+_histories = SummaryCache(MixtureHistory)

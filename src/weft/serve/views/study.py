@@ -1,4 +1,4 @@
-"""The view `tune` of a run: a study by its events, and where those are gone by its result."""
+"""The view `tune` of a run: its study, from the events or, where those are gone, from the result."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import RunError, SpaceError
+from weft.errors import SpaceError
 from weft.runs import run as lock
 from weft.runs.run import read_manifest
-from weft.serve.downsample import rounded, whole
-from weft.serve.event_log import Reducer
-from weft.serve.views.study_events import Bar, StudyEvents, Trial, device_bars, listed, values_of
+from weft.serve.event_log import SummaryCache
+from weft.serve.fields import as_list, is_number, mapping, read_mapping, rounded, whole_number
+from weft.serve.views.study_events import JobBar, StudyEvents, TrialState, device_bars, listed, values_of
 from weft.utils.files import read_json
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Parameter:
 
 
 def read_space(value: object) -> Space | None:
-    """The space that a study wrote down; None where it wrote none, or one that cannot be."""
+    """The space that a study wrote; None where it wrote none, or a broken one."""
     from weft.space import Space
 
     try:
@@ -51,7 +51,7 @@ def read_space(value: object) -> Space | None:
 
 
 def parameters_of_space(space: Space) -> list[Parameter]:
-    """Those of a space, in its order; integers that are evenly spaced are a range."""
+    """The parameters of a space, in its order; evenly spaced integers are a range."""
     from weft.space import Floats, Integers
     from weft.tune.study.distributions import step_of
 
@@ -67,18 +67,18 @@ def parameters_of_space(space: Space) -> list[Parameter]:
 
 
 def parameters_of_config(value: object) -> list[Parameter]:
-    """Those of a configuration: lists of options, and tables with low and high."""
+    """The parameters of a configuration: lists of options, and tables with low and high."""
     found = []
     for name, given in value.items() if isinstance(value, Mapping) else ():
         if isinstance(given, list):
             found.append(Parameter(str(name), options=tuple(given)))
-        elif isinstance(given, Mapping) and all(_is_number(given.get(end)) for end in ("low", "high")):
+        elif isinstance(given, Mapping) and all(is_number(given.get(end)) for end in ("low", "high")):
             found.append(Parameter(str(name), bool(given.get("log")), None, given["low"], given["high"]))
     return found
 
 
 def observed_parameters(params: Iterable[Mapping[str, Any]]) -> list[Parameter]:
-    """What trials were tried with, where nothing says what they were drawn from.
+    """The parameters of trials, where no space is known.
 
     >>> [one.name for one in observed_parameters([{"lr": 0.1, "width": 16}, {"lr": 0.2, "kind": "adam"}])]
     ['lr', 'width', 'kind']
@@ -89,19 +89,15 @@ def observed_parameters(params: Iterable[Mapping[str, Any]]) -> list[Parameter]:
             seen.setdefault(str(name), {})[json.dumps(value, sort_keys=True, default=str)] = value
     found = []
     for name, values in seen.items():
-        if all(_is_number(value) for value in values.values()):
+        if all(is_number(value) for value in values.values()):
             found.append(Parameter(name, False, None, min(values.values()), max(values.values())))
         else:
             found.append(Parameter(name, options=tuple(values[key] for key in sorted(values))))
     return found
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 ALWAYS = 1000
-"""Up to so many trials every one that ends counts at once; of more, each tenth part."""
+"""With up to so many trials, importances are computed again at each end of a trial; with more, at each tenth more."""
 
 KEPT = 16
 
@@ -112,11 +108,11 @@ _guard = threading.Lock()
 
 
 def importances(
-    space: Space | None, trials: Sequence[Trial], objectives: Sequence[tuple[str, bool]], key: str
+    space: Space | None, trials: Sequence[TrialState], objectives: Sequence[tuple[str, bool]], key: str
 ) -> Shares:
-    """For each objective the parameters with their shares, largest first; without those that cannot be worked out.
+    """The share of each parameter in each objective, largest first; objectives that Optuna refuses are left out.
 
-    ``key`` names the study. Needs Optuna; without it, or without a space, there are none.
+    ``key`` names the study. There are none without Optuna or without a space.
     """
     usable = [] if space is None else [trial for trial in trials if _fits(trial, space, len(objectives))]
     with _guard:
@@ -132,9 +128,9 @@ def importances(
         return made
 
 
-def _made(space: Space, trials: Sequence[Trial], objectives: Sequence[tuple[str, bool]]) -> Shares:
+def _made(space: Space, trials: Sequence[TrialState], objectives: Sequence[tuple[str, bool]]) -> Shares:
     from weft.tune.study.records import Direction, TrialRecord
-    from weft.tune.study.study import importances as worked_out
+    from weft.tune.study.study import importances as optuna_importances
 
     directions: list[Direction] = ["maximize" if maximize else "minimize" for _, maximize in objectives]
     records = []
@@ -145,16 +141,16 @@ def _made(space: Space, trials: Sequence[Trial], objectives: Sequence[tuple[str,
     found: Shares = {}
     for at, (name, _) in enumerate(objectives):
         try:
-            shares = worked_out(space, records, directions, at)
-        except Exception:  # Optuna is not there, or refuses what was read from a file
+            shares = optuna_importances(space, records, directions, at)
+        except Exception:  # Optuna is not installed, or refuses what the file holds
             continue
         if shares:
             found[name] = [[one, rounded(share)] for one, share in shares.items()]
     return found
 
 
-def _fits(trial: Trial, space: Space, objectives: int) -> bool:
-    """Whether a trial is complete and was drawn from the space, as a file may not tell."""
+def _fits(trial: TrialState, space: Space, objectives: int) -> bool:
+    """Whether a trial is complete and its parameters lie in the space."""
     values = trial.values or []
     known = all(name in space.choices and space.choices[name].contains(value) for name, value in trial.params.items())
     return trial.state == "complete" and len(values) == objectives and None not in values and known
@@ -162,24 +158,24 @@ def _fits(trial: Trial, space: Space, objectives: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StudyView:
-    """A study, wherever it was read."""
+    """A study as its files have it."""
 
     name: str
     objectives: Sequence[tuple[str, bool]]
     """Names, and whether they are maximized."""
-    trials: Sequence[Trial]
-    bars: Sequence[Bar]
+    trials: Sequence[TrialState]
+    bars: Sequence[JobBar]
     space: Space | None = None
     parameters: Sequence[Parameter] = ()
     devices: Mapping[str, int | None] | None = None
     began: float | None = None
     count: int | None = None
     importances: Mapping[str, Any] | None = None
-    """Where they cannot be worked out, what is known of them."""
+    """Those that the study wrote, for where they cannot be computed."""
     damaged: int = 0
 
     def document(self, key: str) -> dict[str, Any]:
-        """As the page takes it; the key names the study among others."""
+        """The document of the page; the key names the study."""
         fits = [trial.fit for trial in self.trials if trial.fit is not None]
         parameters = self.parameters or observed_parameters(trial.params for trial in self.trials)
         maximize = bool(self.objectives) and self.objectives[0][1]
@@ -199,30 +195,29 @@ class StudyView:
 
 def present(run: Path) -> bool:
     """Whether the run is a study."""
-    return (run / "results" / "study.json").is_file() or _read(run, read_manifest).get("kind") == "study"
+    return (run / "results" / "study.json").is_file() or read_mapping(run, read_manifest).get("kind") == "study"
 
 
 def document(run: Path) -> dict[str, Any]:
-    """The study of a run by its events, and where those are gone by its result; its storage is not asked."""
+    """The study of a run, from its events or its result; its storage is not read."""
     running = lock.is_held(run / "lock")
     return _events.query(run / "events.jsonl", lambda events: _of_run(run, events, running).document(str(run)))
 
 
 def _of_run(run: Path, events: StudyEvents, running: bool) -> StudyView:
-    manifest, result = _read(run, read_manifest), _read(run / "results" / "study.json", read_json)
-    study, config, space = _mapping(manifest.get("study")), _mapping(manifest.get("config")), read_space(events.space)
-    ways = {**_mapping(result.get("objectives")), **_mapping(study.get("objectives"))}
-    order = study.get("names")
-    names = [str(name) for name in (order if isinstance(order, list) else []) if name in ways] or list(ways)
+    manifest, result = read_mapping(run, read_manifest), read_mapping(run / "results" / "study.json", read_json)
+    study, config, space = mapping(manifest.get("study")), mapping(manifest.get("config")), read_space(events.space)
+    ways = {**mapping(result.get("objectives")), **mapping(study.get("objectives"))}
+    names = [str(name) for name in as_list(study.get("names")) if name in ways] or list(ways)
     trials, bars = list(events.trials.values()), [*events.done, *events.running.values()]
     if not trials:
-        rows = result.get("trials")
-        trials = [_resulted(row, names) for row in (rows if isinstance(rows, list) else []) if isinstance(row, Mapping)]
+        rows = as_list(result.get("trials"))
+        trials = [_trial_of_result(row, names) for row in rows if isinstance(row, Mapping)]
     if not running:  # a driver that was killed wrote nothing about its jobs
         bars = [bar if bar.end is not None else replace(bar, end=events.now, state="interrupted") for bar in bars]
         trials = [trial if trial.state != "running" else replace(trial, state="waiting") for trial in trials]
     shares = [
-        [name, rounded(one)] for name, one in _mapping(result.get("importances")).items() if isinstance(one, float)
+        [name, rounded(one)] for name, one in mapping(result.get("importances")).items() if isinstance(one, float)
     ]
     return StudyView(
         name=str(manifest.get("name") or run.name),
@@ -239,24 +234,13 @@ def _of_run(run: Path, events: StudyEvents, running: bool) -> StudyView:
     )
 
 
-def _resulted(row: Mapping[str, Any], names: Sequence[str]) -> Trial:
+def _trial_of_result(row: Mapping[str, Any], names: Sequence[str]) -> TrialState:
     """A trial of results/study.json."""
-    trial = Trial(whole(row.get("number")) or 0, _mapping(row.get("params")), str(row.get("state")))
+    trial = TrialState(whole_number(row.get("number")) or 0, mapping(row.get("params")), str(row.get("state")))
     values = row.get("values")
     trial.values = values_of([values.get(name) for name in names]) if isinstance(values, Mapping) else None
-    trial.add_notes(_mapping(row.get("notes")))
+    trial.add_notes(mapping(row.get("notes")))
     return trial
 
 
-def _read(path: Path, reader: Any) -> Mapping[str, Any]:
-    try:
-        return _mapping(reader(path)) if path.exists() else {}
-    except RunError:
-        return {}
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-_events = Reducer(StudyEvents)
+_events = SummaryCache(StudyEvents)

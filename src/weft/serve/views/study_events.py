@@ -1,4 +1,4 @@
-"""What the events of a study come to: its trials, and its jobs on devices over time."""
+"""The trials of a study, and its jobs on devices over time, from its events."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.runs.events import ENDS, parse
-from weft.serve.downsample import number, rounded, whole
+from weft.serve.event_log import LineSummary
+from weft.serve.fields import as_list, finite, rounded, whole_number
 
 SHOWN = 1000
-"""The most trials that are shown: those that run, the best, and others from the first to the last."""
+"""The most trials that are shown: those that run, the best, and others at even distances."""
 
 BEST = 250
 REPORTS = 64
 """The most reports that are kept of one trial."""
 
 ALL_REPORTS = 6000
-"""The most that are shown of all together."""
+"""The most reports that are shown, over all trials."""
 
 
 @dataclass(slots=True)
-class Trial:
-    """A trial as its events tell of it. Memory is in bytes of a device, that of all trials of a fused job together."""
+class TrialState:
+    """A trial as its events have it. Memory is in bytes of a device; that of a fused job is of all its trials."""
 
     number: int
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -48,20 +49,20 @@ class Trial:
             self.reports = {step: self.reports[step] for step in (*steps[:-1:2], steps[-1])}
 
     def add_notes(self, notes: Mapping[str, Any]) -> None:
-        """What a driver says of the trial at its end."""
+        """Take in what the driver wrote of the trial at its end."""
         devices, fit, error = notes.get("devices"), notes.get("fit"), notes.get("error")
         self.seconds = finite(notes.get("seconds"))
         if isinstance(devices, list) and not self.devices:
             self.devices = [str(one) for one in devices]
         self.estimated = first_whole(notes.get("memory"), self.estimated)
-        self.measured = whole(notes.get("peak"))
-        self.attempts = whole(notes.get("attempts")) or self.attempts
-        self.fused = whole(notes.get("fused")) or self.fused
+        self.measured = whole_number(notes.get("peak"))
+        self.attempts = whole_number(notes.get("attempts")) or self.attempts
+        self.fused = whole_number(notes.get("fused")) or self.fused
         self.fit = str(fit.get("way")) if isinstance(fit, Mapping) else None
         self.why = error.strip().splitlines()[-1][:300] if isinstance(error, str) and error.strip() else None
 
     def to_json(self, reports: int) -> dict[str, Any]:
-        """With at most about so many reports, the last among them."""
+        """The row of the page, with at most about so many reports, the last among them."""
         steps = sorted(self.reports)
         kept = [*steps[: -1 : max(1, math.ceil(len(steps) / reports))], *steps[-1:]]
         return {
@@ -81,8 +82,8 @@ class Trial:
         }
 
 
-def listed(trials: Sequence[Trial], maximize: bool) -> list[dict[str, Any]]:
-    """By number; of more than are shown, those that run, the best by the first objective, and others evenly."""
+def listed(trials: Sequence[TrialState], maximize: bool) -> list[dict[str, Any]]:
+    """Rows by number; of too many, those that run, the best by the first objective, and others at even distances."""
     trials = sorted(trials, key=lambda trial: trial.number)
     if len(trials) > SHOWN:
         values = {t.number: t.values[0] for t in trials if t.state == "complete" and t.values}
@@ -98,22 +99,17 @@ def listed(trials: Sequence[Trial], maximize: bool) -> list[dict[str, Any]]:
 
 
 def values_of(value: object) -> list[float | None] | None:
-    """The values of a trial, those that are no numbers left empty; None where there are none."""
+    """The values of a trial, with None for those that are no numbers; None where there are none."""
     return [finite(one) for one in value[:16]] if isinstance(value, list) and value else None
 
 
-def finite(value: object) -> float | None:
-    found = number(value)
-    return found if found is not None and math.isfinite(found) else None
-
-
 def first_whole(*values: object) -> int | None:
-    """The first that is a count."""
-    return next((found for value in values if (found := whole(value)) is not None), None)
+    """The first value that is a whole number."""
+    return next((found for value in values if (found := whole_number(value)) is not None), None)
 
 
 @dataclass(slots=True)
-class Bar:
+class JobBar:
     """A job on its devices."""
 
     job: str
@@ -129,7 +125,7 @@ class Bar:
 
 
 def assign_lanes(spans: Sequence[tuple[float, float | None]]) -> list[int]:
-    """A lane for each span of time, by start the first that is free; one without an end keeps its lane for good.
+    """A lane for each span of time: by start, the first lane that is free. A span without an end keeps its lane.
 
     >>> assign_lanes([(0, 4), (1, 2), (2, None), (5, 6)])
     [0, 1, 1, 0]
@@ -143,8 +139,9 @@ def assign_lanes(spans: Sequence[tuple[float, float | None]]) -> list[int]:
     return lanes
 
 
-def device_bars(bars: Sequence[Bar], devices: Mapping[str, int | None], began: float) -> list[dict[str, Any]]:
-    """Every device with its memory and its bars, in seconds since the study began; a job on several is on each."""
+def device_bars(bars: Sequence[JobBar], devices: Mapping[str, int | None], began: float) -> list[dict[str, Any]]:
+    """Every device with its memory and its bars, in seconds since the study began; a job on several devices is a bar
+    on each."""
     found = []
     for name in dict.fromkeys([*devices, *(device for bar in bars for device in bar.devices)]):
         own = sorted((bar for bar in bars if name in bar.devices), key=lambda bar: bar.start)
@@ -177,24 +174,25 @@ TRIALS = 5000
 
 BARS = 1000
 LONGEST = 1 << 15
-"""Bytes of the line that proposes a trial; parameters that take more are damage."""
+"""The most bytes of the line that proposes a trial; a longer one is damage."""
 
 
-class StudyEvents:
-    """What the lines of a study's events come to."""
+class StudyEvents(LineSummary):
+    """The events of a study, line by line."""
 
     def __init__(self) -> None:
-        self.trials: dict[int, Trial] = {}
-        self.count = self.damaged = 0
+        super().__init__()
+        self.trials: dict[int, TrialState] = {}
+        self.count = 0
         self.devices: dict[str, int | None] = {}
         """The memory of each, by name."""
-        self.running: dict[str, Bar] = {}
-        self.done: deque[Bar] = deque(maxlen=BARS)
+        self.running: dict[str, JobBar] = {}
+        self.done: deque[JobBar] = deque(maxlen=BARS)
         self.began: float | None = None
         self.now = 0.0
-        """When the last thing happened."""
+        """The time of the last event."""
         self.space: object = None
-        """As the study wrote it when it was started."""
+        """As JSON, from the study's start."""
         self._places: list[str] = []
 
     def add_line(self, line: bytes) -> None:
@@ -209,10 +207,8 @@ class StudyEvents:
         if time is not None:
             self.began = time if self.began is None else self.began
             self.now = max(self.now, time)
-        numbers = event.get("trials")
-        trials = [
-            self._trial(at) for one in (numbers if isinstance(numbers, list) else []) if (at := whole(one)) is not None
-        ]
+        numbers = map(whole_number, as_list(event.get("trials")))
+        trials = [self._trial(at) for at in numbers if at is not None]
         if kind == "devices":
             self._set_devices(event)
         elif kind in ENDS:
@@ -225,32 +221,32 @@ class StudyEvents:
             for trial in trials:
                 self._update(trial, event, str(kind))
 
-    def _trial(self, at: int) -> Trial:
+    def _trial(self, at: int) -> TrialState:
         if at not in self.trials:
             self.count += 1
-            self.trials[at] = Trial(at)
+            self.trials[at] = TrialState(at)
             if len(self.trials) > TRIALS:
                 del self.trials[next(iter(self.trials))]
-        return self.trials.get(at) or Trial(at)
+        return self.trials.get(at) or TrialState(at)
 
-    def _update(self, trial: Trial, event: Mapping[str, Any], kind: str) -> None:
+    def _update(self, trial: TrialState, event: Mapping[str, Any], kind: str) -> None:
         if kind == "proposed" and isinstance(event.get("params"), Mapping):
             trial.params, trial.state = event["params"], "waiting"
         elif kind == "reported":
-            at = whole(event.get("at"))
+            at = whole_number(event.get("at"))
             if at is not None:
                 trial.report(at, values_of(event.get("values")) or [])
         elif kind == "ended":
             self._end(trial, event)
 
-    def _place(self, event: Mapping[str, Any], trials: Sequence[Trial]) -> None:
+    def _place(self, event: Mapping[str, Any], trials: Sequence[TrialState]) -> None:
         node, names, places = event.get("node"), str(event.get("devices") or "").split(), event.get("places")
         devices = [f"{node}/{name}" if isinstance(node, str) else name for name in names]
         if isinstance(places, list) and all(isinstance(at, int) and 0 <= at < len(self._places) for at in places):
             devices = [self._places[at] for at in places]
         job, estimated = str(event.get("job")), first_whole(event.get("estimated"), event.get("memory"))
         self._close(job, "lost", self.now)
-        bar = Bar(job, [one.number for one in trials], devices, self.now, estimated=estimated)
+        bar = JobBar(job, [one.number for one in trials], devices, self.now, estimated=estimated)
         bar.left = set(bar.trials)
         self.running[job] = bar
         for name in devices:
@@ -260,7 +256,7 @@ class StudyEvents:
             trial.attempts += 1
             trial.estimated = estimated if estimated is not None else trial.estimated
 
-    def _end(self, trial: Trial, event: Mapping[str, Any]) -> None:
+    def _end(self, trial: TrialState, event: Mapping[str, Any]) -> None:
         state = event.get("state")
         trial.state = state if state in ("complete", "pruned", "failed") else "failed"
         last = trial.reports[max(trial.reports)] if trial.reports else None
@@ -297,4 +293,4 @@ class StudyEvents:
         if isinstance(names, list):
             self._places = numbered([str(name) for name in names])
             sizes = memory if isinstance(memory, list) and len(memory) == len(names) else [None] * len(names)
-            self.devices |= {name: whole(size) for name, size in zip(self._places, sizes, strict=True)}
+            self.devices |= {name: whole_number(size) for name, size in zip(self._places, sizes, strict=True)}

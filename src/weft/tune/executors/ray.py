@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weft.errors import TuneError
+from weft.errors import TuneError, install_extra
 from weft.tune.executors.connection import event_message, event_of, job_message, job_of
 from weft.tune.executors.local import RunningJob
 from weft.tune.executors.processes import surroundings
@@ -277,7 +277,7 @@ def _ray() -> Any:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as problem:
-        raise TuneError("trials on a cluster need Ray: pip install weft[ray]") from problem
+        raise TuneError(f"trials on a cluster need Ray: {install_extra('ray')}") from problem
     return ray
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from weft.errors import TuneError, nearest
+from weft.errors import TuneError, install_extra, nearest
 from weft.space import Value
 
 Kind = Literal["sampler", "pruner"]
@@ -111,7 +111,7 @@ def build(made: OptunaSpec, seed: int | None = None) -> Any:
         with silence_optuna():
             return getattr(module, KNOWN[made.kind][made.name][0])(**options)
     except ImportError as error:
-        raise TuneError(f"the {made.kind} '{made.name}' needs '{error.name}': pip install weft[tune]") from error
+        raise TuneError(f"the {made.kind} '{made.name}' needs '{error.name}': {install_extra('tune')}") from error
     except (ValueError, TypeError, AssertionError) as error:
         told = " ".join(str(error).split())
         raise TuneError(f"the {made.kind} '{made.name}' refuses {dict(made.options)}: {told}") from error
@@ -122,7 +122,7 @@ def optuna_module() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise TuneError("studies need Optuna: pip install weft[tune]") from error
+        raise TuneError(f"studies need Optuna: {install_extra('tune')}") from error
     return optuna
 
 

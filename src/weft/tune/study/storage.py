@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weft.errors import TuneError, WeftError
+from weft.errors import TuneError, WeftError, install_extra
 from weft.runs.run import hold
 from weft.tune.study.optuna import optuna_module, silence_optuna
 from weft.utils import rng
@@ -156,7 +156,7 @@ class Storage:
         except KeyError as error:
             raise TuneError(f"{self.shown} has lost rows of the study '{self._name}': {error}") from error
         except ImportError as error:
-            hint = ": pip install weft[postgres]" if self.shown.startswith("postgresql") else ""
+            hint = f": {install_extra('postgres')}" if self.shown.startswith("postgresql") else ""
             raise TuneError(f"{self.shown} needs a driver that is not installed ({_line(error)}){hint}") from error
         except Exception as error:
             if (reason := _unreachable(error)) is None:

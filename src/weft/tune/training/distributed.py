@@ -99,7 +99,7 @@ class _Split:
         planned = load_plan(fit.plan, self._whole, self._whole.tensors(batch), compare=False)
         sizes = (planned.stages, *planned.mesh.sizes)
         mesh = init_device_mesh(device.type, sizes if planned.stages > 1 else sizes[1:])
-        made = planned.apply(self._whole, self._whole.tensors(batch), mesh=mesh)
+        made = planned.apply(self._whole, mesh)
         self.parallel = made
         trained = {name: p for name, p in made.named_parameters() if p.requires_grad}
         # The parts themselves: optimizers that work element by element need not know of what they are parts.

@@ -7,29 +7,25 @@ cut along every dimension that a rule offers, run in parts, and put together aga
 from weft.plan.capture.rules import (
     along,
     attention,
-    convolution,
     elementwise,
+    indexing,
     loss,
     matmul,
     norm,
-    pick,
-    pool,
     recurrent,
-    reduce,
+    spatial,
     view,
 )
 
 __all__ = [
     "along",
     "attention",
-    "convolution",
     "elementwise",
+    "indexing",
     "loss",
     "matmul",
     "norm",
-    "pick",
-    "pool",
     "recurrent",
-    "reduce",
+    "spatial",
     "view",
 ]

@@ -1,19 +1,19 @@
-"""Operators that work along an axis: that axis is whole, the others are free."""
+"""Operators that work along axes: such an axis is whole, or summed over, and the others are free."""
 
 from __future__ import annotations
 
-from weft.plan.capture.call import Call, Labels, Space, names, rule, space
+from weft.plan.capture.op_call import AxisNames, IterationSpace, OpCall, iteration_space, names, rule
 
-_RESULT = frozenset({"_safe_softmax", "softmax", "_softmax", "log_softmax", "_log_softmax"})
-_INDICES = frozenset({"sort", "topk", "max", "min", "kthvalue", "median", "mode", "cummax", "cummin"})
-_NOTHING = frozenset({"cumsum", "flip", "roll", "argmax", "argmin", "argsort", "any", "all", "diff"})
+_KEEPS_RESULT = frozenset({"_safe_softmax", "softmax", "_softmax", "log_softmax", "_log_softmax"})
+_KEEPS_INDICES = frozenset({"sort", "topk", "max", "min", "kthvalue", "median", "mode", "cummax", "cummin"})
+_KEEPS_NOTHING = frozenset({"cumsum", "flip", "roll", "argmax", "argmin", "argsort", "any", "all", "diff"})
 
 
-def along(call: Call, axes: frozenset[int], *, kind: str = "along", cost: float = 1.0) -> Space | None:
+def along(call: OpCall, axes: frozenset[int], *, kind: str = "along", cost: float = 1.0) -> IterationSpace | None:
     """A result has the axes of the operand, or lacks those that the operator works along."""
     value = call.operands[0]
     labels = names("a", value.rank)
-    results: list[Labels] = []
+    results: list[AxisNames] = []
     for found in call.results:
         if found.rank == value.rank:
             results.append(tuple(None if axis in axes else name for axis, name in enumerate(labels)))
@@ -22,26 +22,26 @@ def along(call: Call, axes: frozenset[int], *, kind: str = "along", cost: float 
         else:
             return None
     name = call.target.split(".")[1]
-    plain = name in _RESULT or name in _INDICES or name in _NOTHING
-    return space(
+    plain = name in _KEEPS_RESULT or name in _KEEPS_INDICES or name in _KEEPS_NOTHING
+    return iteration_space(
         call,
         kind,
         [labels, *[(None,) * other.rank for other in call.operands[1:]]],
         results,
-        whole=[labels[axis] for axis in axes],
+        unsplittable=[labels[axis] for axis in axes],
         flops=cost * value.elements,
-        keeps=() if plain else (0,),
-        leaves=(0,) if name in _RESULT else (1,) if name in _INDICES and len(results) > 1 else (),
+        saved_operands=() if plain else (0,),
+        saved_results=(0,) if name in _KEEPS_RESULT else (1,) if name in _KEEPS_INDICES and len(results) > 1 else (),
     )
 
 
 @rule("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax")
-def softmax(call: Call) -> Space | None:
+def softmax(call: OpCall) -> IterationSpace | None:
     return along(call, call.axes(call.operands[0].rank), kind="softmax", cost=5.0)
 
 
 @rule("cumsum cumprod logcumsumexp sort topk argsort glu cummax cummin kthvalue cosine_similarity")
-def axis(call: Call) -> Space | None:
+def axis(call: OpCall) -> IterationSpace | None:
     value = call.operands[0]
     found = call.axes(value.rank)
     if call.target == "aten.cosine_similarity":
@@ -49,9 +49,9 @@ def axis(call: Call) -> Space | None:
             return None
         labels = names("a", value.rank)
         result = tuple(name for number, name in enumerate(labels) if number not in found)
-        return space(
-            call, "along", [labels] * 2, [result], whole=[labels[number] for number in found],
-            flops=6.0 * value.elements, keeps=[0, 1],
+        return iteration_space(
+            call, "along", [labels] * 2, [result], unsplittable=[labels[number] for number in found],
+            flops=6.0 * value.elements, saved_operands=[0, 1],
         )  # fmt: skip
     return along(call, found, cost=5.0 if "sort" in call.target or "topk" in call.target else 1.0)
 
@@ -60,7 +60,7 @@ def axis(call: Call) -> Space | None:
     "argmax argmin amax amin max.dim min.dim max.default min.default median.dim median.default mode prod logsumexp var "
     "std var_mean std_mean any all norm linalg_vector_norm nansum aminmax count_nonzero"
 )
-def reduced(call: Call) -> Space | None:
+def reduced(call: OpCall) -> IterationSpace | None:
     """Reductions whose parts do not simply add up: what is reduced is whole."""
     if len(call.operands) != 1:
         return None
@@ -68,14 +68,14 @@ def reduced(call: Call) -> Space | None:
 
 
 @rule("flip", "roll", "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_fft2", "fft_ifft2", "fft_fftn", "fft_ifftn")
-def moved(call: Call) -> Space | None:
+def moved(call: OpCall) -> IterationSpace | None:
     """Entries trade places, or mix, along the axes that are named; a roll that names none is of all entries."""
     rank = call.operands[0].rank
     return along(call, call.axes(rank, "dims" if "dims" in call.given else "dim"))
 
 
 @rule("tril", "triu", "diff", "unfold", "diagonal", "diag_embed")
-def placed(call: Call) -> Space | None:
+def placed(call: OpCall) -> IterationSpace | None:
     """Where an entry stands along an axis, or two, decides; leading axes of triangles are free."""
     value = call.operands[0]
     if call.target in ("aten.tril", "aten.triu"):
@@ -86,10 +86,35 @@ def placed(call: Call) -> Space | None:
         labels = names("a", value.rank)
         number = call.axis(value.rank, "dimension")
         result = (*(None if place == number else name for place, name in enumerate(labels)), None)
-        return space(call, "view", [labels], [result], whole=[labels[number]], moved=0.0)
+        return iteration_space(call, "view", [labels], [result], unsplittable=[labels[number]], moved=0.0)
     if call.target == "aten.diagonal":  # both axes leave; the diagonal comes last
         labels = names("a", value.rank)
         gone = {call.axis(value.rank, "dim1"), call.axis(value.rank, "dim2")}
         kept = tuple(name for place, name in enumerate(labels) if place not in gone)
-        return space(call, "view", [labels], [(*kept, None)], whole=[labels[place] for place in gone], moved=0.0)
+        return iteration_space(
+            call, "view", [labels], [(*kept, None)], unsplittable=[labels[place] for place in gone], moved=0.0
+        )
     return None
+
+
+@rule("sum", "mean")
+def total(call: OpCall) -> IterationSpace | None:
+    """Kind "sum", or "mean": the mean of a part must be divided by the number of parts before parts are added."""
+    value = call.operands[0]
+    labels = names("a", value.rank)
+    axes = call.axes(value.rank)
+    if call.results[0].rank == value.rank:
+        result = tuple(None if axis in axes else name for axis, name in enumerate(labels))
+    else:
+        result = tuple(name for axis, name in enumerate(labels) if axis not in axes)
+    # A sum of truth values or of integers that are counted in another type adds up just the same.
+    return iteration_space(call, call.target.split(".")[1], [labels], [result], flops=value.elements)
+
+
+@rule("histc")
+def histogram(call: OpCall) -> IterationSpace | None:
+    """Counts of the parts add up where the range is given, not taken from the data."""
+    if call.given["min"] == call.given["max"]:
+        return None
+    labels = names("a", call.operands[0].rank)
+    return iteration_space(call, "sum", [labels], [(None,)], flops=call.operands[0].elements)

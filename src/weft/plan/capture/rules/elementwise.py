@@ -2,80 +2,47 @@
 
 from __future__ import annotations
 
-from weft.plan.capture.call import Call, Labels, Space, broadcast, names, rule, space
+from weft.plan.capture.op_call import AxisNames, IterationSpace, OpCall, broadcast, iteration_space, names, rule
 
 # What autograd keeps: nothing, the result, or (by default) the floating-point operands.
-_NOTHING = frozenset(
-    [
-        "add",
-        "sub",
-        "rsub",
-        "neg",
-        "_to_copy",
-        "to",
-        "clone",
-        "copy",
-        "contiguous",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "type_as",
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "positive",
-        "floor",
-        "ceil",
-        "round",
-        "trunc",
-        "sign",
-        "sgn",
-        "fill",
-        "real",
-        "imag",
-        "complex",
-        "conj",
-        "detach_copy",
-        "bernoulli",
-        "rand_like",
-        "randn_like",
-        "floor_divide",
-        "resolve_conj",
-        "resolve_neg",
-    ]
+_NOTHING_KEPT = (
+    "add sub rsub neg _to_copy to clone copy contiguous lift_fresh lift_fresh_copy type_as zeros_like ones_like "
+    "empty_like full_like positive floor ceil round trunc sign sgn fill real imag complex conj detach_copy bernoulli "
+    "rand_like randn_like floor_divide resolve_conj resolve_neg"
 )
+_NOTHING = frozenset(_NOTHING_KEPT.split())
 _ALSO = {"multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "negative": "neg"}
 _RESULT = frozenset(["exp", "expm1", "sigmoid", "tanh", "sqrt", "rsqrt", "reciprocal", "relu", "tan"])
 
 
-def elementwise(call: Call, kind: str = "elementwise") -> Space | None:
+def elementwise(call: OpCall, kind: str = "elementwise") -> IterationSpace | None:
     """Every result has the shape that the operands broadcast to."""
     shape = call.results[0].shape
     labels = names("a", len(shape))
     reads = [broadcast(value.shape, shape, labels) for value in call.operands]
     if any(value.shape != shape for value in call.results):
         return None
-    known: list[Labels] = [axes for axes in reads if axes is not None]
+    known: list[AxisNames] = [axes for axes in reads if axes is not None]
     if len(known) < len(reads):
         return None
     keeps, leaves = _kept(call)
-    return space(
+    return iteration_space(
         call,
         kind,
         known,
         [labels] * len(call.results),
         flops=0.0 if _name(call) in _NOTHING - {"add", "sub", "rsub", "neg"} else call.results[0].elements,
-        keeps=keeps,
-        leaves=leaves,
+        saved_operands=keeps,
+        saved_results=leaves,
     )
 
 
-def _name(call: Call) -> str:
+def _name(call: OpCall) -> str:
     name = call.target.split(".")[1]
     return _ALSO.get(name, name)
 
 
-def _kept(call: Call) -> tuple[list[int], list[int]]:
+def _kept(call: OpCall) -> tuple[list[int], list[int]]:
     name = _name(call)
     if name in _NOTHING:
         return [], []
@@ -99,34 +66,42 @@ def _kept(call: Call) -> tuple[list[int], list[int]]:
     "multiply divide true_divide subtract negative absolute fix greater greater_equal less less_equal not_equal arccos "
     "arccosh arcsin arcsinh arctan arctan2 arctanh"
 )
-def untagged(call: Call) -> Space | None:
+def untagged(call: OpCall) -> IterationSpace | None:
     """Those that torch does not tag as point-wise."""
     return elementwise(call)
 
 
 @rule("bernoulli rand_like randn_like randint_like")
-def drawn(call: Call) -> Space | None:
+def drawn(call: OpCall) -> IterationSpace | None:
     """Kind "random": the parts would have to draw what the whole would."""
     return elementwise(call, "random")
 
 
 @rule("native_dropout dropout")
-def dropout(call: Call) -> Space | None:
+def dropout(call: OpCall) -> IterationSpace | None:
     """Kind "random". The second result, where there is one, is the mask; it is what the backward keeps."""
     labels = names("a", call.results[0].rank)
     found = [labels] * len(call.results)
     elements = float(call.results[0].elements)
     masked = len(call.results) > 1
-    return space(
-        call, "random", [labels], found, flops=elements, leaves=[1] if masked else [], extra=0.0 if masked else elements
+    return iteration_space(
+        call,
+        "random",
+        [labels],
+        found,
+        flops=elements,
+        saved_results=[1] if masked else [],
+        extra=0.0 if masked else elements,
     )
 
 
 @rule("prelu", "_prelu_kernel")
-def prelu(call: Call) -> Space | None:
+def prelu(call: OpCall) -> IterationSpace | None:
     """A slope for each channel, which is the second axis."""
     labels = names("a", call.results[0].rank)
-    slope: Labels = labels[1:2] if call.operands[1].elements > 1 else (None,) * call.operands[1].rank
+    slope: AxisNames = labels[1:2] if call.operands[1].elements > 1 else (None,) * call.operands[1].rank
     if call.operands[1].rank != len(slope):
         return None
-    return space(call, "elementwise", [labels, slope], [labels], flops=call.results[0].elements, keeps=[0, 1])
+    return iteration_space(
+        call, "elementwise", [labels, slope], [labels], flops=call.results[0].elements, saved_operands=[0, 1]
+    )

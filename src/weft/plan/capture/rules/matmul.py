@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 
-from weft.plan.capture.call import Call, Labels, Operand, Space, Value, broadcast, names, rule, space
+from weft.plan.capture.op_call import (
+    AxisNames,
+    IterationSpace,
+    OpCall,
+    TensorArgument,
+    TensorValue,
+    broadcast,
+    iteration_space,
+    names,
+    rule,
+)
 
 
-def product(call: Call, reads: list[Labels], result: Labels, *, factors: tuple[int, int]) -> Space:
+def product(call: OpCall, reads: list[AxisNames], result: AxisNames, *, factors: tuple[int, int]) -> IterationSpace:
     """The space of a contraction. ``factors`` are the operands that are multiplied (any other is added); the backward
     is one such product for each factor that has a gradient, and needs the other."""
     sizes: dict[str, int] = {}
@@ -17,29 +27,31 @@ def product(call: Call, reads: list[Labels], result: Labels, *, factors: tuple[i
                 sizes[name] = max(sizes.get(name, 1), size)
     trained = [call.operands[number].gradient for number in factors]
     keeps = [number for number, other in zip(factors, reversed(trained), strict=True) if other]
-    return space(
+    return iteration_space(
         call,
         "matmul",
         reads,
         [result],
         flops=2.0 * math.prod(sizes.values()),
         backward=float(sum(trained)),
-        keeps=keeps,
+        saved_operands=keeps,
     )
 
 
 @rule("linear")
-def linear(call: Call) -> Space | None:
+def linear(call: OpCall) -> IterationSpace | None:
     """``(m..., k), (n, k) -> (m..., n)``, with a bias over n."""
     weight = call.operands[1]
     if weight.rank != 2:
         return None
     rows = names("m", call.operands[0].rank - 1)
-    reads: list[Labels] = [(*rows, "k"), ("n", "k"), ("n",)]
+    reads: list[AxisNames] = [(*rows, "k"), ("n", "k"), ("n",)]
     return product(call, reads[: len(call.operands)], (*rows, "n"), factors=(0, 1))
 
 
-def _labels(left: Value, right: Value, result: Value) -> tuple[Labels, Labels, Labels] | None:
+def _labels(
+    left: TensorValue, right: TensorValue, result: TensorValue
+) -> tuple[AxisNames, AxisNames, AxisNames] | None:
     """The names of the axes of ``left @ right`` as torch.matmul understands it."""
     core = (("m",) if left.rank > 1 else ()) + (("n",) if right.rank > 1 else ())
     batch = names("b", result.rank - len(core))
@@ -48,13 +60,13 @@ def _labels(left: Value, right: Value, result: Value) -> tuple[Labels, Labels, L
     second = broadcast(right.shape[:-2], leading, batch)
     if first is None or second is None:
         return None
-    rows: Labels = ("m", "k") if left.rank > 1 else ("k",)
-    columns: Labels = ("k", "n") if right.rank > 1 else ("k",)
+    rows: AxisNames = ("m", "k") if left.rank > 1 else ("k",)
+    columns: AxisNames = ("k", "n") if right.rank > 1 else ("k",)
     return (*first, *rows), (*second, *columns), (*batch, *core)
 
 
 @rule("matmul", "mm", "bmm", "mv", "dot")
-def matmul(call: Call) -> Space | None:
+def matmul(call: OpCall) -> IterationSpace | None:
     """``(b..., m, k), (b..., k, n) -> (b..., m, n)``, batch axes broadcasting, vectors without m or n."""
     found = _labels(call.operands[0], call.operands[1], call.results[0])
     if found is None or len(call.operands) != 2:
@@ -63,7 +75,7 @@ def matmul(call: Call) -> Space | None:
 
 
 @rule("addmm", "baddbmm", "addbmm", "addmv")
-def added(call: Call) -> Space | None:
+def added(call: OpCall) -> IterationSpace | None:
     """A product onto which the first operand, broadcast, is added: a bias."""
     found = _labels(call.operands[1], call.operands[2], call.results[0])
     if found is None or call.target == "aten.addbmm":
@@ -73,7 +85,7 @@ def added(call: Call) -> Space | None:
 
 
 @rule("_grouped_mm", "transformers::grouped_mm_fallback")
-def grouped(call: Call) -> Space | None:
+def grouped(call: OpCall) -> IterationSpace | None:
     """Rows sorted by group, each group with a matrix of its own: ``(s, k), (g, k, n) -> (s, n)``. Where the groups
     begin is counted over all rows, so these stay whole; n and k are free, as tensor parallelism within each expert
     needs."""
@@ -81,25 +93,25 @@ def grouped(call: Call) -> Space | None:
     if rows.rank != 2 or weights.rank != 3 or len(call.operands) != 3:
         return None
     trained = [value.gradient for value in (rows, weights)]
-    return space(
+    return iteration_space(
         call,
         "matmul",
         [("s", "k"), ("g", "k", "n"), (None,)],
         [("s", "n")],
-        whole=("s", "g"),
+        unsplittable=("s", "g"),
         flops=2.0 * rows.elements * weights.shape[2],
         backward=float(sum(trained)),
-        keeps=[number for number, other in zip((0, 1), reversed(trained), strict=True) if other],
+        saved_operands=[number for number, other in zip((0, 1), reversed(trained), strict=True) if other],
     )
 
 
 @rule("einsum")
-def einsum(call: Call) -> Space | None:
+def einsum(call: OpCall) -> IterationSpace | None:
     """The equation names the dimensions; "..." stands for axes that broadcast."""
     equation: str = call.given["equation"].replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
-    if not all(isinstance(operand, Operand) for operand in call.given["tensors"]):
+    if not all(isinstance(operand, TensorArgument) for operand in call.given["tensors"]):
         return None
     if not arrow:
         letters = left.replace(",", "").replace(".", "")
@@ -113,20 +125,20 @@ def einsum(call: Call) -> Space | None:
             return None  # a diagonal
         for size, name in zip(value.shape, axes, strict=True):
             sizes[name] = max(sizes.get(name, 1), size)
-    reads: list[Labels] = [
+    reads: list[AxisNames] = [
         tuple(name if size == sizes[name] else None for size, name in zip(value.shape, axes, strict=True))
         for value, axes in zip(call.operands, named, strict=True)
     ]
     if len(reads) == 2:
         return product(call, reads, result, factors=(0, 1))
-    return space(
+    return iteration_space(
         call,
         "matmul",
         reads,
         [result],
         flops=2.0 * math.prod(sizes.values()) * max(len(reads) - 1, 0),
         backward=float(sum(value.gradient for value in call.operands)) / max(len(reads) - 1, 1),
-        keeps=range(len(reads)) if len(reads) > 1 else (),
+        saved_operands=range(len(reads)) if len(reads) > 1 else (),
     )
 
 
@@ -137,6 +149,6 @@ def _axes(term: str, rank: int, dots: int) -> tuple[str, ...]:
 
 
 @rule("outer")
-def outer(call: Call) -> Space | None:
+def outer(call: OpCall) -> IterationSpace | None:
     """``(m), (n) -> (m, n)``."""
     return product(call, [("m",), ("n",)], ("m", "n"), factors=(0, 1))

@@ -2,49 +2,49 @@
 
 from __future__ import annotations
 
-from weft.plan.capture.call import Call, Labels, Space, names, rule, space
+from weft.plan.capture.op_call import AxisNames, IterationSpace, OpCall, iteration_space, names, rule
 
 
 @rule("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
-def layer_norm(call: Call) -> Space | None:
+def layer_norm(call: OpCall) -> IterationSpace | None:
     """Leading axes are free; the normalised ones are whole, as are the weights over them."""
     shape = call.operands[0].shape
     inner = names("c", len(call.given["normalized_shape"]))
     labels = (*names("b", len(shape) - len(inner)), *inner)
     leading = labels[: len(shape) - len(inner)]
-    results: list[Labels] = [labels]
+    results: list[AxisNames] = [labels]
     for value in call.results[1:]:  # mean and reciprocal deviation
         results.append((*leading, *(None,) * (value.rank - len(leading))))
     rows = call.operands[0].elements // max(1, _product(shape[len(leading) :]))
-    return space(
+    return iteration_space(
         call,
         "normalize",
         [labels, *[inner] * (len(call.operands) - 1)],
         results,
-        whole=inner,
+        unsplittable=inner,
         flops=8.0 * call.operands[0].elements,
         backward=2.0,
-        keeps=[0],
+        saved_operands=[0],
         extra=4.0 * rows * (1 if "rms" in call.target else 2),
     )
 
 
 @rule("group_norm", "native_group_norm")
-def group_norm(call: Call) -> Space | None:
+def group_norm(call: OpCall) -> IterationSpace | None:
     """Images are free (the native form is given their number, which is then that of the part)."""
     inner = names("c", call.operands[0].rank - 1)
     labels = ("n", *inner)
     groups: int = call.given["group" if call.target == "aten.native_group_norm" else "num_groups"]
-    statistics: list[Labels] = [("n", None)] * (len(call.results) - 1)
-    return space(
+    statistics: list[AxisNames] = [("n", None)] * (len(call.results) - 1)
+    return iteration_space(
         call,
         "normalize",
         [labels, *[inner[:1]] * (len(call.operands) - 1)],
         [labels, *statistics],
-        whole=inner,
+        unsplittable=inner,
         flops=8.0 * call.operands[0].elements,
         backward=2.0,
-        keeps=[0],
+        saved_operands=[0],
         extra=8.0 * call.operands[0].shape[0] * groups,
     )
 
@@ -53,7 +53,7 @@ def group_norm(call: Call) -> Space | None:
     "_native_batch_norm_legit_functional _native_batch_norm_legit_no_training native_batch_norm batch_norm "
     "_native_batch_norm_legit cudnn_batch_norm"
 )
-def batch_norm(call: Call) -> Space | None:
+def batch_norm(call: OpCall) -> IterationSpace | None:
     """Channels are free, and images: in training (kind "batch_norm") the statistics are then sums over all parts, in
     evaluation (kind "normalize") nothing is shared. The results after the first are over channels."""
     inner = names("i", max(call.operands[0].rank - 2, 0))
@@ -61,58 +61,58 @@ def batch_norm(call: Call) -> Space | None:
     training = bool(call.given.get("training", call.given.get("train", False)))
     if call.target.endswith("no_training"):
         training = False
-    results: list[Labels] = [labels]
+    results: list[AxisNames] = [labels]
     for value in call.results[1:]:
         results.append(("c",) if value.shape == call.operands[0].shape[1:2] else (None,) * value.rank)
-    return space(
+    return iteration_space(
         call,
         "batch_norm" if training else "normalize",
         [labels, *[("c",)] * (len(call.operands) - 1)],
         results,
-        whole=inner,
+        unsplittable=inner,
         flops=8.0 * call.operands[0].elements,
         backward=2.0,
-        keeps=[0],
+        saved_operands=[0],
         extra=8.0 * call.operands[0].shape[1] if training else 0.0,
     )
 
 
 @rule("instance_norm")
-def instance_norm(call: Call) -> Space | None:
+def instance_norm(call: OpCall) -> IterationSpace | None:
     """Images and channels are free where each image has statistics of its own."""
     if not call.given["use_input_stats"] or call.operand("running_mean") is not None:
         return None
     inner = names("i", call.operands[0].rank - 2)
     labels = ("n", "c", *inner)
-    return space(
+    return iteration_space(
         call,
         "normalize",
         [labels, *[("c",)] * (len(call.operands) - 1)],
         [labels],
-        whole=inner,
+        unsplittable=inner,
         flops=8.0 * call.operands[0].elements,
         backward=2.0,
-        keeps=[0],
+        saved_operands=[0],
     )
 
 
 @rule("_weight_norm")
-def weight_norm(call: Call) -> Space | None:
+def weight_norm(call: OpCall) -> IterationSpace | None:
     """A direction and its length: the axis that has a length for each of its entries is free."""
     rank = call.operands[0].rank
     axis = call.axis(rank)
     labels = names("a", rank)
-    length: Labels = tuple(labels[number] if number == axis else None for number in range(rank))
+    length: AxisNames = tuple(labels[number] if number == axis else None for number in range(rank))
     if call.operands[1].rank != rank:
         return None
-    return space(
+    return iteration_space(
         call,
         "normalize",
         [labels, length],
         [labels],
-        whole=[name for number, name in enumerate(labels) if number != axis],
+        unsplittable=[name for number, name in enumerate(labels) if number != axis],
         flops=4.0 * call.operands[0].elements,
-        keeps=[0, 1],
+        saved_operands=[0, 1],
     )
 
 

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.plan.capture.call import Call, Labels, Operand, Space, broadcast, names, rule, space
+from weft.plan.capture.op_call import (
+    AxisNames,
+    IterationSpace,
+    OpCall,
+    TensorArgument,
+    broadcast,
+    iteration_space,
+    names,
+    rule,
+)
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -37,7 +46,7 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int],
 
 
 @rule("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as _reshape_alias")
-def reshape(call: Call) -> Space | None:
+def reshape(call: OpCall) -> IterationSpace | None:
     """The outermost axes of a group are cut alike: 768 into 12 heads of 64 is cut by whole heads. Inner axes are
     whole."""
     before, after = call.operands[0].shape, call.results[0].shape
@@ -52,11 +61,11 @@ def reshape(call: Call) -> Space | None:
             for place, axis in enumerate(inner):
                 labels[axis] = f"a{number}{side}{place}"
                 whole.add(f"a{number}{side}{place}")
-    return space(call, "view", [tuple(read)], [tuple(result)], whole=whole, moved=0.0)
+    return iteration_space(call, "view", [tuple(read)], [tuple(result)], unsplittable=whole, moved=0.0)
 
 
 @rule("permute transpose t movedim swapaxes numpy_T mT adjoint alias detach")
-def permute(call: Call) -> Space | None:
+def permute(call: OpCall) -> IterationSpace | None:
     """All axes are free, in another order."""
     rank = call.operands[0].rank
     labels = names("a", rank)
@@ -75,33 +84,33 @@ def permute(call: Call) -> Space | None:
         order.reverse()
     elif name == "movedim":
         return None
-    return space(call, "view", [labels], [tuple(labels[axis] for axis in order)], moved=0.0)
+    return iteration_space(call, "view", [labels], [tuple(labels[axis] for axis in order)], moved=0.0)
 
 
 @rule("expand", "broadcast_to")
-def expand(call: Call) -> Space | None:
+def expand(call: OpCall) -> IterationSpace | None:
     """Axes that are repeated are free, and the operand lacks them."""
     labels = names("a", call.results[0].rank)
     read = broadcast(call.operands[0].shape, call.results[0].shape, labels)
-    return None if read is None else space(call, "view", [read], [labels], moved=0.0)
+    return None if read is None else iteration_space(call, "view", [read], [labels], moved=0.0)
 
 
 @rule("broadcast_tensors")
-def broadcast_tensors(call: Call) -> Space | None:
+def broadcast_tensors(call: OpCall) -> IterationSpace | None:
     """Each operand expanded to the shape of all."""
     labels = names("a", call.results[0].rank)
     found = [broadcast(value.shape, call.results[0].shape, labels) for value in call.operands]
     reads = [axes for axes in found if axes is not None]
-    return space(call, "view", reads, [labels] * len(reads), moved=0.0) if len(reads) == len(found) else None
+    return iteration_space(call, "view", reads, [labels] * len(reads), moved=0.0) if len(reads) == len(found) else None
 
 
 @rule("select", "slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unbind")
-def cut(call: Call) -> Space | None:
+def cut(call: OpCall) -> IterationSpace | None:
     """The axis that is cut is whole, unless all of it is taken."""
     value = call.operands[0]
     labels = names("a", value.rank)
     axis = call.axis(value.rank)
-    results: list[Labels] = []
+    results: list[AxisNames] = []
     taken = False
     for found in call.results:
         if found.rank < value.rank:
@@ -110,16 +119,16 @@ def cut(call: Call) -> Space | None:
             same = found.shape == value.shape and call.target == "aten.slice"
             taken = taken or same
             results.append(labels if same else (*labels[:axis], None, *labels[axis + 1 :]))
-    return space(call, "view", [labels], results, whole=() if taken else (labels[axis],), moved=0.0)
+    return iteration_space(call, "view", [labels], results, unsplittable=() if taken else (labels[axis],), moved=0.0)
 
 
 @rule("cat", "concat", "concatenate", "stack")
-def join(call: Call) -> Space | None:
+def join(call: OpCall) -> IterationSpace | None:
     """The axis along which tensors are put together is whole."""
     rank = call.results[0].rank
     axis = call.axis(rank)
     labels = names("a", rank)
-    reads: list[Labels] = []
+    reads: list[AxisNames] = []
     for value in call.operands:
         if call.target == "aten.stack":
             reads.append((*labels[:axis], *labels[axis + 1 :]))
@@ -127,68 +136,68 @@ def join(call: Call) -> Space | None:
             reads.append(
                 labels if value.rank == rank else (None,) * value.rank
             )  # an empty tensor of any shape is allowed
-    return space(call, "copy", reads, [labels], whole=(labels[axis],))
+    return iteration_space(call, "copy", reads, [labels], unsplittable=(labels[axis],))
 
 
 @rule("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d")
-def pad(call: Call) -> Space | None:
+def pad(call: OpCall) -> IterationSpace | None:
     """Axes that grow (or shrink) are whole."""
     value = call.operands[0]
     labels = names("a", value.rank)
     sizes: list[int] = call.given["pad" if "pad" in call.given else "padding"]
     padded = {value.rank - 1 - number // 2 for number, size in enumerate(sizes) if size}
     result = tuple(None if axis in padded else name for axis, name in enumerate(labels))
-    return space(call, "copy", [labels], [result], whole=[labels[axis] for axis in padded])
+    return iteration_space(call, "copy", [labels], [result], unsplittable=[labels[axis] for axis in padded])
 
 
 @rule("repeat", "tile")
-def repeat(call: Call) -> Space | None:
+def repeat(call: OpCall) -> IterationSpace | None:
     """Axes that are repeated are whole."""
     value, result = call.operands[0], call.results[0]
     labels = names("a", result.rank)
     ones = (1,) * (result.rank - value.rank)
     kept = [name for name, size, left in zip(labels, (*ones, *value.shape), result.shape, strict=True) if size == left]
     read = tuple(name if name in kept else None for name in labels[len(ones) :])
-    return space(call, "copy", [read], [labels], whole=[name for name in labels if name not in kept])
+    return iteration_space(call, "copy", [read], [labels], unsplittable=[name for name in labels if name not in kept])
 
 
 @rule("repeat_interleave")
-def interleave(call: Call) -> Space | None:
+def interleave(call: OpCall) -> IterationSpace | None:
     """Each entry repeated in place: a cut between entries is a cut of the result."""
-    if call.overload != "self_int" or isinstance(call.given["repeats"], Operand) or call.given["dim"] is None:
+    if call.overload != "self_int" or isinstance(call.given["repeats"], TensorArgument) or call.given["dim"] is None:
         return None
     labels = names("a", call.operands[0].rank)
-    return space(call, "copy", [labels], [labels])
+    return iteration_space(call, "copy", [labels], [labels])
 
 
 @rule("view_as_complex", "view_as_real")
-def paired(call: Call) -> Space | None:
+def paired(call: OpCall) -> IterationSpace | None:
     """The last axis of the real form holds the pair."""
     rank = min(call.operands[0].rank, call.results[0].rank)
     labels = names("a", rank)
-    pair: Labels = (*labels, None)
+    pair: AxisNames = (*labels, None)
     if call.target == "aten.view_as_complex":
-        return space(call, "view", [pair], [labels], moved=0.0)
-    return space(call, "view", [labels], [pair], moved=0.0)
+        return iteration_space(call, "view", [pair], [labels], moved=0.0)
+    return iteration_space(call, "view", [labels], [pair], moved=0.0)
 
 
 @rule("pixel_shuffle", "pixel_unshuffle")
-def shuffle(call: Call) -> Space | None:
+def shuffle(call: OpCall) -> IterationSpace | None:
     """Leading axes are free, and channels, by those of the coarser count."""
     rank = call.operands[0].rank
-    labels: Labels = (*names("a", rank - 3), "c", None, None)
-    return space(call, "copy", [labels], [labels])
+    labels: AxisNames = (*names("a", rank - 3), "c", None, None)
+    return iteration_space(call, "copy", [labels], [labels])
 
 
 @rule("select_scatter", "slice_scatter")
-def place(call: Call) -> Space | None:
+def place(call: OpCall) -> IterationSpace | None:
     """A part of the first operand is replaced by the second; the axis of the part is whole."""
     value, source = call.operands
     labels = names("a", value.rank)
     axis = call.axis(value.rank)
-    read: Labels
+    read: AxisNames
     if source.rank < value.rank:
         read = (*labels[:axis], *labels[axis + 1 :])
     else:
         read = (*labels[:axis], None, *labels[axis + 1 :])
-    return space(call, "copy", [labels, read], [labels], whole=(labels[axis],))
+    return iteration_space(call, "copy", [labels, read], [labels], unsplittable=(labels[axis],))

@@ -1,1 +1,0 @@
-"""The formats that data is read from, one module each with a `read(path, ...) -> Data`."""

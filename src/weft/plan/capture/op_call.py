@@ -1,0 +1,198 @@
+"""An operator call as a rule sees it, and the iteration space that a rule makes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from weft.plan.graph import Dim
+
+AxisNames = tuple[str | None, ...]  # for each axis of a tensor the name of its dimension
+
+
+@dataclass(frozen=True, slots=True)
+class TensorValue:
+    """A tensor between two operators. ``live``: it depends on a parameter; ``gradient``: on one that is trained, in a
+    way that autograd follows."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    live: bool = False
+    gradient: bool = False
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    @property
+    def floating(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArgument:
+    """A tensor argument: the place among the call's operands, and the tensor."""
+
+    number: int
+    value: TensorValue
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """A node of the program. ``given`` holds every argument of the operator's schema by name, defaults included, with
+    an :class:`TensorArgument` for each tensor; ``operands`` are the tensors alone, in the order in which the node names
+    them."""
+
+    target: str
+    overload: str
+    given: Mapping[str, Any]
+    operands: tuple[TensorValue, ...]
+    results: tuple[TensorValue, ...]
+    pointwise: bool = False
+
+    def axis(self, rank: int, name: str = "dim") -> int:
+        """An argument that is one axis, counted from the front."""
+        axis: int = self.given[name]
+        return axis % rank if rank else 0
+
+    def axes(self, rank: int, name: str = "dim") -> frozenset[int]:
+        """An argument that is one axis, several, or (None or empty) all."""
+        found = self.given.get(name)
+        if found is None or found == []:
+            return frozenset(range(rank))
+        return frozenset(axis % rank if rank else 0 for axis in ([found] if isinstance(found, int) else found))
+
+    def operand(self, name: str) -> TensorArgument | None:
+        found = self.given.get(name)
+        return found if isinstance(found, TensorArgument) else None
+
+
+@dataclass(frozen=True, slots=True)
+class IterationSpace:
+    """What a rule says of a call: the iteration space, and for each operand and result the dimensions of its axes.
+
+    ``saved_operands`` and ``saved_results`` are the operands and results that the backward needs, ``extra`` the bytes
+    that it needs besides.
+    """
+
+    kind: str
+    dims: tuple[Dim, ...]
+    reads: tuple[tuple[int | None, ...], ...]
+    results: tuple[tuple[int | None, ...], ...]
+    flops: float
+    moved: float
+    backward: float
+    saved_operands: tuple[int, ...]
+    saved_results: tuple[int, ...]
+    extra: float
+
+
+Rule = Callable[[OpCall], IterationSpace | None]  # None: this call of the operator has no rule
+RULES: dict[str, Rule] = {}
+
+
+def rule(*targets: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for operators of ATen, by ``name`` (all overloads) or ``name.overload``, several to a string;
+    or of another library, by ``library::name``."""
+
+    def register(function: Rule) -> Rule:
+        for target in " ".join(targets).split():
+            name = target.replace("::", ".") if "::" in target else f"aten.{target}"
+            if name in RULES:
+                raise ValueError(f"two rules for '{name}'")
+            RULES[name] = function
+        return function
+
+    return register
+
+
+def iteration_space(
+    call: OpCall,
+    kind: str,
+    reads: Sequence[AxisNames],
+    results: Sequence[AxisNames],
+    *,
+    unsplittable: Collection[str] = (),
+    max_parts: Mapping[str, int] | None = None,
+    flops: float = 0.0,
+    moved: float | None = None,
+    backward: float = 1.0,
+    saved_operands: Sequence[int] = (),
+    saved_results: Sequence[int] = (),
+    extra: float = 0.0,
+) -> IterationSpace:
+    """The iteration space of tensors with named axes. A dimension may be split into a number of parts that divides
+    every axis that has its name (and ``max_parts[name]``), unless it is ``unsplittable``."""
+    sizes: dict[str, int] = {}
+    parts: dict[str, int] = {}
+    for value, labels in (*zip(call.results, results, strict=True), *zip(call.operands, reads, strict=True)):
+        if len(labels) != value.rank or len(named := [name for name in labels if name is not None]) != len(set(named)):
+            raise ValueError(f"{call.target}: {labels} does not name the axes of {value.shape}")
+        for size, name in zip(value.shape, labels, strict=True):
+            if name is not None:
+                sizes[name] = max(sizes.get(name, 0), size)
+                parts[name] = math.gcd(parts.get(name, 0), size)
+    for name, limit in (max_parts or {}).items():
+        parts[name] = math.gcd(parts.get(name, 0), limit)
+    places = {name: place for place, name in enumerate(sizes)}
+    return IterationSpace(
+        kind,
+        tuple(Dim(name, size, 1 if name in unsplittable else max(parts[name], 1)) for name, size in sizes.items()),
+        tuple(tuple(None if name is None else places[name] for name in labels) for labels in reads),
+        tuple(tuple(None if name is None else places[name] for name in labels) for labels in results),
+        flops,
+        sum(value.bytes for value in (*call.operands, *call.results)) if moved is None else moved,
+        backward,
+        tuple(saved_operands),
+        tuple(saved_results),
+        extra,
+    )
+
+
+def names(prefix: str, count: int) -> tuple[str, ...]:
+    """Names for consecutive axes.
+
+    >>> names("b", 2)
+    ('b0', 'b1')
+    """
+    return tuple(f"{prefix}{number}" for number in range(count))
+
+
+def broadcast(shape: Sequence[int], onto: Sequence[int], labels: AxisNames) -> AxisNames | None:
+    """The names of the axes of a tensor that is broadcast onto a shape with these names; None where it cannot be.
+
+    >>> broadcast((1, 8), (4, 3, 8), ("b", "m", "n"))
+    (None, 'n')
+    """
+    if len(shape) > len(onto):
+        return None
+    aligned = list(zip(shape, onto[len(onto) - len(shape) :], labels[len(onto) - len(shape) :], strict=True))
+    if any(size not in (1, target) for size, target, _ in aligned):
+        return None
+    return tuple(name if size == target else None for size, target, name in aligned)
+
+
+def tensors(argument: Any) -> Iterator[fx.Node]:
+    """The nodes in an argument that hold one tensor, in the order in which the operands of an operator are counted."""
+    if isinstance(argument, fx.Node):
+        if isinstance(argument.meta.get("val"), torch.Tensor):
+            yield argument
+    elif isinstance(argument, (list, tuple)):
+        for part in argument:
+            yield from tensors(part)
+    elif isinstance(argument, Mapping):
+        for part in argument.values():
+            yield from tensors(part)

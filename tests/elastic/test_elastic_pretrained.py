@@ -1,0 +1,243 @@
+"""Models of transformers made elastic: the largest pick is the model, smaller ones are models cut by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from elastic_law import near, noise, pad, random_mixture
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import weft
+from weft.elastic import Mixture, Module
+from weft.errors import SupernetError
+from weft.utils.rng import generator, torch_seeded
+
+WORDS = 50
+FAMILIES = ("gpt2", "llama", "vit")
+
+
+def model_of(family: str, seed: int = 0, **more: Any) -> Any:
+    """A small model with weights that are far from those of a fresh one."""
+    with torch_seeded(seed, "pretrained", family):
+        if family == "gpt2":
+            usual = {"vocab_size": WORDS, "n_positions": 40, "n_embd": 24, "n_layer": 3, "n_head": 4}
+            model: nn.Module = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **{**usual, **more}))
+        elif family == "llama":
+            usual = {"vocab_size": WORDS, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3}
+            heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6}
+            model = LlamaForCausalLM(LlamaConfig(**{**usual, **heads, **more}))
+        else:
+            usual = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "num_attention_heads": 4}
+            images = {"image_size": 16, "patch_size": 4, "num_labels": 7}
+            model = ViTForImageClassification(ViTConfig(**{**usual, **images, **more}))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape), alpha=0.2)
+    return model.eval()
+
+
+def inputs_of(family: str, tokens: int = 11, batch: int = 2) -> Tensor:
+    if family == "vit":
+        return noise(batch, 3, 16, 16)
+    return torch.from_numpy(generator(0, "words").integers(WORDS, size=(batch, tokens)))
+
+
+def logits(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(x).logits if model.config.model_type == "vit" else model(x, use_cache=False).logits
+
+
+def chain_of(family: str, model: Any) -> weft.Chain:
+    """Everything varies that can."""
+    space = weft.Space()
+    depth, width = space.integer("depth", [1, 2, 3]), space.integer("width", [12, 18, 24])
+    hidden = [space.integer(f"hidden{i}", [20, 36] if family != "gpt2" else [40, 96]) for i in range(3)]
+    if family == "llama":
+        groups, each = space.integer("groups", [1, 2, 4]), space.integer("each", [1, 2])
+        return weft.from_transformers(
+            model, space, depth=depth, width=width, heads=groups * each, kv_heads=groups, hidden=hidden
+        )
+    return weft.from_transformers(
+        model, space, depth=depth, width=width, heads=space.integer("heads", [1, 2, 4]), hidden=hidden
+    )
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_largest_pick_has_the_bits_of_the_model(family: str, attention: str) -> None:
+    model = model_of(family, attn_implementation=attention)
+    chain = chain_of(family, model)
+    for tokens, batch in ((1, 1), (7, 2), (33, 3)):
+        x = inputs_of(family, tokens, batch)
+        with torch.no_grad():
+            assert torch.equal(chain(x, chain.largest()), logits(model, x))
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("gpt2", {"activation_function": "gelu_pytorch_tanh", "n_inner": 30}),
+        ("gpt2", {"activation_function": "quick_gelu"}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"num_key_value_heads": 8, "hidden_act": "gelu"}),
+        ("llama", {"num_key_value_heads": 1}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
+        ("vit", {"qkv_bias": False, "hidden_act": "relu"}),
+    ],
+)
+def test_a_model_with_other_settings_has_the_same_bits_with_nothing_that_varies(
+    family: str, more: dict[str, Any]
+) -> None:
+    model = model_of(family, **more)
+    chain = weft.from_transformers(model, weft.Space())
+    x = inputs_of(family)
+    with torch.no_grad():
+        assert torch.equal(chain(x, chain.largest()), logits(model, x))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_smaller_pick_has_the_bits_of_what_is_extracted_which_knows_neither_weft_nor_transformers(
+    family: str,
+) -> None:
+    chain = chain_of(family, model_of(family))
+    x = inputs_of(family)
+    rng = generator(0, "pretrained", family)
+    for subnet in (chain.space.first(), chain.space.last(), *(chain.space.sample(rng) for _ in range(4))):
+        plain = weft.extract(chain, subnet)
+        homes = {type(part).__module__.partition(".")[0] for part in plain.modules()}
+        assert homes == {"torch"}
+        with torch.no_grad():
+            assert torch.equal(plain(x), chain(x, subnet))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_one_hot_mixture_of_the_chain_is_its_pick(family: str) -> None:
+    chain = chain_of(family, model_of(family)).double()
+    x = inputs_of(family)
+    x = x.double() if x.is_floating_point() else x
+    rng = generator(1, "pretrained", family)
+    for subnet in (chain.space.first(), *(chain.space.sample(rng) for _ in range(3))):
+        certain = Mixture.one_hot(subnet, chain.space)
+        mixture = Mixture(chain.space, {name: certain[name].double() for name in chain.space.choices})
+        with torch.no_grad():
+            out = chain(x, subnet)
+            near(chain(x, mixture), pad(out, out.shape), 1e-12)
+
+
+def test_a_smaller_pick_of_llama_is_the_llama_that_is_cut_by_hand() -> None:
+    model = model_of("llama")
+    chain = chain_of("llama", model)
+    small = {"num_hidden_layers": 2, "hidden_size": 12, "intermediate_size": 20}
+    cut = model_of("llama", num_attention_heads=2, num_key_value_heads=2, **small)
+    state = {}
+    for name, value in model.state_dict().items():
+        if name in cut.state_dict():
+            if "q_proj" in name:
+                value = value.view(4, 2, 6, 24)[:2, :1].reshape(12, 24)
+            elif "o_proj" in name:
+                value = value.view(24, 4, 2, 6)[:, :2, :1].reshape(24, 12)
+            state[name] = value[tuple(slice(size) for size in cut.state_dict()[name].shape)]
+    cut.load_state_dict(state)
+    values = {"depth": 2, "width": 12, "groups": 2, "each": 1, "hidden0": 20, "hidden1": 20, "hidden2": 36}
+    x = inputs_of("llama")
+    with torch.no_grad():
+        assert torch.equal(chain(x, chain.space.subnet(values)), logits(cut, x))
+
+
+def test_a_shallower_pick_of_gpt2_is_the_gpt2_without_the_last_layers() -> None:
+    model = model_of("gpt2")
+    space = weft.Space()
+    chain = weft.from_transformers(model, space, depth=space.integer("depth", [1, 3]))
+    shallow = copy.deepcopy(model)
+    shallow.transformer.h = shallow.transformer.h[:1]
+    x = inputs_of("gpt2")
+    with torch.no_grad():
+        assert torch.equal(chain(x, space.first()), logits(shallow, x))
+        assert not torch.equal(chain(x, space.last()), logits(shallow, x))
+
+
+def test_the_chain_has_weights_of_its_own_and_the_model_stays_as_it_is() -> None:
+    model = model_of("gpt2")
+    before = copy.deepcopy(model.state_dict())
+    chain = chain_of("gpt2", model)
+    x = inputs_of("gpt2")
+    mixture = random_mixture(chain.space)
+    torch.nn.functional.cross_entropy(chain(x, mixture).flatten(0, 1), x.flatten()).backward()
+    with torch.no_grad():
+        for parameter in chain.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_is_frozen_stays_so_and_the_mode_too() -> None:
+    model = model_of("vit").train()
+    model.vit.embeddings.requires_grad_(False)
+    chain = weft.from_transformers(model, weft.Space())
+    frozen = {name for name, p in chain.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name, _ in chain.named_parameters() if name.startswith("embed.")}
+    assert chain.training
+    assert not any(isinstance(part, Module) for part in weft.extract(chain, chain.largest()).modules())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"width": [12, 20]}, r"the model's width is 24, but the largest of 'width' is 20"),
+        ({"depth": [1, 2]}, r"the model's depth is 3, but the largest of 'depth' is 2"),
+        ({"heads": [4, 8]}, r"the model's heads \(layer 0\) is 4, but the largest of 'heads' is 8"),
+        ({"hidden": [4, 8]}, r"the model's hidden \(layer 0\) is 36, but the largest of 'hidden' is 8"),
+        ({"kv_heads": [2, 4]}, r"as many keys and values as heads"),
+    ],
+)
+def test_sizes_that_are_not_the_models_are_refused(sizes: dict[str, list[int]], message: str) -> None:
+    space = weft.Space()
+    given = {name: space.integer(name, values) for name, values in sizes.items()}
+    with pytest.raises(SupernetError, match=message):
+        weft.from_transformers(model_of("vit"), space, **given)
+
+
+def test_a_list_of_another_length_is_refused() -> None:
+    space = weft.Space()
+    with pytest.raises(SupernetError, match=r"heads has 2 entries, but the model has 3 layers"):
+        weft.from_transformers(model_of("vit"), space, heads=[4, 4])
+
+
+def test_heads_that_the_models_groups_do_not_divide_are_refused() -> None:
+    space = weft.Space()
+    with pytest.raises(SupernetError, match=r"6 heads and 4 kv_heads"):
+        weft.from_transformers(model_of("llama"), space, heads=space.integer("heads", [6, 8]))
+
+
+def test_unknown_models_are_refused_with_the_known_ones() -> None:
+    bert = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
+    for model in (bert, nn.Linear(2, 2), model_of("gpt2").transformer):
+        with pytest.raises(SupernetError, match=r"GPT2LMHeadModel, LlamaForCausalLM, ViTForImageClassification"):
+            weft.from_transformers(model, weft.Space())
+
+
+def test_models_that_compute_otherwise_are_refused() -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}
+    with pytest.raises(SupernetError, match=r"'dynamic' change with the length"):
+        weft.from_transformers(model_of("llama", rope_parameters=dynamic), weft.Space())
+    with pytest.raises(SupernetError, match=r"add_cross_attention"):
+        weft.from_transformers(model_of("gpt2", add_cross_attention=True), weft.Space())
+    model = model_of("gpt2")
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(SupernetError, match=r"by 'flex_attention'.*set_attn_implementation"):
+        weft.from_transformers(model, weft.Space())

@@ -1,0 +1,270 @@
+"""The expected weight and the linear layer with it, against the definition: every entry by itself, in double."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from elastic_law import draw, near, saved
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import weft
+from weft.elastic import Linear, Mixture
+from weft.elastic.ops import linear as module
+from weft.elastic.ops import weight as passes
+from weft.elastic.ops.linear import mixed_linear
+from weft.elastic.ops.weight import expected_weight
+
+FORMS = {"masked": module._Masked, "scaled": module._Scaled}
+
+
+def parts(
+    tokens: int, inputs: int, outputs: int, rank: int, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """x, weight, bias, rows, columns."""
+    shapes = ((2, tokens, inputs), (outputs, inputs), (outputs,), (rank, outputs), (rank, inputs))
+    tensors = [draw(*shape, seed=seed + k, dtype=dtype) for k, shape in enumerate(shapes)]
+    # As in every mixture the first entry of a columns' factor is 1, which is what the bias goes by.
+    tensors[4] = torch.cat([torch.ones(rank, 1, dtype=dtype), tensors[4][:, 1:].abs()], dim=1)
+    tensors[3] = tensors[3].abs()
+    return [part.requires_grad_() for part in tensors]
+
+
+def entrywise(weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Every entry by itself, from the definition."""
+    entries = [
+        weight[r, c] * sum(rows[s, r] * columns[s, c] for s in range(len(rows)))
+        for r, c in product(range(weight.shape[0]), range(weight.shape[1]))
+    ]
+    return torch.stack(entries).view_as(weight)
+
+
+def literal(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
+    inside = None if bias is None else bias * sum(rows[s] * columns[s, 0].detach() for s in range(len(rows)))
+    return F.linear(x, entrywise(weight, rows, columns), inside)
+
+
+def test_the_expected_weight_of_two_sizes_by_hand() -> None:
+    # 2 x 2 with probability 0.25, else 1 x 2: the second row is within the pick in a quarter of the cases.
+    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    rows, columns = torch.tensor([[1.0, 0.25]]), torch.tensor([[1.0, 1.0]])
+    assert torch.equal(expected_weight(weight, rows, columns), torch.tensor([[1.0, 2.0], [0.75, 1.0]]))
+    out = mixed_linear(torch.tensor([[1.0, 1.0]]), weight, torch.tensor([1.0, 2.0]), rows, columns)
+    assert torch.equal(out, torch.tensor([[4.0, 2.25]]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.integers(0, 99))
+def test_the_expected_weight_and_its_gradients_are_those_of_the_definition(
+    height: int, width: int, rank: int, seed: int
+) -> None:
+    _, weight, _, rows, columns = parts(1, width, height, rank, seed)
+    gradient = draw(height, width, seed=seed + 9)
+    ours, theirs = expected_weight(weight, rows, columns), entrywise(weight, rows, columns)
+    near(ours, theirs, 1e-12)
+    for mine, other in zip(
+        torch.autograd.grad(ours, (weight, rows, columns), gradient),
+        torch.autograd.grad(theirs, (weight, rows, columns), gradient),
+        strict=True,
+    ):
+        near(mine, other, 1e-12)
+
+
+def test_a_weight_of_four_dimensions_counts_all_but_the_first_as_columns() -> None:
+    weight, rows, columns = draw(4, 3, 2, 2), draw(2, 4), draw(2, 12)
+    ours = expected_weight(weight, rows, columns)
+    near(ours, entrywise(weight.flatten(1), rows, columns).view(4, 3, 2, 2), 1e-12)
+    # A gradient that is not laid out as the weight is.
+    weight.requires_grad_()
+    other = draw(2, 2, 3, 4).permute(3, 2, 1, 0)
+    (mine,) = torch.autograd.grad(expected_weight(weight, rows, columns), weight, other)
+    near(mine, torch.einsum("sr,sc->rc", rows, columns).view(4, 3, 2, 2) * other, 1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(sorted(FORMS)),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sets(st.integers(0, 4), min_size=1),
+    st.integers(0, 99),
+)
+def test_both_forms_agree_with_the_definition_for_whatever_wants_a_gradient(
+    form: str, tokens: int, inputs: int, outputs: int, rank: int, biased: bool, wanted: set[int], seed: int
+) -> None:
+    given = parts(tokens, inputs, outputs, 1 if form == "scaled" else rank, seed)
+    for index, part in enumerate(given):
+        part.requires_grad_(index in wanted)
+    x, weight, bias, rows, columns = given
+    use = bias if biased else None
+    ours: Tensor = FORMS[form].apply(x, weight, use, rows, columns)
+    theirs = literal(x, weight, use, rows, columns)
+    near(ours, theirs, 1e-12)
+    asked = [part for part in given if part.requires_grad and (biased or part is not bias)]
+    if not asked:
+        return
+    gradient = draw(*ours.shape, seed=seed + 9)
+    kept = gradient.clone()
+    mine = torch.autograd.grad(ours, asked, gradient)
+    for one, other in zip(mine, torch.autograd.grad(theirs, asked, gradient, materialize_grads=True), strict=True):
+        near(one, other, 1e-12)
+    assert torch.equal(gradient, kept)  # what belongs to the graph is not written over
+
+
+@pytest.mark.parametrize("entries", [1, 7, 16, 1 << 20])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_weights_taken_in_pieces_of_any_size_give_the_same(
+    entries: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "_PIECE", entries)
+    given = parts(3, 5, 7, rank)
+    gradient = draw(2, 3, 7, seed=9)
+    ours, theirs = module._Masked.apply(*given), literal(*given)
+    near(ours, theirs, 1e-12)
+    for one, other in zip(
+        torch.autograd.grad(ours, given, gradient), torch.autograd.grad(theirs, given, gradient), strict=True
+    ):
+        near(one, other, 1e-12)
+    _, weight, _, rows, columns = given
+    ours, theirs = expected_weight(weight, rows, columns), entrywise(weight, rows, columns)
+    near(ours, theirs, 1e-12)
+    wanted = (weight, rows, columns)
+    for one, other in zip(
+        torch.autograd.grad(ours, wanted, gradient[0, :1].t() * weight),
+        torch.autograd.grad(theirs, wanted, gradient[0, :1].t() * weight),
+        strict=True,
+    ):
+        near(one, other, 1e-12)
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize("wanted", [{0, 1, 2, 3, 4}, {1, 4}, {3}, {0}])
+def test_a_weight_that_lies_transposed_in_memory_serves_as_well(form: str, wanted: set[int]) -> None:
+    given = parts(3, 5, 7, 1 if form == "scaled" else 3)
+    given[1] = given[1].detach().t().contiguous().requires_grad_()
+    for index, part in enumerate(given):
+        part.requires_grad_(index in wanted)
+    x, turned, bias, rows, columns = given
+    ours, theirs = FORMS[form].apply(x, turned.t(), bias, rows, columns), literal(x, turned.t(), bias, rows, columns)
+    near(ours, theirs, 1e-12)
+    asked = [part for part in given if part.requires_grad]
+    gradient = draw(*ours.shape, seed=9)
+    for one, other in zip(
+        torch.autograd.grad(ours, asked, gradient), torch.autograd.grad(theirs, asked, gradient), strict=True
+    ):
+        near(one, other, 1e-12)
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_a_backward_goes_by_the_autocast_of_its_forward(form: str) -> None:
+    given = parts(4, 6, 8, 1, dtype=torch.float32)
+    gradient = draw(2, 4, 8, seed=9, dtype=torch.float32)
+    out = FORMS[form].apply(*given)
+    outside = torch.autograd.grad(out, given, gradient, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = torch.autograd.grad(out, given, gradient)
+    for one, other in zip(outside, inside, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rank", [1, 3, 16])
+def test_on_a_gpu_the_fused_kernels_agree_with_the_eager_path_and_with_themselves(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [part.detach().cuda().requires_grad_() for part in parts(50, 70, 130, rank, dtype=torch.float32)]
+    gradient = draw(2, 50, 130, seed=9, dtype=torch.float32).cuda()
+
+    def run() -> list[Tensor]:
+        out = mixed_linear(*given)
+        expected = expected_weight(given[1], given[3], given[4])
+        found = torch.autograd.grad(expected, [given[1], given[3], given[4]], given[1].detach())
+        return [out, expected, *found, *torch.autograd.grad(out, given, gradient)]
+
+    first, again = run(), run()
+    monkeypatch.setattr(passes, "weight_kernels", lambda *_: None)
+    for one, two, other in zip(first, again, run(), strict=True):
+        assert torch.equal(one, two)
+        near(one, other, 1e-5)
+
+
+def test_which_form_is_taken_depends_on_the_tokens_and_not_on_the_result() -> None:
+    taken = set()
+    for tokens in (1, 4096):
+        values = parts(tokens, 16, 16, 1, dtype=torch.float32)
+        out = mixed_linear(*values)
+        taken.add(type(out.grad_fn).__name__)
+        for form in FORMS.values():
+            near(out, form.apply(*values), 1e-5)
+    assert taken == {"_ScaledBackward", "_MaskedBackward"}
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_under_autocast_outputs_and_gradients_have_the_dtypes_and_the_accuracy_of_a_plain_layer(form: str) -> None:
+    given = parts(64, 32, 48, 1, dtype=torch.float32)
+    x, weight, bias, rows, columns = given
+    with torch.autocast("cpu", torch.bfloat16):
+        ours: Tensor = FORMS[form].apply(*given)
+        plain = F.linear(x, weight * rows.t() * columns, bias * rows[0])
+    assert ours.dtype == plain.dtype == torch.bfloat16
+    gradient = draw(*ours.shape, seed=9, dtype=torch.bfloat16)
+    exact = literal(*(part.double() for part in given))
+    wanted = torch.autograd.grad(exact, given, gradient.double())
+    by_plain = torch.autograd.grad(plain, given, gradient)
+    for mine, other, truth in zip(torch.autograd.grad(ours, given, gradient), by_plain, wanted, strict=True):
+        assert mine.dtype == other.dtype == torch.float32
+        assert distance(mine, truth) <= max(2 * distance(other, truth), 5e-3)
+    assert distance(ours, exact) <= max(2 * distance(plain, exact), 5e-3)
+
+
+def distance(result: Tensor, truth: Tensor) -> float:
+    result, truth = result.detach().double(), truth.detach().double()
+    return float((result - truth).norm() / truth.norm())
+
+
+def test_factors_of_single_precision_serve_weights_of_double() -> None:
+    x, weight, bias, rows, columns = (part.detach() for part in parts(2, 4, 6, 2))
+    out = mixed_linear(x, weight, bias, rows.float(), columns.float())
+    assert out.dtype == torch.float64
+    near(out, literal(x, weight, bias, rows.float().double(), columns.float().double()), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "outputs"), [(8, "ratio"), (512, "ratio"), (8, "heads"), (512, "heads")])
+def test_a_mixed_layer_saves_no_more_than_a_plain_one_but_for_its_factors(
+    tokens: int, outputs: str, dtype: torch.dtype | None
+) -> None:
+    space = weft.Space()
+    width = space.categorical("width", [32, 48, 64])
+    ratio = space.categorical("ratio", [1.5, 2])
+    heads = space.categorical("heads", [2, 4])
+    layer = Linear(space, width, {"ratio": ratio * width, "heads": 32 * heads}[outputs])
+    plain = nn.Linear(layer.in_features, layer.out_features)
+    x = draw(tokens, 64, dtype=torch.float32).requires_grad_()
+    choices = {"width": 3, "ratio": 2, "heads": 2}
+    probabilities = {name: torch.full((n,), 1 / n, requires_grad=True) for name, n in choices.items()}
+
+    def mixed() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+            out: Tensor = layer(x, pick=Mixture.unchecked(space, probabilities))
+        return out
+
+    def alone() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+            out: Tensor = plain(x)
+        return out
+
+    with saved(layer) as ours:
+        mixed()
+    with saved(plain) as theirs:
+        alone()
+    factors = 3 * (64 + 128) * 4  # rank x (inputs + outputs)
+    tables = 2 * factors  # which places are within the pick, for each option: they belong to the layer
+    assert sum(ours) <= sum(theirs) + factors + tables + 1024

@@ -1,0 +1,214 @@
+"""The formulas of a layer's clock against brute force, and the texts that name them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.engine.consistency import (
+    Bounded,
+    Consistency,
+    Delayed,
+    Exact,
+    Lagged,
+    VersionSchedule,
+    parse_consistency,
+    version_schedule,
+)
+from weft.errors import ConsistencyError
+
+
+def test_the_table_by_hand() -> None:
+    """Two micro-batches a step; what the micro-batches 0..11 see."""
+    total = range(12)
+    exact = version_schedule(Exact(), 0, 1, 2, 6)
+    assert [exact.forward_reads(n) for n in total] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    delayed = version_schedule(Delayed(2), 0, 1, 2, 6)
+    assert [delayed.forward_reads(n) for n in total] == [0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
+    lagged = version_schedule(Lagged(2), 0, 1, 2, 6)
+    assert [lagged.forward_reads(n) for n in total] == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert [lagged.slot(n) for n in total] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    bounded = version_schedule(Bounded(2, 4), 1, 4, 2, 6)  # virtual stage 1, so L = 3
+    assert [bounded.forward_reads(n) for n in total] == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert [bounded.backward_reads(n) for n in total] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_exact_is_delayed_by_nothing() -> None:
+    for m, n in product((1, 2, 3), range(30)):
+        a, b = version_schedule(Exact(), 0, 1, m, 10), version_schedule(Delayed(0), 0, 1, m, 10)
+        assert (a.slot(n), a.forward_reads(n), a.backward_reads(n)) == (
+            b.slot(n),
+            b.forward_reads(n),
+            b.backward_reads(n),
+        )
+        assert a.last_microbatch(a.slot(n)) == b.last_microbatch(b.slot(n))
+
+
+@pytest.mark.parametrize("consistency", [Exact(), *map(Delayed, range(6)), *map(Lagged, range(1, 7))])
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+def test_steps_see_exactly_the_updates_of_the_steps_and_windows_named(consistency: Consistency, m: int) -> None:
+    steps = 23
+    found = version_schedule(consistency, 0, 1, m, steps)
+    for n in range(steps * m):
+        i = n // m
+        match consistency:
+            case Lagged(k):
+                seen, slot = {w for w in range(steps) if w <= i // k - 2}, i // k
+                members = [x for x in range(steps * m) if x // m // k == slot]
+            case _:
+                late = consistency.steps if isinstance(consistency, Delayed) else 0
+                seen, slot = {j for j in range(steps) if j < i - late}, i
+                members = [x for x in range(steps * m) if x // m == slot]
+        # A version's number is that of the updates below it, so the updates that are seen must be the first ones.
+        assert seen == set(range(found.forward_reads(n))) == set(range(found.backward_reads(n)))
+        assert found.slot(n) == slot
+        assert found.last_microbatch(slot) == members[-1]
+        assert found.steps(slot) == len({x // m for x in members})
+
+
+def pipeline_reads(window: int, every: int, total: int) -> tuple[list[int], list[int]]:
+    """PACI at one stage, played: a forward starts while fewer than `window` are in flight."""
+    forward, backward, done = [], [], 0
+    started = 0
+    while done < total:
+        while started < total and started - done < window:
+            forward.append(done // every)
+            started += 1
+        backward.append(done // every)
+        done += 1
+    return forward, backward
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 8])
+def test_bounded_reads_what_a_real_stage_of_that_depth_would(blocks: int, every: int) -> None:
+    steps = 40
+    for depth in range(1, blocks + 1):
+        for block in range(blocks):
+            stage = (block * depth) // blocks
+            assert 0 <= stage < depth
+            found = version_schedule(Bounded(every, depth), block, blocks, 1, steps)
+            assert found.window == depth - stage
+            forward, backward = pipeline_reads(depth - stage, every, steps)
+            assert [found.forward_reads(n) for n in range(steps)] == forward
+            assert [found.backward_reads(n) for n in range(steps)] == backward
+
+
+@pytest.mark.parametrize("depth", range(1, 10))
+@pytest.mark.parametrize("every", range(1, 10))
+def test_the_drift_of_bounded_has_the_stated_maximum_and_histogram(depth: int, every: int) -> None:
+    for block in range(depth):
+        found = version_schedule(Bounded(every, depth), block, depth, 1, 600)
+        late = found.window - 1
+        assert late == depth - 1 - block
+        drift = [found.backward_reads(n) - found.forward_reads(n) for n in range(600)]
+        assert max(drift) == ceil(late / every)
+        assert min(drift) >= 0
+        # In the steady state, by phase r = n mod K: ceil((d - r) / K) for r < d, else 0.
+        start = every * ceil(late / every) + every
+        for n in range(start, 600):
+            phase = n % every
+            assert drift[n] == (ceil((late - phase) / every) if phase < late else 0)
+        steady = drift[start : start + every * 10]
+        counts = Counter(steady)
+        assert sum(steady) == late * 10  # mean d / K over 10 K micro-batches
+        assert counts[ceil(late / every)] == 10 * (late % every or every)
+        assert set(counts) <= {late // every, ceil(late / every)}
+
+
+def test_with_an_update_for_each_of_a_pipelines_stages_the_drift_is_at_most_one() -> None:
+    found = version_schedule(Bounded(7, 8), 0, 8, 1, 200)
+    drift = Counter(found.backward_reads(n) - found.forward_reads(n) for n in range(14, 14 + 70))
+    assert drift == {1: 70}
+    found = version_schedule(Bounded(8, 8), 0, 8, 1, 200)
+    drift = Counter(found.backward_reads(n) - found.forward_reads(n) for n in range(16, 16 + 80))
+    assert drift == {1: 70, 0: 10}
+
+
+@given(
+    m=st.integers(1, 4),
+    steps=st.integers(1, 30),
+    consistency=st.one_of(
+        st.just(Exact()),
+        st.builds(Delayed, st.integers(0, 9)),
+        st.builds(Lagged, st.integers(1, 9)),
+        st.builds(Bounded, st.integers(1, 5), st.integers(1, 4)),
+    ),
+    block=st.integers(0, 3),
+)
+def test_no_micro_batch_sees_an_update_that_holds_it_or_a_later_one(
+    m: int, steps: int, consistency: Consistency, block: int
+) -> None:
+    if isinstance(consistency, Bounded):
+        consistency = Bounded(consistency.every * m, consistency.depth)
+    found = version_schedule(consistency, block, 4, m, steps)
+    total = steps * m
+    before = 0
+    for n in range(total):
+        for seen in (found.forward_reads(n), found.backward_reads(n)):
+            assert 0 <= seen <= found.slot(n)
+            assert seen == 0 or found.last_microbatch(seen - 1) < n
+        assert found.forward_reads(n) >= before  # versions only grow, so the oldest reader is the next one
+        before = found.forward_reads(n)
+        assert found.last_microbatch(found.slot(n)) >= n
+    # Every micro-batch is in one slot, and the slots cover the run.
+    slots = [found.slot(n) for n in range(total)]
+    assert slots == sorted(slots)
+    assert sum(found.steps(slot) for slot in set(slots)) == steps
+    assert found.last_microbatch(slots[-1]) == total - 1
+
+
+@given(
+    st.one_of(
+        st.just(Exact()),
+        st.builds(Delayed, st.integers(0, 99)),
+        st.builds(Lagged, st.integers(1, 99)),
+        st.builds(Bounded, st.integers(1, 99), st.integers(1, 99)),
+    )
+)
+def test_a_consistency_reads_back_what_it_prints(consistency: Consistency) -> None:
+    assert parse_consistency(str(consistency)) == consistency
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "exakt",
+        "exact(1)",
+        "delayed",
+        "delayed()",
+        "delayed(1, 2)",
+        "lagged(0)",
+        "delayed(-1)",
+        "bounded(4)",
+        "bounded(0, 4)",
+        "bounded(4, 0)",
+        "delayed(1",
+        "delayed(x)",
+        "2BW",
+    ],
+)
+def test_a_text_that_names_no_consistency_is_refused(text: str) -> None:
+    with pytest.raises(ConsistencyError):
+        parse_consistency(text)
+
+
+def test_the_refusals_name_a_value_that_works() -> None:
+    with pytest.raises(ConsistencyError, match=r"multiple of the 4 micro-batches .* K = 8"):
+        version_schedule(Bounded(6, 2), 0, 4, 4, 10)
+    version_schedule(Bounded(8, 2), 0, 4, 4, 10)
+    with pytest.raises(ConsistencyError, match="at most 3"):
+        version_schedule(Bounded(4, 4), 0, 3, 1, 10)
+    version_schedule(Bounded(4, 3), 0, 3, 1, 10)
+    with pytest.raises(ConsistencyError, match="did you mean 'lagged'"):
+        parse_consistency("laged(3)")
+
+
+def test_a_clock_is_a_value() -> None:
+    assert VersionSchedule(Exact(), 2, 8) == version_schedule(Exact(), 3, 5, 2, 4)

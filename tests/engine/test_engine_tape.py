@@ -1,0 +1,292 @@
+"""Gradients at the border between blocks, under other weights in place of a module's own, and where a layer computes
+its forward again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import chain as joined
+from itertools import combinations
+
+import pytest
+import torch
+from stages import make_engine
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from weft.engine.consistency import VersionSchedule, parse_consistency
+from weft.engine.inplace_weights import BACKWARDS, ParameterSwap, RecomputeGuard
+from weft.engine.optimizer import Optimizer
+from weft.errors import ConsistencyError
+from weft.space import Space
+from weft.supernet import Activations, Chain, Choice, Shared, as_activations, initialise
+from weft.supernet.layer import grad_barrier
+
+WIDTH = 4
+
+
+class Weave(nn.Module):
+    """Takes three tensors and gives three; every one is used several times, and one may pass untouched."""
+
+    def __init__(self, kind: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.p, self.q = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.7))
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mixed = torch.tanh(self.p(a) + b * self.scale + self.q(c))
+        if self.kind == 0:
+            return mixed + a * c, b, a + mixed * b
+        if self.kind == 1:
+            return torch.sin(mixed * b) + a, mixed * c + self.q(b), c
+        if self.kind == 3:  # one tensor under two names
+            return mixed, mixed, a * b + c
+        return c, self.p(mixed) * a + b, mixed.detach() * self.scale + a
+
+
+class Enter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.inner(x)
+        return y, torch.tanh(y), x
+
+
+class Leave(nn.Module):
+    def forward(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return a * b + c
+
+
+def loss_of(outputs: Tensor, y: Tensor) -> Tensor:
+    return ((outputs - y) ** 2).mean()
+
+
+def cut_gradients(layers: list[nn.Module], cuts: set[int], x: Tensor, y: Tensor) -> list[Tensor | None]:
+    """By hand: stages that exchange detached tensors forward and gradients backward."""
+    stages, start = [], 0
+    for end in [*sorted(cuts), len(layers)]:
+        stages.append(layers[start:end])
+        start = end
+    entered: list[Activations] = []
+    left: list[Activations] = []
+    carry: Activations = (x,)
+    for stage in stages:
+        if entered:
+            carry = tuple(t.detach().requires_grad_(t.requires_grad) for t in carry)
+        entered.append(carry)
+        for layer in stage:
+            carry = grad_barrier(as_activations(layer(*carry), "layer"))
+        left.append(carry)
+    found: dict[int, list[Tensor | None]] = {}
+    loss = loss_of(carry[0], y)
+    outputs, seeds = [loss], [torch.ones(())]
+    for index in reversed(range(len(stages))):
+        parameters = [p for layer in stages[index] for p in layer.parameters()]
+        inputs = [t for t in entered[index] if t.requires_grad]
+        own = torch.autograd.grad(outputs, [*parameters, *inputs], seeds, allow_unused=True)
+        found[index] = list(own[: len(parameters)])
+        passed = dict(zip((id(t) for t in inputs), own[len(parameters) :], strict=True))
+        if index:
+            pairs = [(out, passed.get(id(t))) for out, t in zip(left[index - 1], entered[index], strict=True)]
+            outputs = [out for out, grad in pairs if grad is not None]
+            seeds = [grad for _, grad in pairs if grad is not None]
+    return list(joined.from_iterable(found[index] for index in range(len(stages))))
+
+
+def build(kinds: tuple[int, ...], seed: int) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [Enter(), *map(Weave, kinds), Leave()]
+
+
+@pytest.mark.parametrize("kinds", [(0, 1, 2), (1, 0, 1), (2, 2, 0), (0, 0, 0), (3, 0, 1), (3, 3, 1)])
+def test_gradients_have_the_same_bits_at_every_cut(kinds: tuple[int, ...]) -> None:
+    for seed in range(3):
+        layers = build(kinds, seed)
+        x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
+        whole = cut_gradients(layers, set(), x, y)
+        assert sum(g is not None for g in whole) >= 10
+        places = range(1, len(layers))
+        for count in range(1, len(layers)):
+            for cuts in combinations(places, count):
+                for a, b in zip(whole, cut_gradients(layers, set(cuts), x, y), strict=True):
+                    # A gradient of nothing is nothing or zeros, depending on who asks.
+                    assert (a is None or b is None) or torch.equal(a, b)
+                    assert (a is None) == (b is None) or not torch.any(a if a is not None else b)
+
+
+@pytest.mark.parametrize("kinds", [(0, 1, 2), (2, 0, 1), (3, 0, 1)])
+def test_the_sequential_law_has_the_gradients_of_the_cut_chain(kinds: tuple[int, ...]) -> None:
+    layers = build(kinds, 7)
+    space = Space()
+    chain = Chain(*(Choice(space, f"b{i}", {"only": layer}) for i, layer in enumerate(layers)), inputs="x")
+    x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
+    expected = cut_gradients(layers, {1, 2, 3, 4}, x, y)
+    before = [p.detach().clone() for p in chain.parameters()]
+    sequential = make_engine(
+        chain, [space.first()], optimizer=Optimizer("sgd", lr=1.0), loss=lambda out, batch: loss_of(out, batch["y"])
+    )
+    sequential.step(0, {"x": x, "y": y})
+    for start, end, gradient in zip(before, chain.parameters(), expected, strict=True):
+        assert torch.equal(end.detach(), start if gradient is None else torch.add(start, gradient, alpha=-1.0))
+
+
+def test_a_border_changes_no_value_and_leaves_single_tensors_alone() -> None:
+    a, b, c = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True), torch.arange(3)
+    assert grad_barrier((a,))[0] is a
+    assert grad_barrier((a, c)) == (a, c)
+    passed = grad_barrier((a * 2, c, b * 3))
+    assert torch.equal(passed[0], a * 2)
+    assert passed[1] is c
+    assert torch.equal(passed[2], b * 3)
+
+
+def test_a_tensor_that_nobody_uses_behind_the_border_gets_no_gradient() -> None:
+    a, b = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    passed = grad_barrier((a * 2, b * 3))
+    grads = torch.autograd.grad(passed[0].sum(), [a, b], allow_unused=True)
+    assert torch.equal(grads[0], torch.full((3,), 2.0))
+    assert grads[1] is None
+
+
+# Other weights in place of a module's own, in the forward and in a backward that recomputes it.
+
+
+class Recomputed(nn.Module):
+    """The same layer, its activations kept or recomputed in the backward."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 4))
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+        return out
+
+
+def recomputing(recompute: bool) -> Chain:
+    space = Space()
+    blocks = [Choice(space, f"b{i}", {"only": lambda: Recomputed(recompute)}) for i in range(3)]
+    return Chain(Shared(lambda: nn.Linear(4, 4), "stem"), *blocks)
+
+
+def test_a_module_computes_with_what_it_is_bound_to_and_has_its_own_again_afterwards() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    module[1].weight = module[0].weight  # tied: both places must follow
+    own = module[0].weight
+    binding = ParameterSwap(module, [own])
+    with binding.to([2 * torch.eye(2)]):
+        assert torch.equal(module(torch.ones(1, 2)), torch.full((1, 2), 4.0))
+    assert module[0].weight is own
+    assert module[1].weight is own
+    with pytest.raises(ZeroDivisionError), binding.to([torch.eye(2)]):
+        raise ZeroDivisionError
+    assert module[0].weight is own
+
+
+@pytest.mark.parametrize("consistency", ["exact", "delayed(3)", "lagged(2)"])
+def test_a_layer_that_is_recomputed_in_its_backward_sees_the_version_of_its_forward(consistency: str) -> None:
+    found = []
+    for recompute in (False, True):
+        chain = initialise(lambda recompute=recompute: recomputing(recompute), seed=2)
+        subnet = chain.space.first()
+        sequential = make_engine(
+            chain, [subnet] * 10, consistency=consistency, loss=lambda out, batch: out.square().mean()
+        )
+        for i in range(10):
+            sequential.step(i, {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(i))})
+        found.append(chain.state_dict())
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
+
+
+# A layer that runs its forward again in its backward is refused under ``bounded``, and let through elsewhere.
+
+
+def schedule(consistency: str, m: int = 1, window: int = 3) -> VersionSchedule:
+    return VersionSchedule(parse_consistency(consistency), m, 100, window)
+
+
+class Checkpointed(nn.Module):
+    """Computes a part of itself again in its backward: the part with its weights, or one without any."""
+
+    def __init__(self, part: str, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.part, self.reentrant = part, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts: dict[str, Callable[[Tensor], Tensor]] = {
+            "module": self.inner,
+            "function": lambda y: F.linear(y, self.inner.weight, self.inner.bias),
+            "activation": torch.tanh,
+        }
+        out = checkpoint(parts[self.part], x, use_reentrant=self.reentrant)
+        assert isinstance(out, Tensor)
+        return self.inner(out) if self.part == "activation" else out
+
+
+def run(module: nn.Module, guard: RecomputeGuard) -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    out = module(x)
+    with guard.backward():
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("part", ["module", "function"])
+def test_a_forward_within_a_backward_is_refused_under_bounded(part: str, reentrant: bool) -> None:
+    module = Checkpointed(part, reentrant)
+    own = module.inner._parameters
+    guard = RecomputeGuard("b", module, schedule("bounded(4, 3)"))
+    with pytest.raises(ConsistencyError, match=r"layer 'b' runs its forward again .* stashed\(4, "):
+        run(module, guard)
+    assert module.inner._parameters is own  # as it was, for whoever goes on
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("consistency", ["exact", "delayed(2)", "lagged(2)", "stashed(4, 3)"])
+def test_a_forward_within_a_backward_is_let_through_elsewhere(consistency: str, reentrant: bool) -> None:
+    module = Checkpointed("module", reentrant)
+    run(module, RecomputeGuard("b", module, schedule(consistency)))
+
+
+def test_it_is_let_through_where_no_backward_is_ahead_of_its_forward() -> None:
+    module = Checkpointed("module", False)
+    run(module, RecomputeGuard("b", module, schedule("bounded(4, 3)", window=1)))
+
+
+def test_what_is_recomputed_without_weights_is_let_through() -> None:
+    module = Checkpointed("activation", False)
+    run(module, RecomputeGuard("b", module, schedule("bounded(4, 3)")))
+
+
+def test_a_backward_hook_may_look_at_a_weight() -> None:
+    module = nn.Linear(3, 3)
+    seen = []
+    module.register_full_backward_hook(lambda part, *rest: seen.append(part.weight.norm().item()))
+    run(module, RecomputeGuard("b", module, schedule("bounded(4, 3)")))
+    assert len(seen) == 1
+
+
+def test_gradients_under_watch_are_those_without() -> None:
+    module = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+    x = torch.randn(2, 3, 4)
+    guard = RecomputeGuard("b", module, schedule("bounded(4, 3)"))
+    found = []
+    for _ in range(BACKWARDS + 1):  # the last is not watched
+        module.zero_grad()
+        out = module(x)
+        with guard.backward():
+            out.square().sum().backward()
+        found.append([parameter.grad for parameter in module.parameters()])
+    assert isinstance(guard.backward(), nullcontext)  # nothing at all from here on
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert one is not None
+            assert two is not None
+            assert torch.equal(one, two)
