@@ -339,7 +339,7 @@ class Outcome:
     layers: dict[str, str]
     losses: list[float]
     most_in_flight: int = 0
-    drifts: dict[str, dict[int, int]] = field(default_factory=dict)
+    version_lags: dict[str, dict[int, int]] = field(default_factory=dict)
     most_kept: int = 0
     in_flight: list[int] = field(default_factory=list)
     steps: int = 0
@@ -437,7 +437,7 @@ def in_stages(
         reports[n] = float(report[0])
     losses = [reports[n] for n in sorted(reports)]
     layers = {name: layer_digest(w, wk.stage.optimizer) for wk in workers for name, w in wk.stage.weights.items()}
-    drifts = {name: dict(w.version_lags) for wk in workers for name, w in wk.stage.weights.items()}
+    lags = {name: dict(w.version_lags) for wk in workers for name, w in wk.stage.weights.items()}
     peaks = [worker.stats.peak for worker in workers]
     (total,) = {worker.scheduler.total for worker in workers}
-    return Outcome(layers, losses, max(peaks), drifts, most_kept, peaks, total // m), snapshots
+    return Outcome(layers, losses, max(peaks), lags, most_kept, peaks, total // m), snapshots

@@ -260,14 +260,14 @@ def test_one_copy_is_enough_only_where_the_pipeline_is_the_virtual_one() -> None
 
 
 def formula(block: int, every: int, depth: int, total: int) -> dict[int, int]:
-    """How often each drift comes up, from the closed form of the notes: update counts before forward and backward."""
+    """How often each version lag comes up, from the closed form: update counts before forward and backward."""
     window = depth - block * depth // BLOCKS
     if window == 1:
         return {}
     found: dict[int, int] = {}
     for n in range(total):
-        drift = n // every - max(n + 1 - window, 0) // every
-        found[drift] = found.get(drift, 0) + 1
+        lag = n // every - max(n + 1 - window, 0) // every
+        found[lag] = found.get(lag, 0) + 1
     return found
 
 
@@ -297,13 +297,13 @@ def test_a_pipeline_of_that_depth_keeps_one_copy_and_has_the_bits_of_one_device(
         assert max(found.version_lags[layer], default=0) <= -(-(window - 1) // (every * m))
 
 
-def test_the_drift_of_eight_stages_is_that_of_the_formula_by_hand() -> None:
+def test_the_version_lag_of_three_stages_is_that_of_the_formula_by_hand() -> None:
     """Three stages, an update every 2 micro-batches, eight of them: the first stage sees 0 0 0 0 1 1 2 2, L = 3."""
     task = make_task("plain", steps=8, consistency="bounded(2, 3)")
     found, _ = in_stages(task, (2, 4), [3, 2, 1], 5)
     #  n           0 1 2 3 4 5 6 7        backward reads 0 0 1 1 2 2 3 3
-    #  stage 0     0 0 0 0 1 1 2 2        drift          0 0 1 1 1 1 1 1
-    #  stage 1     0 0 0 1 1 2 2 3        drift          0 0 1 0 1 0 1 0
+    #  stage 0     0 0 0 0 1 1 2 2        lag            0 0 1 1 1 1 1 1
+    #  stage 1     0 0 0 1 1 2 2 3        lag            0 0 1 0 1 0 1 0
     assert found.version_lags["embed"] == {0: 2, 1: 6}
     assert found.version_lags["layer1"] == {0: 5, 1: 3}
     assert found.version_lags["out"] == {}  # the last stage has none

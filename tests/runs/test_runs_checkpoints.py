@@ -336,6 +336,16 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00000002"]
 
 
+def test_a_checkpoint_that_an_earlier_weft_was_replacing_when_it_was_killed_is_whole_again(tmp_path: Path) -> None:
+    old = tmp_path / ".step-00000002.old"
+    Checkpoints(tmp_path).save(2, example(), {}).rename(old)
+    Checkpoints(tmp_path).clean()
+    assert_same(Checkpoints(tmp_path).load().tensors, example())
+    old.mkdir()  # and where the new one was in place, the old one goes
+    Checkpoints(tmp_path).clean()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
 def test_a_shard_in_preparation_for_a_later_step_survives_a_publication(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     early = checkpoints.write_shard(1, "stage0", example(1))

@@ -560,19 +560,14 @@ def test_a_second_ctrl_c_stops_at_once_and_the_run_can_go_on(
 
 
 def test_two_processes_cannot_train_one_run(trainings: Trainings, undisturbed: str, tmp_path: Path) -> None:
-    trainings.start(tmp_path, "x", pause=20.0)  # so that it still runs when the other one has been refused
-    assert trainings.hear() == -1
-    other = Trainings()
-    try:
-        other.start(tmp_path, "x")
-        said, _ = other.finish()
-        assert said["error"] == "RunError"
-    finally:
-        assert other.process.stdin is not None
-        other.process.stdin.close()
-        other.process.wait(30)
+    trainings.start(tmp_path, "x", pause=20.0)
+    assert trainings.hear() == -1  # it has started
     os.kill(trainings.pid, signal.SIGKILL)
     trainings.finish()
+    with weft.Run.open(tmp_path / "x").locked():
+        trainings.start(tmp_path, "x")
+        said, _ = trainings.finish()
+        assert said["error"] == "RunError"
     trainings.start(tmp_path, "x")
     said, _ = trainings.finish()
     assert said["fingerprint"] == undisturbed

@@ -100,7 +100,7 @@ def _bytes(content: bytes) -> tuple[tuple[bytes, ...], torch.Tensor]:
 
 
 def _cut(numbers: torch.Tensor, fractions: Sequence[float]) -> dict[str, torch.Tensor]:
-    """The parts of a text by name, in its order, without those of which there shall be nothing."""
+    """The parts of a text by name, in its order, without those whose fraction is 0."""
     parts = list(fractions)
     if (
         len(parts) not in (2, 3)

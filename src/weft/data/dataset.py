@@ -1,4 +1,4 @@
-"""A data set: its parts, what is known about them, and how one is split off another."""
+"""A data set: its parts, their description, and stratified splits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Data:
         return {name: part for name, part in named.items() if part is not None}
 
     def to(self, device: torch.device | str) -> Data:
-        """With every part that can be kept on a device there."""
+        """The same data, with every part on the device that can be kept there."""
         parts: dict[str, Any] = {name: moved(part, device) for name, part in self.parts().items()}
         return replace(self, **parts)
 
@@ -70,7 +70,7 @@ def split(source: Source, fractions: Sequence[float], seed: int, stratify: str |
 
 
 def apportion(totals: Indices, fractions: Sequence[float]) -> Indices:
-    """How many of each group go to each part: the exact share, rounded so that the parts' sums come out too.
+    """The number of each group in each part: the exact share, rounded so that the sums of the parts are right too.
 
     >>> apportion(np.array([5, 5]), (0.5, 0.5)).tolist()
     [[3, 2], [2, 3]]

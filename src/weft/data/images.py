@@ -1,4 +1,4 @@
-"""Images: kept as bytes, given as numbers from 0 to 1, and decoded from files by several threads."""
+"""Images: stored as bytes, read as numbers from 0 to 1, and decoded from files by several threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Size = int | tuple[int, int]
 
 
 class Scaled:
-    """A source whose `key` is kept as bytes and given as float32 from 0 to 1."""
+    """A source whose `key` is stored as bytes and read as float32 from 0 to 1."""
 
     def __init__(self, source: Source, key: str = "image") -> None:
         self.source, self.key = source, key

@@ -1,4 +1,4 @@
-"""Data by name or by path: the kind of a file or folder is seen from what it holds."""
+"""Data by name or by path: the kind of a file or folder follows from its content."""
 
 from __future__ import annotations
 

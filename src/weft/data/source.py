@@ -1,4 +1,4 @@
-"""Where samples come from: sources give any samples by number, the same ones every time."""
+"""Sources of samples: they give any samples by number, the same ones every time."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Rotary(Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fills in the frequencies, which are no parameters, after a build on the meta device."""
+        """Fills in the frequencies, a buffer, after a build on the meta device."""
         if self._given is not None:
             values = torch.tensor(self._given, device="cpu")
         else:
@@ -182,7 +182,7 @@ class Rotary(Module):
 
 
 def positions(row: Tensor) -> Tensor:
-    """0, 1, 2, ... for the entries of a vector; ``torch.arange`` of its length could not be traced."""
+    """0, 1, 2, ... for the entries of a vector; tracing fails with ``torch.arange`` of its length."""
     return torch.ones_like(row, dtype=torch.int64).cumsum(0) - 1
 
 

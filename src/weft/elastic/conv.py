@@ -1,4 +1,5 @@
-"""An elastic convolution: channels are a prefix, kernels are nested by their centre."""
+"""Elastic convolutions, patches of images, and squeeze and excite. A subnet uses the first channels and the centre of
+kernels."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ class Conv2d(nn.Conv2d, Leaf):
         return self.groups if self.group_width is None else outputs // self.group_width
 
     def _factors(self, mixture: Mixture) -> tuple[Tensor, Tensor]:
-        """Those of the outputs, and of inputs and places of the kernel together."""
+        """The factors of the outputs, and those of inputs and places of the kernel together."""
         rows, within, kernel = self.sizes.mask_factors(mixture)
 
         def make() -> Tensor:

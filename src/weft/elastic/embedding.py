@@ -1,4 +1,4 @@
-"""An elastic embedding."""
+"""An elastic embedding: every vector has the first features of the largest size."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Embedding(nn.Embedding, Leaf):
 
 
 class _Mixed(torch.autograd.Function):
-    """Vectors times the probability that each feature is within; looked up again in the backward, not kept."""
+    """Vectors times the probability of each feature; the backward looks them up again and keeps none."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, inside: Tensor) -> Tensor:

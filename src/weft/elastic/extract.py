@@ -74,7 +74,7 @@ def _hold_tensor(owner: nn.Module, name: str, holder: nn.Module, target: str) ->
 
 
 class ElasticTracer(fx.Tracer):
-    """Goes through composites, stops at leaves and at modules without elastic parts, and leaves the pick out."""
+    """Traces composites down to leaves and to modules without elastic parts, without the pick."""
 
     def __init__(self, subnet: Subnet, inputs: int, side: Sequence[str]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class ElasticTracer(fx.Tracer):
         self._side = list(side)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Placeholders for the inputs; the pick is no input of the graph."""
+        """Placeholders for the inputs; the pick is not an input of the graph."""
         values = [self.create_proxy("placeholder", name, (), {}) for name in (*self._inputs, *self._side)]
 
         def run(root: nn.Module, *values: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An elastic linear layer whose inputs or outputs form a grid, such as heads x features of a head."""
+"""Elastic linear layers: Linear, and Grid, whose inputs or outputs form a grid such as heads x features of a head."""
 
 from __future__ import annotations
 
@@ -132,9 +132,6 @@ def _joined(factors: Sequence[Tensor]) -> Tensor:
     for factor in factors[1:]:
         out = (out[:, :, None] * factor[:, None, :]).flatten(1)
     return out
-
-
-# An elastic linear layer.
 
 
 class Linear(nn.Linear, Leaf):

@@ -56,9 +56,9 @@ class Mixture:
 
     @classmethod
     def unchecked(cls, space: Space | None, probabilities: Mapping[str, Tensor]) -> Mixture:
-        """For probabilities that are right by construction: looking at them would make a GPU wait.
+        """For probabilities that are right by construction: a check would make a GPU wait.
 
-        Choices may be missing if nobody asks for them, and the space if nobody asks for a subnet.
+        Choices that nobody reads may be missing, and the space where nobody needs a subnet.
         """
         mixture = cls.__new__(cls)
         mixture._fill(space, probabilities)
@@ -77,7 +77,7 @@ class Mixture:
 
     @classmethod
     def one_hot(cls, subnet: Subnet, space: Space, device: torch.device | str = "cpu") -> Mixture:
-        """All the probability on one subnet; inactive choices on their first option, which counts for nothing."""
+        """All the probability on one subnet; inactive choices are on their first option, which has no effect."""
         space.check(subnet)
         rows = {}
         for name in space.choices:
@@ -131,7 +131,7 @@ class Mixture:
 
 
 class _Parts(Mapping[str, Tensor]):
-    """The parts of a vector, cut when they are asked for: a cut that nobody uses would cost a backward all the same."""
+    """The parts of a vector, cut on first use: a cut costs a backward even where nobody uses it."""
 
     def __init__(self, vector: Tensor, counts: Mapping[str, int]) -> None:
         self._vector, self._counts = vector, counts
@@ -159,7 +159,7 @@ Pick = Subnet | Mixture
 
 
 def choice_options(space: Space, name: str) -> tuple[Any, ...]:
-    """The options of a choice; raises SpaceError for a real one, which has no end of them."""
+    """The options of a choice; raises SpaceError for a choice of real numbers, which has none."""
     options = space.choices[name].options
     if options is None:
         raise SpaceError(f"choice '{name}' is a real number: only choices between options can be mixed")

@@ -18,17 +18,17 @@ class Module(nn.Module):
     """A module whose forward takes the pick as the keyword ``pick`` and hands it to the elastic modules within.
 
     ``extract`` traces such a forward with the subnet's sizes; so a forward is made of calls of modules and torch
-    functions, and whatever it asks of the pick is settled then.
+    functions, and what it reads of the pick is fixed by the trace.
     """
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The choices that the module itself reads, those of the modules within apart."""
+        """The choices that the module itself reads, without those of the modules within."""
         return ()
 
 
 class Leaf(Module):
-    """An elastic module with weights of its own: knows its sizes and its plain form."""
+    """An elastic module that holds weights, with their sizes and a plain form."""
 
     sizes: Sizes
 
@@ -42,7 +42,7 @@ class Leaf(Module):
 
 
 def call(module: nn.Module, *inputs: Tensor, pick: Pick, **side: Any) -> Any:
-    """The module's output; the pick is given to those that take one."""
+    """The module's output; the pick goes to modules that take one."""
     return module(*inputs, pick=pick, **side) if takes_pick(module) else module(*inputs, **side)
 
 
@@ -56,7 +56,7 @@ def contiguous_prefix(tensor: Tensor, *sizes: int) -> Tensor:
 
 
 def cloned_prefix(tensor: Tensor, *sizes: int) -> Tensor:
-    """The same as a tensor of its own."""
+    """The same, as a copy."""
     return contiguous_prefix(tensor.detach(), *sizes).clone()
 
 
@@ -95,7 +95,7 @@ def narrow_prefix(tensor: Tensor, *sizes: int) -> Tensor:
 
 
 def saved_as_view(run: Callable[[Tensor], Tensor], view: Tensor) -> Tensor:
-    """What ``run`` makes of the slice, laid out without gaps."""
+    """The output of ``run`` for the slice, laid out without gaps."""
     if view.is_contiguous() or not torch.is_grad_enabled():
         return run(view.contiguous())
     copy, part = view.contiguous(), view.detach()

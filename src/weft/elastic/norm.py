@@ -1,4 +1,4 @@
-"""An elastic batch norm."""
+"""Elastic norms: BatchNorm2d over channels, LayerNorm and RMSNorm over features."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def _expanded(space: Space, dim: Dim) -> Expr:
 
 
 class Condition:
-    """An expression that holds for some subnets, and how likely it does under a mixture.
+    """An expression that holds for some subnets, and its probability under a mixture.
 
     It reads its own choices and those that decide whether these are active: without its choices it does not hold.
     """
@@ -207,7 +207,7 @@ class Condition:
         return self.expr.names <= subnet.values.keys() and bool(self.expr.value(subnet.values))
 
     def probability(self, mixture: Mixture) -> Tensor:
-        """How likely it holds."""
+        """The probability that it holds."""
 
         def make() -> Tensor:
             joint = mixture.joint(self.names)

@@ -16,7 +16,7 @@ from weft.space import Expr, Space, Value
 
 
 class Switch(Module):
-    """Runs the module of the option that a subnet has; under a mixture, the expectation of what the modules give.
+    """Runs the module of the option that a subnet has; under a mixture, the expectation of their outputs.
 
     The choice, by name or handle, is declared elsewhere, since it may steer many switches. Several options may have
     one module, under a tuple of them: an elastic one that reads the choice itself, such as a convolution whose kernel
@@ -126,7 +126,7 @@ class Switch(Module):
 
 
 class Zero(Module):
-    """Gives zeros: the option to leave an edge of a cell out."""
+    """Returns zeros: the option to leave an edge of a cell out."""
 
     def __init__(self, stride: int = 1) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from weft.space import Space
 
 
 class TokenEmbedding(Module):
-    """Token ids (batch, tokens) as vectors, to which those of the places are added if there are ``places`` of them."""
+    """Token ids (batch, tokens) as vectors, plus vectors of their positions if there are ``places`` of these."""
 
     def __init__(
         self, space: Space, vocabulary: int, width: Dim, places: int | None = None, dropout: float = 0.0
@@ -42,7 +42,7 @@ class TokenEmbedding(Module):
 
 
 class PatchEmbedding(Module):
-    """Images as the vectors of their patches behind that of a class token, with those of the places added."""
+    """Images as the vectors of their patches behind that of a class token, plus vectors of their positions."""
 
     def __init__(
         self, space: Space, image: int, patch: int, width: Dim, channels: int = 3, dropout: float = 0.0

@@ -73,7 +73,7 @@ class VersionedLayer:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.names = list(trained)
         self.parameters: list[nn.Parameter] = list(trained.values())
-        self._binding = ParameterSwap(module, self.parameters)
+        self._swap = ParameterSwap(module, self.parameters)
         self._aliases: list[Tensor] | None = None
         # Every reader of a version is done before the update that ends it: one set of tensors is enough.
         self._single = isinstance(schedule.consistency, Exact) or (
@@ -91,7 +91,7 @@ class VersionedLayer:
         self._reads_buffers = single
         self._watched = True
         self.can_undo_forward = False
-        """Whether a forward can be taken back by ``forget``, which costs a copy of the buffers that it may change."""
+        """Whether ``undo_forward`` works, which costs a copy of the buffers that a forward may change."""
         self.trains: Callable[[int], bool] | None = None
         """Which steps train the layer; None: all."""
         self._buffers_before: dict[str, Tensor] = {}
@@ -107,7 +107,7 @@ class VersionedLayer:
     def forward(
         self, n: int, activations: Activations, extra: Mapping[str, Any], trains: bool = True
     ) -> tuple[Activations, list[Tensor]]:
-        """Output of micro-batch n under the version that it must see, and the leaves to differentiate by.
+        """Output of micro-batch n under the version that it must read, and the leaves to differentiate by.
 
         Unless the layer ``trains`` they are constants to autograd, which spares their gradients.
         """
@@ -123,7 +123,7 @@ class VersionedLayer:
         return out, leaves
 
     def leaves(self, n: int) -> list[Tensor]:
-        """The tensors with which the forward of micro-batch n computes: the version that it must see."""
+        """The tensors with which the forward of micro-batch n computes: the version that it must read."""
         version = self.schedule.forward_reads(n)
         if self.schedule.max_version_lag:
             begin = self.begin_of(version)
@@ -169,7 +169,7 @@ class VersionedLayer:
 
         The backward needs it too: a checkpointed layer is recomputed there.
         """
-        return None if not leaves or leaves[0] is self.parameters[0] else self._binding.to(leaves)
+        return None if not leaves or leaves[0] is self.parameters[0] else self._swap.to(leaves)
 
     def refuse_buffers(self) -> None:
         """From here on a forward that changes the layer's own buffers raises: nothing keeps such forwards in order."""

@@ -1,4 +1,4 @@
-"""What is kept of a run: its directory, events, checkpoints and results, whole after any crash."""
+"""The record of a run: its directory, events, checkpoints and results, complete after any crash."""
 
 from __future__ import annotations
 

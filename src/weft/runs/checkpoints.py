@@ -169,7 +169,7 @@ class Checkpoints:
             )
 
     def _read(self, step: int, use: Callable[[Path, dict[str, Any], list[ShardEntry]], T]) -> T:
-        """What `use` makes of a checkpoint; an error tells a damaged one from one that is not there (any more)."""
+        """The result of `use` for a checkpoint. The error says whether the checkpoint is damaged or missing."""
         folder = self._folders.path(step)
         try:
             return use(folder, *_manifest(folder, step))
@@ -210,7 +210,8 @@ def _digest(body: Any) -> str:
 # step-00001200/        a checkpoint, whole from the rename that makes it to the one that takes it away
 # .step-00001200.tmp/   being written; becomes step-00001200 by one rename
 # .step-00001200.gone/  being removed
-NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.(tmp|gone)")
+# .step-00001200.old/   left by an earlier weft that was killed as it replaced a checkpoint of the same step
+NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.(tmp|gone|old)")
 
 
 class StepFolders:
@@ -254,7 +255,7 @@ class StepFolders:
         shutil.rmtree(gone, ignore_errors=True)
 
     def discard(self, step: int) -> None:
-        """Forget what was prepared for a step."""
+        """Remove what was prepared for a step."""
         shutil.rmtree(self.path(step, "tmp"), ignore_errors=True)
 
     def tidy(self, before: int | None = None) -> None:
@@ -263,7 +264,9 @@ class StepFolders:
         With `before`, folders in preparation for this and later steps stay: other processes may be writing them.
         """
         for step, kind in list(self._entries()):
-            if kind == "gone" or (kind == "tmp" and (before is None or step < before)):
+            if kind == "old" and not self.path(step).exists():
+                os.rename(self.path(step, kind), self.path(step))
+            elif kind in ("gone", "old") or (kind == "tmp" and (before is None or step < before)):
                 shutil.rmtree(self.path(step, kind), ignore_errors=True)
 
     def _entries(self) -> Iterator[tuple[int, str]]:

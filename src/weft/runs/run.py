@@ -145,7 +145,7 @@ class Run:
             )
 
     def state(self) -> State:
-        """How it stands: running means that a process holds the lock, interrupted that it vanished without an end."""
+        """Running means that a process holds the lock, interrupted that it vanished without an end."""
         self.events.flush()
         return state_of(self.path, events.final_event(self.events.path))
 
@@ -280,7 +280,7 @@ def _holder(path: Path) -> str:
 
 
 def _close_in_child() -> None:
-    """In a forked child: close the handles, lest an orphan keeps the lock of its dead parent."""
+    """In a forked child: close the handles, or it would keep the lock after its parent has died."""
     for handle in _handles:
         os.close(handle)
     _handles.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.errors import CheckpointError
-from weft.utils.files import disk_errors, sha256_file
+from weft.utils.files import replacing, sha256_file
 
 DTYPES = {
     torch.float64: "F64",
@@ -83,19 +82,12 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> ShardEntry:
     text += b" " * (-len(text) % 8)
     start = len(text).to_bytes(8, "little") + text
     digest = hashlib.sha256(start)
-    with disk_errors(path, len(start) + size):
-        try:
-            with open(path, "wb") as file:
-                file.write(start)
-                for name in names:
-                    raw = _bytes(tensors[name])
-                    file.write(raw)
-                    digest.update(raw)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+    with replacing(path, len(start) + size) as file:
+        file.write(start)
+        for name in names:
+            raw = _bytes(tensors[name])
+            file.write(raw)
+            digest.update(raw)
     layers: dict[str, tuple[str, ...]] = {}
     for name in sorted(tensors):
         layers[layer_of(name)] = (*layers.get(layer_of(name), ()), name)
@@ -115,7 +107,7 @@ def check(path: Path, entry: ShardEntry, content: bool) -> None:
 
 
 def read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """These tensors on the CPU, in memory of their own: a mapped file may be unaligned, and may change under us."""
+    """These tensors on the CPU, as copies: a mapped file may be unaligned, and may change under us."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name).clone() for name in names}

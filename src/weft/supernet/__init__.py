@@ -1,4 +1,4 @@
-"""What holds the space: chains of blocks, their layers, and the plain module that comes out."""
+"""The supernet: chains of blocks, their layers, and extraction and export of subnets as plain modules."""
 
 from weft.supernet.blocks import Block, Choice, Elastic, Optional, Shared
 from weft.supernet.chain import Chain, Factory, build_on_meta, initialise

@@ -95,7 +95,7 @@ class Chain(nn.Module):
         return self.get_submodule(layer if isinstance(layer, str) else layer.name)
 
     def count(self, subnet: Subnet | None = None) -> int:
-        """How many numbers the layers of a subnet, or all layers, have as parameters; tied ones count once."""
+        """The number of parameters of the layers of a subnet, or of all layers; tied ones count once."""
         used = self.layers.values() if subnet is None else self.route(subnet)
         twice = sum(self.get_parameter(str(tie.second)).numel() for tie in self.ties)
         return sum(p.numel() for layer in used for p in self.module(layer).parameters()) - twice
@@ -249,7 +249,7 @@ def _common_space(blocks: Sequence[Block]) -> Space:
 
 
 def _check_layers(chain: Chain) -> None:
-    """Raises SupernetError for weights that are in two layers, and for elastic modules that nobody gives a pick."""
+    """Raises SupernetError for weights that are in two layers, and for elastic modules in blocks that pass no pick."""
     owner: dict[int, str] = {}
     for name, layer in chain.layers.items():
         module = chain.module(name)

@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 class LazyLayer(nn.Module):
-    """Holds the place of a layer whose factory has not been called yet."""
+    """Stands for a layer whose factory has not been called yet."""
 
     def __init__(self, factory: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class _Entry(torch.autograd.Function):
 
 
 def detached_entry(leaves: Activations) -> Activations:
-    """The leaves as a layer aliases a cut may use them; their gradients are summed as at any border."""
+    """The leaves as a layer behind a cut may use them; their gradients are summed as at any border."""
     places = [index for index, tensor in enumerate(leaves) if tensor.requires_grad]
     results = list(leaves)
     if places:
@@ -248,7 +248,7 @@ def detached_entry(leaves: Activations) -> Activations:
 
 
 def grad_barrier(activations: Activations) -> Activations:
-    """The same tensors barred a border. A single tensor that needs a gradient is a border by itself."""
+    """The same tensors behind a border. A single tensor that needs a gradient is a border by itself."""
     places = [index for index, tensor in enumerate(activations) if tensor.requires_grad]
     if len(places) < 2:
         return activations

@@ -1,4 +1,4 @@
-"""A chain as a mixture of its subnets: blocks that hold architecture parameters, and probabilities that travel along.
+"""A chain as a mixture of its subnets: blocks with architecture parameters, whose probabilities each block passes on.
 
 Before the first block that reads a choice stands a block of one small layer, which holds that choice's architecture
 parameters and puts its probabilities at the end of the activations. So the parameters of a choice are on the stage of
@@ -51,7 +51,7 @@ class Architecture(nn.Module):
         self.alpha = nn.Parameter(torch.zeros(sum(counts)))
 
     def reset_parameters(self) -> None:
-        """All options alike."""
+        """Gives all options the same probability."""
         nn.init.zeros_(self.alpha)
 
     def probabilities(self, progress: Tensor | None = None) -> Tensor:
@@ -69,7 +69,7 @@ class Architecture(nn.Module):
 
 
 class MixedChain(Chain):
-    """What ``mix`` makes. ``order`` names the choices in the order of the vector of probabilities."""
+    """Made by ``make_mixed_chain``. ``order`` names the choices in the order of the vector of probabilities."""
 
     order: tuple[str, ...]
     plain: Chain
@@ -78,7 +78,7 @@ class MixedChain(Chain):
     held: dict[str, tuple[str, ...]]
 
     def mixture(self) -> Mixture:
-        """The mixture that the parameters stand for now, without noise or gradients."""
+        """The mixture of the current parameters, without noise or gradients."""
         probabilities: dict[str, Tensor] = {}
         with torch.no_grad():
             for layer, names in self.held.items():
@@ -122,7 +122,7 @@ def make_mixed_chain(net: Chain | Factory, relax: Relax, side: Sequence[str] = (
 
 
 def mixed_factory(net: Chain | Factory, relax: Relax, side: Sequence[str] = ()) -> Factory:
-    """A function that makes the mixed chain anew, for every stage to build its own part."""
+    """A function that makes the mixed chain again, so that every stage can build its part."""
     return partial(make_mixed_chain, net, relax, side)
 
 
@@ -141,14 +141,14 @@ def _read_by(block: Block, chain: Chain) -> set[str]:
 
 
 def parts(block: Block, chain: Chain) -> Iterator[nn.Module]:
-    """Every module of a block. A layer that is not built yet is built without values, for the occasion."""
+    """Every module of a block. A layer that is not built yet is built here, without values."""
     for name in block.candidates():
         module = chain.module(name)
         yield from (build_layer_on_meta(module, name) if isinstance(module, LazyLayer) else module).modules()
 
 
 class _Always:
-    """What both kinds of block have in common: every micro-batch uses their one layer."""
+    """The base of both kinds of blocks: every micro-batch uses their one layer."""
 
     elastic = False
     shared = True
@@ -210,17 +210,18 @@ class _MixedBlock(_Always):
         return (*self._block.mixed(modules, activations[:-1], mixture, side), activations[-1])
 
 
-# Whether a chain keeps the law of mixtures: one that is certain computes what its subnet does, block by block.
+# The check of a chain under mixtures: a one-hot mixture must compute what its subnet does, block by block.
 
 TOLERANCE = 0.01
-"""Of what a block gives, as a share of its length: far beyond rounding, and far below what a mistake makes of it."""
+"""As a share of the length of a block's output: far above rounding, and far below the effect of a mistake."""
 
 
 def find_mixture_mismatch(
     chain: Chain, batch: Mapping[str, Tensor], subnets: int = 4
 ) -> tuple[str, Subnet, float] | None:
-    """The first block whose output for a certain mixture is not the subnet's, with that subnet and how far it is off;
-    None where all of some subnets agree.
+    """The first block whose output for a one-hot mixture is not the subnet's, with that subnet and the distance.
+
+    None where all blocks agree for a few subnets.
 
     Elastic layers keep the law by themselves. A forward that joins or cuts features, or sums over them, may not: what
     lies at the end for the largest size lies elsewhere for a smaller one.

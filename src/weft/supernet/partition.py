@@ -1,4 +1,4 @@
-"""Stage cuts: where a chain of blocks is divided so that the slowest stage is as fast as can be."""
+"""Stage cuts: where to divide a chain of blocks so that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def stage_of(cut: Cut, blocks: int) -> list[int]:
 
 
 def check_cut(cut: Sequence[int], stages: int, blocks: int) -> Cut:
-    """The cut that a user gave, if it makes that many stages."""
+    """The user's cut; ConsistencyError unless it makes that many stages."""
     first = tuple(int(block) for block in cut)
     if len(first) != stages - 1:
         raise ConsistencyError(

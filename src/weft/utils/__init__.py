@@ -1,1 +1,1 @@
-"""What everything else may use: randomness by name, files, units."""
+"""Helpers for every package: keyed randomness, files, units, imports, and PyTorch's private operations."""

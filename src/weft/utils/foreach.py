@@ -1,4 +1,4 @@
-"""Operations on many tensors at once, which torch has without a public name; no other module uses them."""
+"""Operations on many tensors at once: torch's private ``_foreach`` functions, which no other module calls."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def ranks(points: Array, violations: Array | None = None) -> Ints:
 
 
 def crowding(points: Array, rank: Ints) -> Array:
-    """How much room each row has among those of its rank: the sum over the columns of the gap between its neighbours.
+    """The crowding distance of each row in its rank: the sum over the columns of the gap between its neighbours.
 
     A gap is a share of the rank's span in that column; the ends of a column have infinite room.
     """

@@ -1,4 +1,4 @@
-"""A convolution with the expectation of its weight, which is worked out again in the backward instead of being kept."""
+"""A convolution with the expectation of its weight, which the backward computes again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which fused kernels can be used: those for GPUs need triton, and tensors as they know them."""
+"""Chooses fused kernels: those for GPUs need triton, and plain tensors of the types that they support."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.elastic.sizes import Probabilities, Sizes
 
 
 def weight_kernels(weight: Tensor, rank: int) -> ModuleType | None:
-    """``kernels``, for a weight with factors of a small rank in single precision on a GPU."""
+    """``triton_weight``, for a weight with factors of a small rank in single precision on a GPU."""
     if not weight.is_cuda or not _known(weight) or weight.dtype != torch.float32:
         return None
     if not _has_triton():
@@ -27,7 +27,7 @@ def weight_kernels(weight: Tensor, rank: int) -> ModuleType | None:
 
 
 def linear_kernels(weights: Sequence[Tensor], probabilities: Probabilities, sizes: Sizes) -> ModuleType | None:
-    """``linear_kernels``, for a few weights and combinations of options in single precision on a GPU."""
+    """``triton_linear``, for a few weights and combinations of options in single precision on a GPU."""
     if not weights[0].is_cuda or not all(_known(held) and held.dtype == torch.float32 for held in weights):
         return None
     if not _has_triton():
@@ -40,7 +40,7 @@ def linear_kernels(weights: Sequence[Tensor], probabilities: Probabilities, size
 
 
 def norm_kernels(x: Tensor, weight: Tensor, probabilities: Tensor, widths: Sequence[int]) -> ModuleType | None:
-    """``norm_kernels``, for few widths and no double precision on a GPU."""
+    """``triton_norm``, for few widths and no double precision on a GPU."""
     tensors = (x, weight, probabilities)
     if not x.is_cuda or not all(_known(tensor) and tensor.dtype != torch.float64 for tensor in tensors):
         return None
@@ -52,13 +52,13 @@ def norm_kernels(x: Tensor, weight: Tensor, probabilities: Tensor, widths: Seque
     return triton_norm if few else None
 
 
-def can_fuse(device: torch.device) -> AbstractContextManager[Any]:
-    """With this GPU as the current one, which it mostly is: then at no cost."""
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Within the block this GPU is the current one; that costs nothing where it is already."""
     return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def _known(tensor: Tensor) -> bool:
-    # Subclasses (fake tensors, distributed ones) know torch's operations only.
+    # Subclasses (fake tensors, distributed ones) support torch's operations only.
     return type(tensor) in (Tensor, nn.Parameter)
 
 

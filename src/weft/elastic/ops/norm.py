@@ -211,16 +211,16 @@ def _by_feature(values: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.cat([value.expand(length) for value, length in zip(values.unbind(0), lengths, strict=True)])
 
 
-# The expectation of a norm under a mixture of widths on a CPU, over chunks of the tokens; see ``normalise``.
+# The expectation of a norm under a mixture of widths on a CPU, over chunks of the tokens.
 #
-# There, segments are gone over one by one. Here, the features within all widths are one part, for which all widths
-# add up to one factor and one level a token, and those behind the first width are the other: what is known of each
-# token and width, times zeros and ones for the features inside of each width. So no more operations are called for
-# many widths than for few, and a chunk stays near the processor. Nothing as large as a chunk is made beside the
-# results: the pages of a new tensor cost more than a pass over it.
+# ``_SegmentedNorm`` goes over the segments one by one. Here, the features that all widths have are one part, with one
+# factor and one level a token for all widths together, and those behind the first width are the other part: numbers by
+# token and width, times zeros and ones for the features of each width. So many widths take no more operations than few,
+# and a chunk stays in the cache. Nothing as large as a chunk is allocated beside the results, since the pages of a new
+# tensor cost more than a pass over it.
 #
-# One thread of an EPYC, of the time of ``normalise`` for 2 to 16 widths of 240 features: .4 to .8 at 197 tokens, .4
-# to 1 at 3 k (but 1.4 where the first width is a tenth of the last), .4 to .9 at 12 k.
+# Measured on one thread of an EPYC, for three widths: .53 to .81 of the time of ``_SegmentedNorm``
+# (benchmarks/results/elastic-norm-chunks.json), but 1.4 where the first width is a tenth of the last.
 
 _MOST_WIDTHS = 32
 _MOST_GROWTH = 16  # of the last width over the first: so much is lost of the accuracy of a variance, at worst
@@ -228,9 +228,9 @@ _CHUNK = 1 << 19  # entries: fewer are bound by the calls of operations, more by
 
 
 def by_chunks(x: Tensor, weight: Tensor, probabilities: Tensor, widths: Sequence[int]) -> bool:
-    """Whether this way is open: on a CPU, for plain tensors of one dtype, of single precision at least.
+    """Whether ``chunked_norm`` can be used.
 
-    And for widths that are not too many, nor too far apart.
+    It takes plain tensors of one dtype of at least single precision on a CPU, and few widths that are not far apart.
     """
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
         return False
@@ -248,7 +248,7 @@ def chunked_norm(
     eps: float,
     centred: bool = True,
 ) -> Tensor:
-    """As ``normalise.mixed_norm``."""
+    """As ``mixed_norm``, for tensors that ``by_chunks`` accepts."""
     out: Tensor = _ChunkedNorm.apply(x, weight, bias, probabilities, widths, eps, centred)  # type: ignore[no-untyped-call]
     return out
 
@@ -352,7 +352,7 @@ class _ChunkedNorm(torch.autograd.Function):
 
 
 def _tokens(features: int) -> int:
-    """How many make a chunk."""
+    """The number of tokens in a chunk."""
     return max(1, _CHUNK // features)
 
 

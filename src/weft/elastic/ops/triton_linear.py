@@ -15,7 +15,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from weft.elastic.ops.dispatch import can_fuse
+from weft.elastic.ops.dispatch import current_device
 from weft.elastic.sizes import Probabilities, Sizes
 
 MOST_LAYERS, MOST_COMBINATIONS = 3, 32
@@ -33,7 +33,7 @@ def expected(
     height, width = sizes.largest
     out = first.new_empty((count * height, width), dtype=dtype)
     out_bias = first.new_empty(count * height, dtype=dtype) if biases else None
-    with can_fuse(first.device):
+    with current_device(first.device):
         _expected[plan.grid](
             *_three(weights, first),
             *_three(biases, first),
@@ -66,7 +66,7 @@ def gradients(
     direct_bias = None if total is None else torch.empty_like(total)
     likely = any(asked[2:])
     parts = first.new_empty(plan.parts) if likely else raw
-    with can_fuse(first.device):
+    with current_device(first.device):
         _gradients[plan.grid](
             raw,
             *_three(weights, first),

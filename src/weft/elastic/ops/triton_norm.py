@@ -1,4 +1,4 @@
-"""The expectation of a norm under a mixture of widths, fused for GPUs with triton; ``normalise`` says what it computes.
+"""The expectation of a norm under a mixture of widths, fused for GPUs with triton; ``ops.norm`` says what it computes.
 
 A program owns some tokens. Sums over tokens are left by each program in a row of its own and added in a fixed order, so
 that the same inputs give the same bits every time.
@@ -15,7 +15,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.elastic.ops.dispatch import can_fuse
+from weft.elastic.ops.dispatch import current_device
 
 MOST_WIDTHS, MOST_FEATURES = 16, 8192
 _PROGRAMS = 512  # of the backward, at most: each leaves a row of sums
@@ -30,7 +30,7 @@ def mixed_norm(
     eps: float,
     centred: bool,
 ) -> Tensor:
-    """As ``normalise.mixed_norm``."""
+    """As ``ops.norm.mixed_norm``."""
     out: Tensor = _TritonNorm.apply(x, weight, bias, probabilities, widths, eps, centred)  # type: ignore[no-untyped-call]
     return out
 
@@ -56,7 +56,7 @@ class _TritonNorm(torch.autograd.Function):
         mean, rstd = torch.empty(2, len(widths), number, device=x.device, dtype=torch.float32).unbind(0)
         table, (block, tokens) = _widths(widths, x.device), _tile(features)
         if number:
-            with can_fuse(x.device):
+            with current_device(x.device):
                 _forward[(-(-number // tokens),)](
                     rows,
                     weight,
@@ -93,7 +93,7 @@ class _TritonNorm(torch.autograd.Function):
         programs = max(1, min(_PROGRAMS, tiles))
         # The gradients of weight, bias and probabilities side by side.
         parts = torch.empty(programs, 2 * features + count, device=x.device, dtype=torch.float32)
-        with can_fuse(x.device):
+        with current_device(x.device):
             _backward[(programs,)](
                 rows,
                 dy,

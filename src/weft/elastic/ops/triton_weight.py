@@ -11,7 +11,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from weft.elastic.ops.dispatch import can_fuse
+from weft.elastic.ops.dispatch import current_device
 
 MOST_RANK = 16
 _ROWS, _COLUMNS = 32, 64  # of a tile
@@ -27,7 +27,7 @@ def expected(
     out = torch.empty_like(weight, dtype=dtype)
     out_bias = None if bias is None else torch.empty_like(bias, dtype=dtype)
     grid = (-(-height // _ROWS), -(-width // _COLUMNS))
-    with can_fuse(weight.device):
+    with current_device(weight.device):
         _expected[grid](
             weight,
             weight if bias is None else bias,
@@ -69,7 +69,7 @@ def gradients(
     bias_wanted = wants[1] and total is not None
     direct_bias = torch.empty_like(bias) if bias is not None and bias_wanted else None
     spare = raw  # stands where a pointer is not used
-    with can_fuse(weight.device):
+    with current_device(weight.device):
         _gradients[(tall, wide)](
             raw,
             weight,
