@@ -5,7 +5,7 @@
 
 `measure` adds random convolutions, forward and both gradients, with the bytes that each takes beside its result and
 whether cuDNN's algorithm is Winograd's, Fourier's, or one that first turns its operands round. `fit` makes the trees
-that `weft.estimate` reads (`src/weft/plan/memory/choices.json`) from four fifths of the rows, and says how far they
+that `weft.estimate` reads (`src/weft/memory/cudnn_conv_trees.json`) from four fifths of the rows, and says how far they
 are off for the rest: errors are those of the workspace, as a share of what the convolution reads and writes. `closer`
 is the share of convolutions within a tenth. Filters of one pixel and images of few channels have rules instead.
 """

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from machine import write
 from photographs import VALIDATION, Psnr, bicubic, pair, super_resolution
+from swinir_network import swinir
 from torch import Tensor
 
 import weft
@@ -34,7 +35,6 @@ from weft.space import Space
 from weft.tune import Recipe
 from weft.tune.recipe import TrialConfig, trial_config
 from weft.tune.training.trainer import train
-from weft.zoo.swinir import swinir
 
 SCALE = 2
 

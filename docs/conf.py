@@ -1,6 +1,6 @@
-"""How `make docs` makes a site of these pages: Sphinx reads the Markdown as it is, and nothing from the network.
+"""How `make docs` makes a site of these pages: Sphinx reads the Markdown, and nothing from the network.
 
-The lists of links in index.md are the navigation; reference/api.md gets the docstrings of the names that it lists.
+The links in index.md are the navigation. reference/api.md gets the docstrings of the names that it lists.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ def navigation(index: str) -> str:
 
 
 def docstrings(page: str) -> str:
-    """The page with the docstring under each heading that names a public thing, in place of its one line."""
+    """The page with the docstring of each public name in the place of its one line."""
 
-    def told(match: re.Match[str]) -> str:
-        directive = "autoclass" if match["kind"] == "class" else "autofunction"
-        return f"{match['head']}\n```{{eval-rst}}\n.. {directive}:: {match['home']}\n```\n"
+    def directive(match: re.Match[str]) -> str:
+        name = "autoclass" if match["kind"] == "class" else "autofunction"
+        return f"{match['head']}\n```{{eval-rst}}\n.. {name}:: {match['home']}\n```\n"
 
     pattern = r"(?P<head>^### `weft\.\w+`\n)\n(?P<kind>class|function) `(?P<home>[\w.]+)`.*?(?=\n#|\n## |\Z)"
-    return re.sub(pattern, told, page, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(pattern, directive, page, flags=re.DOTALL | re.MULTILINE)
 
 
 def inside(page: str, folder: Path) -> str:
-    """The page with links to folders and to Markdown outside of docs as plain words: the site does not have them."""
+    """The page with links to folders, and to Markdown outside of docs, as plain text, since the site lacks them."""
 
-    def kept(match: re.Match[str]) -> str:
+    def plain(match: re.Match[str]) -> str:
         target = (folder / match[2].split("#")[0]).resolve()
         outside = not target.is_relative_to(HERE.resolve()) and (target.is_dir() or target.suffix == ".md")
         return match[1] if outside else match[0]
 
-    return re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)\s]+)\)", kept, page)
+    return re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)\s]+)\)", plain, page)
 
 
 def setup(app: Sphinx) -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from weft.cli import main
 from weft.cli.output import console
+from weft.hardware.machine import Machine
+from weft.hardware.presets import preset
 
 MODEL = """
 import torch
@@ -117,10 +119,17 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, weft: Weft) -> None:
         assert len(shown.stderr.strip().splitlines()) == 1, shown.stderr
 
 
-def test_this_machine_is_measured_and_planned_for(tmp_path: Path, weft: Weft) -> None:
+def test_this_machine_is_measured_and_planned_for(tmp_path: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.py").write_text(MODEL)
+    asked: list[tuple[str, int, bool]] = []
+
+    def measured(device: str, devices: int, quick: bool) -> Machine:  # what it measures is tested beside it
+        asked.append((device, devices, quick))
+        return preset("cpu")
+
+    monkeypatch.setattr("weft.plan.calibrate.calibrate", measured)
     shown = weft("calibrate", "here.json", "--device", "cpu", "--devices", "2", "--quick")
-    assert shown.returncode == 0, shown.stderr
+    assert (shown.returncode, asked) == (0, [("cpu", 2, True)]), shown.stderr
     assert "GFLOP/s" in shown.stdout
     planned = weft("plan", "own:build", "--devices", "2", "--machine", "here.json", "--json")
     assert planned.returncode == 0, planned.stderr
@@ -139,24 +148,22 @@ def test_a_plan_is_written_as_a_page_and_its_path_is_told(tmp_path: Path, weft: 
     assert "cannot write 'none/plan.html'" in refused.stderr
 
 
-def test_a_supernet_is_cut_into_stages(tmp_path: Path, weft: Weft) -> None:
+def test_a_supernet_is_cut_into_stages_as_the_settings_of_its_config_say(tmp_path: Path, weft: Weft) -> None:
     (tmp_path / "run.toml").write_text('supernet = "digits-mlp"\ndata = "digits"\n[train]\nsteps = 10\n')
-    shown = weft("plan", "run.toml", "--devices", "2", "--machine", "cpu")
+    words = ("plan", "run.toml", "--machine", "cpu")
+    shown = weft(*words, "--devices", "2", "--train.batch_size", "16")
     assert shown.returncode == 0, shown.stderr
     assert "weft.train(stages=2, cut=[" in shown.stdout
-    found = json.loads(weft("plan", "run.toml", "--devices", "3", "--machine", "cpu", "--json").stdout)
-    assert len(found["cut"]) == 2
-    assert len(found["seconds"]) == len(found["memory"]) == 3
-    refused = weft("plan", "run.toml", "--devices", "99")
-    assert refused.returncode == 2
-    assert "stages, not 99" in refused.stderr
-
-
-def test_settings_of_a_supernet_are_those_of_its_config(tmp_path: Path, weft: Weft) -> None:
-    (tmp_path / "run.toml").write_text('supernet = "digits-mlp"\ndata = "digits"\n[train]\nsteps = 10\n')
-    words = ("plan", "run.toml", "--devices", "2", "--machine", "cpu", "--json")
-    one, many = (json.loads(weft(*words, "--train.batch_size", count).stdout)["seconds"] for count in ("16", "512"))
-    assert sum(many) > sum(one)
-    refused = weft(*words, "--data.source=text", "--data.path", "none.txt")
-    assert refused.returncode == 2
-    assert "none.txt" in refused.stderr
+    one, many = (
+        json.loads(weft(*words, "--devices", "3", "--json", "--train.batch_size", count).stdout)
+        for count in ("16", "512")
+    )
+    assert [len(one[name]) for name in ("cut", "seconds", "memory")] == [2, 3, 3]
+    assert sum(many["seconds"]) > sum(one["seconds"])
+    for settings, message in (
+        (("--devices", "99"), "stages, not 99"),
+        (("--devices", "2", "--data.source=text", "--data.path", "none.txt"), "none.txt"),
+    ):
+        refused = weft(*words, *settings)
+        assert refused.returncode == 2
+        assert message in refused.stderr

@@ -42,6 +42,7 @@ RENAMED = {  # the new word of an option: the old one
     "tolerance": "gap",
     "validation": "validate",
     "warmup_steps": "warmup",
+    "weight_warmup_steps": "warmup_weights",
 }
 OF_THE_OPTIMIZER = ("clip", "schedule", "warmup_steps")
 """Options of `train` that are to be the optimizer's."""

@@ -79,5 +79,5 @@ def cases() -> Iterator[Case]:
         yield f"gradient/drnas/{kind}", lambda folder, kind=kind: gradient_search("drnas", folder, kind)
     yield (
         "gradient/targets",
-        lambda folder: gradient_search("drnas", folder, targets="parameters=4800", warmup_weights=4),
+        lambda folder: gradient_search("drnas", folder, targets="parameters=4800", weight_warmup_steps=4),
     )

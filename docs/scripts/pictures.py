@@ -1,4 +1,7 @@
-"""Draws the pictures of the dashboard: real runs are made in a temporary folder, served, and looked at by a browser.
+"""Draws the pictures of the dashboard: makes real runs in a temporary folder and serves them to a browser.
+
+Run it on a machine that does nothing else: where other programs take the cores, the real schedule of the picture takes
+several times as long as the simulated one.
 
 python docs/scripts/pictures.py            # a minute or two; needs chromium and `pip install playwright`
 python docs/scripts/pictures.py RUNS_DIR   # of runs that are there already

@@ -131,6 +131,9 @@ def test_contributing_names_files_that_exist_and_every_dependency() -> None:
     files = re.findall(r"`((?!tests/)(?:\w+/)+\w+\.py)`", page)
     assert len(files) > 40
     assert [file for file in files if not (ROOT / "src" / "weft" / file).is_file()] == []
+    walk = re.findall(r'^    "(\w+/\w+\.py)":', (ROOT / "tests" / "test_walk.py").read_text(), re.MULTILINE)
+    assert len(walk) > 16
+    assert set(walk) <= set(files)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [project["dependencies"], *project["optional-dependencies"].values()]
     names = {re.match(r"[\w-]+", one)[0] for group in wanted for one in group} - {"weft"}  # type: ignore[index]

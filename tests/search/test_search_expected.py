@@ -69,12 +69,16 @@ class Both(Module):
 class Crop(Module):
     """Keeps the first tokens."""
 
+    reads = ("tokens",)
+
     def forward(self, x: Tensor, pick: Any) -> Tensor:
         return x[:, : pick["tokens"]]
 
 
 class Cases(Module):
     """Plain modules, of which one runs only for one combination of two choices."""
+
+    reads = ("case", "other")
 
     def __init__(self, options: int) -> None:
         super().__init__()
@@ -125,6 +129,8 @@ class Deep(Module):
 class Splitting(Module):
     """Gives two tensors, or one: what is around it looks which."""
 
+    reads = ("case",)
+
     def __init__(self, space: Space) -> None:
         super().__init__()
         self.layer = Linear(space, 4, 4)
@@ -136,6 +142,8 @@ class Splitting(Module):
 
 class Looking(Module):
     """Decides by what a module within gives, by what it took, and by numbers that it hands on."""
+
+    reads = ("other",)
 
     def __init__(self, space: Space) -> None:
         super().__init__()
@@ -156,6 +164,8 @@ class Looking(Module):
 
 
 class Keeping(Module):
+    reads = ("case",)
+
     def __init__(self, space: Space) -> None:
         super().__init__()
         self.layer = Linear(space, 4, 4)
@@ -178,7 +188,9 @@ class Times(Module):
 
 
 class Asking(Module):
-    """Asks the pick for more than it declares, in every way that there is."""
+    """Asks the pick in every way that there is."""
+
+    reads = ("deep", "extra", "half")
 
     def __init__(self, space: Space) -> None:
         super().__init__()
@@ -199,6 +211,8 @@ class Asking(Module):
 
 class Twofold(Module):
     """One module and one weight in two places."""
+
+    reads = ("other",)
 
     def __init__(self, space: Space) -> None:
         super().__init__()
@@ -236,6 +250,8 @@ class Gossip(Module):
 
 
 class Say(Module):
+    reads = ("case",)
+
     def __init__(self, told: list[int]) -> None:
         super().__init__()
         self.told = told
@@ -644,10 +660,19 @@ def test_what_cannot_be_expected_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
         build_cost_model(chain, batch, "parameters")
 
 
+@pytest.mark.parametrize("missing", ["extra", "half"])
+def test_a_module_that_asks_the_pick_for_what_it_does_not_declare_is_refused(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.setattr(Asking, "reads", tuple(name for name in Asking.reads if name != missing))
+    with pytest.raises(SearchError, match=f"Asking asks the pick for '{missing}', which its `reads` do not name"):
+        build_cost_model(*asking(), "parameters")
+
+
 def test_modules_that_tell_each_other_more_than_tensors_are_refused() -> None:
     chain, batch = cases(lambda space: Gossip())()
     for metric in ("parameters", "flops"):
-        with pytest.raises(SearchError, match="follows neither from the choices that its modules ask the pick for"):
+        with pytest.raises(SearchError, match="follows neither from the choices that its modules name in `reads`"):
             build_cost_model(chain, batch, metric)
 
 
@@ -676,7 +701,7 @@ def random_chains(draw: st.DrawFn) -> tuple[Chain, Batch]:
     return Chain(*blocks), {"x": torch.ones(2, 2)}
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(random_chains(), st.integers(0, 1000))
 def test_any_chain_is_the_sum_of_its_tables(made: tuple[Chain, Batch], seed: int) -> None:
     chain, batch = made

@@ -217,7 +217,7 @@ def test_mistakes_are_told_in_one_line(runs: Path, tmp_path: Path) -> None:
     assert "no such address" in fails("serve", str(runs), "--host", "no.such.host.invalid", "--port", "0")
     assert "this machine has no such address" in fails("serve", str(runs), "--host", "192.0.2.1", "--port", "0")
     for token in ("", "short", "semi;colon;s", "with a blank"):
-        assert "lest it is guessed" in fails("serve", str(runs), "--token", token, "--port", "0")
+        assert "--token needs 8" in fails("serve", str(runs), "--token", token, "--port", "0")
     assert "not a run" in fails("report", str(tmp_path / "none"))
     assert CliRunner().invoke(app, ["serve", str(runs), "--port", "70000"]).exit_code == 2
     assert CliRunner().invoke(app, ["report"]).exit_code == 2

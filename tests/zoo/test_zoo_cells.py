@@ -35,7 +35,7 @@ from weft.zoo import (
 )
 from weft.zoo.cells import NODES, Edges
 from weft.zoo.layers import Residual
-from weft.zoo.nas_bench_201 import NB201_OPERATIONS, Reduction
+from weft.zoo.nas_bench_201 import NB201_OPERATIONS, ReductionCell
 
 SMALL: dict[str, tuple[Callable[[], Chain], tuple[int, ...]]] = {
     "toy cell": (partial(toy_cell, 4, size=8, dropout=0.0), (3, 1, 8, 8)),
@@ -86,8 +86,8 @@ def test_random_subnets_keep_the_law(kind: str) -> None:
     make, shape = SMALL[kind]
     chain = initialise(make(), 1)
     rng = generator("law", kind)
-    for _ in range(2):
-        check_law(chain, chain.space.sample(rng), draw(*shape), own_classes=(Reduction, Residual))
+    for _ in range(1 if "," in kind else 2):  # of variants one will do
+        check_law(chain, chain.space.sample(rng), draw(*shape), own_classes=(ReductionCell, Residual))
 
 
 @pytest.mark.parametrize("kind", SMALL)

@@ -19,7 +19,7 @@ import weft
 from weft import zoo
 from weft.engine.optimizer import Optimizer
 from weft.errors import SupernetError
-from weft.zoo.gpt import Attention, language_model
+from weft.zoo.gpt import CausalAttention, language_model
 
 SMALL: dict[str, Any] = {"vocabulary": 11, "context": 12, "width": 16, "layers": 2, "heads": 2, "dropout": 0.2}
 KINDS = ("learned", "rotary")
@@ -116,7 +116,7 @@ def test_a_row_that_ends_earlier_scores_as_the_beginning_of_a_longer_one(positio
     torch.testing.assert_close(scores(chain, tokens[:, :5]), scores(chain, tokens)[:, :5])
 
 
-def by_hand(attention: Attention, x: Tensor, first: int = 0) -> Tensor:
+def by_hand(attention: CausalAttention, x: Tensor, first: int = 0) -> Tensor:
     """Rotary attention with pairs of features as complex numbers and one score at a time; places begin at ``first``."""
     rows, length, width = x.shape
     heads, size = attention.heads, width // attention.heads
@@ -139,7 +139,7 @@ def by_hand(attention: Attention, x: Tensor, first: int = 0) -> Tensor:
 
 def test_rotary_attention_turns_queries_and_keys_by_their_place_wherever_places_begin() -> None:
     torch.manual_seed(0)
-    attention = Attention(12, 2, 0.0, False, rotary=9).eval()
+    attention = CausalAttention(12, 2, 0.0, False, rotary=9).eval()
     nn.init.normal_(attention.qkv.weight)
     x = torch.randn(2, 9, 12)
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_the_extracted_model_is_the_chain_to_the_last_bit(positions: str) -> Non
 
 
 def test_dropout_is_drawn_in_training_only_and_in_attention_too() -> None:
-    attention = Attention(16, 2, 0.5, False, None)
+    attention = CausalAttention(16, 2, 0.5, False, None)
     x = torch.randn(2, 6, 16)
     assert torch.equal(attention.eval()(x), attention(x))
     assert not torch.equal(attention.train()(x), attention(x))

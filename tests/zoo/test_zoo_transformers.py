@@ -77,7 +77,7 @@ def test_a_subnet_has_the_weights_that_its_sizes_ask_for(name: str) -> None:
 
     x = torch.empty(2, 3, 224, 224, device="meta") if vision else torch.empty(2, 9, dtype=torch.int64, device="meta")
     rng = generator(0, "zoo", name)
-    for subnet in (chain.space.first(), chain.space.last(), chain.space.sample(rng)):
+    for subnet in (chain.space.last(), chain.space.sample(rng)):
         plain = weft.extract(chain, subnet)
         assert sum(parameter.numel() for parameter in plain.parameters()) == weights_of(subnet, ends)
         assert chain(x, subnet).shape == plain(x).shape == ((2, 1000) if vision else (2, 9, words))
@@ -150,9 +150,9 @@ def test_a_language_model_looks_at_nothing_that_comes_later() -> None:
         assert not torch.equal(first[:, 4:], second[:, 4:])
 
 
-@pytest.mark.parametrize(("mixed", "steps"), [(False, 100), pytest.param(True, 50, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("mixed", "steps"), [(False, 70), (True, 40)])
 def test_digits_are_learnt_by_random_subnets_and_by_a_mixture(mixed: bool, steps: int) -> None:
-    images, labels = digits().train.take(np.arange(64)).values()
+    images, labels = digits().train.take(np.arange(32)).values()
     chain = weft.initialise(zoo.vit_test, seed=0)
     judged = Mixture.uniform(chain.space) if mixed else chain.space.last()
     rng = generator(0, "digits")

@@ -54,7 +54,7 @@ def main() -> None:
 def weft(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
-    """Finds neural architectures and trains them on as many devices as there are."""
+    """Neural architecture search and training for PyTorch, reproducible to the last bit."""
     if version:
         print(f"weft {__version__}")
     elif context.invoked_subcommand is None:

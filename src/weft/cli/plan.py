@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import pairwise
@@ -284,16 +285,8 @@ def calibrate(
         f"link_{level.name}": f"{level.bandwidth / 1e9:,.2f} GB/s, {level.latency * 1e6:,.0f} us"
         for level in found.levels
     }
-    show(
-        {"file": out, **rates, "memory_bandwidth": f"{found.device.bandwidth / 1e9:,.1f} GB/s", **links},
-        False,
-        found.name,
-    )
-
-
-if TYPE_CHECKING:
-    from weft.plan.chain import ChainPlan
-    from weft.supernet import Chain
+    bandwidth = f"{found.device.bandwidth / 1e9:,.1f} GB/s"
+    show({"file": out, **rates, "memory_bandwidth": bandwidth, **links}, False, found.name)
 
 
 def show_plan(plan: Plan, console: Console) -> None:
@@ -341,16 +334,14 @@ def _layers(plan: Plan) -> Table:
 
     table = Table("layer", "operator", "split", "times", title="strategy", title_justify="left")
     table.columns[3].justify = "right"
-    counts: dict[tuple[str, str, str], int] = {}
-    for place, operator in enumerate(plan.graph.operators):
-        if operator.kind in ("parameter", "input", "constant", "view") or not operator.known:
-            continue
-        if operator.flops <= 0 or not any(dim.parts > 1 for dim in operator.dims):
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for op, operator in enumerate(plan.graph.operators):
+        computes = operator.kind not in ("parameter", "input", "constant", "view") and operator.known
+        if not (computes and operator.flops > 0 and any(dim.parts > 1 for dim in operator.dims)):
             continue
         layer = layer_of(operator.module)
         shown = operator.module.replace(layer, layer.rsplit(".", 1)[0] + ".*", 1) if layer else operator.module
-        key = (shown, operator.kind, _split(plan, place))
-        counts[key] = counts.get(key, 0) + 1
+        counts[shown, operator.kind, _split(plan, op)] += 1
     weighty = {
         key: n for key, n in counts.items() if key[1] in ("matmul", "conv", "attention", "embedding", "mean_loss")
     }

@@ -1,4 +1,4 @@
-"""The verbs that show runs: `serve` them as a page that follows them, and write a `report` that opens from disk."""
+"""The verbs that show runs: `serve`, a page that follows them, and `report`, a file that opens from disk."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from weft.cli.output import console, errors, print_json
 from weft.errors import ConfigError
 
 SHORTEST = 8
+"""The least characters of a token."""
 
 
 def serve(
@@ -39,8 +40,8 @@ def serve(
     root = _root(runs)
     if token is not None and not re.fullmatch(rf"[A-Za-z0-9._~-]{{{SHORTEST},}}", token):
         raise ConfigError(
-            f"--token has to have {SHORTEST} or more of letters, digits and . _ ~ -, lest it is guessed or torn; "
-            "leave it out, and one is made up where it is needed"
+            f"--token needs {SHORTEST} or more characters, each a letter, a digit or one of . _ ~ -; "
+            "leave it out, and weft makes one where it is needed"
         )
     library = Library.under(root)
     listener = listen(host, port)

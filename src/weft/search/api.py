@@ -35,9 +35,9 @@ def search(
 
     Objectives and constraints (``"flops<=5e7"``) name ``loss``, a metric of the run, ``parameters``, ``flops``,
     ``latency`` or ``memory``. ``method`` is ``random``, ``evolution`` or ``nsga2`` (by default evolution for one
-    objective, else NSGA-II). The search is a function of its seed; scores are kept in the run by subnet, so a search
-    that was stopped goes on where it was. The front is saved under ``results/<name>``. Tables of costs that are
-    ``expected`` already are not measured again.
+    objective, else NSGA-II). The search is a function of its seed. The run keeps the scores of each subnet, so a
+    search that was stopped goes on where it was. The front is saved under ``results/<name>``. Cost models in
+    ``expected`` are not measured again.
     """
     from weft.search.gradient import GRADIENT_METHODS
 
@@ -47,10 +47,10 @@ def search(
             "trained together by weft.search_gradient(build, data, steps=...)"
         )
     if method in GRADIENT_METHODS or not isinstance(method, str | None):
-        called = getattr(method, "name", method)
+        word = getattr(method, "name", method)
         raise SearchError(
-            f"'{called}' trains weights and architecture together: "
-            f'call weft.search_gradient(build, data, method="{called}", steps=...)'
+            f"'{word}' trains weights and architecture together: "
+            f'call weft.search_gradient(build, data, method="{word}", steps=...)'
         )
     check_name(name)
     if not maximize and not minimize:
@@ -59,11 +59,11 @@ def search(
     objectives = parse_objectives(maximize, minimize)
     rules = parse_constraints(constraints)
     known = known_metrics(trained)
-    for wanted in (*(o.name for o in objectives), *(rule.name for rule in rules)):
-        if wanted not in known:
-            raise SearchError(f"no metric '{wanted}'{nearest(wanted, known)}")
+    names = dict.fromkeys((*(o.name for o in objectives), *(rule.name for rule in rules)))
+    for metric in names:
+        if metric not in known:
+            raise SearchError(f"no metric '{metric}'{nearest(metric, known)}")
     scorer = Scorer(trained, recalibrate, batch_size)
-    names = {o.name for o in objectives} | {rule.name for rule in rules}
     measured = tuple(metric for metric in MEASURED if metric in names)
 
     def score(subnet: Subnet) -> dict[str, float]:
@@ -83,18 +83,18 @@ def search(
         budget=budget,
         seed=seed,
         cache=cache,
-        cheap=CostLookup(scorer, budget, expected) if names & set(CHEAP) else None,
+        cheap=CostLookup(scorer, budget, expected) if names.keys() & set(CHEAP) else None,
         on_score=on_score,
     )
-    # Costs that nobody asked for take as long as scores: the members of the front alone get them.
+    # Costs take as long as scores: where the search did not need them, only the members of the front get them.
     members = [Scored(one.subnet, {**one.scores, **scorer.cheap(one.subnet)}) for one in result.front]
     front = Front(members, objectives, rules, scorer.extract, origin=trained)
-    front.save(results / name, scorer.layers, choices=told_choices(trained.chain.space), context=cache.context)
+    front.save(results / name, scorer.layers, choices=choices_to_json(trained.chain.space), context=cache.context)
     return front
 
 
-def told_choices(space: Space) -> list[dict[str, Any]]:
-    """Every choice of a space with its options, for whoever shows a search; a real one has none."""
+def choices_to_json(space: Space) -> list[dict[str, Any]]:
+    """Every choice of a space with its options, for the pages that show a search; a real one has none."""
     return [{"name": name, "options": choice.options} for name, choice in space.choices.items()]
 
 

@@ -34,7 +34,7 @@ def flops(module: nn.Module, example_inputs: Inputs) -> int:
 
 
 def flops_by_child(module: nn.Module, example_inputs: Inputs) -> dict[str, int]:
-    """The same, told apart by the direct children in which they are spent."""
+    """The same for each direct child of the module."""
     found = _counted(module, example_inputs).get_flop_counts()
     root = type(module).__name__
     return {name: int(sum(found.get(f"{root}.{name}", {}).values())) for name, _ in module.named_children()}
@@ -46,7 +46,7 @@ def latency(module: nn.Module, inputs: Inputs, repeats: int = 20, warmup: int = 
 
 
 def latencies(modules: Sequence[nn.Module], inputs: Inputs, repeats: int = 20, warmup: int = 3) -> list[float]:
-    """The latency of each module; they take turns in every repeat, so that a drift of the machine meets all alike."""
+    """The latency of each module; each repeat times all of them, so that drift affects all equally."""
     if repeats < 1:
         raise SearchError(f"a latency needs at least 1 repeat, not {repeats}")
     args = _arguments(inputs)

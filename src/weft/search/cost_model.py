@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.elastic import Mixture
 from weft.elastic.mixture import choice_options
 from weft.errors import SearchError, nearest
+from weft.search.cost import flops, latencies, parameters
 from weft.search.cost_measure import Measure
 from weft.search.cost_table import Array, Table, allowed_mask, filled, merged, reachable, with_tied
 from weft.space import Subnet, Value
-from weft.supernet import Chain
+from weft.supernet import Chain, extract
+from weft.utils.rng import generator
 
 METRICS = ("parameters", "flops", "latency")
 
@@ -105,25 +108,61 @@ def build_cost_model(
 ) -> CostModel:
     """The cost of every subnet of the chain, for one forward of the batch.
 
-    Parameters and FLOPs are exact: each composite is traced for every combination of the choices that its own forward
-    asks the pick for, and each module is measured for every size that it and its inputs can have. They need no device
-    and, unless a layer reads values of tensors, nothing is computed. A latency is the median of ``repeats`` on the
-    device, layer by layer (part by part where a layer reads choices with more than 64 combinations), and scaled such
-    that whole subnets come out right in the middle.
+    Parameters and FLOPs are exact: each composite is traced for every combination of the choices that it names in its
+    ``reads``, and each module is measured for every size that it and its inputs can have. They need no device and,
+    unless a layer reads values of tensors, nothing is computed. A latency is the median of ``repeats`` on the device,
+    layer by layer (part by part where a layer reads choices with more than 64 combinations), and scaled such that the
+    median of a few complete subnets is right.
 
-    Raises SearchError where a part depends on choices with more than 16,384 combinations, and where one of a few
-    subnets costs something else: modules that hand something to each other beside tensors cannot be told apart.
+    Raises SearchError where a part depends on choices with more than 16,384 combinations, where a module asks the pick
+    for a choice that its ``reads`` do not name, and where one of a few subnets costs something else, as it does if
+    modules tell each other more than tensors.
     """
     if metric not in METRICS:
         raise SearchError(f"no metric '{metric}' can be expected{nearest(metric, METRICS)}")
-    measure = Measure(chain, batch, metric, torch.device(device), repeats)
+    measure, found = _measure(chain, batch, metric, torch.device(device), repeats)
     rules = chain.space.rules
-    tables = [filled(table) for table in measure.tables()]
-    if metric == "latency":
-        scale = measure.scale(tables)
-        tables = [Table(table.names, table.values * scale) for table in tables]
-    tables = merged([with_tied(rules, table) for table in tables])
+    tables = merged([with_tied(rules, filled(table)) for table in found])
     low, high = reachable(chain.space, tables)
     allowed = [allowed_mask(rules, table.names) for table in tables]
     options = {name: choice_options(chain.space, name) for table in tables for name in table.names}
-    return CostModel(metric, chain.space.id, options, tables, allowed, low, high)
+    model = CostModel(metric, chain.space.id, options, tables, allowed, low, high)
+    if metric != "latency":
+        for subnet, plain, inputs in _samples(measure, 2):
+            cost = parameters(plain) if metric == "parameters" else flops(plain, inputs)
+            if model.of(subnet) != cost:
+                raise SearchError(
+                    f"the {metric} of '{subnet}' are {cost:,} and not the {model.of(subnet):,.0f} of its parts: a "
+                    "layer does what follows neither from the choices that its modules name in `reads` nor from the "
+                    "shapes of their inputs"
+                )
+        return model
+    subnets, modules, inputs = zip(*_samples(measure, 4), strict=True)
+    times, sums = latencies(modules, inputs[0], repeats), [model.of(subnet) for subnet in subnets]
+    scale = statistics.median(time / part for time, part in zip(times, sums, strict=True)) if all(sums) else 1.0
+    tables = [Table(table.names, table.values * scale) for table in tables]
+    return CostModel(metric, chain.space.id, options, tables, allowed, scale * low, scale * high)
+
+
+def _measure(
+    chain: Chain, batch: Mapping[str, Tensor], metric: str, device: torch.device, repeats: int
+) -> tuple[Measure, list[Table]]:
+    if metric != "latency":
+        try:
+            measure = Measure(chain, batch, metric, torch.device("meta"))
+            return measure, measure.tables()
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            pass  # shapes are not enough: a layer reads values of tensors, so it has to run
+    measure = Measure(chain, batch, metric, device, repeats)
+    return measure, measure.tables()
+
+
+def _samples(measure: Measure, count: int) -> Iterator[tuple[Subnet, nn.Module, tuple[Tensor, ...]]]:
+    """The last subnet and some random ones, each as a plain module with its inputs."""
+    chain, batch, space = measure.chain, measure.batch, measure.chain.space
+    rng = generator("expected", space.id)
+    chosen = [space.last(), *(space.sample(rng) for _ in range(count))] if space.choices else [space.subnet()]
+    for subnet in chosen:
+        side = [name for layer in chain.route(subnet) for name in layer.side]
+        names = dict.fromkeys((*(chain.inputs or tuple(batch)[:1]), *side))
+        yield subnet, extract(chain, subnet, batch), tuple(batch[name] for name in names)

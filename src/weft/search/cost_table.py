@@ -46,14 +46,18 @@ def closed(rules: FrozenSpace, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in rules.choices if name in found)
 
 
-def grid(rules: FrozenSpace, names: Sequence[str]) -> Iterator[Values]:
-    """All combinations of options of closed names, the last varying fastest, each with its active choices alone."""
+def grid(rules: FrozenSpace, names: Sequence[str], settled: Values | None = None) -> Iterator[tuple[Values, Values]]:
+    """All combinations of options of these choices, the last varying fastest, and for each the values that are active.
+
+    The choices must be closed, together with those that are settled, which are among the active ones."""
+    order = [name for name in rules.choices if name in settled or name in names] if settled else names
     for combination in itertools.product(*(rules.choices[name].options or () for name in names)):
-        values: Values = {}
-        for name, value in zip(names, combination, strict=True):
+        raw = dict(zip(names, combination, strict=True))
+        every, values = {**settled, **raw} if settled else raw, Values()
+        for name in order:
             if rules.is_active(name, values):
-                values[name] = value
-        yield values
+                values[name] = every[name]
+        yield raw, values
 
 
 def combinations(rules: FrozenSpace, names: Iterable[str]) -> int:
@@ -65,7 +69,7 @@ def tabled(rules: FrozenSpace, names: Iterable[str], number: Callable[[Values], 
     """The table of a function of these choices."""
     names = closed(rules, names)
     shape = [len(rules.choices[name].options or ()) for name in names]
-    return Table(names, np.array([number(values) for values in grid(rules, names)], dtype=np.float64).reshape(shape))
+    return Table(names, np.array([number(values) for _, values in grid(rules, names)], dtype=np.float64).reshape(shape))
 
 
 def constraint_tables(rules: FrozenSpace) -> tuple[list[Table], bool]:

@@ -1,4 +1,4 @@
-"""The pick: the likeliest subnet of a mixture that costs what it shall."""
+"""From a mixture to one subnet: the most probable one that meets cost targets, or the one that perturbation keeps."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def most_probable_subnet(mixture: Mixture, targets: Sequence[Target] = (), toler
     that follows thousands of partial subnets, spread over their costs, and improves the best by one and two changes.
     The same mixture always gives the same subnet. Raises SearchError where no subnet is found.
     """
-    field = _Field(mixture, targets, tolerance)
-    point = field.best_of_all() if field.size <= EXACT else field.search()
-    if point is None or field.misses(field.alone(point))[0] > 0:
-        raise SearchError(field.complaint(point))
-    return field.subnet(point)
+    scorer = _SubnetScorer(mixture, targets, tolerance)
+    point = scorer.best_of_all() if scorer.size <= EXACT else scorer.search()
+    if point is None or scorer.misses(scorer.alone(point))[0] > 0:
+        raise SearchError(scorer.why_none(point))
+    return scorer.subnet(point)
 
 
-class _Field:
-    """All points of a space under a mixture: what they lose in likelihood, what they cost, and whether they are
-    valid."""
+class _SubnetScorer:
+    """Scores the points of a space under a mixture: how likely they are beside the likeliest, what they cost, and
+    whether they are valid."""
 
     def __init__(self, mixture: Mixture, targets: Sequence[Target], tolerance: float) -> None:
         self.space, self.targets, self.tolerance = mixture.space, tuple(targets), tolerance
@@ -71,8 +71,8 @@ class _Field:
                 raise SearchError(f"the target for {target.expected.metric} was measured on another space")
 
     def _loss(self, name: str, log: Array) -> Table:
-        # Against the likeliest option, so that a choice that is switched off counts as one that is settled: else every
-        # choice less would make a subnet likelier, and shallow ones would win.
+        # Relative to the likeliest option, and 0 for a choice that is switched off. Otherwise a subnet with fewer
+        # active choices would be likelier, and shallow subnets would win.
         at = {option: float(log.max() - one) for option, one in zip(self.options[name], log, strict=True)}
         return tabled(self.rules, [name], lambda values: at[values[name]] if name in values else 0.0)
 
@@ -107,15 +107,15 @@ class _Field:
             total += target.misses(cost, self.tolerance)
         return total
 
-    def complaint(self, point: Mapping[str, int] | None) -> str:
+    def why_none(self, point: Mapping[str, int] | None) -> str:
         if point is None:
             return str(self.rules.empty())
         near = ", ".join(
             f"{target.expected.metric}={cost[0]:g}"
             for target, cost in zip(self.targets, self.costs(self.alone(point)), strict=True)
         )
-        wanted = ", ".join(f"{target.expected.metric}={target.value:g}" for target in self.targets)
-        return f"no subnet was found within {self.tolerance:.0%} of {wanted}; the nearest has {near}: ask for that"
+        asked = ", ".join(f"{target.expected.metric}={target.value:g}" for target in self.targets)
+        return f"no subnet was found within {self.tolerance:.0%} of {asked}; the nearest has {near}: ask for that"
 
     def _first(self, points: Points, order: Iterable[int]) -> dict[str, int] | None:
         for at in order:
@@ -283,29 +283,29 @@ def _sum(tables: Sequence[Table], points: Points) -> Array:
     return total
 
 
-# The pick by what is missed (Wang et al., 2021): of each choice the option without which the mixture does worst.
+# Perturbation (Wang et al., 2021): the method keeps, in each choice, the option whose removal raises the loss most.
 #
-# A mixture of much can do well with probabilities that say little of its options by themselves: the likeliest subnet
-# of DARTS may even cut its output off from the input. What an option is worth shows when it is taken away; whether it
-# can do without the others, when it is left alone.
+# The probabilities of a mixture say little about the worth of its options: the most probable subnet of DARTS may even
+# have no path from input to output. So each option is judged without the others, and the others without it.
 
 SAMPLES = 2048
-"""Of the validation data, at most, that each option is judged by."""
+"""The most samples of the validation data that each option is judged by."""
 SIZE = 256
-"""Of a batch, or as large as those of the run: few launches, and no more than subnets are scored with."""
+"""Samples of a batch, unless those of the run are larger."""
 BROKEN = 0.5
-"""An option whose loss alone is that much above another's, as a share of that one, breaks the network."""
+"""An option breaks the network if its loss without the others exceeds the least such loss by more than this share."""
 SHARE = 4
-"""Samples that are looked at in all, for all options, are at most those that were trained with over this."""
+"""All options together are judged by at most one over this of the samples of the training."""
 
 
 def by_perturbation(trained: TrainedRun, mixture: Mixture, penalties: Sequence[Penalty] = ()) -> Subnet:
-    """Settles one choice after another, the surest first: each option is taken away in turn, the others share its
-    probability, and the one whose absence costs most is kept for good, unless it breaks the network when it is alone.
+    """Settles one choice after another, the one of the least entropy first. Each option is removed in turn, and the
+    others share its probability. The option whose removal costs most is kept, unless it breaks the network without the
+    others.
 
-    Sizes, whose options are numbers, are slices of one weight: to take one away changes the scale of all others, which
-    says nothing, so the likeliest are taken. The run's chain, in evaluation mode, has the weights that were learned
-    with the mixture; its batch norms see each batch by itself. What a subnet shall cost is not looked at.
+    Choices of sizes, whose options are numbers, get their likeliest option: sizes are slices of one weight, so to
+    remove one changes the scale of all others, which says nothing. The run's chain, in evaluation mode, has the weights
+    that were learned with the mixture; its batch norms see each batch by itself. Cost targets are not considered.
     """
     chain, config, device = trained.chain, trained.step, trained.device
     space = chain.space
@@ -323,9 +323,9 @@ def by_perturbation(trained: TrainedRun, mixture: Mixture, penalties: Sequence[P
         for name in sorted(names, key=bits.__getitem__):
             every = range(counts[name])
             alone = [cost(name, _certain(rows[name], option), batches[:1]) for option in every]
-            whole = [option for option in every if alone[option] <= min(alone) + BROKEN * abs(min(alone))]
-            lost = {option: cost(name, _without(rows[name], option), batches) for option in whole or every}
-            rows[name] = _certain(rows[name], max(lost, key=lost.__getitem__))
+            working = [option for option in every if alone[option] <= min(alone) + BROKEN * abs(min(alone))]
+            without = {option: cost(name, _without(rows[name], option), batches) for option in working or every}
+            rows[name] = _certain(rows[name], max(without, key=without.__getitem__))
     return most_probable_subnet(Mixture.unchecked(space, rows))
 
 
@@ -336,7 +336,7 @@ def candidates(space: Space) -> list[str]:
 
 
 def _without(row: Tensor, option: int) -> Tensor:
-    """The other options in their proportions; alike, where all of the probability was on this one."""
+    """The other options in their proportions, or with equal probabilities if this one had all of it."""
     others = 1.0 - _certain(row, option)
     left = row * others
     total = left.sum()
@@ -356,7 +356,7 @@ def _cost(
     device: torch.device,
     penalties: Sequence[Penalty],
 ) -> float:
-    """The loss under a mixture, and what its cost is punished with."""
+    """The loss under a mixture, with its penalties."""
     scores = Scores(config.loss, None)
     with Calibration([chain]):
         for batch in batches:
@@ -366,7 +366,7 @@ def _cost(
 
 
 def _batches(run: TrainedRun, options: int) -> list[Batch]:
-    """Validation batches, as many as are worth the time: a look takes a third of a step."""
+    """Validation batches, as many as are worth the time: one forward takes a third of a step."""
     config = run.step
     size = max(config.batch_size, SIZE)
     trained = config.steps * config.batch_size

@@ -18,7 +18,7 @@ from weft.supernet import export
 from weft.trainer.api import TrainedRun
 
 
-class Wanted(Protocol):
+class ExportRequest(Protocol):
     """Which subnet, in which formats."""
 
     @property
@@ -40,7 +40,7 @@ class Searched(Protocol):
     def batch_size(self) -> int: ...
 
 
-def export_subnet(trained: TrainedRun, wanted: Wanted, searched: Searched, command: str = "") -> dict[str, Path]:
+def export_subnet(trained: TrainedRun, wanted: ExportRequest, searched: Searched, command: str = "") -> dict[str, Path]:
     """Writes the subnet under ``results/<its id>`` of the run, in the formats asked for, after checking each.
 
     This is the end of the way, so here the subnet meets the test data, where there is any; the run records it.
@@ -64,7 +64,7 @@ def export_subnet(trained: TrainedRun, wanted: Wanted, searched: Searched, comma
     return export(plain, inputs, trained.path / "results" / subnet.id, wanted.formats, metadata)
 
 
-def choose(trained: TrainedRun, wanted: Wanted, name: str) -> tuple[Subnet, Mapping[str, float]]:
+def choose(trained: TrainedRun, wanted: ExportRequest, name: str) -> tuple[Subnet, Mapping[str, float]]:
     """The subnet that is named (by id on the front, or as JSON of its values), else the best one within the limits."""
     space = trained.chain.space
     if not space.choices and wanted.subnet is None:

@@ -171,13 +171,13 @@ class Front:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        told = {**more, **self.to_json()}
+        record = {**more, **self.to_json()}
         if layers is not None:
-            told["members"] = [
+            record["members"] = [
                 {**member, "layers": list(layers(one.subnet))}
-                for member, one in zip(told["members"], self, strict=True)
+                for member, one in zip(record["members"], self, strict=True)
             ]
-        write_json(folder / "front.json", told)
+        write_json(folder / "front.json", record)
         choices = list(dict.fromkeys(name for member in self for name in member.subnet.values))
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")

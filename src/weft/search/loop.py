@@ -70,7 +70,7 @@ def run_search(
         raise SearchError(f"a search needs a budget of at least 1 subnet, not {budget}")
     rules = parse_constraints(constraints)
     searcher = make_method(method, space, objectives, rules, seed) if isinstance(method, str) else method
-    judge = _Judge(score, cheap, cache, tuple(objectives), rules)
+    scorer = _CachedScorer(score, cheap, cache, tuple(objectives), rules)
     known: dict[Subnet, Scored] = {}
     scored: list[Scored] = []
     barren, size = 0, count(space)
@@ -78,30 +78,30 @@ def run_search(
         batch = searcher.ask()
         if not batch:
             break
-        told = []
+        answers = []
         for subnet in batch:
             barren += 1
             if subnet not in known:
                 if len(scored) == budget:
                     break
-                found, counts, cached = judge(subnet)
+                found, counts, cached = scorer(subnet)
                 known[subnet] = found
                 if counts:
                     barren = 0
                     scored.append(found)
                     if on_score:
                         on_score(found, cached)
-            told.append(known[subnet])
-        searcher.tell(told)
+            answers.append(known[subnet])
+        searcher.tell(answers)
     if not scored:
-        raise SearchError(judge.nothing_found())
+        raise SearchError(scorer.nothing_found())
     if len(scored) < budget:
         log.info("the search ended after %d of %d subnets: it found no further one to score", len(scored), budget)
     front = Front(scored, objectives, rules, extract)
-    return SearchResult(tuple(scored), front, judge.evaluations, judge.cache_hits, judge.skipped)
+    return SearchResult(tuple(scored), front, scorer.evaluations, scorer.cache_hits, scorer.skipped)
 
 
-class _Judge:
+class _CachedScorer:
     """Turns a subnet into scores: cheap metrics first, then the cache, then the score function."""
 
     def __init__(
@@ -167,7 +167,7 @@ class Cache:
         text = context if isinstance(context, str) else json.dumps(context, sort_keys=True)
         self.context = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         self._scores: dict[str, dict[str, float]] = {}
-        self._told: dict[str, frozenset[str]] = {}
+        self._costs_written: dict[str, frozenset[str]] = {}
         self._file = AppendFile(self.path)
         self._load()
 
@@ -188,12 +188,12 @@ class Cache:
         self._file.add(line.encode() + b"\n")
         self._file.close()  # on disk, and no handle left open between two scores
         self._scores[subnet.id] = kept
-        self._told[subnet.id] = frozenset(costs or ())
+        self._costs_written[subnet.id] = frozenset(costs or ())
 
     def tell(self, subnet: Subnet, costs: Mapping[str, float]) -> None:
         """Writes known scores once more where the file lacks the subnet's values or some of these costs."""
-        told = self._told.get(subnet.id)
-        if subnet.id in self._scores and (told is None or not told.issuperset(costs)):
+        written = self._costs_written.get(subnet.id)
+        if subnet.id in self._scores and (written is None or not written.issuperset(costs)):
             self.put(subnet, self._scores[subnet.id], costs)
 
     def _load(self) -> None:
@@ -216,7 +216,7 @@ class Cache:
             if context == self.context:
                 self._scores[subnet] = scores
                 if "values" in record:
-                    self._told[subnet] = frozenset(record.get("costs") or ())
+                    self._costs_written[subnet] = frozenset(record.get("costs") or ())
         if good < len(whole):
             # Else the next line would be glued to the half one.
             os.truncate(self.path, good)

@@ -49,19 +49,19 @@ class Scorer:
         return self._score(subnet, self._validation)
 
     def test(self, subnet: Subnet) -> dict[str, float]:
-        """Loss and the run's metrics on the test data; for the end, once."""
+        """Loss and the run's metrics on the test data. Take it once, when the search is over."""
         if self.data.test is None:
             raise SearchError("this data set has no test part")
         return self._score(subnet, list(self._loader(self.data.test, 256).all()))
 
     def cheap(self, subnet: Subnet) -> dict[str, float]:
-        """Parameters, and FLOPs of one sample (a multiply-add counts as two)."""
+        """Parameters, and FLOPs of one sample (a multiply-add counts as 2)."""
         if subnet not in self._costs:
             self.layers(subnet)
         return dict(self._costs[subnet])
 
     def layers(self, subnet: Subnet) -> list[dict[str, Any]]:
-        """What the subnet is made of, in chain order: block, choice, parameters, FLOPs, and whether all have it alike.
+        """The layers of the subnet in chain order: block, choice, parameters, FLOPs, and whether every subnet has it.
 
         Weights that are tied are counted where they come first, so that parameters and FLOPs add up to the subnet's.
         """
@@ -69,11 +69,11 @@ class Scorer:
             plain = extract(self.chain, subnet, self.example)
             flops = cost.flops_by_child(plain, self.inputs(subnet))
             self._costs[subnet] = {"parameters": cost.parameters(plain), "flops": sum(flops.values())}
-            told, seen = [], set[int]()
+            rows, seen = [], set[int]()
             for layer, (label, module) in zip(self.chain.route(subnet), plain.named_children(), strict=True):
                 own = {id(parameter): parameter.numel() for parameter in module.parameters()}
-                choice = picked(self.chain, layer, subnet)
-                told.append(
+                choice = describe_choice(self.chain, layer, subnet)
+                rows.append(
                     {
                         "block": self.chain.blocks[layer.block].name,
                         "choice": choice,
@@ -83,7 +83,7 @@ class Scorer:
                     }
                 )
                 seen |= own.keys()
-        return told
+        return rows
 
     def measured(self, subnet: Subnet, names: tuple[str, ...]) -> dict[str, float]:
         """Latency of one sample in milliseconds and peak memory of its activations in bytes, as asked for."""
@@ -125,16 +125,16 @@ class Scorer:
             return evaluate(self.chain, subnet, batches, step.loss, step.metrics, step.precision)
 
 
-def picked(chain: Chain, layer: Layer, subnet: Subnet) -> str | None:
-    """What the subnet says of a layer: the name of a candidate, or the values that an elastic layer reads."""
+def describe_choice(chain: Chain, layer: Layer, subnet: Subnet) -> str | None:
+    """The choice of the subnet for a layer: the name of a candidate, or the values that an elastic layer reads."""
     block, _, candidate = layer.name.partition(".")
     if candidate or not layer.elastic:
         return candidate or None
     modules = chain.module(layer).modules()
     read = {name for part in modules if isinstance(part, Module) for name in part.reads}
     values = {name: value for name, value in subnet.values.items() if name in read}
-    told = (str(value) if name == block else f"{name}={value}" for name, value in values.items())
-    return " ".join(told) or None
+    texts = (str(value) if name == block else f"{name}={value}" for name, value in values.items())
+    return " ".join(texts) or None
 
 
 def known_metrics(trained: TrainedRun) -> tuple[str, ...]:

@@ -2,10 +2,9 @@
 
 from weft.space.choice import Categorical, Choice, Floats, Integers
 from weft.space.expression import Expr, Value, maximum, minimum
-from weft.space.make_stream import make_stream
 from weft.space.permutation_streams import Fair, Spaced
 from weft.space.space import Space
-from weft.space.streams import Fixed, FromFile, Iid, Sandwich, Shrinking, Stream
+from weft.space.streams import Fixed, FromFile, Iid, Sandwich, Shrinking, Stream, make_stream
 from weft.space.subnet import Subnet
 
 __all__ = [

@@ -13,7 +13,7 @@ from weft.space import sampling
 from weft.space.choice import MAX_OPTIONS, Categorical, Choice, Floats, Integers, choice_from_json
 from weft.space.counting import Counter
 from weft.space.expression import Expr, Value
-from weft.space.subnet import Constraint, FrozenSpace, Subnet, SubnetSchema, digest
+from weft.space.subnet import FrozenSpace, Requirement, Subnet, SubnetSchema, digest
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
@@ -38,7 +38,7 @@ class Space:
         self._when: dict[str, Expr] = {}
         self._derived: dict[str, Expr] = {}
         self._meaning: dict[str, Expr] = {}  # derived names, written in choices alone
-        self._constraints: list[Constraint] = []
+        self._constraints: list[Requirement] = []
         self._order: list[str] = []  # choices and derived names as they came
         self._rules: FrozenSpace | None = None
 
@@ -90,7 +90,7 @@ class Space:
         """A constraint that every subnet satisfies in which all that it reads is active."""
         if isinstance(expr, bool):
             raise SpaceError("a constraint is an expression over choices; this one is already a plain bool")
-        self._constraints.append(Constraint(Expr.of(expr), self._expanded(expr, "a constraint"), message))
+        self._constraints.append(Requirement(Expr.of(expr), self._expanded(expr, "a constraint"), message))
         self._rules = None
 
     # -- what is in it
@@ -109,7 +109,7 @@ class Space:
         return MappingProxyType(self._derived)
 
     @property
-    def constraints(self) -> tuple[Constraint, ...]:
+    def constraints(self) -> tuple[Requirement, ...]:
         return tuple(self._constraints)
 
     @property

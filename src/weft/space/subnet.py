@@ -110,7 +110,7 @@ def digest(data: object) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Constraint:
+class Requirement:
     """Something that holds in every subnet where all that it reads is active."""
 
     expr: Expr  # as written
@@ -127,7 +127,7 @@ class FrozenSpace:
 
     choices: Mapping[str, Choice]
     conditions: Mapping[str, Expr]
-    constraints: tuple[Constraint, ...]
+    constraints: tuple[Requirement, ...]
     layout: SubnetSchema
     memo: dict[str, Any] = field(default_factory=dict, repr=False)  # what others have worked out about these rules
 
@@ -136,7 +136,7 @@ class FrozenSpace:
         condition = self.conditions.get(name)
         return condition is None or (condition.names <= values.keys() and bool(condition.value(values)))
 
-    def broken(self, values: Mapping[str, Value]) -> Constraint | None:
+    def broken(self, values: Mapping[str, Value]) -> Requirement | None:
         """The first constraint that does not hold; one that reads an inactive choice holds."""
         for constraint in self.constraints:
             meaning = constraint.meaning

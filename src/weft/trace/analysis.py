@@ -1,4 +1,4 @@
-"""When the stages of a trace worked, when they waited, and what for: by columns, for millions of operations."""
+"""When the stages of a trace worked, when they waited and for what; on columns, for millions of operations."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ F, B = ord("F"), ord("B")
 
 Cause = Literal["op", "message", "version or window"]
 CAUSES: tuple[Cause, ...] = ("op", "message", "version or window")
-"""What took the most of a wait.
+"""What took most of a wait.
 
 ``op``: the operation that makes the input was not over. ``message``: it was, but the input was under way. ``version or
 window``: the input was there, but the right weights or a free place in the window were not.
 """
 
 LOOKAHEAD = 4096
-"""How many operations ahead a blocked one is looked for; a window is not that wide."""
+"""How many operations ahead a blocked one is searched; no window is wider."""
 
 AN_UPDATE, THE_END = -1, -2
 
@@ -45,13 +45,13 @@ def busy(stage: StageTrace) -> Busy:
 
 
 def busy_seconds(work: Busy, begin: float, end: float) -> float:
-    """How much of the time between two moments was worked."""
+    """The busy seconds between two times."""
     parts = np.minimum(work.end, end) - np.maximum(work.start, begin)
     return float(sum(np.maximum(parts, 0.0).tolist()))
 
 
 def busy_share(work: Busy, begin: float, end: float) -> float:
-    """The busy share of the time between two moments."""
+    """The busy share of the time between two times."""
     return busy_seconds(work, begin, end) / (end - begin) if end > begin else 0.0
 
 
@@ -73,7 +73,7 @@ def busy_shares(work: Busy, edges: Numbers) -> Numbers:
 
 
 def idle_shares(trace: Trace, stage: int, every: int = 50) -> list[tuple[float, float]]:
-    """The idle share of a stage over each ``every`` operations, with the time from which it holds."""
+    """The idle shares of a stage, each over ``every`` operations, with the times at which they begin."""
     own = trace.stages[stage]
     edges = np.concatenate([[trace.begin], own.ops.end[every - 1 : -1 : every], [trace.end]])
     idle = 1.0 - busy_shares(busy(own), edges)
@@ -86,7 +86,7 @@ def bubble(trace: Trace) -> float:
 
 
 def steady_bubble(trace: Trace) -> float:
-    """The idle share from the moment that the last stage first works until the first has no forward left."""
+    """The idle share from the first operation of the last stage to the last forward of the first stage."""
     last, first = trace.stages[-1].ops, trace.stages[0].ops
     begin = float(last.start.min()) if len(last) else 0.0
     forwards = first.start[first.kind == F]
@@ -94,8 +94,8 @@ def steady_bubble(trace: Trace) -> float:
 
 
 class Gaps(NamedTuple):
-    """Times in which a stage did nothing. What ended each is the operation at this place, or in place of it
-    ``AN_UPDATE`` or ``THE_END`` of the trace."""
+    """Times in which a stage did nothing. ``op`` is the place of the operation that ended each, or ``AN_UPDATE``, or
+    ``THE_END`` of the trace."""
 
     start: Numbers
     end: Numbers
@@ -117,8 +117,8 @@ def gaps(trace: Trace, stage: int) -> Gaps:
 
 @dataclass(frozen=True, eq=False)
 class Waits:
-    """The waits of one stage that an operation ended: ``op`` is its place. Of the time before its input was there,
-    ``made`` is what went by until that was made."""
+    """The waits of one stage, each before the operation at place ``op``. ``arrived`` is the part of ``seconds`` before
+    its input arrived, and ``made`` the part before its input was made."""
 
     op: Numbers
     start: Numbers
@@ -126,15 +126,15 @@ class Waits:
     made: Numbers
     arrived: Numbers
     blocked: Numbers
-    """The place of an operation that had its input all the time, but lacked a version or a place in the window; -1
-    where there is none."""
+    """The place of an operation that had its input from the start of the wait, but lacked a version or a place in the
+    window; -1 where there is none."""
     for_updates: float
     """Seconds of waits that an update ended."""
     in_flight: Numbers
     """Micro-batches in flight on the stage during the wait."""
 
     def cause(self) -> Numbers:
-        """For each wait the place in ``CAUSES`` of what took the most of it."""
+        """For each wait the place in ``CAUSES`` of what took most of it."""
         parts = np.stack([self.made, self.arrived - self.made, self.seconds - self.arrived])
         causes: Numbers = np.argmax(parts, axis=0) if len(self.seconds) else np.zeros(0, dtype=int)
         return causes
@@ -179,13 +179,13 @@ def worst_waits(trace: Trace, count: int) -> list[Wait]:
 
 def wait_shares(trace: Trace, stage: int, waits: Waits, window: int) -> dict[str, float]:
     """Shares of the whole time in which a stage had no input, or had one and lacked its weights or a place in its
-    window. The rest of its idle time is its own bookkeeping, or nothing was left to do."""
+    window. In the rest of its idle time it did bookkeeping or had nothing left to do."""
     time = trace.end - trace.begin
     if time <= 0:
         return {"input": 0.0, "weights": 0.0, "window": 0.0}
     is_blocked = waits.blocked >= 0
     is_forward = is_blocked & (trace.stages[stage].ops.kind[waits.blocked] == F)
-    # A place in the window is lacking where all but the last, which is kept for the oldest, are taken.
+    # The window is full where all places are taken but the last, which is kept for the oldest micro-batch.
     is_full = is_forward & (waits.in_flight >= window - 1)
     return {
         "input": float(waits.arrived[~is_blocked].sum()) / time,
@@ -210,7 +210,7 @@ def source_of(op: Op, stages: int) -> Op | None:
 def arrivals(trace: Trace, stage: int) -> tuple[Numbers, Numbers]:
     """When the inputs of a stage's operations were made and when they arrived.
 
-    The first stage's own were always there, and what is not known is NaN.
+    Inputs of the first stage's forwards are there from the start; unknown times are NaN.
     """
     ops, received = trace.stages[stage].ops, trace.stages[stage].received
     made, arrived = np.full(len(ops), np.nan), np.full(len(ops), np.nan)

@@ -1,4 +1,4 @@
-"""The trace of a run: what all its stages did and when, as columns of numbers.
+"""The trace of a run: all operations, messages and updates of its stages, as columns of numbers.
 
 A million operations are a few dozen megabytes. A file may be given piece by piece, while the run still writes it.
 """
@@ -121,9 +121,9 @@ class Ops:
 
 @dataclass(frozen=True, slots=True)
 class StageTrace:
-    """What one stage did, by columns. Updates are in order of time, and ``version`` counts those of the stage;
-    ``received`` and ``sent`` are messages, named by the operation of this stage that takes or makes them; ``memory``
-    tells of layers that come and go, with the bytes of all on the device from then on."""
+    """One stage, by columns. Updates are in order of time, and ``version`` counts those of the stage; ``received`` and
+    ``sent`` are messages, named by the operation of this stage that takes or makes them; ``memory`` has the changes of
+    offloaded layers, with the bytes of all layers on the device from then on."""
 
     ops: Ops
     updates: dict[str, Numbers]
@@ -155,7 +155,7 @@ class Trace:
 
 
 def read_traces(run_path: Path | str) -> Trace:
-    """What is written of the last start of a run; lines that are torn are skipped.
+    """The last start of a run, without lines that are torn.
 
     RunError where there is no trace, or no operation in it.
     """
@@ -183,16 +183,16 @@ def trace_files(folder: Path) -> dict[int, Path]:
 
 
 class StageFile:
-    """The file of one stage, as far as it was given: the last two starts in it.
+    """The file of one stage, as far as it was read: its last two starts.
 
-    The one before the last is what the other stages still tell of, until all have begun anew.
+    The one before the last is needed until all stages have started again.
     """
 
     def __init__(self) -> None:
         self.starts: OrderedDict[int, _Start] = OrderedDict()
 
     def add(self, piece: bytes) -> None:
-        """Take in whole lines; what is damaged or unknown is skipped."""
+        """Take in whole lines; damaged and unknown ones are skipped."""
         rows = parsed(piece)
         begun = 0
         for place, row in enumerate(rows):
@@ -218,9 +218,9 @@ class StageFile:
 
 
 def joined(files: Mapping[int, StageFile]) -> Trace | None:
-    """The last start that the files of a run tell of; None where there is none.
+    """The last start in the files of a run; None where there is none.
 
-    The first stage's file says which start is the last; where it is lost, the next one's does.
+    The file of the first stage says which start is the last; where it is lost, that of the next stage.
     """
     heads = [next(reversed(files[number].starts.values())).head for number in sorted(files) if files[number].starts]
     if not heads:
@@ -231,7 +231,7 @@ def joined(files: Mapping[int, StageFile]) -> Trace | None:
 
 
 def parsed(piece: bytes) -> list[Any]:
-    """The rows of whole lines; what is damaged or unknown is skipped."""
+    """The rows of whole lines, without damaged and unknown ones."""
     try:
         return _decoder.decode_lines(piece)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

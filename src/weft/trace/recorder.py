@@ -1,4 +1,4 @@
-"""The tracer of a stage: writes down what it does and when, at next to no cost.
+"""Records what a stage does and when, at little cost.
 
 It appends to ``traces/stage<r>.jsonl`` in the run directory. Each start of the run begins with a line of its own,
 ``{"start": 0, "stage": 1, "stages": 4, "cut": [...], "microbatches": 2, "time": ...}``, to which stage 0 adds

@@ -19,7 +19,7 @@ from weft.engine.train_step import Loss, Metric
 from weft.errors import TrainError, TuneError, nearest
 from weft.space import Value
 from weft.utils.rng import torch_seeded
-from weft.zoo.gpt import Attention as LanguageAttention
+from weft.zoo.gpt import CausalAttention
 
 FIELDS = ("steps", "batch_size", "optimizer", "schedule", "warmup", "precision", "report", "checkpoint", "seed")
 """Fields of a recipe that a choice of the same name replaces. Any other choice is the model's own affair."""
@@ -146,7 +146,7 @@ def dropouts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield part, "p"
         elif isinstance(part, nn.MultiheadAttention) or (isinstance(part, nn.RNNBase) and part.num_layers > 1):
             yield part, "dropout"
-        elif isinstance(part, LanguageAttention):
+        elif isinstance(part, CausalAttention):
             yield part, "drop"
 
 

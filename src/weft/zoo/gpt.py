@@ -51,7 +51,7 @@ def language_model(
     return Chain(
         Shared(partial(Tokens, vocabulary, context, width, dropout, not rotary), "tokens"),
         *[Shared(layer, f"layer{index}") for index in range(layers)],
-        Shared(partial(Scores, width, vocabulary, bias), "head"),
+        Shared(partial(LanguageHead, width, vocabulary, bias), "head"),
         tie=[("tokens.tokens.weight", "head.out.weight")] if tied else (),
     )
 
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float, bias: bool, sums: int, rotary: int | None) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, bias=bias)
-        self.attention = Attention(width, heads, dropout, bias, rotary)
+        self.attention = CausalAttention(width, heads, dropout, bias, rotary)
         self.norm2 = nn.LayerNorm(width, bias=bias)
         self.up = nn.Linear(width, 4 * width, bias)
         self.down = nn.Linear(4 * width, width, bias)
@@ -107,7 +107,7 @@ class Transformer(nn.Module):
         return x + more
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     """Causal self-attention; with ``rotary``, the longest row of tokens, queries and keys are turned by their place."""
 
     turns: Tensor
@@ -140,7 +140,7 @@ class Attention(nn.Module):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-class Scores(nn.Module):
+class LanguageHead(nn.Module):
     """What the model thinks of every token of the vocabulary as the next one."""
 
     def __init__(self, width: int, vocabulary: int, bias: bool) -> None:

@@ -39,7 +39,7 @@ def nas_bench_201(cells: int = 5, channels: int = 16, classes: int = 10, entangl
     for stage in range(3):
         width = channels << stage
         if stage:
-            blocks.append(Shared(partial(Reduction, width // 2, width), f"reduce{stage}"))
+            blocks.append(Shared(partial(ReductionCell, width // 2, width), f"reduce{stage}"))
         for index in range(cells):
             made = partial(Cell201, space, width, entangled)
             blocks.append(Elastic(space, f"stage{stage}_cell{index}", made))
@@ -77,7 +77,7 @@ class Cell201(Module):
         return out
 
 
-class Reduction(nn.Module):
+class ReductionCell(nn.Module):
     """A residual block that halves the resolution."""
 
     def __init__(self, inputs: int, outputs: int) -> None:

@@ -66,9 +66,9 @@ def from_transformers(
         )
     if kv_heads is not None and convert is not llama:
         raise SupernetError(f"{type(model).__name__} has as many keys and values as heads: leave kv_heads out")
-    wanted = Wanted(space, depth, width, heads, kv_heads, hidden, config._attn_implementation == "eager")
+    request = ElasticSizes(space, depth, width, heads, kv_heads, hidden, config._attn_implementation == "eager")
     try:
-        chain = convert(model, wanted)
+        chain = convert(model, request)
     except AttributeError as problem:
         raise SupernetError(
             f"{type(model).__name__} is not laid out as in transformers 5: {problem}. Convert it with that version"
@@ -79,7 +79,7 @@ def from_transformers(
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ElasticSizes:
     """What may vary, as the caller has it."""
 
     space: Space
@@ -177,15 +177,15 @@ class JoinedAttention(Attention):
         return q, k, v
 
 
-def gpt2(model: Any, wanted: Wanted) -> Chain:
+def gpt2(model: Any, request: ElasticSizes) -> Chain:
     """The chain of a GPT2LMHeadModel; the head's weight, which the model shares with its embedding, is its own."""
-    config, body, space = model.config, model.transformer, wanted.space
-    if config.add_cross_attention or (wanted.eager and config.reorder_and_upcast_attn):
+    config, body, space = model.config, model.transformer, request.space
+    if config.add_cross_attention or (request.eager and config.reorder_and_upcast_attn):
         raise SupernetError("GPT-2 with add_cross_attention or reorder_and_upcast_attn cannot be made elastic")
     count, own = config.num_hidden_layers, config.hidden_size
-    width = wanted.size("width", own, wanted.width)
-    heads = wanted.layers("heads", config.num_attention_heads, wanted.heads, count)
-    hidden = wanted.layers("hidden", body.h[0].mlp.c_fc.nf, wanted.hidden, count)
+    width = request.size("width", own, request.width)
+    heads = request.layers("heads", config.num_attention_heads, request.heads, count)
+    hidden = request.layers("hidden", body.h[0].mlp.c_fc.nf, request.hidden, count)
     norm = partial(LayerNorm, eps=config.layer_norm_epsilon)
     layers = []
     with torch.device("meta"):
@@ -198,7 +198,7 @@ def gpt2(model: Any, wanted: Wanted) -> Chain:
                 block.attn.head_dim,
                 causal=True,
                 scale=block.attn.scaling,
-                eager=wanted.eager,
+                eager=request.eager,
             )
             act = activation(config.activation_function, block.mlp.act)
             mlp = MLP(space, width, hidden[i], act, linear=Turned)
@@ -219,15 +219,15 @@ def gpt2(model: Any, wanted: Wanted) -> Chain:
             fill(part, weight=source.weight, bias=source.bias)
     fill(head.norm, weight=body.ln_f.weight, bias=body.ln_f.bias)
     fill(head.linear, weight=model.lm_head.weight)
-    return wanted.chain(first, layers, head)
+    return request.chain(first, layers, head)
 
 
 # Llama of transformers, made elastic.
 
 
-def llama(model: Any, wanted: Wanted) -> Chain:
+def llama(model: Any, request: ElasticSizes) -> Chain:
     """The chain of a LlamaForCausalLM; every layer has its own copy of the rotary frequencies."""
-    config, body, space = model.config, model.model, wanted.space
+    config, body, space = model.config, model.model, request.space
     turn = body.rotary_emb
     if turn.rope_type in ("dynamic", "longrope"):
         raise SupernetError(
@@ -235,10 +235,10 @@ def llama(model: Any, wanted: Wanted) -> Chain:
             "cannot: use another rope_type"
         )
     count, dim = config.num_hidden_layers, body.layers[0].self_attn.head_dim
-    width = wanted.size("width", config.hidden_size, wanted.width)
-    heads = wanted.layers("heads", config.num_attention_heads, wanted.heads, count)
-    groups = wanted.layers("kv_heads", config.num_key_value_heads, wanted.kv_heads, count)
-    hidden = wanted.layers("hidden", config.intermediate_size, wanted.hidden, count)
+    width = request.size("width", config.hidden_size, request.width)
+    heads = request.layers("heads", config.num_attention_heads, request.heads, count)
+    groups = request.layers("kv_heads", config.num_key_value_heads, request.kv_heads, count)
+    hidden = request.layers("hidden", config.intermediate_size, request.hidden, count)
     frequencies = turn.inv_freq.tolist()
     turns = [Rotary(dim, frequencies=frequencies, gain=turn.attention_scaling) for _ in range(count)]
     norm = partial(RMSNorm, eps=config.rms_norm_eps)
@@ -257,7 +257,7 @@ def llama(model: Any, wanted: Wanted) -> Chain:
                 bias=bias,
                 out_bias=bias,
                 rotary=turns[i].to(turn.inv_freq.device),
-                eager=wanted.eager,
+                eager=request.eager,
             )
             act = activation(config.hidden_act, block.mlp.act_fn)
             mlp = MLP(space, width, hidden[i], act, gated=True, bias=config.mlp_bias)
@@ -281,15 +281,15 @@ def llama(model: Any, wanted: Wanted) -> Chain:
             fill(part, weight=linear.weight, bias=linear.bias)
     fill(head.norm, weight=body.norm.weight)
     fill(head.linear, weight=model.lm_head.weight)
-    return wanted.chain(first, layers, head)
+    return request.chain(first, layers, head)
 
 
 # ViT of transformers, made elastic.
 
 
-def vit(model: Any, wanted: Wanted) -> Chain:
+def vit(model: Any, request: ElasticSizes) -> Chain:
     """The chain of a ViTForImageClassification."""
-    config, body, space = model.config, model.vit, wanted.space
+    config, body, space = model.config, model.vit, request.space
     if not isinstance(model.classifier, nn.Linear):
         raise SupernetError("this ViT has no classifier: give num_labels, so that there is something to predict")
     if not isinstance(config.image_size, int) or not isinstance(config.patch_size, int):
@@ -297,9 +297,9 @@ def vit(model: Any, wanted: Wanted) -> Chain:
             f"only square images and patches can be made elastic, not {config.image_size} and {config.patch_size}"
         )
     count = config.num_hidden_layers
-    width = wanted.size("width", config.hidden_size, wanted.width)
-    heads = wanted.layers("heads", config.num_attention_heads, wanted.heads, count)
-    hidden = wanted.layers("hidden", config.intermediate_size, wanted.hidden, count)
+    width = request.size("width", config.hidden_size, request.width)
+    heads = request.layers("heads", config.num_attention_heads, request.heads, count)
+    hidden = request.layers("hidden", config.intermediate_size, request.hidden, count)
     norm = partial(LayerNorm, eps=config.layer_norm_eps)
     drop = config.hidden_dropout_prob
     layers = []
@@ -307,7 +307,7 @@ def vit(model: Any, wanted: Wanted) -> Chain:
         first = PatchEmbedding(space, config.image_size, config.patch_size, width, config.num_channels, drop)
         for i, block in enumerate(body.layers):
             dim = block.attention.head_dim
-            attention = Attention(space, width, heads[i], dim, bias=config.qkv_bias, eager=wanted.eager)
+            attention = Attention(space, width, heads[i], dim, bias=config.qkv_bias, eager=request.eager)
             mlp = MLP(space, width, hidden[i], activation(config.hidden_act, block.mlp.activation_fn))
             layers.append(TransformerBlock(space, width, attention, mlp, norm, drop))
         head = Head(space, width, config.num_labels, "first", norm)
@@ -330,4 +330,4 @@ def vit(model: Any, wanted: Wanted) -> Chain:
             fill(part, weight=own.weight, bias=own.bias)
     fill(head.norm, weight=body.layernorm.weight, bias=body.layernorm.bias)
     fill(head.linear, weight=model.classifier.weight, bias=model.classifier.bias)
-    return wanted.chain(first, layers, head)
+    return request.chain(first, layers, head)

@@ -1,5 +1,4 @@
-"""Gradient search: a supernet and its data in; a run with its weights, its mixture and the subnet that it settles on
-out."""
+"""Gradient search: takes a supernet and its data, and returns a run with its weights, its mixture and one subnet."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from weft.engine.optimizer import Optimizer
 from weft.engine.train_step import Metric
 from weft.errors import SearchError
 from weft.runs.events import Callback
-from weft.search.api import check_name, told_choices
+from weft.search.api import check_name, choices_to_json
 from weft.search.api import search as search_run
 from weft.search.cost_model import build_cost_model
 from weft.search.discretize import by_perturbation, candidates, most_probable_subnet
@@ -60,7 +59,7 @@ LARGE = 200_000_000
 
 @dataclass(frozen=True)
 class GradientSearchResult:
-    """What a gradient search settled on: the subnet, its scores on validation data, and the mixture behind it."""
+    """The subnet that a gradient search chose, its scores on validation data, and the mixture behind it."""
 
     trained: TrainedRun
     """The run, with the plain supernet that has its weights: what ``weft.search`` and ``weft.retrain`` start from."""
@@ -70,7 +69,7 @@ class GradientSearchResult:
     """None for methods that train by samples."""
     front: Front
     pick: str | None = None
-    """How the subnet was settled on: ``likeliest`` or ``missed``; None for methods that train by samples."""
+    """How the subnet was chosen: ``likeliest`` or ``missed``; None for methods that train by samples."""
 
     def extract(self) -> nn.Module:
         """The subnet as a plain module with the supernet's weights."""
@@ -116,26 +115,28 @@ def search_gradient(
     on_score: Callable[[Scored, bool], None] | None = None,
     **options: Any,
 ) -> GradientSearchResult:
-    """Learns weights and architecture together, and returns the subnet that it settles on.
+    """Learns weights and architecture together, and returns the subnet that it chooses.
 
     ``config.steps`` counts steps of both kinds: after those for the weights alone every second one trains the
     architecture on validation data. Methods that train by samples (``spos``, ``fairnas``, ``sandwich``) train their
-    stream and then search ``budget`` subnets by evolution for the least loss, of which ``on_score`` is told.
+    stream and then search ``budget`` subnets by evolution for the least loss; ``on_score`` is called with each.
     ``options`` are fields of GradientSearchConfig, TrainConfig, Execution and RunConfig by name. The run resumes, runs
     on several stages and repeats to the bit as any other.
     """
     own = {entry.name for entry in fields(GradientSearchConfig)}
-    asked = replace(search or GradientSearchConfig(), **{name: options.pop(name) for name in own & {*options}})
-    kept = RunConfig(name=run) if isinstance(run, str) else run or RunConfig()
+    settings = replace(search or GradientSearchConfig(), **{name: options.pop(name) for name in own & {*options}})
+    run_config = RunConfig(name=run) if isinstance(run, str) else run or RunConfig()
     known = own.union(entry.name for part in (TrainConfig, Execution, RunConfig) for entry in fields(part))
     for unknown in options.keys() - known:
         refuse_unknown(unknown, known)
-    config, execution, kept = merge_fields((config or TrainConfig(), execution or Execution(), kept), options)
+    config, execution, run_config = merge_fields(
+        (config or TrainConfig(), execution or Execution(), run_config), options
+    )
     if config.architecture_search is not None:
         raise SearchError("a gradient search makes its own architecture_search: leave it out")
-    chosen = make_gradient_method(asked.method) if isinstance(asked.method, str) else asked.method
-    check_search(asked, chosen, kept.metrics)
-    check_name(asked.search_name)
+    method = make_gradient_method(settings.method) if isinstance(settings.method, str) else settings.method
+    check_search(settings, method, run_config.metrics)
+    check_name(settings.search_name)
     started = read_env()
     if started is not None and started.world > 1:  # only the first of them would have the weights in the end
         raise SearchError("gradient search starts the processes of its stages itself: use stages=N and not torchrun")
@@ -143,63 +144,64 @@ def search_gradient(
     loaded = as_data(data, seed)
     if loaded.validation is None:
         raise SearchError(
-            f"'{chosen.name}' finds the architecture on validation data, and this data set has none: "
+            f"'{method.name}' finds the architecture on validation data, and this data set has none: "
             "split some off with weft.data.split"
         )
     if not initialise(net, seed, only=()).space.choices:
-        raise SearchError(f"'{chosen.name}' has nothing to search: the supernet has no choices")
-    targets = _targets(net, loaded, asked.targets, seed, execution.device)
+        raise SearchError(f"'{method.name}' has nothing to search: the supernet has no choices")
+    targets = _make_targets(net, loaded, settings.targets, seed, execution.device)
     start = partial(train, execution=execution, callbacks=callbacks, resume=resume)
-    if isinstance(chosen, SampledMethod):
-        trained = start(net, data, _sampled_config(config, chosen), run=kept)
-        return _by_samples(trained, targets, asked, on_score)
-    way = asked.pick or default_pick(chosen)
+    if isinstance(method, SampledMethod):
+        trained = start(net, data, _sampled_config(config, method), run=run_config)
+        return _by_samples(trained, targets, settings, on_score)
+    pick = settings.pick or default_pick(method)
     if targets or not candidates(initialise(net, seed, only=()).space):
-        way = "likeliest"
+        pick = "likeliest"
     steps = config.steps
-    warm = default_warmup(chosen, steps) if asked.weight_warmup_steps is None else asked.weight_warmup_steps
-    bilevel = Bilevel(asked.architecture or default_optimizer(chosen, steps), warm, order=chosen.order)
-    if not any(bilevel.architecture(step) for step in range(warm, steps)):
+    warmup = default_warmup(method, steps) if settings.weight_warmup_steps is None else settings.weight_warmup_steps
+    bilevel = Bilevel(settings.architecture or default_optimizer(method, steps), warmup, order=method.order)
+    if not any(bilevel.architecture(step) for step in range(warmup, steps)):
         raise SearchError(
-            f"of {steps} steps, {warm} of which train the weights alone, none trains the architecture: give more steps"
+            f"of {steps} steps, {warmup} of which train the weights alone, none trains the architecture: "
+            "give more steps"
         )
-    side = (PROGRESS,) if chosen.anneals else ()
-    mixed = make_mixed_chain(net, chosen, side)
-    if chosen.name == "pc-darts" and not _is_partial(mixed.plain):
+    side = (PROGRESS,) if method.anneals else ()
+    mixed = make_mixed_chain(net, method, side)
+    if method.name == "pc-darts" and not _is_partial(mixed.plain):
         raise SearchError(
             "'pc-darts' mixes a part of the channels, which the supernet has to be built for: give its switches "
             "partial=4, as weft.zoo.cells(partial=4) does, or use 'darts'"
         )
-    _tell_unfaithful(net, loaded, seed)
+    _warn_of_mismatch(net, loaded, seed)
     layout: Layout = tuple((n, len(choice_options(mixed.space, n))) for n in mixed.order)
     total = sum(count for _, count in layout)
     mixed_config = replace(
         config,
-        loss=MixedLoss(config.loss, layout, (*targets, *asked.penalties), repr(chosen)),
+        loss=MixedLoss(config.loss, layout, (*targets, *settings.penalties), repr(method)),
         stream=mixed.space.first(),
         architecture_search=bilevel,
     )
-    metrics: dict[str, Metric] = {name: MixedMetric(metric) for name, metric in kept.metrics.items()}
+    metrics: dict[str, Metric] = {name: MixedMetric(metric) for name, metric in run_config.metrics.items()}
     metrics["mixture"] = Probabilities(total)
-    trained = start(mixed_factory(net, chosen, side), data, mixed_config, run=replace(kept, metrics=metrics))
+    trained = start(mixed_factory(net, method, side), data, mixed_config, run=replace(run_config, metrics=metrics))
     assert isinstance(trained.chain, MixedChain)
     mixture = trained.chain.mixture()
-    plain = _plain(trained, net, config, kept)
-    if way == "missed":
-        subnet = by_perturbation(plain, mixture, asked.penalties)
+    plain = _plain(trained, net, config, run_config)
+    if pick == "missed":
+        subnet = by_perturbation(plain, mixture, settings.penalties)
     else:
         subnet = most_probable_subnet(mixture, targets)
-    return replace(_found(plain, subnet, mixture, asked, chosen.name, layout), pick=way)
+    return replace(_make_result(plain, subnet, mixture, settings, method.name, layout), pick=pick)
 
 
-def _plain(trained: TrainedRun, net: Chain | Factory, config: TrainConfig, kept: RunConfig) -> TrainedRun:
+def _plain(trained: TrainedRun, net: Chain | Factory, config: TrainConfig, run_config: RunConfig) -> TrainedRun:
     """The run with the plain supernet, which has the weights of the mixed one."""
     plain = initialise(net, config.seed, trained.device)
     load_initial(plain, trained.chain.state_dict())
     step = replace(
         trained.step,
         loss=config.loss,
-        metrics=dict(kept.metrics),
+        metrics=dict(run_config.metrics),
         architecture_search=None,
         consistency=consistencies(plain, config.consistency),
     )
@@ -221,15 +223,15 @@ def _sampled_config(config: TrainConfig, method: SampledMethod) -> TrainConfig:
     return replace(config, distill=config.distill or True) if method.distils else config
 
 
-def _tell_unfaithful(net: Chain | Factory, data: Data, seed: int) -> None:
+def _warn_of_mismatch(net: Chain | Factory, data: Data, seed: int) -> None:
     """Warns where a mixture that is certain is not its subnet: the search would learn from another network."""
     chain = initialise(net, seed, only=())
-    held = (p.numel() for block in chain.blocks for part in parts(block, chain) for p in part.parameters(recurse=False))
-    if sum(held) > LARGE:
+    modules = [part for block in chain.blocks for part in parts(block, chain)]
+    if sum(p.numel() for module in modules for p in module.parameters(recurse=False)) > LARGE:
         return
     try:
         found = find_mixture_mismatch(initialise(net, seed), Loader(data.train, 2, 0, shuffle=False).batch(0))
-    except Exception as problem:  # which training would meet too, and tell with the layer's name
+    except Exception as problem:  # training raises it too, with the layer's name
         log.debug("mixtures were not tried out: %s", problem)
         return
     if found is not None:
@@ -250,7 +252,7 @@ def _is_partial(chain: Chain) -> bool:
 def _by_samples(
     trained: TrainedRun,
     targets: Sequence[Target],
-    asked: GradientSearchConfig,
+    settings: GradientSearchConfig,
     on_score: Callable[[Scored, bool], None] | None,
 ) -> GradientSearchResult:
     bounds = [f"{t.expected.metric}{op}{t.value * (1 + s)}" for t in targets for op, s in ((">=", -0.02), ("<=", 0.02))]
@@ -258,11 +260,11 @@ def _by_samples(
         trained,
         minimize="loss",  # ranks subnets with inherited weights better than accuracy does, which is the same for many
         constraints=bounds,
-        budget=asked.budget,
+        budget=settings.budget,
         method="evolution",
         seed=trained.config.seed,
-        recalibrate=asked.recalibrate,
-        name=asked.search_name,
+        recalibrate=settings.recalibrate,
+        name=settings.search_name,
         on_score=on_score,
         expected=[target.expected for target in targets],
     )
@@ -270,42 +272,40 @@ def _by_samples(
     return GradientSearchResult(trained, best.subnet, dict(best.scores), None, front)
 
 
-def _targets(
+def _make_targets(
     net: Chain | Factory, data: Data, targets: str | Iterable[str], seed: int, device: str
 ) -> tuple[Target, ...]:
-    """What the texts ask for, with the costs of this supernet measured; raises SearchError for what cannot be met."""
+    """The targets that the texts name, for this supernet; raises SearchError where no subnet meets them."""
     texts = [targets] if isinstance(targets, str) else list(targets)
     if not texts:
         return ()
     chain = initialise(net, seed).eval()
     batch = {name: tensor[:1] for name, tensor in Loader(data.train, 1, 0, shuffle=False).batch(0).items()}
-    wanted = parse_targets(texts, lambda metric: build_cost_model(chain, batch, metric, device=device))
-    most_probable_subnet(
-        Mixture.uniform(chain.space), wanted
-    )  # what no subnet meets is said now, and not after the training
-    return wanted
+    found = parse_targets(texts, lambda metric: build_cost_model(chain, batch, metric, device=device))
+    most_probable_subnet(Mixture.uniform(chain.space), found)  # raises before the training, and not after it
+    return found
 
 
-def _found(
-    trained: TrainedRun, subnet: Subnet, mixture: Mixture, asked: GradientSearchConfig, method: str, layout: Layout
+def _make_result(
+    trained: TrainedRun, subnet: Subnet, mixture: Mixture, settings: GradientSearchConfig, method: str, layout: Layout
 ) -> GradientSearchResult:
-    scorer = Scorer(trained, asked.recalibrate)
+    scorer = Scorer(trained, settings.recalibrate)
     scores = {**scorer.quality(subnet), **scorer.cheap(subnet)}
     quality = next(iter(trained.step.metrics), "loss")
     objectives = parse_objectives(*(((), quality) if quality == "loss" else (quality, ())))
     front = Front([Scored(subnet, scores)], objectives, (), scorer.extract, origin=trained)
-    folder = trained.run.path / "results" / asked.search_name
-    front.save(folder, scorer.layers, choices=told_choices(trained.chain.space))
+    folder = trained.run.path / "results" / settings.search_name
+    front.save(folder, scorer.layers, choices=choices_to_json(trained.chain.space))
     rows = {n: [round(p, 6) for p in mixture[n].tolist()] for n, _ in layout}
     write_json(folder / "mixture.json", {"method": method, "subnet": subnet.to_json(), "probabilities": rows})
     return GradientSearchResult(trained, subnet, scores, mixture, front)
 
 
-def check_search(asked: GradientSearchConfig, method: GradientMethod | SampledMethod, metrics: object) -> None:
-    """Raises SearchError for what is of the wrong kind, before anything is built: each mistake has its line."""
+def check_search(settings: GradientSearchConfig, method: GradientMethod | SampledMethod, metrics: object) -> None:
+    """Raises SearchError for settings of the wrong kind, before anything is built."""
     if not isinstance(method, (GradientMethod, SampledMethod)):
         raise SearchError(f"method is a name such as 'drnas', or a method itself, not {method!r}")
-    warmup, pick, targets = asked.weight_warmup_steps, asked.pick, asked.targets
+    warmup, pick, targets = settings.weight_warmup_steps, settings.pick, settings.targets
     if warmup is not None and (not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0):
         raise SearchError(f"weight_warmup_steps is a whole number of 0 or more, not {warmup!r}")
     if pick is not None and pick not in PICKS:
@@ -319,9 +319,9 @@ def check_search(asked: GradientSearchConfig, method: GradientMethod | SampledMe
     texts = [targets] if isinstance(targets, str) else targets
     if not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
         raise SearchError(f"targets are texts such as 'parameters=5e6', not {targets!r}")
-    if not all(isinstance(one, Penalty) for one in asked.penalties):
-        raise SearchError(f"penalties are of weft.search.Penalty, not {asked.penalties!r}")
-    if asked.architecture is not None and not isinstance(asked.architecture, Optimizer):
+    if not all(isinstance(one, Penalty) for one in settings.penalties):
+        raise SearchError(f"penalties are of weft.search.Penalty, not {settings.penalties!r}")
+    if settings.architecture is not None and not isinstance(settings.architecture, Optimizer):
         raise SearchError(
-            f"architecture is an optimizer such as weft.Optimizer('adam', lr=0.01), not {asked.architecture!r}"
+            f"architecture is an optimizer such as weft.Optimizer('adam', lr=0.01), not {settings.architecture!r}"
         )

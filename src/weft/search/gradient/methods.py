@@ -97,7 +97,7 @@ def make_gradient_method(name: str) -> GradientMethod | SampledMethod:
         "pc-darts": Darts(name="pc-darts"),
         "spos": SPOS(),
         "fairnas": FairNAS(),
-        "sandwich": Sandwich(),
+        "sandwich": SandwichRule(),
     }
     if name in METHODS:
         raise SearchError(
@@ -180,7 +180,7 @@ class Darts:
 
 
 @dataclass(frozen=True, slots=True)
-class Sandwich:
+class SandwichRule:
     """``random`` subnets beside the largest and the smallest, as micro-batches of one step; the largest teaches."""
 
     random: int = 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from swinir_network import Attention, Layer, SwinIR, shift_mask, swinir
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call, stack_module_state, vmap
@@ -13,7 +14,6 @@ from torch.nn import functional as F
 
 from weft.errors import SupernetError
 from weft.plan.capture import capture
-from weft.zoo.swinir import Attention, Layer, SwinIR, shift_mask, swinir
 
 
 def small(**sizes):
