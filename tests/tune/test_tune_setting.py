@@ -10,6 +10,7 @@ from torch import nn
 
 import weft
 from weft.errors import TuneError
+from weft.tune.api import check_recipe
 from weft.tune.recipe import FIELDS, OLD_FIELDS, Recipe, dropouts, trial_config
 from weft.zoo import language_model
 
@@ -150,5 +151,7 @@ def test_an_old_name_of_a_field_is_refused_with_the_new_one(before, now):
     with pytest.raises(TuneError, match=f"'{before}'.*'{now}'"):
         Recipe(model=build, data=None, **{before: 1})
     if now in FIELDS:
+        space = weft.Space()
+        space.integer(before, [1, 2])
         with pytest.raises(TuneError, match=f"'{before}'.*'{now}'"):
-            trial_config(RECIPE, {before: 1})
+            check_recipe(RECIPE, space)

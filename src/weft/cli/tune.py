@@ -211,8 +211,8 @@ def _recipe(config: StudyConfig, t: RecipeTable, folder: Path) -> tuple[Recipe, 
     plain = Config(
         supernet=source if isinstance(source, (str, NamedSource)) else str(source),
         data=t.data,
-        train=Train(loss=t.loss, seed=t.seed),  # type: ignore[arg-type]
-        run=RunTable(metrics=t.metrics),  # type: ignore[arg-type]
+        train=Train(loss=t.loss, seed=t.seed),
+        run=RunTable(metrics=t.metrics),
     )
     load = Reading(t.data, folder.resolve())
     train, _, run = build.train_parts(plain, folder)

@@ -390,9 +390,10 @@ def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
 
 def check_recipe(recipe: Recipe, space: Space) -> None:
     """TuneError for what would fail every trial: all of the recipe but what the space chooses."""
-    from weft.tune.recipe import FIELDS, trial_config
+    from weft.tune.recipe import FIELDS, OLD_CHOICES, refuse_old_names, trial_config
 
     own: dict[str, Any] = {one.name: one.default for one in fields(Recipe) if one.name in FIELDS and one.name in space}
     if "optimizer" in space:
         own["optimizer_options"] = {}  # which are of those that may be chosen
+    refuse_old_names(name for name in OLD_CHOICES if name in space)
     trial_config(replace(recipe, **own), {})

@@ -110,7 +110,6 @@ class TrialConfig:
 
 def trial_config(recipe: Recipe, params: Mapping[str, Value]) -> TrialConfig:
     """The recipe with the trial's values in place; a TuneError names the choice whose value cannot be."""
-    _refuse_old(name for name in OLD_CHOICES if name in params)
     own = {name: params[name] for name in FIELDS if name in params}
     try:
         recipe = replace(recipe, **own)  # type: ignore[arg-type]  # checked below, whoever gave it
@@ -225,9 +224,11 @@ OLD_CHOICES = ("schedule", "warmup", "report", "checkpoint")
 """Of these, those whose place a choice of the same name took."""
 
 
-def _refuse_old(names: Iterable[str]) -> None:
+def refuse_old_names(names: Iterable[str]) -> None:
+    """TuneError for a name that fields of a recipe had before, with the one that they have now."""
     for name in names:
-        raise TuneError(f"'{name}' of a recipe is called '{OLD_FIELDS[name]}' now")
+        if name in OLD_FIELDS:
+            raise TuneError(f"'{name}' of a recipe is called '{OLD_FIELDS[name]}' now")
 
 
 def _with_old_names_refused(cls: type[R]) -> type[R]:
@@ -236,10 +237,10 @@ def _with_old_names_refused(cls: type[R]) -> type[R]:
 
     @wraps(init)
     def checked(self: R, **fields: Any) -> None:
-        _refuse_old(name for name in fields if name in OLD_FIELDS)
+        refuse_old_names(fields)
         init(self, **fields)
 
-    cls.__init__ = checked  # type: ignore[method-assign]
+    cls.__init__ = checked  # type: ignore[assignment, method-assign]
     return cls
 
 
