@@ -152,7 +152,7 @@ def _moving(worker: Worker) -> list[VersionSchedule]:
 
 
 def _versions_read(schedules: Sequence[VersionSchedule], kind: Kind, n: int) -> tuple[int, ...]:
-    """The versions that forward and backward read, of the layer in which they differ most; of a forward only the one."""
+    """The versions that forward and backward read, of the layer in which they differ most; a forward has one."""
     if not schedules:
         return ()
     forward, backward = max(
