@@ -33,13 +33,13 @@ class Kind:
     most S - s micro-batches are in flight, as under 1F1B; S or K of them where ``places`` says so."""
 
     consistency: Callable[[int, int], Consistency]
-    prefer: str = "backward"
+    schedule: str = "1f1b"
     places: str = "S - s"
 
 
 KINDS = {
     "flush": Kind(lambda k, stages: Exact()),
-    "gpipe": Kind(lambda k, stages: Exact(), prefer="forward", places="K"),
+    "gpipe": Kind(lambda k, stages: Exact(), schedule="gpipe", places="K"),
     "bounded": Kind(Bounded),
     "stashed": Kind(Stashed),
     "2bw": Kind(lambda k, stages: Lagged(1), places="S"),
@@ -67,7 +67,7 @@ class WeftPeer:
         self.consistency = told.consistency(k, world)
         self.precision = precision
         places = {"S - s": world - rank, "S": world, "K": k}[told.places]
-        self.policy = SchedulePolicy(window or places, told.prefer)
+        self.policy = SchedulePolicy(window or places, told.schedule)
         self.transport = Transport(rank, world, CPU)
         self.heartbeat = Heartbeat(store, rank, world, lambda rank, message: None)
         self.drawn = task.draw()
