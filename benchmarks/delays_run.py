@@ -92,7 +92,7 @@ class Log:
         elif event["event"] == "validation":
             self.validation = event["scores"]["loss"]
         elif event["event"] == "finished":
-            self.version_lags = event["drift"]
+            self.version_lags = event["version_lag"]
 
     def drift(self, backwards: int) -> float:
         """By how many updates backwards were ahead of their forwards, on the mean over all of them."""
