@@ -86,7 +86,15 @@ def never(trial: Trial) -> float:
 
 def tuned(runs: Path, objectives: int = 1, **more: Any) -> StudyResult:
     aims: dict[str, Any] = {"maximize": "quality", **({"minimize": "cost"} if objectives == 2 else {})}
-    given = {"trials": 8, "sampler": "random", "window": 3, "memory": "8MiB", "name": "study", "runs": runs, **more}
+    given = {
+        "trials": 8,
+        "sampler": "random",
+        "max_concurrent": 4,
+        "memory": "8MiB",
+        "name": "study",
+        "runs": runs,
+        **more,
+    }
     return weft.tune(never, space(), executor=Instant(objectives), **aims, **given)
 
 
@@ -390,7 +398,7 @@ def test_a_pruned_trial_has_the_values_of_its_last_report_and_a_failed_one_none(
 
 def test_an_error_is_told_by_its_last_line() -> None:
     found = events(*proposed(0), ended(0, "failed", error="Traceback\n  File\nValueError: no\n"))
-    assert found.trials[0].why == "ValueError: no"
+    assert found.trials[0].reason == "ValueError: no"
 
 
 def test_memory_does_not_grow_with_the_study() -> None:

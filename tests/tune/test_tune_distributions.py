@@ -8,7 +8,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from weft.errors import SpaceError, TuneError
 from weft.space import Categorical, Floats, Integers, Space
-from weft.tune.study.distributions import check_space, completed, distribution, distributions, suggest
+from weft.tune.study.definition import check_space
+from weft.tune.study.optuna import complete_params, distribution, distributions, suggest
 from weft.utils import rng
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -74,8 +75,8 @@ def test_a_partial_pick_keeps_its_values_and_is_completed_alike_each_time(seed: 
     space = small()
     whole = dict(space.sample(rng.generator(seed)).values)
     given_values = {name: whole[name] for name in sorted(names)}
-    params = completed(space, given_values, rng.generator(key))
-    assert params == completed(space, given_values, rng.generator(key))
+    params = complete_params(space, given_values, rng.generator(key))
+    assert params == complete_params(space, given_values, rng.generator(key))
     assert given_values.items() <= params.items()
     assert dict(space.subnet(params).values) == params
 
@@ -94,7 +95,7 @@ def test_a_partial_pick_keeps_its_values_and_is_completed_alike_each_time(seed: 
 )
 def test_a_pick_that_cannot_be_is_refused_with_its_reason(params: dict[str, object], said: str) -> None:
     with pytest.raises((TuneError, SpaceError), match=said):
-        completed(small(), params, rng.generator(0))  # type: ignore[arg-type]
+        complete_params(small(), params, rng.generator(0))  # type: ignore[arg-type]
 
 
 def test_a_space_in_which_nothing_varies_is_refused() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from weft.errors import TuneError
 from weft.space import Space
 from weft.tune.study.optuna import parse_spec
-from weft.tune.study.records import TrialRecord, visible
-from weft.tune.study.sampler import left_in_grid, propose
+from weft.tune.study.sampler import propose, remaining_grid_points
+from weft.tune.study.storage import TrialRecord, visible
 
 SAMPLERS: dict[str, Any] = {
     "tpe": {"name": "tpe", "n_startup_trials": 3},
@@ -50,7 +50,7 @@ def ask(records: list[TrialRecord], sampler: Any, directions: Any = ("minimize",
         SPACE,
         records,
         number,
-        window=WINDOW,
+        max_concurrent=WINDOW + 1,
         directions=directions,
         sampler=parse_spec("sampler", sampler),
         seed=seed,
@@ -122,8 +122,8 @@ def test_a_trial_may_not_be_proposed_before_those_outside_its_window_have_ended(
     past = history(5, "random", random.Random(0))
     past[1] = replace(past[1], state="running")
     with pytest.raises(TuneError, match="before 2 has ended"):
-        visible(past, 5, WINDOW)
-    assert [one.state for one in visible(past, 4, WINDOW)[1:]] == ["running"] * 3
+        visible(past, 5, WINDOW + 1)
+    assert [one.state for one in visible(past, 4, WINDOW + 1)[1:]] == ["running"] * 3
 
 
 @settings(max_examples=20, deadline=None)
@@ -144,19 +144,23 @@ def test_the_grid_tries_every_valid_pick_once_and_then_has_none_left(seed: int, 
         if w * d < 9
     ]
     records: list[TrialRecord] = []
-    while left_in_grid(space, records, sampler, seed):
-        got = propose(space, records, len(records), window=2, directions=("minimize",), sampler=sampler, seed=seed)
+    while remaining_grid_points(space, records, sampler, seed):
+        got = propose(
+            space, records, len(records), max_concurrent=3, directions=("minimize",), sampler=sampler, seed=seed
+        )
         records.append(TrialRecord(len(records), got.params, "failed"))
     by = lambda params: sorted(params.items())  # noqa: E731
     assert sorted((dict(one.params) for one in records), key=by) == sorted(expected, key=by)  # type: ignore[arg-type]
     with pytest.raises(TuneError, match="every point of the grid"):
-        propose(space, records, len(records), window=2, directions=("minimize",), sampler=sampler, seed=seed)
+        propose(space, records, len(records), max_concurrent=3, directions=("minimize",), sampler=sampler, seed=seed)
 
 
 def test_a_constraint_that_is_almost_never_met_is_met() -> None:
     space = Space()
     space.require(space.integer("a", 1, 100) + space.integer("b", 1, 100) == 200)
-    got = propose(space, [], 0, window=0, directions=("minimize",), sampler=parse_spec("sampler", "random"), seed=0)
+    got = propose(
+        space, [], 0, max_concurrent=1, directions=("minimize",), sampler=parse_spec("sampler", "random"), seed=0
+    )
     assert got.params == {"a": 100, "b": 100}
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import shutil
 import signal
@@ -18,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from weft.errors import RunError, SpaceError, TuneError
+from weft.errors import SpaceError, TuneError
 from weft.space import Space
-from weft.tune.study.records import TrialRecord
+from weft.tune.study.storage import TrialRecord
 from weft.tune.study.study import Study
 
 SAMPLERS: dict[str, Any] = {
@@ -50,7 +49,7 @@ def options(**changed: Any) -> dict[str, Any]:
     return {
         "directions": ("minimize",),
         "seed": 7,
-        "window": WINDOW,
+        "max_concurrent": WINDOW + 1,
         "trials": 9,
         "sampler": "random",
         "pruner": ASHA,
@@ -119,7 +118,7 @@ def drive(
             step += 1
             values = result(number, params, step, objectives, bump or {})
             if number == 3 and step == 2:
-                study.tell(number, "failed", notes={"error": "ValueError: no"})
+                study.tell(number, "failed", info={"error": "ValueError: no"})
             elif study.report(number, step, values):
                 study.tell(number, "pruned")
             elif step == STEPS:
@@ -186,7 +185,7 @@ def test_a_result_changes_nothing_until_it_leaves_the_window_and_something_after
 def test_a_trial_can_be_asked_for_exactly_when_all_before_its_window_have_ended(
     empty: Path, data: st.DataObject, window: int, trials: int
 ) -> None:
-    with opened(fresh(empty), window=window, trials=trials) as study:
+    with opened(fresh(empty), max_concurrent=window + 1, trials=trials) as study:
         proposed, ended = 0, set[int]()
         while not study.finished():
             free = proposed < trials and set(range(proposed - window)) <= ended
@@ -223,7 +222,7 @@ def test_a_driver_that_is_killed_leaves_trials_that_go_on_with_the_same_paramete
                     study.tell(number, "pruned")
                     break
                 if number == 3 and step == 1:
-                    study.tell(number, "failed", notes={{"error": "ValueError: no"}})
+                    study.tell(number, "failed", info={{"error": "ValueError: no"}})
                     break
             else:
                 study.tell(number, "complete", values)
@@ -265,7 +264,7 @@ def test_no_pickle_of_a_sampler_is_ever_written(url: str) -> None:
 
 
 def test_a_report_that_is_repeated_keeps_its_value_and_its_answer(url: str) -> None:
-    with opened(url, window=0) as study:
+    with opened(url, max_concurrent=1) as study:
         for number in range(2):
             study.ask()
             study.report(number, 1, 1.0)
@@ -275,7 +274,7 @@ def test_a_report_that_is_repeated_keeps_its_value_and_its_answer(url: str) -> N
         assert [study.report(2, 1, 0.5), study.report(2, 2, 9.0)] == [False, True]
         assert [study.report(2, 1, 9.0), study.report(2, 2, 0.1)] == [False, True]
         assert dict(study.trials()[2].reports) == {1: (0.5,), 2: (9.0,)}
-    with opened(url, window=0, resume=True) as study:
+    with opened(url, max_concurrent=1, resume=True) as study:
         assert [study.report(2, 1, 9.0), study.report(2, 2, 0.1)] == [False, True]
         assert dict(study.trials()[2].reports) == {1: (0.5,), 2: (9.0,)}
 
@@ -288,7 +287,7 @@ def test_steps_that_are_reported_out_of_order_end_as_if_they_had_not_been(empty:
             for step in steps:
                 study.report(0, step, float(step))
             study.tell(0, "complete", 1.0)
-            told.append((list(study.trials()[0].reports.items()), study.trials()[0].rungs))
+            told.append((list(study.trials()[0].reports.items()), study.trials()[0].pruner_state))
     assert told[0] == told[1]
     assert told[0][1] == ({"completed_rung_0": 1.0, "completed_rung_1": 2.0, "completed_rung_2": 4.0},)
 
@@ -296,9 +295,13 @@ def test_steps_that_are_reported_out_of_order_end_as_if_they_had_not_been(empty:
 def test_a_trial_ends_once_and_only_if_it_runs(url: str) -> None:
     with opened(url) as study:
         study.ask()
-        study.note(0, {"fit": "whole"})
+        study.set_info(0, {"fit": "whole"})
         study.tell(0, "complete", 0.5)
-        for call in (lambda: study.tell(0, "failed"), lambda: study.report(0, 1, 1.0), lambda: study.note(0, {"a": 1})):
+        for call in (
+            lambda: study.tell(0, "failed"),
+            lambda: study.report(0, 1, 1.0),
+            lambda: study.set_info(0, {"a": 1}),
+        ):
             with pytest.raises(TuneError, match="trial 0 of the study 'digits' is not running: it is complete"):
                 call()
         with pytest.raises(TuneError, match="has no trial 5"):
@@ -341,7 +344,7 @@ def test_a_grid_ends_when_it_has_been_tried_even_if_more_trials_were_asked_for(u
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(-2, 2), st.integers(-2, 2)), min_size=1, max_size=6))
 def test_the_best_trials_are_those_that_no_other_beats(empty: Path, told: list[tuple[int, int]]) -> None:
-    with opened(fresh(empty), directions=("minimize", "maximize"), trials=len(told) + 1, window=9) as study:
+    with opened(fresh(empty), directions=("minimize", "maximize"), trials=len(told) + 1, max_concurrent=10) as study:
         for number, values in enumerate(told):
             study.ask()
             study.tell(number, "complete", values)
@@ -363,7 +366,7 @@ def test_the_best_of_one_objective_is_the_earliest_of_equals(url: str, direction
 
 
 def test_the_choice_that_decides_is_the_important_one(url: str) -> None:
-    with opened(url, directions=("minimize", "maximize"), trials=25, window=0) as study:
+    with opened(url, directions=("minimize", "maximize"), trials=25, max_concurrent=1) as study:
         while not study.finished():
             asked = study.ask()
             study.tell(asked.number, "complete", (0.0, -abs(math.log10(asked.params["lr"]) + 2)))  # type: ignore[arg-type]
@@ -391,7 +394,7 @@ def test_two_studies_of_one_name_are_refused_with_how_far_the_first_came(url: st
     ("changed", "said"),
     [
         ({"seed": 8}, "its seed changed from 7 to 8"),
-        ({"window": 5}, "its window changed from 2 to 5"),
+        ({"max_concurrent": 6}, "its max_concurrent changed from 3 to 6"),
         ({"directions": ("maximize",)}, "its directions changed from minimize to maximize"),
         ({"sampler": "tpe"}, "its sampler changed from random to tpe"),
         (
@@ -425,14 +428,6 @@ def test_a_study_of_another_space_is_not_resumed_and_the_choice_is_named(url: st
             space.integer("extra", 1, 2)
         with pytest.raises(TuneError, match=said):
             Study.open("digits", space, **options(), storage=url, resume=True)
-
-
-def test_one_driver_at_a_time_has_a_study(url: str) -> None:
-    with opened(url):
-        with pytest.raises(RunError, match=f"in use by process {os.getpid()} on "):
-            opened(url, resume=True)
-        Study.open("another", small(), **options(), storage=url).close()
-    opened(url, resume=True).close()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The devices of a study: those that there are, those that a user names, and what candidates may count on."""
+"""The devices of a study: which there are, their memory, and how processes share them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.tune.jobs import Device
 from weft.utils.units import parse_bytes
 
 GPU = "h200"
-"""The kind that a GPU without constants of its own is taken for."""
+"""The kind of a GPU that has no constants of its own."""
 
 
 def local_devices() -> list[Device]:
@@ -57,7 +57,7 @@ def parse_devices(devices: Sequence[str | Device] | Mapping[str, Any] | str | No
 
 
 def nominal(memory: int | None, devices: Sequence[Device]) -> int | None:
-    """The memory that candidates are fitted to: the study's, or the smallest device's; None: it is not counted."""
+    """The memory that trials are fitted to: the given one, or the smallest device's; None: it is not counted."""
     if memory is not None:
         return memory
     known = [device.memory for device in devices if device.memory is not None]
@@ -129,7 +129,7 @@ def _device(name: str, memory: int | None) -> Device:
     return Device("cpu", memory)
 
 
-# NVIDIA's multi-process service: where it may be used, several processes share a GPU at once instead of in turns.
+# NVIDIA's multi-process service (MPS), by which several processes use a GPU at once instead of in turns.
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
@@ -142,7 +142,7 @@ def is_on(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 @contextmanager
-def shared(wanted: str = "auto", control: str = CONTROL) -> Iterator[bool]:
+def share_gpus(wanted: str = "auto", control: str = CONTROL) -> Iterator[bool]:
     """Within the block, processes that are started share GPUs by MPS, if that can be; yields whether.
 
     ``"auto"`` takes a service that is there, starts one where the control program is installed and may be, and does
