@@ -27,7 +27,8 @@ from weft.serve.views.study_events import (
     device_bars,
 )
 from weft.space import Space
-from weft.tune import Device, Job, StudyResult, Trial
+from weft.tune import Device, StudyResult, Trial
+from weft.tune.executors import Job
 from weft.tune.jobs import Ended, Event, Lost, Reported
 
 optuna = pytest.importorskip("optuna")
@@ -90,9 +91,9 @@ def tuned(runs: Path, objectives: int = 1, **more: Any) -> StudyResult:
         "trials": 8,
         "sampler": "random",
         "max_concurrent": 4,
-        "memory": "8MiB",
+        "trial_memory": "8MiB",
         "name": "study",
-        "runs": runs,
+        "root": runs,
         **more,
     }
     return weft.tune(never, space(), executor=Instant(objectives), **aims, **given)

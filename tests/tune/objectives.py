@@ -118,6 +118,18 @@ def greedy(trial: Trial) -> float:
     return float(tries)
 
 
+def pid(trial: Trial) -> float:
+    return float(os.getpid())
+
+
+def leaking(trial: Trial) -> float:
+    """From now on its process is taken to hold memory of its device."""
+    import weft.tune.executors.worker as worker
+
+    worker.has_leaked_memory = lambda device: True
+    return float(os.getpid())
+
+
 def printing(trial: Trial) -> float:
     print("to the file")
     os.write(2, b"even so\n")

@@ -15,9 +15,8 @@ import objectives
 import pytest
 
 from weft.errors import TuneError
-from weft.tune.devices import reserve
 from weft.tune.executors import Device, Job, StudySpec
-from weft.tune.executors.local import LocalExecutor, RunningLocalJob
+from weft.tune.executors.local import LocalExecutor, idle_workers
 from weft.tune.executors.processes import JsonConnection, connected_pair, kill_process, start_process
 from weft.tune.jobs import Ended, Event, Lost, Reported, event_from_json, event_to_json, job_from_json, job_to_json
 
@@ -53,22 +52,10 @@ def run(executor: LocalExecutor, tmp_path: Path) -> Run:
 
 
 def test_idle_workers_stay_only_where_their_contexts_have_room() -> None:
-    device = Device("cuda:0", 10 * GIB)
-    each = reserve(device)
-    executor = LocalExecutor(StudySpec(objectives.act, ("v",), 0), [device, Device("cpu", None)])
-    small, large, whole = (
-        Job(name, (0,), ({},), None, (0,), memory, "", None)
-        for name, memory in (("small", GIB), ("large", 10 * GIB - 3 * each), ("whole", None))
-    )
-    assert executor._room(0, small) == (9 * GIB - each) // each
-    assert executor._room(0, large) == 2
-    assert executor._room(0, whole) == 0
-    executor._jobs["small"] = RunningLocalJob(small, [])
-    assert executor._room(0, large) == 0
-    executor._jobs["whole"] = RunningLocalJob(whole, [])
-    assert executor._room(0, small) == 0
-    executor._jobs.clear()
-    executor.close()
+    small, large, whole = (Job("", (0,), ({},), None, (0,), memory, "") for memory in (GIB, 9 * GIB, None))
+    assert [idle_workers(11 * GIB, GIB, jobs) for jobs in ([small], [large], [small, large], [whole])] == [9, 1, 0, 0]
+    assert idle_workers(None, GIB, [small]) == 0
+    assert idle_workers(None, 0, [whole]) is None
 
 
 def test_a_job_and_every_event_travel_as_json_and_come_back_equal() -> None:
@@ -115,31 +102,22 @@ def test_a_trial_that_is_told_to_end_is_pruned(run: Run) -> None:
     ],
 )
 def test_a_trial_that_goes_wrong_is_failed_with_its_reason_and_its_worker_lives_on(
-    run: Run, executor: LocalExecutor, what: str, words: str
+    run: Run, what: str, words: str
 ) -> None:
-    run("printing")
-    before = [worker.process.pid for worker in executor._workers]
-    (end,) = run(what)
+    (before,), (end,), (after,) = run("pid"), run(what), run("pid")
     assert isinstance(end, Ended)
     assert end.state == "failed"
     assert words in str(end.error)
-    assert [worker.process.pid for worker in executor._workers] == before
+    assert isinstance(before, Ended)
+    assert isinstance(after, Ended)
+    assert before.values == after.values
 
 
-def test_a_worker_that_keeps_memory_of_its_device_is_replaced(run: Run, executor: LocalExecutor) -> None:
-    run("printing")
-    while any(worker.job for worker in executor._workers):  # until it says that it is idle
-        executor.poll(0.1)
-    (worker,) = executor._workers
-    worker.job = RunningLocalJob(Job("last", (3,), ({},), None, (0,), None, ""), [worker])
-    executor._handle(worker, {"type": "idle", "job": "last", "leaked": False})
-    assert executor._workers == [worker]
-    worker.job = RunningLocalJob(Job("last", (3,), ({},), None, (0,), None, ""), [worker])
-    executor._handle(worker, {"type": "idle", "job": "last", "leaked": True})
-    assert executor._workers == []
-    (end,) = run("printing")
-    assert isinstance(end, Ended)
-    assert end.state == "complete"
+def test_a_worker_that_keeps_memory_of_its_device_is_replaced(run: Run) -> None:
+    (last,), (next_,) = run("leaking"), run("pid")
+    assert isinstance(last, Ended)
+    assert isinstance(next_, Ended)
+    assert last.values != next_.values
 
 
 def test_what_a_trial_prints_is_kept_in_its_directory(run: Run, tmp_path: Path) -> None:

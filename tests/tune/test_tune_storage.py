@@ -126,6 +126,7 @@ def test_several_objectives_keep_every_report_even_those_that_json_cannot_write(
         ("nonsense", "no URL"),
         ("mysql://host/name", "a driver that is not installed"),
         ("sqlite:////no/such/folder/study.db", "unable to open"),
+        (f"sqlite:///{__file__}", "not a database"),
         (f"postgresql://weft:{PASSWORD}@127.0.0.1:1/name", "127.0.0.1:1"),
     ],
 )
@@ -142,12 +143,6 @@ def test_a_path_may_have_spaces_braces_and_other_signs(tmp_path: Path) -> None:
     with opened(default_url(folder)) as study:
         study.ask()
     assert [path.suffix for path in folder.iterdir()] == [".db"]
-
-
-def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "study.db").write_text("x" * 5000)
-    with pytest.raises(TuneError, match="not a database"):
-        opened(default_url(tmp_path))
 
 
 def test_a_locked_file_is_waited_for(tmp_path: Path) -> None:
@@ -221,9 +216,8 @@ class Server:
 
     def stop(self) -> None:
         if self._process is not None:
-            self._process.send_signal(signal.SIGQUIT)  # at once, as in a crash
+            self._process.send_signal(signal.SIGQUIT)
             self._process.wait(20)
-            self._process = None
 
 
 def binaries() -> Path | None:
@@ -269,25 +263,3 @@ def test_a_study_in_postgresql_is_the_study_in_sqlite(database: str, tmp_path: P
         assert study.finished()
     with opened(database, resume=True) as study:
         assert study.trials() == expected
-
-
-def test_a_server_that_crashes_ends_a_study_in_one_line_which_goes_on_once_it_is_back(
-    server: Server, database: str
-) -> None:
-    with opened(database) as study:
-        study.ask()
-        server.stop()
-        with pytest.raises(TuneError, match=r"cannot be reached .*--resume") as caught:
-            study.tell(0, "complete", 0.5)
-        assert "\n" not in str(caught.value)
-    server.start()
-    with opened(database, resume=True) as study:
-        assert [one.number for one in study.open_trials()] == [0]
-        study.tell(0, "complete", 0.5)
-        assert study.ask().number == 1
-
-
-def test_a_wrong_password_is_told_at_once_and_not_shown(server: Server) -> None:
-    with pytest.raises(TuneError, match=rf"127.0.0.1:{server.port}/postgres cannot be reached .* password") as caught:
-        opened(server.url.replace(PASSWORD, "an0ther-word"))
-    assert "an0ther-word" not in str(caught.value)

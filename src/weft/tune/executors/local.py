@@ -35,7 +35,7 @@ class LocalExecutor:
         self.devices: Sequence[Device] = tuple(local_devices() if devices is None else devices)
         self._payload, self._recipe = pack_spec(spec), isinstance(spec.objective, Recipe)
         self._threads = threads
-        self._reserves = [reserve(device) for device in self.devices]
+        self._contexts = [reserve(device) for device in self.devices]
         self._workers: list[WorkerHandle] = []
         self._jobs: dict[str, RunningLocalJob] = {}
         self._events: list[Event] = []
@@ -47,7 +47,9 @@ class LocalExecutor:
         for index in job.devices:
             idle = [w for w in self._workers if w.device == index and self._is_free(w) and w not in workers]
             workers.append(idle[0] if idle else self._spawn(index))
-            for other in idle[1 + self._room(index, job) :]:
+            beside = [other.job for other in self._jobs.values() if index in other.job.devices]
+            keep = idle_workers(self.devices[index].memory, self._contexts[index], [job, *beside])
+            for other in [] if keep is None else idle[1 + keep :]:
                 self._retire(other)
         running = self._jobs[job.id] = RunningLocalJob(job, workers)
         rendezvous: dict[str, str] = {}
@@ -99,16 +101,6 @@ class LocalExecutor:
     def processes(self) -> dict[str, list[int]]:
         """The process ids of every job that runs, rank by rank."""
         return {id: [int(worker.process.pid or 0) for worker in running.workers] for id, running in self._jobs.items()}
-
-    def _room(self, index: int, job: Job) -> int:
-        """How many idle workers may stay beside a job and those that run there: each holds a context of its own."""
-        device, each = self.devices[index], self._reserves[index]
-        if each == 0:
-            return len(self._workers)
-        running = [other.job for other in self._jobs.values() if index in other.job.devices]
-        if device.memory is None or any(one.memory is None for one in (job, *running)):
-            return 0  # it may want all that there is
-        return max(0, (device.memory - sum((one.memory or 0) + each for one in (job, *running))) // each)
 
     def _is_free(self, worker: WorkerHandle) -> bool:
         """Its last job is over, even if it has not reported so yet: it starts the next one when it has."""
@@ -212,6 +204,15 @@ class LocalExecutor:
         for worker in running.workers:
             if worker in self._workers:
                 self._retire(worker)
+
+
+def idle_workers(memory: int | None, context: int, jobs: Sequence[Job]) -> int | None:
+    """How many idle workers may stay on a device beside its jobs, since each holds a context; None: any number."""
+    if context == 0:
+        return None
+    if memory is None or any(job.memory is None for job in jobs):
+        return 0  # a job may want all that there is
+    return max(0, (memory - sum((job.memory or 0) + context for job in jobs)) // context)
 
 
 # The workers of a job, on this machine or on others, and what goes wrong with them.
