@@ -1,5 +1,4 @@
-"""The walks of CONTRIBUTING.md: the files of weft that a steady step of `train(stages=2)`, and a trial of a study, enter,
-in the order to read them."""
+"""The walks of CONTRIBUTING.md: the files of weft that a step of `train(stages=2)`, and a trial of a study, enter."""
 
 from __future__ import annotations
 

@@ -109,11 +109,11 @@ def drawn(trial: Trial) -> float:
 
 
 def greedy(trial: Trial) -> float:
-    """Runs out of memory as often as a file `tries` says."""
+    """Runs out of memory as often as a file `.tries` says."""
     seen = trial.directory / "seen"
     tries = int(seen.read_text()) if seen.exists() else 0
     seen.write_text(str(tries + 1))
-    if tries < int(_study(trial, "tries").read_text()):
+    if tries < int(_study(trial, ".tries").read_text()):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return float(tries)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,13 @@ from torch import nn
 import weft
 from weft.errors import SpaceError, TuneError
 from weft.runs import Events
-from weft.tune import Device, Recipe, StudyConfig, StudyExecution, StudyResult
-from weft.tune.config import OLD_FIELDS, merge_fields
+from weft.tune import Device, Recipe, StudyResult
+from weft.tune.config import OLD_FIELDS
 from weft.tune.devices import parse_devices
-from weft.tune.executors import Ended, Event, Executor, Fit, Job, Lost, Reported, StudySpec
+from weft.tune.executors import Ended, Event, Fit, Job, Lost, Reported, StudySpec
 from weft.tune.fit.fit import Requirements, architecture_key, groups
 from weft.tune.jobs import PendingJob
 from weft.tune.progress import StudyProgress
-from weft.tune.runner import StudyRunner
-from weft.tune.study.storage import TrialRecord
-from weft.tune.study.study import Study
 from weft.tune.training.run_job import attempt
 
 
@@ -83,35 +80,6 @@ class Shuffled:
         self._open.clear()
 
 
-def play(
-    folder: Path,
-    space: weft.Space,
-    objective: Any,
-    trials: int,
-    executor: Callable[[StudySpec, StudyProgress], Executor],
-    enqueue: Sequence[Mapping[str, Any]] = (),
-    **options: Any,
-) -> tuple[list[TrialRecord], Any]:
-    """The trials of a study as they ended, and the executor that ran them."""
-    given: dict[str, Any] = {"trials": trials, "max_concurrent": max(trials, 1), **options}
-    config, execution = merge_fields(StudyConfig(), StudyExecution(), given)
-    name = "loss" if isinstance(objective, Recipe) else "v"
-    spec, progress = StudySpec(objective, (name,), 0), StudyProgress("s", trials, (name,), ("minimize",))
-    same = {word: getattr(config, word) for word in ("trials", "max_concurrent", "sampler", "pruner", "seed")}
-    made = executor(spec, progress)
-    with (
-        Study.open("s", space, directions=("minimize",), storage=f"sqlite:///{folder}/study.db", **same) as study,
-        Events(folder / "e") as events,
-    ):
-        for params in enqueue:
-            study.enqueue(params)
-        StudyRunner(study, made, spec, config, execution, folder, events, progress).run()
-        assert {number: one.state for number, one in progress.trials.items()} == {
-            one.number: one.state for one in study.trials()
-        }
-        return study.trials(), made
-
-
 def run(
     folder: Path, what: str, trials: int = 9, devices: int = 3, seed: int = 0, lose: float = 0.0, **options: Any
 ) -> tuple[list[Any], list[Job]]:
@@ -119,13 +87,11 @@ def run(
     space = weft.Space()
     space.real("x", 0.0, 1.0)
     space.categorical("what", [what])
-    given = {"seed": 3, "max_concurrent": 4, "pruner": "median", **options}
-    records, executor = play(
-        folder, space, objectives.act, trials, lambda spec, _: Shuffled(spec, devices, seed, lose), **given
-    )
-    return [
-        (one.number, dict(one.params), one.state, one.values, dict(one.reports)) for one in records
-    ], executor.started
+    executor = Shuffled(StudySpec(objectives.act, ("v",), 0), devices, seed, lose)
+    given: dict[str, Any] = {"seed": 3, "max_concurrent": 4, "pruner": "median", "minimize": "v", **options}
+    found = weft.tune(objectives.act, space, trials=trials, executor=executor, name="s", root=folder, **given)
+    trials_ = [(one.number, dict(one.params), one.state, one.values, dict(one.reports)) for one in found.trials]
+    return trials_, executor.started
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +132,8 @@ def test_a_trial_whose_processes_keep_dying_is_failed_after_its_retries(tmp_path
 def test_an_out_of_memory_trial_is_tried_again_with_the_whole_device_and_then_failed(tmp_path: Path) -> None:
     for tries, state in ((1, "complete"), (2, "failed")):
         folder = tmp_path / str(tries)
-        folder.mkdir()
-        (folder / "tries").write_text(str(tries))
+        (folder / "s").mkdir(parents=True)
+        (folder / "s" / ".tries").write_text(str(tries))
         found, started = run(folder, "greedy", trials=1, trial_memory=100)
         assert [job.memory for job in started] == [100, None]
         assert [one[2] for one in found] == [state]
@@ -210,6 +176,10 @@ class SlowEstimate:
         pass
 
 
+def rate(trial: weft.tune.Trial) -> float:
+    return float(trial["lr"])
+
+
 def needs(number: int, params: Mapping[str, Any]) -> Requirements:
     return Requirements(10 + number, shape=f"of {params['width']}", kind=architecture_key(params))
 
@@ -222,16 +192,9 @@ def test_trials_wait_for_those_of_their_shape_and_not_for_others_that_are_not_es
     space.categorical("width", [8, 16])
     space.real("lr", 0.0, 1.0)
     trials = [{"width": 8 if number % 2 else 16} for number in range(4)]
-    _, executor = play(
-        tmp_path,
-        space,
-        lambda trial: trial["lr"],
-        4,
-        lambda spec, _: Shuffled(spec, 1, 0),
-        trials,
-        fuse=4,
-        trial_memory=1000,
-    )
+    executor = Shuffled(StudySpec(rate, ("v",), 0), 1, 0)
+    options: dict[str, Any] = {"enqueue": trials, "fuse": 4, "trial_memory": 1000, "name": "s", "root": tmp_path}
+    weft.tune(rate, space, trials=4, minimize="v", executor=executor, **options)
     assert [job.trials for job in executor.started] == [(1, 3), (0, 2)]
     # The memory is that of the one that takes most.
     assert [job.memory for job in executor.started] == [needs(n, trials[n]).of_lanes(2) for n in (3, 2)]
@@ -242,21 +205,24 @@ WAVES = 2800 * 2**10
 
 
 class Patient(Shuffled):
-    """One small device. Tells of nothing until all trials were proposed, and notes how many were, and how many jobs
-    ran, when each job started."""
+    """One small device. Reports nothing until all trials were proposed, and notes how many jobs ran, and whether all
+    trials were proposed, when each job started."""
 
-    def __init__(self, spec: StudySpec, memory: int, progress: StudyProgress) -> None:
+    def __init__(self, spec: StudySpec, memory: int, trials: int) -> None:
         super().__init__(spec, 1, 0)
         self.devices = (Device("cpu", memory),)
-        self.found: list[tuple[int, int]] = []
-        self._progress = progress
+        self.found: list[tuple[bool, int]] = []
+        self._proposed, self._trials = 0, trials
+
+    def see(self, progress: StudyProgress) -> None:
+        self._proposed = len(progress.trials)
 
     def start(self, job: Job) -> None:
-        self.found.append((len(self._progress.trials), len(self._open)))
+        self.found.append((self._proposed == self._trials, len(self._open)))
         super().start(job)
 
     def poll(self, timeout: float) -> list[Event]:
-        return [] if len(self._progress.trials) < self._progress.total else super().poll(timeout)
+        return [] if self._proposed < self._trials else super().poll(timeout)
 
 
 class Narrow(Patient):
@@ -264,8 +230,8 @@ class Narrow(Patient):
 
     beyond: tuple[str, ...] = ("split",)
 
-    def __init__(self, spec: StudySpec, memory: int, progress: StudyProgress) -> None:
-        super().__init__(spec, memory, progress)
+    def __init__(self, spec: StudySpec, memory: int, trials: int) -> None:
+        super().__init__(spec, memory, trials)
         self.devices *= 2
 
     def start(self, job: Job) -> None:
@@ -298,9 +264,10 @@ def run_recipe(
     space.categorical("width", sorted({one["width"] for one in trials}))
     space.real("lr", 0.0, 1.0)
     recipe = Recipe(model=build, data=objectives.few, steps=2, batch_size=1)
-    return play(
-        folder, space, recipe, len(trials), lambda spec, progress: kind(spec, memory, progress), trials, **options
-    )
+    executor = kind(StudySpec(recipe, ("loss",), 0), memory, len(trials))
+    folder.mkdir(exist_ok=True)
+    given: dict[str, Any] = {"enqueue": trials, "name": "s", "root": folder, "callback": executor.see, **options}
+    return weft.tune(recipe, space, trials=len(trials), executor=executor, **given).trials, executor
 
 
 def test_half_of_the_slots_stay_free_until_all_first_trials_are_estimated_and_then_the_largest_goes_first(
@@ -311,37 +278,28 @@ def test_half_of_the_slots_stay_free_until_all_first_trials_are_estimated_and_th
     found, executor = run_recipe(tmp_path, objectives.perceptron, 2**22, trials, jobs_per_device=2)
     assert [one.state for one in found] == ["complete"] * 3
     assert [job.trials for job in executor.started] == [(0,), (2,), (1,)]
-    assert executor.found == [(1, 0), (3, 1), (3, 1)]
+    assert executor.found == [(False, 0), (True, 1), (True, 1)]
 
 
-@pytest.mark.parametrize(
-    ("memory", "way", "jobs"), [(2800 * 2**10, "offload", [(0,), (1,)]), (2**27, "whole", [(0, 1)])]
-)
-def test_trials_that_fit_only_with_activations_on_the_host_are_never_fused(
-    tmp_path: Path, memory: int, way: str, jobs: list[tuple[int, ...]]
-) -> None:
-    """Lanes keep all that their forwards make: fused, these would take thirty times what was estimated."""
+def test_trials_that_fit_only_with_activations_on_the_host_are_never_fused(tmp_path: Path) -> None:
+    """Fused trials keep all that their forwards make: these would take thirty times what was estimated."""
     trials = [{"width": 1, "lr": lr} for lr in (0.1, 0.2)]
-    found, executor = run_recipe(tmp_path, objectives.waves, memory, trials, fuse=2)
-    assert [job.trials for job in executor.started] == jobs  # each once: none was out of memory
+    found, executor = run_recipe(tmp_path, objectives.waves, WAVES, trials, fuse=2)
+    assert [job.trials for job in executor.started] == [(0,), (1,)]  # each once: none was out of memory
     for one in found:
-        assert (one.state, one.info["fit"]["way"]) == ("complete", way)
-        assert one.info["fit"]["memory"] < memory / 32
+        assert (one.state, one.info["fit"]["way"]) == ("complete", "offload")
+        assert one.info["fit"]["memory"] < WAVES / 32
 
 
 def test_a_split_trial_that_takes_more_than_a_device_has_is_tried_with_activations_on_the_host(tmp_path: Path) -> None:
-    trials = [{"width": 1, "lr": 0.1}]
-    (one,), executor = run_recipe(tmp_path, objectives.waves, WAVES, trials, Narrow)
+    (one,), executor = run_recipe(tmp_path, objectives.waves, WAVES, [{"width": 1, "lr": 0.1}], Narrow)
     assert [job.fit.way for job in executor.started if job.fit] == ["split", "offload"]
     assert len({job.id for job in executor.started}) == 2
     assert (one.state, one.info["fit"]["way"], one.info["attempts"]) == ("complete", "offload", 2)
     assert one.info["fit"]["why"].startswith("split over 2 devices, it took more than")
-    alone, _ = tmp_path / "alone", (tmp_path / "alone").mkdir()
-    (other,), _ = run_recipe(alone, objectives.waves, WAVES, trials)
-    assert (other.info["fit"]["way"], other.values) == ("offload", one.values)
 
 
-def test_a_trial_that_took_too_much_in_every_way_is_refused_with_the_figures(tmp_path: Path) -> None:
+def test_a_trial_that_takes_too_much_with_every_strategy_is_refused_with_the_figures(tmp_path: Path) -> None:
     (one,), executor = run_recipe(tmp_path, objectives.waves, WAVES, [{"width": 1, "lr": 0.1}], Narrower)
     assert [job.fit.way for job in executor.started if job.fit] == ["split", "offload"]
     assert one.state == "failed"
@@ -371,9 +329,8 @@ def test_derived_dimensions_are_read_in_trials_and_are_no_parameters_of_the_stud
     recipe = Recipe(model=hidden, data=objectives.few, steps=2, batch_size=8)
     for name, objective in {"function": read, "recipe": recipe}.items():
         executor = Shuffled(StudySpec(objective, ("loss",), 0), 1, 0)
-        memory = {"device_memory": "1GiB"} if name == "recipe" else {}
         enqueue = [{"width": w, "deep": d} for w in (2, 3) for d in (0, 1)]
-        options: dict[str, Any] = {"minimize": "loss", "executor": executor, "enqueue": enqueue, **memory}
+        options: dict[str, Any] = {"minimize": "loss", "executor": executor, "enqueue": enqueue}
         found = weft.tune(objective, space, trials=4, name=name, root=tmp_path, **options)
         assert [one.state for one in found.trials] == ["complete"] * 4, [one.info for one in found.trials]
         assert [set(one.params) - {"inner"} for one in found.trials] == [{"width", "deep"}] * 4
