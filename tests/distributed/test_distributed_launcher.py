@@ -474,41 +474,32 @@ SRUN = {
     "SLURM_TASKS_PER_NODE": "2(x2),1",
 }
 MEETING = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+HERE = socket.gethostname()
 
 
-def test_torchrun_says_all():
-    assert read_env(TORCHRUN) == DistEnv(5, 8, 1, 4, 2, socket.gethostname())
-
-
-def test_a_process_that_nobody_started_has_no_ranks():
-    assert read_env({"PATH": "/bin"}) is None
-
-
-def test_a_task_of_srun_is_a_stage():
-    assert read_env(SRUN | MEETING) == DistEnv(3, 5, 1, 2, 0, socket.gethostname())
-
-
-def test_three_variables_of_slurm_are_enough_on_one_machine():
-    said = {"SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_LOCALID": "1"}
-    assert read_env(said | MEETING) == DistEnv(1, 3, 1, 3, 0, socket.gethostname())
-
-
-def test_torchrun_under_slurm_is_believed_before_slurm():
-    found = read_env(SRUN | TORCHRUN)
-    assert found is not None
-    assert (found.rank, found.world) == (5, 8)
-
-
-def test_a_step_smaller_than_its_job_counts_its_own_tasks():
-    found = read_env(SRUN | MEETING | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
-    assert found is not None
-    assert (found.world, found.local_world) == (4, 2)
-
-
-@pytest.mark.parametrize("change", [{"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {"SLURM_STEP_ID": None}])
-def test_a_single_task_and_the_shell_of_a_batch_script_are_no_stage(change):
-    said = {name: text for name, text in (SRUN | change).items() if text is not None}
-    assert read_env(said) is None
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        pytest.param(TORCHRUN, DistEnv(5, 8, 1, 4, 2, HERE), id="torchrun"),
+        pytest.param({"PATH": "/bin"}, None, id="started by nobody"),
+        pytest.param(SRUN | MEETING, DistEnv(3, 5, 1, 2, 0, HERE), id="a task of srun"),
+        pytest.param(
+            {"SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_LOCALID": "1"} | MEETING,
+            DistEnv(1, 3, 1, 3, 0, HERE),
+            id="three variables are enough on one machine",
+        ),
+        pytest.param(SRUN | TORCHRUN, DistEnv(5, 8, 1, 4, 2, HERE), id="torchrun under slurm"),
+        pytest.param(
+            SRUN | MEETING | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+            DistEnv(3, 4, 1, 2, 0, HERE),
+            id="a step smaller than its job",
+        ),
+        pytest.param(SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None, id="a single task"),
+        pytest.param({k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}, None, id="the shell of a batch script"),
+    ],
+)
+def test_the_environment_says_which_stage_a_process_is(environment, expected):
+    assert read_env(environment) == expected
 
 
 @pytest.mark.parametrize(

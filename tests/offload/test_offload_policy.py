@@ -43,21 +43,6 @@ def test_the_layer_whose_next_use_is_farthest_goes() -> None:
     assert gone == [[], [], ["a"], [], ["b"], []]  # before c, a is used later than b; before a, b never again
 
 
-def test_a_layer_that_is_not_used_again_counts_as_farthest() -> None:
-    uses = NextUses(lambda n: ["a"] if n < 3 else ["b"], 0, 6)
-    found = []
-    for n in range(5):
-        uses.advance_to(n)
-        found.append([uses.next(name) for name in "abc"])
-    assert found == [
-        [0, 3, math.inf],
-        [1, 3, math.inf],
-        [2, 3, math.inf],
-        [math.inf, 3, math.inf],
-        [math.inf, 4, math.inf],
-    ]
-
-
 @given(
     st.lists(st.lists(st.sampled_from("abcd"), max_size=3), min_size=1, max_size=20),
     st.integers(1, 6),

@@ -567,29 +567,6 @@ def test_every_rule_holds_under_any_timing_for_tens_of_thousands_of_cases(case: 
     play(Pipeline(case), adversary(script, seed))
 
 
-@settings(quiet, max_examples=60)
-@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 12), st.sampled_from(SCHEDULES), scripts, seeds)
-def test_microbatches_that_share_nothing_are_held_back_by_the_window_alone(
-    stages: int, window: int, total: int, schedule: str, script: bytes, seed: int
-) -> None:
-    picks = tuple((n,) * stages for n in range(total))
-    case = Case(
-        ((Exact(),) * total,) * stages, picks, 1, tuple(range(1, stages)), (SchedulePolicy(window, schedule),) * stages
-    )
-    pipeline = Pipeline(case)
-    choose = adversary(script, seed)
-    while options := pipeline.options():
-        chosen = choose(options)
-        pipeline.happen(chosen)
-        stage = chosen.stage
-        if chosen.what == "ask" and pipeline.running[stage] is None:
-            started = {(op.kind, op.microbatch) for op in pipeline.order[stage]}
-            left = pipeline.arrived[stage] - started
-            full = len(pipeline.flying[stage]) >= window - (pipeline.oldest(stage) not in pipeline.flying[stage])
-            assert not left or (full and ("F", pipeline.oldest(stage)) not in left and {k for k, _ in left} == {"F"})
-    pipeline.check_end()
-
-
 @settings(quiet, max_examples=100)
 @given(cases(), seeds)
 def test_the_same_events_give_the_same_schedule(case: Case, seed: int) -> None:
