@@ -155,7 +155,7 @@ def test_every_figure_of_the_documented_tables_is_in_the_result_file() -> None:
             values = [figure("rows", "steady_bubble", space=space, stages=n, **column) for n in (8, 16)]
             assert cell == " / ".join(f"{value:.3f}" for value in values)
 
-    windows = table("Operations that")[2:]
+    windows = table("Operations of")[2:]
     assert len(windows) == 16
     for costs, space, stream, m, *cells, naspipe in windows:
         name = "rows_jitter" if costs == "25 %" else "rows_real"

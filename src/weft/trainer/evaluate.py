@@ -96,10 +96,10 @@ class Scores:
     def add(self, outputs: Any, batch: Batch) -> None:
         """The outputs of one batch; the loss counts by its size."""
         size = len(next(iter(batch.values())))
-        found = {name: counted(name, metric(outputs, batch)) for name, metric in self._metrics.items()}
+        sums = {name: counted(name, metric(outputs, batch)) for name, metric in self._metrics.items()}
         if self._loss is not None:
-            found["loss"] = (self._loss(outputs, batch) * size, size)
-        for name, (total, count) in found.items():
+            sums["loss"] = (self._loss(outputs, batch) * size, size)
+        for name, (total, count) in sums.items():
             total = torch.as_tensor(total).double()
             self._sums[name] = self._sums[name] + total if name in self._sums else total
             self._counts[name] = self._counts.get(name, 0.0) + count
