@@ -241,7 +241,7 @@ name = "x"
 folder = {runs!r}
 checkpoint_every = 1000
 [train]
-steps = 200
+steps = 100
 batch_size = 4
 microbatches = 2
 loss = "disturbed:loss"
@@ -289,7 +289,7 @@ def test_ctrl_c_writes_a_checkpoint_and_the_run_goes_on_on_another_number_of_sta
     assert opened.state() == "stopped"
     at = opened.checkpoints.steps()
     assert len(at) == 1
-    assert 3 <= at[0] < 200
+    assert 3 <= at[0] < 100
     assert process.returncode == 130
     assert out == ""
     again = "weft train config.toml --stages=2 --resume"
@@ -299,7 +299,7 @@ def test_ctrl_c_writes_a_checkpoint_and_the_run_goes_on_on_another_number_of_sta
     assert process.returncode == 0, err
     net, data = disturbed.text, partial(disturbed.samples, "text")
     told: dict[str, Any] = {"loss": disturbed.loss, "consistency": {"shared": "lagged(2)"}, "stream": "iid"}
-    whole = weft.train(net, data, steps=200, batch_size=4, microbatches=2, folder=tmp_path, run="whole", **told)
+    whole = weft.train(net, data, steps=100, batch_size=4, microbatches=2, folder=tmp_path, run="whole", **told)
     assert json.loads(out)["fingerprint"] == whole.fingerprint
 
 

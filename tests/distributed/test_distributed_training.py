@@ -94,10 +94,9 @@ def test_a_tuple_travels_and_a_checkpoint_of_two_stages_goes_on_on_one_and_on_th
     three = train("encoder-decoder", up_to(two, 6, tmp_path / "3"), "run", **options, resume=True, stages=3, cut=(1, 4))
     assert_same(one, three)
     assert [event["at"] for event in told(three, "started")] == [0, 6]
-    for name, made, step in (("1a", two, 3), ("1b", three, 9)):
-        alone = train("encoder-decoder", up_to(made, step, tmp_path / name), "run", **options, resume=True)
-        assert_same(one, alone)
-        assert told(alone, "started")[-1]["at"] == step
+    alone = train("encoder-decoder", up_to(three, 9, tmp_path / "1"), "run", **options, resume=True)
+    assert_same(one, alone)
+    assert told(alone, "started")[-1]["at"] == 9
 
 
 # Mistakes that show before there is a run

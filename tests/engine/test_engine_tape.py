@@ -119,7 +119,7 @@ def test_gradients_have_the_same_bits_at_every_cut(kinds: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("kinds", [(0, 1, 2), (2, 0, 1), (3, 0, 1)])
-def test_the_sequential_law_has_the_gradients_of_the_cut_chain(kinds: tuple[int, ...]) -> None:
+def test_the_reference_has_the_gradients_of_the_cut_chain(kinds: tuple[int, ...]) -> None:
     layers = build(kinds, 7)
     space = Space()
     chain = Chain(*(Choice(space, f"b{i}", {"only": layer}) for i, layer in enumerate(layers)), inputs="x")

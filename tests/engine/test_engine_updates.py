@@ -335,26 +335,6 @@ def test_parameters_that_share_a_gradient_tensor_are_each_scaled_once(
         sequential.step(i, batch(i))
         layer = chain.module("b0.p")
         torch.testing.assert_close(layer.b - layer.a, torch.ones(WIDTH), rtol=0, atol=1e-6)
-    twin = two_choices(layer=lambda seed: Twins())
-    other = make_engine(
-        twin,
-        [twin.space.load_subnet({"space": twin.space.id, "values": {"b0": s}}) for s in "ppq"]
-        + [tuple(twin.space.subnet(b0=s) for s in "q" * (m - 1) + "p")],
-        m=m,
-        consistency=consistency,
-        clip=clip,
-        optimizer=Optimizer("sgd", lr=0.1),
-    )
-    for i in range(4):
-        other.step(i, batch(i))
-    assert torch.equal(chain.module("b0.p").a, twin.module("b0.p").a)
-
-
-class Twins(Sum):
-    """The same function, but each parameter is given a gradient tensor of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (self.a.clone() * 1 + self.b.clone() * 1)
 
 
 class Turned(nn.Module):

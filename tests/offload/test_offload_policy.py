@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import closing
-from itertools import combinations, islice, pairwise
+from itertools import combinations, pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.offload.allocator import AddressAllocator, AddressSpan
-from weft.offload.policy import EvictionPolicy, EvictionQueue, NextUses
+from weft.offload.policy import EvictionPolicy, NextUses
 
 
 def test_the_smallest_hole_that_is_large_enough_is_taken_and_holes_are_merged() -> None:
@@ -68,29 +67,6 @@ def test_what_is_small_lies_at_the_end_and_goes_last() -> None:
     change = policy.place({"other": 2**20})
     assert change is not None
     assert change.evictions == [("large", AddressSpan(0, 2**20))]  # although the other is used later
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_things_go_in_the_order_of_their_worth_whatever_became_of_them(data: st.DataObject) -> None:
-    worth: dict[int, tuple[bool, float]] = {}
-    order = EvictionQueue(lambda key: worth[key], worth)
-    for _ in range(data.draw(st.integers(1, 30))):
-        what = data.draw(st.sampled_from(["put", "put", "sooner", "later", "go"] if worth else ["put"]))
-        key = data.draw(st.integers(0, 9)) if what == "put" else data.draw(st.sampled_from(sorted(worth)))
-        small, soon = worth.get(key, (data.draw(st.booleans()), 0.0))
-        if what == "put" or what == "sooner":
-            worth[key] = (small, soon - data.draw(st.integers(0, 5)))
-            order.add(key)
-        elif what == "later":
-            worth[key] = (small, soon + data.draw(st.integers(0, 5)))
-        else:
-            del worth[key]
-        if data.draw(st.booleans()):
-            order.rebuild()
-        with closing(order.pick()) as picked:
-            found = list(islice(picked, data.draw(st.integers(0, 10))))
-        assert [worth[key] for key in found] == sorted(worth.values())[: len(found)]
 
 
 class Bytes:

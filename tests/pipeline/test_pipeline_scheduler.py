@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -628,27 +627,6 @@ def test_every_rule_holds_in_all_interleavings_of_small_cases(
 ) -> None:
     found = explore(small(consistency, patterns, m, tuple(SchedulePolicy(window, schedule) for window in windows)))
     assert found["ends"] >= 1
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("consistency", [Exact(), Delayed(1), Lagged(1), Bounded(1, 2)], ids=str)
-@pytest.mark.parametrize(
-    ("schedule", "windows"), [("1f1b", (2, 1)), ("1f1b", (3, 2)), ("gpipe", (2, 2)), ("naspipe", (2, 2))]
-)
-def test_every_rule_holds_in_all_interleavings_of_all_streams_of_three(
-    consistency: Consistency, schedule: str, windows: tuple[int, int]
-) -> None:
-    """All that three micro-batches can share with each other on a stage, up to the names of the choices."""
-    patterns = ("aaa", "aab", "aba", "abb", "a.a", "ab.", "...")
-    for first, second in product(patterns, repeat=2):
-        explore(
-            small(
-                consistency,
-                (first, second),
-                1,
-                (SchedulePolicy(windows[0], schedule), SchedulePolicy(windows[1], schedule)),
-            )
-        )
 
 
 # What a decision costs.

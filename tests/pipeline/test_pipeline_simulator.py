@@ -233,7 +233,7 @@ def some(stages: int, m: int, steps: int, told: str, stream: str | None) -> Work
     seed=st.integers(0, 3),
     machine=MACHINES,
 )
-def test_the_laws_hold_on_every_machine(
+def test_the_rules_hold_on_every_machine(
     stages: int,
     m: int,
     steps: int,
