@@ -24,7 +24,7 @@ from weft.engine.optimizer import Optimizer
 from weft.errors import CheckpointError, ConsistencyError, StreamError, TrainError
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared, initialise
-from weft.trainer.config import prefers_channels_last
+from weft.trainer.config import consistencies, prefers_channels_last
 from weft.trainer.evaluate import evaluate, recalibrated
 from weft.zoo import digits_conv, digits_mlp
 
@@ -440,14 +440,14 @@ def test_a_chain_without_a_choice_trains_its_one_subnet(tmp_path: Path) -> None:
     assert {e["pick"] for e in trained.run.events.read() if e["event"] == "validation"} == {"largest"}
 
 
-def test_a_consistency_may_be_given_for_all_for_a_block_a_layer_or_the_shared_ones(tmp_path: Path) -> None:
-    def said(consistency: Any) -> dict[str, str]:
-        trained = train(tmp_path, steps=1, consistency=consistency)
-        return {name: str(c) for name, c in trained.step.consistency.items()}
+def test_a_consistency_may_be_given_for_all_for_a_block_a_layer_or_the_shared_ones() -> None:
+    def of_layers(consistency: Any, chain: Chain) -> dict[str, str]:
+        return {name: str(c) for name, c in consistencies(chain, consistency).items()}
 
-    assert set(said("lagged(2)").values()) == {"lagged(2)"}
-    assert set(said(weft.Lagged(2)).values()) == {"lagged(2)"}
-    mixed = said({"shared": weft.Delayed(3), "b0": "lagged(2)", "b0.q": "exact"})
+    chain = build()
+    assert set(of_layers("lagged(2)", chain).values()) == {"lagged(2)"}
+    assert set(of_layers(weft.Lagged(2), chain).values()) == {"lagged(2)"}
+    mixed = of_layers({"shared": weft.Delayed(3), "b0": "lagged(2)", "b0.q": "exact"}, chain)
     assert mixed == {
         "stem": "delayed(3)",
         "head": "delayed(3)",
@@ -459,23 +459,11 @@ def test_a_consistency_may_be_given_for_all_for_a_block_a_layer_or_the_shared_on
         "b1.skip": "exact",
     }
     with pytest.raises(ConsistencyError, match="did you mean 'b0'"):
-        said({"b00": "exact"})
-
-
-def test_a_block_may_state_its_consistency_and_the_run_has_the_last_word(tmp_path: Path) -> None:
-    def stating() -> Chain:
-        space = Space()
-        return Chain(
-            Choice(space, "b", {"p": partial(nn.Linear, WIDTH, CLASSES)}, consistency=weft.Delayed(2)),
-            Shared(nn.Identity(), "end"),
-        )
-
-    options = {**OPTIONS, "steps": 1}
-    assert str(weft.train(stating, data(), folder=tmp_path, **options).step.consistency["b.p"]) == "delayed(2)"
-    assert (
-        str(weft.train(stating, data(), folder=tmp_path, consistency="exact", **options).step.consistency["b.p"])
-        == "exact"
-    )
+        of_layers({"b00": "exact"}, chain)
+    # A block may state its consistency, and the run has the last word.
+    stating = Chain(Choice(Space(), "b", {"p": nn.Identity}, consistency=weft.Delayed(2)), Shared(nn.Identity, "end"))
+    assert of_layers(None, stating)["b.p"] == "delayed(2)"
+    assert of_layers("exact", stating)["b.p"] == "exact"
 
 
 # -- mistakes
