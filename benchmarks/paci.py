@@ -20,7 +20,7 @@ rows            time. For K micro-batches an update: `torch-1f1b` (Schedule1F1B;
                 the time that both ranks worked, of that between their first operation and their last; `waited_share`
                 how much of the time others on the machine took. To reach: 1.35 at K=2, 1.15 at K=4, and never slower
                 than torch-zbv.
-rows_steps      how many updates a flush and `bounded` need to a loss, for several seeds, on one device; `steps` has means.
+rows_steps      how many updates a flush and `bounded` need to a loss, for several seeds; `steps` has means.
 rows_rates      the mean loss of the last micro-batches of a longer run at K=4, on one device, at some rates.
 rows_simulator  flush (1F1B) against bounded(K, depth) at many stages, with forward 1 : backward 2, and with the costs
                 of a stage as measured; messages arrive a share `communication` of a forward late. A depth of 2 S holds
