@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import alive, wait_for
 from torch.distributed import HashStore
 
 from weft.distributed.env import DistEnv, _tasks_per_node, read_env
@@ -178,20 +178,6 @@ def start(work: Any, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[
     for process in started:
         process.kill()
         process.communicate()
-
-
-def wait_for(true: Callable[[], Any], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "what was waited for did not happen"
-        time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def lines(folder: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import wait_for
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from weft.distributed.env import DistEnv, read_env
@@ -109,13 +110,6 @@ def test_a_neighbour_that_dies_is_noticed_at_once(tmp_path: Path) -> None:
 
 PERIOD = 0.05
 FOREVER = 3600.0
-
-
-def wait_for(true: Callable[[], Any], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "what was waited for did not happen"
-        time.sleep(0.02)
 
 
 class Lost(list[tuple[int, str]]):

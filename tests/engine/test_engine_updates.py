@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from stages import make_engine
+from stages import equal, layer_contents, make_engine
 from torch import Tensor, nn
 
-from weft.engine.layer_state import capture
 from weft.engine.optimizer import Optimizer
 from weft.engine.reference import SequentialReference
 from weft.errors import ConsistencyError, SupernetError, TrainError
@@ -52,17 +51,6 @@ def batch(seed: int, rows: int = 4) -> dict[str, Tensor]:
 def train(sequential: SequentialReference, steps: int) -> None:
     for i in range(steps):
         sequential.step(i, batch(i))
-
-
-def whole(sequential: SequentialReference, name: str) -> dict[str, Tensor]:
-    """Everything that a layer is, copied: weights, buffers, optimizer state, versions, gradients that wait."""
-    tensors, numbers = capture(sequential.weights[name], sequential.optimizer, 0)
-    found = {key: tensor.detach().clone() for key, tensor in tensors.items()}
-    return found | {f"number {key}": torch.tensor(value) for key, value in numbers.items()}
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 # -- who is updated
@@ -153,7 +141,7 @@ def test_statistics_are_folded_in_micro_batch_order_when_the_update_is_applied(c
                         expected[part] = mean.lerp(rows.mean(0), momentum), var.lerp(rows.var(0), momentum)
                     count += 1
                 waiting = []
-        found = whole(sequential, "b.only")
+        found = layer_contents(sequential, "b.only")
         for part, (mean, var) in expected.items():
             torch.testing.assert_close(found[f"b.only.{part}.running_mean"], mean)
             torch.testing.assert_close(found[f"b.only.{part}.running_var"], var)
@@ -469,14 +457,11 @@ def test_where_nothing_moves_every_consistency_is_exact(consistency: str, m: int
             optimizer=Optimizer("sgd", lr=0.0, momentum=0.9),
         )
         losses = torch.stack([loss for i in range(5) for loss in sequential.step(i, batch(i, 8)).losses])
-        states = [
-            {k: v for k, v in whole(sequential, name).items() if "@" not in k and "number" not in k}
-            for name in chain.layers
-        ]
+        states = [{k: v for k, v in layer_contents(sequential, name).items() if "@" not in k} for name in chain.layers]
         found.append((losses, states))
     assert torch.equal(found[0][0], found[1][0])
     for mine, true in zip(found[1][1], found[0][1], strict=True):
-        assert same(mine, true)
+        assert equal(mine, true)
 
 
 def test_a_parameters_name_that_would_confuse_a_checkpoint_is_refused() -> None:
