@@ -45,7 +45,6 @@ def _place(tensor: Tensor) -> int:
 
 
 class Standin:
-    aligned = 64
     keeps = 0
     """Tensors that stay of what is done beside."""
 
@@ -55,7 +54,7 @@ class Standin:
         self.fails: Exception | None = None
 
     @contextmanager
-    def observed(self) -> Iterator[list[str]]:
+    def warm_up(self) -> Iterator[list[str]]:
         yield []
 
     def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:

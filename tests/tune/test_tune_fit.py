@@ -21,7 +21,7 @@ from weft.tune.fit.fit import MARGIN, fit
 from weft.tune.fit.peaks import step_memory
 from weft.tune.recipe import Recipe, TrialConfig, trial_config
 from weft.tune.training.memory_limit import OutOfMemory
-from weft.tune.training.trainer import Whole, train
+from weft.tune.training.trainer import TrialOptimizer, train
 
 KIB, BATCH = 2**10, 64
 
@@ -183,7 +183,7 @@ def test_judging_that_takes_more_than_a_step_counts_on_a_gpu(precision: str, ste
     def at(model: Any, samples: int = 4096, **changed: Any) -> int:
         given = {"steps": steps, "batch_size": 4096, "precision": precision, **changed}
         recipe = Recipe(model=model, data=many, loss=loss, optimizer="adamw", **given)
-        return step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=False).at(samples)
+        return step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=False).bytes_at(samples)
 
     mib, more = 2**20, 16 * 2**20 if precision == "bf16" else 0
     assert at(untold) + 28 * mib <= at(views) <= at(untold) + 36 * mib + more  # segments are rounded
@@ -194,7 +194,7 @@ def test_judging_that_takes_more_than_a_step_counts_on_a_gpu(precision: str, ste
 def test_no_micro_batch_is_larger_than_what_can_be_judged() -> None:
     recipe = Recipe(model=views, data=many, loss=loss, steps=8, batch_size=4096)
     found = step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=True)
-    room = found.at(1000)
+    room = found.bytes_at(1000)
     largest = found.largest(room)
     assert 1000 <= largest < 4096
     assert found.fits(largest, room)
@@ -213,7 +213,7 @@ def test_a_candidate_is_traced_once_for_judging_however_many_ways_are_tried() ->
     made = trial_config(Recipe(model=lambda params: Seen(), data=many, loss=loss, steps=8, batch_size=4096), {})
     for way in ("whole", "recompute", "offload"):
         for accumulate in (False, True):
-            step_memory(made, way, "h200", accumulate=accumulate).at(4096)
+            step_memory(made, way, "h200", accumulate=accumulate).bytes_at(4096)
     assert seen == [4096, 4096]  # two steps of one trace
 
 
@@ -287,7 +287,7 @@ def complex_weights(params: Mapping[str, Any]) -> nn.Module:
 
 def test_complex_weights_have_an_optimizer_that_takes_them() -> None:
     made = trial_config(Recipe(model=complex_weights, data=data, loss=loss, steps=3, batch_size=BATCH), {})
-    updater = Whole(made.optimizer, dict(made.build().named_parameters()))
+    updater = TrialOptimizer(made.optimizer, dict(made.build().named_parameters()))
     assert not any(group.get("fused") for group in updater.optimizer(updater.parameters["turn"])[0].param_groups)
     assert [fit(made, 1, 2**30, kind).way for kind in ("cpu", "h200")] == ["whole", "whole"]
 
@@ -445,20 +445,20 @@ def test_on_a_gpu_large_trials_of_many_steps_get_the_micro_batch_of_those_of_few
     few, many = found
     most = few.largest(room)
     assert many.largest(room) == most
-    assert few.at(most) > room  # by giving back
+    assert few.bytes_at(most) > room  # by giving back
     assert many.fits(most, room)
     assert not many.fits(round(1.02 * most), room)
     small = 2**29
-    assert many.at(many.largest(small)) <= small < few.at(few.largest(small))
+    assert many.bytes_at(many.largest(small)) <= small < few.bytes_at(few.largest(small))
 
 
 def test_on_a_gpu_a_batch_that_fits_by_giving_back_is_left_whole() -> None:
     recipe = Recipe(model=convolutions, data=images, loss=loss, steps=300, batch_size=1024)
     found = step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=False)
-    memory = int((found.at(1024) - 2**20 + found.context) / (1 - MARGIN))
+    memory = int((found.bytes_at(1024) - 2**20 + found.context) / (1 - MARGIN))
     fitted = fit(trial_config(recipe, {}), 1, memory, "h200")
     assert (fitted.way, fitted.micro_batch) == ("whole", 1024)
-    assert fitted.memory <= memory * (1 - MARGIN) - found.context < found.at(1024)
+    assert fitted.memory <= memory * (1 - MARGIN) - found.context < found.bytes_at(1024)
 
 
 class Noisy(nn.Module):

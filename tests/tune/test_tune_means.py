@@ -15,14 +15,13 @@ from torch.nn import functional as F
 
 from weft.data import Data, Tensors
 from weft.engine.losses import cross_entropy
-from weft.engine.rng import get_rng_state
 from weft.errors import TuneError
 from weft.tune.fusion.trainer import train_fused
 from weft.tune.jobs import Fit
 from weft.tune.recipe import Recipe, TrialConfig, trial_config
 from weft.tune.training.loss_check import require_mean_loss
 from weft.tune.training.trainer import train
-from weft.utils.rng import generator
+from weft.utils.rng import generator, get_rng_state
 
 Batch = Mapping[str, Tensor]
 CPU = torch.device("cpu")
