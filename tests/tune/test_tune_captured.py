@@ -79,7 +79,12 @@ def data() -> Data:
 
 
 def recipe(data: Data, model: Any, **fields: Any) -> Recipe:
-    given: dict[str, Any] = {"steps": STEPS, "batch_size": 16, "report": 5, "options": {"lr": 0.02}} | fields
+    given: dict[str, Any] = {
+        "steps": STEPS,
+        "batch_size": 16,
+        "report_every": 5,
+        "optimizer_options": {"lr": 0.02},
+    } | fields
     metrics = {"accuracy": weft.accuracy}
     return Recipe(model=model, data=data, metrics=metrics, objectives=("accuracy", "loss"), **given)
 
@@ -118,7 +123,7 @@ def test_replayed_steps_have_the_bits_of_steps_that_run_eagerly(
     model: str, micro: int, graphs: int, data: Data, tmp_path: Path
 ) -> None:
     fit = None if micro == 16 else cut(micro)
-    one = trial_config(recipe(data, MODELS[model], accumulate_norms=True, schedule="cosine"), {})
+    one = trial_config(recipe(data, MODELS[model], microbatch_batchnorm=True, lr_schedule="cosine"), {})
     wanted = run(one, tmp_path / "plain", fit)
     with recorded() as made:
         check_same(run(one, tmp_path / "replayed", fit), wanted)
@@ -176,7 +181,7 @@ def test_a_model_that_changes_on_the_host_runs_eagerly(
 def test_a_capture_that_fails_leaves_no_trace(
     data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = trial_config(recipe(data, conv, accumulate_norms=True), {})
+    one = trial_config(recipe(data, conv, microbatch_batchnorm=True), {})
     wanted = run(one, tmp_path / "plain", cut(8))
     capture = Standin.capture
 
@@ -209,7 +214,7 @@ def test_what_judges_a_trial_must_keep_no_tensor(data: Data, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("fields", "fit"),
     [
-        ({"steps": MIN_STEPS - 1, "report": None}, None),
+        ({"steps": MIN_STEPS - 1, "report_every": None}, None),
         ({"cuda_graphs": False}, None),
         ({}, Fit("recompute", 16, 1, 1, 0, None, "")),
         ({}, Fit("offload", 16, 1, 1, 0, None, "")),
@@ -338,7 +343,7 @@ def test_fused_trials_are_replayed_with_the_same_bits(
     model: Any, micro: int, alike: bool, data: Data, tmp_path: Path
 ) -> None:
     fit = None if micro == 16 else cut(micro)
-    one = recipe(data, model, steps=20, accumulate_norms=True, optimizer="sgd", options={"momentum": 0.9})
+    one = recipe(data, model, steps=20, microbatch_batchnorm=True, optimizer="sgd", optimizer_options={"momentum": 0.9})
     own = [{"lr": 0.02 * (trial + 1), "dropout": 0.1 * trial, "seed": 0 if alike else trial} for trial in range(3)]
     configs = [trial_config(one, params) for params in own]
     wanted = run_fused(configs, tmp_path / "plain", fit, {(1, 10)})

@@ -414,7 +414,9 @@ def test_a_recipe_may_leave_to_the_space_what_is_no_value_of_its_own(tmp_path: P
     space.integer("width", [4, 8])
     space.derive("hidden", 2 * space.handle("width"))
     space.categorical("optimizer", ["sgd", "adam"])
-    recipe = Recipe(model=hidden, data=objectives.few, optimizer="chosen", options={"lr": 0.1}, steps=2, batch_size=8)
+    recipe = Recipe(
+        model=hidden, data=objectives.few, optimizer="chosen", optimizer_options={"lr": 0.1}, steps=2, batch_size=8
+    )
     executor = Shuffled(StudySpec(recipe, ("loss",), 0), 1, 0)
     found = weft.tune(recipe, space, trials=2, name="s", runs=tmp_path, executor=executor)
     assert [one.state for one in found.trials] == ["complete"] * 2

@@ -38,7 +38,7 @@ def data() -> Data:
 def configs_of(
     data: Data, model: Any, optimizer: str = "sgd", dropout: bool = True, least: float = 0.0, **fields: Any
 ) -> list[TrialConfig]:
-    fields = {"steps": 12, "batch_size": 16, "report": 4, "schedule": "cosine", "warmup": 2} | fields
+    fields = {"steps": 12, "batch_size": 16, "report_every": 4, "lr_schedule": "cosine", "warmup_steps": 2} | fields
     metrics = {"accuracy": weft.accuracy}
     objectives = ("accuracy", "loss")
     recipe = Recipe(model=model, data=data, metrics=metrics, objectives=objectives, optimizer=optimizer, **fields)
@@ -112,7 +112,7 @@ def test_optimizers_of_fused_trials_compute_as_torch_does(
     optimizer: str, options: dict[str, Any], data: Data, tmp_path: Path
 ) -> None:
     least = 0.1 if options.get("nesterov") else 0.0
-    check_equal(configs_of(data, mlp, optimizer, least=least, options=options), tmp_path)
+    check_equal(configs_of(data, mlp, optimizer, least=least, optimizer_options=options), tmp_path)
 
 
 def test_trials_of_one_seed_share_their_batches_and_still_end_as_alone(data: Data, tmp_path: Path) -> None:

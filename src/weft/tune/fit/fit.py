@@ -88,7 +88,7 @@ def memory_key(config: TrialConfig) -> Hashable:
         id(config.source),
         config.loss,
         tuple(sorted(params.items())),
-        (config.batch_size, config.precision, bool(config.dropout), config.accumulate_norms, config.inputs),
+        (config.batch_size, config.precision, bool(config.dropout), config.microbatch_batchnorm, config.model_inputs),
         (can_capture(config), evaluates_midway(config), config.objectives),
         (made.cls, tuple(sorted(options.items()))),
     )
@@ -154,7 +154,7 @@ class _FitSearch:
 
     def _forbidding_norm(self) -> str | None:
         """The name of a batch norm that would see less in a micro-batch, where that was not asked for."""
-        return None if self.config.accumulate_norms else batch_norm(build_meta(self.config))
+        return None if self.config.microbatch_batchnorm else batch_norm(build_meta(self.config))
 
     def _fit(self, strategy: Way, found: StepMemory, micro: int, needed: int, tried: list[str], what: str) -> Fit:
         parts = math.ceil(self.config.batch_size / micro)

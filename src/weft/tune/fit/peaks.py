@@ -67,7 +67,7 @@ def step_memory(config: TrialConfig, strategy: Way, device: str, *, accumulate: 
 
 def evaluates_midway(config: TrialConfig) -> bool:
     """Whether the trial is evaluated before it ends, while its last batch lies there."""
-    return config.report is not None and config.report < config.steps
+    return config.report_every is not None and config.report_every < config.steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,14 +81,14 @@ def outline(config: TrialConfig) -> str:
         "loss": _name(config.loss),
         "metrics": {name: _name(metric) for name, metric in config.metrics.items()},
         "objectives": config.objectives,
-        "inputs": config.inputs,
+        "inputs": config.model_inputs,
         "steps": config.steps,
         "batch": config.batch_size,
         "optimizer": {name: str(value) for name, value in sorted(options.items())},
-        "schedule": _name(config.schedule),
+        "schedule": _name(config.lr_schedule),
         "precision": config.precision,
         "dropout": config.dropout is None,
-        "every": (config.report, config.checkpoint),
+        "every": (config.report_every, config.checkpoint_every),
     }
     return _digest(json.dumps(facts, sort_keys=True, default=str))
 

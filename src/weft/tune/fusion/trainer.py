@@ -148,7 +148,7 @@ class FusedTrainer:
             require_mean_loss(common, common.build().to(self._device), self._train, self._micro, self._device)
             self._limit.release()
         self._model = model = StackedModel([self._configs[trial] for trial in self.alive], self._device)
-        if self._micro < common.batch_size and not common.accumulate_norms:
+        if self._micro < common.batch_size and not common.microbatch_batchnorm:
             refuse_batch_norms(model.module, common.batch_size, self._micro)
         self._forward = BatchedForward(common, model.module, self._device)
         self._losses = torch.zeros(len(self.alive), steps, device=self._device)
@@ -195,7 +195,7 @@ class FusedTrainer:
             self._losses[:, step].add_(losses)
         assert gradients is not None
         assert gradients[0] is not None
-        self._model.update(gradients[0], self._common.schedule(step, self._common.steps))
+        self._model.update(gradients[0], self._common.lr_schedule(step, self._common.steps))
 
     def _batch(self, step: int) -> tuple[Batch, bool]:
         """The batches of all trials, (trials, batch, ...); or (batch, ...), and True, where all have the same."""
@@ -236,7 +236,7 @@ class FusedTrainer:
         return GraphedStep(self._micro_step, recorder, self._model.module, self._common.loss, self._limit.exceeded)
 
     def _between_steps(self, done: int) -> None:
-        every, saved = self._common.report, self._common.checkpoint
+        every, saved = self._common.report_every, self._common.checkpoint_every
         if every is not None and done % every == 0:
             values = self._evaluate()
             pruned = [self._report(trial, done, values[row]) for row, trial in enumerate(self.alive)]

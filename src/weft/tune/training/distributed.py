@@ -94,7 +94,7 @@ class DistributedTrainer:
         self._source = data.validation
         self._loader = Loader(data.train, config.batch_size, config.seed)
         model = config.build()
-        if fit.accumulate > 1 and not config.accumulate_norms:
+        if fit.accumulate > 1 and not config.microbatch_batchnorm:
             refuse_batch_norms(model, config.batch_size, fit.micro_batch)
         if self._checkpoint is not None:
             restore(
@@ -172,10 +172,10 @@ class DistributedTrainer:
         for name, shard in self._shards.items():
             self._parts[name].grad = None if shard.grad is None else _local(shard.grad)
             shard.grad = None
-        self.optimizer.step(self.config.schedule(step, self.config.steps))
+        self.optimizer.step(self.config.lr_schedule(step, self.config.steps))
 
     def _between_steps(self, done: int, report: Report) -> None:
-        every, saved = self.config.report, self.config.checkpoint
+        every, saved = self.config.report_every, self.config.checkpoint_every
         if every is not None and done % every == 0:
             values = self.evaluate()
             if self._report(report, done, values):

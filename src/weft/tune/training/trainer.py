@@ -125,7 +125,7 @@ class TrialTrainer:
         self._memory = None if fit is None else fit.memory
         self._train, self._validation = train_and_validation(config.data(), device)
         self.model = config.build()
-        if self.micro < config.batch_size and not config.accumulate_norms:
+        if self.micro < config.batch_size and not config.microbatch_batchnorm:
             refuse_batch_norms(self.model, config.batch_size, self.micro)
         self.model.to(device)
         self._extra_state = ExtraState(self.model)
@@ -183,7 +183,7 @@ class TrialTrainer:
             loss, gradients = self._graphed(part, gradients)
             self.losses[step].add_(loss)  # stays on the device: nobody waits for it
         self._set_gradients(gradients)
-        self.optimizer.step(self.config.schedule(step, self.config.steps))
+        self.optimizer.step(self.config.lr_schedule(step, self.config.steps))
 
     def _micro_step(self, part: Batch, gradients: Gradients | None) -> tuple[Tensor, Gradients]:
         """The loss of a micro-batch, and its gradients, in place, on top of those before it."""
@@ -213,7 +213,7 @@ class TrialTrainer:
         return GraphedStep(self._micro_step, recorder, self.model, self.config.loss, self._limit.exceeded)
 
     def _between_steps(self, done: int, report: Report) -> None:
-        every, saved = self.config.report, self.config.checkpoint
+        every, saved = self.config.report_every, self.config.checkpoint_every
         if every is not None and done % every == 0:
             values = self.evaluate()
             if report(done, values):
@@ -283,7 +283,7 @@ def refuse_batch_norms(model: nn.Module, batch_size: int, micro: int) -> None:
     if (name := batch_norm(model)) is not None:
         raise TuneError(
             f"batch norm '{name}' would see {micro} samples at a time of a batch of {batch_size}, which changes what "
-            "is trained: use a smaller batch_size, a model without batch norms, or accumulate_norms=True"
+            "is trained: use a smaller batch_size, a model without batch norms, or microbatch_batchnorm=True"
         )
 
 
