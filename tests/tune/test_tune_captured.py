@@ -129,7 +129,7 @@ def test_replayed_steps_have_the_bits_of_steps_that_run_eagerly(
         check_same(run(one, tmp_path / "replayed", fit), wanted)
     assert len(made) == 1
     assert made[0].captures == graphs
-    assert made[0].replays == (STEPS - WARM_UP_STEPS) * (1 if fit is None else fit.accumulate)
+    assert made[0].replays == (STEPS - WARM_UP_STEPS) * (1 if fit is None else fit.microbatches)
 
 
 @pytest.mark.parametrize(("optimizer", "precision"), [("sgd", "bf16"), ("rmsprop", "fp32")])
@@ -356,7 +356,7 @@ def test_fused_trials_are_replayed_with_the_same_bits(
     for mine, its in zip(found[1], wanted[1], strict=True):
         assert mine.keys() == its.keys()
         assert all(torch.equal(tensor, its[name]) for name, tensor in mine.items())
-    parts = 1 if fit is None else fit.accumulate
+    parts = 1 if fit is None else fit.microbatches
     figures = [(one.captures, one.replays) for one in made]
     assert figures == [(parts, (10 - WARM_UP_STEPS) * parts)] * 2  # anew once a trial has left
 

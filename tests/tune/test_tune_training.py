@@ -201,7 +201,7 @@ def test_a_trial_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(
     def loss(outputs, batch):
         if torch.is_grad_enabled():
             calls.append(len(calls))
-            if len(calls) > when * (1 if fit is None else fit.accumulate):
+            if len(calls) > when * (1 if fit is None else fit.microbatches):
                 raise Killed
         return cross_entropy(outputs, batch)
 
@@ -305,7 +305,7 @@ def test_what_a_model_draws_on_the_host_follows_from_the_trial_also_after_a_cras
     assert again == told[1:]
     other, _ = run(recipe, {"seed": 1}, tmp_path / "other", fit)
     assert alone.losses != other.losses
-    if fit is not None and fit.way != "accumulate":
+    if fit is not None and fit.strategy != "accumulate":
         assert alone.losses == run(recipe, {}, tmp_path / "whole")[0].losses
 
 
@@ -382,7 +382,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(TuneError, match=r"one number, not \(16,\)"):
         run(replace(RECIPE, loss=lambda out, batch: out.sum(1)), {}, tmp_path)
     with pytest.raises(TuneError, match="split over 2 devices"):
-        run(RECIPE, {}, tmp_path, replace(way("split", 16), degree=2))
+        run(RECIPE, {}, tmp_path, replace(way("split", 16), devices=2))
 
 
 def test_a_part_that_the_model_holds_in_evaluation_mode_stays_so(tmp_path):

@@ -22,7 +22,7 @@ from weft.nn.state import ExtraState, to_plain
 from weft.space import Value
 from weft.tune.fit.loss_model import LossModule, build_meta, example_batch
 from weft.tune.fit.peaks import StepMemory, evaluates_midway, step_memory
-from weft.tune.jobs import After, Fit, Way
+from weft.tune.jobs import After, Fit, FitStrategy
 from weft.tune.recipe import CONTINUOUS, Recipe, TrialConfig
 from weft.tune.training.cuda_graphs import can_capture
 from weft.tune.training.run_job import StudySpec
@@ -43,14 +43,14 @@ allocated is known to one percent."""
 WHOLE_GRADIENTS = 2
 """Gradients of the largest parameter, whole, that a split step holds for a while beside what the planner counts: as it
 comes out, and as it travels."""
-_DESCRIPTIONS: dict[Way, str] = {
+_DESCRIPTIONS: dict[FitStrategy, str] = {
     "whole": "the whole batch",
     "accumulate": "in micro-batches",
     "recompute": "recomputing",
     "split": "split over {} devices",
     "offload": "with activations on the host",
 }
-_STRATEGIES: tuple[Way, ...] = ("whole", "recompute", "split", "offload")
+_STRATEGIES: tuple[FitStrategy, ...] = ("whole", "recompute", "split", "offload")
 PLAN_SECONDS = 20.0
 """Of a search for a plan."""
 
@@ -113,7 +113,7 @@ class _FitSearch:
             f"{format_bytes(self.memory)}: {'; '.join(tried)}. Use a smaller model or batch, or larger devices"
         )
 
-    def _untried(self, tried: list[str]) -> tuple[Way, ...]:
+    def _untried(self, tried: list[str]) -> tuple[FitStrategy, ...]:
         """The strategies that did not run yet; a split is one of several, by its number of devices."""
         if self.after is None:
             return _STRATEGIES
@@ -124,7 +124,7 @@ class _FitSearch:
         at = _STRATEGIES.index("whole" if strategy == "accumulate" else strategy)
         return _STRATEGIES[at if strategy == "split" else at + 1 :]
 
-    def _on_one(self, strategy: Way, tried: list[str]) -> Fit | None:
+    def _on_one(self, strategy: FitStrategy, tried: list[str]) -> Fit | None:
         batch = self.config.batch_size
         once = step_memory(self.config, strategy, self.device, accumulate=False)
         room = int(self.memory * (1 - MARGIN)) - once.context
@@ -156,7 +156,9 @@ class _FitSearch:
         """The name of a batch norm that would see less in a micro-batch, where that was not asked for."""
         return None if self.config.microbatch_batchnorm else batch_norm(build_meta(self.config))
 
-    def _fit(self, strategy: Way, found: StepMemory, micro: int, needed: int, tried: list[str], what: str) -> Fit:
+    def _fit(
+        self, strategy: FitStrategy, found: StepMemory, micro: int, needed: int, tried: list[str], what: str
+    ) -> Fit:
         parts = math.ceil(self.config.batch_size / micro)
         takes = f"{format_bytes(needed)} of {format_bytes(self.memory)}"
         told = f"{what} takes {takes}" if parts == 1 else f"{what}, {parts} micro-batches of {micro} take {takes}"
@@ -289,19 +291,20 @@ of all trials are there at once."""
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """``memory`` None: all of a device, or nothing that is counted. ``shape`` is equal for trials that can be fused,
-    ``kind`` for those that compute alike. ``note`` says why it was not estimated, where it should have been."""
+    """``memory`` None: all of a device, or nothing that is counted. ``fusion_key`` is equal for trials that can be
+    fused, ``architecture_key`` for those that compute alike. ``note`` says why it was not estimated, where it should
+    have been."""
 
     memory: int | None
     fit: Fit | None = None
-    shape: str | None = None
-    kind: str = ""
+    fusion_key: str | None = None
+    architecture_key: str = ""
     steps: int | None = None
     note: str = ""
 
     @property
-    def degree(self) -> int:
-        return 1 if self.fit is None else self.fit.degree
+    def devices(self) -> int:
+        return 1 if self.fit is None else self.fit.devices
 
     @property
     def seconds(self) -> float | None:
@@ -309,10 +312,10 @@ class Requirements:
         step = None if self.fit is None else self.fit.seconds
         return None if step is None or self.steps is None else step * self.steps
 
-    def of_lanes(self, lanes: int) -> int:
+    def memory_of(self, trials: int) -> int:
         """Bytes of a device that so many trials like it take as one; 0 where nothing is counted."""
         alone = self.memory or 0
-        return alone if lanes == 1 else lanes * alone * FUSED_FACTOR
+        return alone if trials == 1 else trials * alone * FUSED_FACTOR
 
 
 def requirements(
@@ -346,7 +349,7 @@ def requirements(
         return Requirements(None, None, None, architecture_key(params), chosen.steps, note=f"not estimated: {problem}")
     needed = min(_beyond(found.memory, kind), memory)
     # Fused trials keep all activations: what recomputes, or offloads, is small only while it does.
-    fusable = after is None and found.way in ("whole", "accumulate") and found.memory <= memory * MAX_FUSED
+    fusable = after is None and found.strategy in ("whole", "accumulate") and found.memory <= memory * MAX_FUSED
     shape = _shape(chosen) if fuse and fusable else None
     return Requirements(needed, found, shape, architecture_key(params), chosen.steps)
 
@@ -371,21 +374,21 @@ def architecture_key(params: Mapping[str, Value]) -> str:
     return json.dumps({name: value for name, value in sorted(params.items()) if name not in CONTINUOUS})
 
 
-def groups(needs: Mapping[int, Requirements], memory: int | None) -> list[tuple[int, ...]]:
+def fusion_groups(needs: Mapping[int, Requirements], memory: int | None) -> list[tuple[int, ...]]:
     """Trials of one block that train as one, in order of number; as many at once as a device has room for.
 
-    >>> small, other, large = (Requirements(n, shape=shape) for n, shape in ((4, "a"), (4, "b"), (6, "a")))
-    >>> groups({0: small, 1: other, 2: small, 3: Requirements(4)}, 20)
+    >>> small, other, large = (Requirements(n, fusion_key=key) for n, key in ((4, "a"), (4, "b"), (6, "a")))
+    >>> fusion_groups({0: small, 1: other, 2: small, 3: Requirements(4)}, 20)
     [(0, 2), (1,), (3,)]
-    >>> groups({0: large, 1: large}, 20)
+    >>> fusion_groups({0: large, 1: large}, 20)
     [(0,), (1,)]
     """
     alike: dict[Any, list[int]] = {}
     for number, one in sorted(needs.items()):
-        alike.setdefault(one.shape if one.shape is not None else number, []).append(number)
+        alike.setdefault(one.fusion_key if one.fusion_key is not None else number, []).append(number)
     found = []
     for numbers in alike.values():
-        each = max(needs[number].of_lanes(2) for number in numbers)
+        each = max(needs[number].memory_of(2) for number in numbers)
         most = len(numbers) if memory is None or each == 0 else max(1, 2 * memory // each)
         found += [tuple(numbers[at : at + most]) for at in range(0, len(numbers), most)]
     return sorted(found)

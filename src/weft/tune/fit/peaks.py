@@ -21,7 +21,7 @@ from weft.memory.timeline import AllocationTimeline
 from weft.nn.checkpointing import offloading, recompute
 from weft.tune.devices import expandable
 from weft.tune.fit.loss_model import build_meta, example_batch
-from weft.tune.jobs import Way
+from weft.tune.jobs import FitStrategy
 from weft.tune.recipe import TrialConfig, resident
 from weft.tune.training.cuda_graphs import MAX_MEMORY, can_capture
 from weft.tune.training.evaluation import evaluation_mode, scores
@@ -37,7 +37,7 @@ _last: list[tuple[TrialConfig, str, EvaluationMemory | None]] = []
 """The newest evaluation, since a candidate is tried with several strategies that are evaluated alike."""
 
 
-def step_memory(config: TrialConfig, strategy: Way, device: str, *, accumulate: bool) -> StepMemory:
+def step_memory(config: TrialConfig, strategy: FitStrategy, device: str, *, accumulate: bool) -> StepMemory:
     """Of a trial's step on a kind of device (``cpu`` or a GPU's name).
 
     With ``accumulate`` it is of a step in several parts, where gradients lie beside the activations of the next part.
@@ -242,7 +242,9 @@ def _known(device: str) -> str:
         return DEFAULT_GPU
 
 
-def _step(config: TrialConfig, strategy: Way, parts: int) -> Callable[[nn.Module, torch.optim.Optimizer, Batch], None]:
+def _step(
+    config: TrialConfig, strategy: FitStrategy, parts: int
+) -> Callable[[nn.Module, torch.optim.Optimizer, Batch], None]:
     """What a trainer does in a step, on the CPU's fake tensors."""
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:

@@ -124,8 +124,10 @@ class FusedTrainer:
         # By their outlines alone: to find their key again, a trace would leave fake tensors in this process.
         if len({outline(one) for one in configs}) != 1 or why_not_stackable(configs[0].optimizer):
             raise TuneError("trials that are fused must be of one shape, and of one that can be fused")
-        if fit is not None and fit.way not in ("whole", "accumulate"):
-            raise TuneError(f"trials that fit by '{fit.way}' alone are not fused: fused trials keep all activations")
+        if fit is not None and fit.strategy not in ("whole", "accumulate"):
+            raise TuneError(
+                f"trials that fit by '{fit.strategy}' alone are not fused: fused trials keep all activations"
+            )
         self._configs, self._device, self._limit, self._report, self._ended = configs, device, limit, report, ended
         self._directories = [directory / "checkpoints" for directory in directories]
         self._began = time.perf_counter()

@@ -46,7 +46,7 @@ def train_split(
     WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which processes those are.
     """
     device = torch.device(device)
-    if fit.plan is None or fit.degree < 2:
+    if fit.plan is None or fit.devices < 2:
         raise TuneError("a trial is split as its plan says, and this one has none")
     store, rank, world = next(rendezvous("env://"))
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
@@ -85,7 +85,7 @@ class DistributedTrainer:
             **config.describe(),
             "micro_batch": fit.micro_batch,
             "device": device.type,
-            "degree": fit.degree,
+            "degree": fit.devices,
         }
         self._checkpoint = load_latest(self._directory, self._contract)
         data = config.data()
@@ -94,13 +94,13 @@ class DistributedTrainer:
         self._source = data.validation
         self._loader = Loader(data.train, config.batch_size, config.seed)
         model = config.build()
-        if fit.accumulate > 1 and not config.microbatch_batchnorm:
+        if fit.microbatches > 1 and not config.microbatch_batchnorm:
             refuse_batch_norms(model, config.batch_size, fit.micro_batch)
         if self._checkpoint is not None:
             restore(
                 model, self._checkpoint.weights, self._checkpoint.buffers, {}
             )  # of attributes, a graph has those at its making
-        elif fit.accumulate > 1:
+        elif fit.microbatches > 1:
             require_mean_loss(config, model, data.train, fit.micro_batch, torch.device("cpu"))
         batch = self._loader.batch(0)
         self._whole = LossModule(config, model, tuple(batch))

@@ -162,7 +162,7 @@ def _split(*args: Any, **kwargs: Any) -> Any:
 
 
 def _degree(fit: Fit | None) -> int:
-    return 1 if fit is None else fit.degree
+    return 1 if fit is None else fit.devices
 
 
 def _state_of(problem: BaseException) -> tuple[State, str, int | None]:

@@ -72,8 +72,8 @@ def train(
     Pruned, OutOfMemory where the trial wants more than ``memory`` bytes or the device has no more, and TuneError.
     """
     device = torch.device(device)
-    if fit is not None and fit.degree > 1:
-        raise TuneError(f"a trial that is split over {fit.degree} devices cannot be trained on one")
+    if fit is not None and fit.devices > 1:
+        raise TuneError(f"a trial that is split over {fit.devices} devices cannot be trained on one")
     limit = MemoryLimit(device, memory)
     device = limit.device
     try:
@@ -121,7 +121,7 @@ class TrialTrainer:
         self.config, self.device, self._directory, self._limit = config, device, directory / "checkpoints", limit
         self._began = time.perf_counter()
         self.micro = config.batch_size if fit is None else min(fit.micro_batch, config.batch_size)
-        self._strategy = "whole" if fit is None else fit.way
+        self._strategy = "whole" if fit is None else fit.strategy
         self._memory = None if fit is None else fit.memory
         self._train, self._validation = train_and_validation(config.data(), device)
         self.model = config.build()
