@@ -363,7 +363,7 @@ def test_devices_are_written_by_name_and_memory() -> None:
     assert parse_devices({"cpu": "1KiB"}) == [Device("cpu", 1024)]
     with pytest.raises(TuneError, match="'gpu' is no device"):
         parse_devices("gpu")
-    with pytest.raises(TuneError, match="is no size"):
+    with pytest.raises(TuneError, match="is not a size"):
         parse_devices("cpu=lots")
 
 
@@ -381,7 +381,7 @@ def _space() -> weft.Space:
         ({"trials": 0}, "trials is a whole number from 1 on"),
         ({"seconds": 0}, "above 0 seconds"),
         ({"fuse": 9}, "fuse=9 trials cannot be open at once with window=7"),
-        ({"memory": "lots"}, "is no size"),
+        ({"memory": "lots"}, "is not a size"),
         ({"executor": "rya"}, "did you mean 'ray'"),
         ({"space": weft.Space()}, "no choices"),
         ({"storage": "postgresql://nobody@localhost:1/none"}, "cannot be reached"),
