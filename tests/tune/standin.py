@@ -45,6 +45,7 @@ def _place(tensor: Tensor) -> int:
 
 
 class Standin:
+    aligned = 64
     keeps = 0
     """Tensors that stay of what is done beside."""
 

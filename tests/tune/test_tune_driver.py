@@ -292,7 +292,7 @@ def test_trials_that_fit_only_with_activations_on_the_host_are_never_fused(
     found, executor = run_recipe(tmp_path, objectives.waves, memory, trials, RunOptions(fuse=2))
     assert [job.trials for job in executor.started] == jobs  # each once: none was out of memory
     for one in found:
-        assert (one.state, one.notes["fit"]["way"]) == ("complete", way)
+        assert (one.state, one.notes["fit"]["strategy"]) == ("complete", way)
         assert one.notes["fit"]["memory"] < memory / 32
 
 
@@ -301,11 +301,11 @@ def test_a_split_trial_that_takes_more_than_a_device_has_is_tried_with_activatio
     (one,), executor = run_recipe(tmp_path, objectives.waves, WAVES, trials, RunOptions(), Narrow)
     assert [job.fit.strategy for job in executor.started if job.fit] == ["split", "offload"]
     assert len({job.id for job in executor.started}) == 2
-    assert (one.state, one.notes["fit"]["way"], one.notes["attempts"]) == ("complete", "offload", 2)
+    assert (one.state, one.notes["fit"]["strategy"], one.notes["attempts"]) == ("complete", "offload", 2)
     assert one.notes["fit"]["why"].startswith("split over 2 devices, it took more than")
     alone, _ = tmp_path / "alone", (tmp_path / "alone").mkdir()
     (other,), _ = run_recipe(alone, objectives.waves, WAVES, trials, RunOptions())
-    assert (other.notes["fit"]["way"], other.values) == ("offload", one.values)
+    assert (other.notes["fit"]["strategy"], other.values) == ("offload", one.values)
 
 
 def test_a_trial_that_took_too_much_in_every_way_is_refused_with_the_figures(tmp_path: Path) -> None:

@@ -416,7 +416,7 @@ def test_a_split_candidate_with_batch_norms_has_one_micro_batch_unless_asked_for
     assert (found.strategy, found.devices, found.microbatches, found.micro_batch) == ("split", 2, 1, BATCH)
     assert found.plan is not None
     assert found.plan["microbatches"] == 1
-    assert fit(replace(made, microbatch_batchnorm=True), 2, memory, "cpu").accumulate > 1
+    assert fit(replace(made, microbatch_batchnorm=True), 2, memory, "cpu").microbatches > 1
     with pytest.raises(TuneError, match=r"over 2 devices, where batch norm '1' forbids micro-batches: no plan fits"):
         fit(made, 2, int(memory * 0.75), "cpu")
 

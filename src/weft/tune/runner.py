@@ -158,7 +158,7 @@ class StudyRunner:
         task.job, task.pace = None, None
         if not task.alone and task.need.memory is not None:
             estimate = task.need.memory_of(len(task.trials))
-            task.memory = max(task.floor, self._correction.corrected(estimate, **alike(task)))
+            task.memory = max(task.floor, self._correction.apply(estimate, **alike(task)))
             if self._recipe and not self._places.shares(task.memory):
                 task.memory = None  # a device by itself has room for what was fitted to it
         for number in task.trials:
@@ -234,7 +234,7 @@ class StudyRunner:
         row.peak = event.peak
         if task.need.memory is not None and event.peak and event.state in ("complete", "pruned"):
             estimate = task.need.memory_of(len(job_of_task(task).trials))
-            self._correction.observed(estimate, event.peak, **alike(task))
+            self._correction.on_finished(estimate, event.peak, **alike(task))
         state = event.state if event.state in ("complete", "pruned") else "failed"
         self._account(row, event.seconds)
         task.trials.pop(event.trial, None)
@@ -283,7 +283,7 @@ class StudyRunner:
         task.exceeded += 1
         if task.memory is not None and task.need.memory is not None:
             estimate = task.need.memory_of(len(job.trials))
-            task.floor = self._correction.exceeded(estimate, task.memory, needed=event.peak, **alike(task))
+            task.floor = self._correction.on_oom(estimate, task.memory, needed=event.peak, **alike(task))
         if task.exceeded > 1 or task.memory is None or not self._recipe:
             # One by one: a fused training that takes too much is not tried as one again.
             for number, params in task.trials.items():

@@ -85,7 +85,7 @@ class GraphedStep:
         if recorder is None:
             return self._function(batch, before)
         self._steps += before is None
-        name = _signature(batch, before)
+        name = _signature(batch, before, recorder.aligned)
         if self._steps <= WARM_UP_STEPS:
             return self._warm_up(name, batch, before, recorder)
         graph = self._graphs.get(name) or self._capture(name, batch, before, recorder)
@@ -140,7 +140,7 @@ class GraphedStep:
         if name not in self._graphs:
             return None
         try:
-            inputs = {key: empty_aligned_like(value).copy_(value) for key, value in batch.items()}
+            inputs = {key: empty_aligned_like(value, recorder.aligned).copy_(value) for key, value in batch.items()}
             (loss, gradients), replay = recorder.capture(lambda: self._function(inputs, before))
         except Exception as problem:
             if self._is_out_of_memory(problem) is not None:
@@ -162,18 +162,18 @@ class GraphedStep:
         self._recorder = None
 
 
-def _signature(batch: Batch, before: Gradients | None) -> Hashable:
+def _signature(batch: Batch, before: Gradients | None, aligned: int) -> Hashable:
     """All that kernels are chosen by, with where a tensor begins: a copy that lies otherwise might be summed in
     another order."""
-    lies = ((key, t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNED) for key, t in batch.items())
+    lies = ((key, t.shape, t.stride(), t.dtype, t.data_ptr() % aligned) for key, t in batch.items())
     return (*lies, None if before is None else tuple(gradient is None for gradient in before))
 
 
-def empty_aligned_like(tensor: Tensor) -> Tensor:
+def empty_aligned_like(tensor: Tensor, aligned: int) -> Tensor:
     """An empty tensor with the strides of this one, and that begins at an equal offset from an aligned address."""
     span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    room = torch.empty(ALIGNED + span * tensor.element_size(), dtype=torch.uint8, device=tensor.device)
-    start = (tensor.data_ptr() - room.data_ptr()) % ALIGNED
+    room = torch.empty(aligned + span * tensor.element_size(), dtype=torch.uint8, device=tensor.device)
+    start = (tensor.data_ptr() - room.data_ptr()) % aligned
     flat = room[start : start + span * tensor.element_size()].view(tensor.dtype)
     return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
 
@@ -217,6 +217,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 class GraphRecorder:
     """Records on a GPU. Backwards run in the calling thread, whose allocations alone go to the pool."""
+
+    aligned = ALIGNED
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
