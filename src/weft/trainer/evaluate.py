@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from weft.data import Batch
 from weft.distributed.transport import Transport
-from weft.engine.batch_stats import running_norms
 from weft.engine.losses import counted
 from weft.engine.train_step import Loss, Metric
+from weft.nn.checkpointing import running_norms
 from weft.offload.setup import on_device
 from weft.pipeline.message import Message
 from weft.pipeline.stage import Stage
