@@ -37,7 +37,7 @@ def test_candidates_that_fit_one_device_two_or_none_run_side_by_side_with_the_re
     assert [one.state for one in small.trials] == ["failed", "complete", "complete"]
     assert "the candidate fits nowhere, with 2 devices of 1.4 MiB" in small.trials[0].info["error"]
     assert small.trials[0].info["refused"] is True
-    assert [one.info["fit"]["way"] for one in small.trials[1:]] == ["split", "whole"]
+    assert [one.info["fit"]["strategy"] for one in small.trials[1:]] == ["split", "whole"]
     assert small.trials[1].info["devices"] == ["local/cpu", "local/cpu"]
     assert [one.info["attempts"] for one in small.trials[1:]] == [1, 1]
     for here, there in zip(small.trials[1:], large.trials[1:], strict=True):

@@ -23,7 +23,7 @@ from weft.tune import Device, Recipe, StudyResult
 from weft.tune.config import OLD_FIELDS
 from weft.tune.devices import parse_devices
 from weft.tune.executors import Ended, Event, Fit, Job, Lost, Reported, StudySpec
-from weft.tune.fit.fit import Requirements, architecture_key, groups
+from weft.tune.fit.fit import Requirements, architecture_key, fusion_groups
 from weft.tune.jobs import PendingJob
 from weft.tune.progress import StudyProgress
 from weft.tune.training.run_job import attempt
@@ -140,18 +140,20 @@ def test_an_out_of_memory_trial_is_tried_again_with_the_whole_device_and_then_fa
 
 
 def test_trials_are_fused_by_shape_within_a_block_and_never_beyond_what_a_device_holds() -> None:
-    alike = {number: Requirements(10, shape="a") for number in range(5)}
-    assert groups(alike, 100) == [(0, 1, 2, 3, 4)]
-    assert groups(alike, 50) == [(0, 1), (2, 3), (4,)]
-    assert groups(alike, None) == [(0, 1, 2, 3, 4)]
-    assert groups({**alike, 2: Requirements(10, shape="b")}, 100) == [(0, 1, 3, 4), (2,)]
-    assert groups({0: Requirements(10), 1: Requirements(10)}, 100) == [(0,), (1,)]
+    alike = {number: Requirements(10, fusion_key="a") for number in range(5)}
+    assert fusion_groups(alike, 100) == [(0, 1, 2, 3, 4)]
+    assert fusion_groups(alike, 50) == [(0, 1), (2, 3), (4,)]
+    assert fusion_groups(alike, None) == [(0, 1, 2, 3, 4)]
+    assert fusion_groups({**alike, 2: Requirements(10, fusion_key="b")}, 100) == [(0, 1, 3, 4), (2,)]
+    assert fusion_groups({0: Requirements(10), 1: Requirements(10)}, 100) == [(0,), (1,)]
 
 
 def test_what_a_split_trial_took_says_nothing_of_others() -> None:
     split = Fit("split", 4, 1, 2, 10, None, "")
     families = [
-        PendingJob({number: {} for number in range(count)}, Requirements(10, fit, kind="k")).likeness()["family"]
+        PendingJob({number: {} for number in range(count)}, Requirements(10, fit, architecture_key="k")).likeness()[
+            "family"
+        ]
         for count, fit in ((1, None), (2, None), (1, split))
     ]
     assert families == ["alone", "fused", "split"]
@@ -181,7 +183,7 @@ def rate(trial: weft.tune.Trial) -> float:
 
 
 def needs(number: int, params: Mapping[str, Any]) -> Requirements:
-    return Requirements(10 + number, shape=f"of {params['width']}", kind=architecture_key(params))
+    return Requirements(10 + number, fusion_key=f"of {params['width']}", architecture_key=architecture_key(params))
 
 
 def test_trials_wait_for_those_of_their_shape_and_not_for_others_that_are_not_estimated_yet(
@@ -197,7 +199,7 @@ def test_trials_wait_for_those_of_their_shape_and_not_for_others_that_are_not_es
     weft.tune(rate, space, trials=4, minimize="v", executor=executor, **options)
     assert [job.trials for job in executor.started] == [(1, 3), (0, 2)]
     # The memory is that of the one that takes most.
-    assert [job.memory for job in executor.started] == [needs(n, trials[n]).of_lanes(2) for n in (3, 2)]
+    assert [job.memory for job in executor.started] == [needs(n, trials[n]).memory_of(2) for n in (3, 2)]
 
 
 WAVES = 2800 * 2**10
@@ -236,7 +238,7 @@ class Narrow(Patient):
 
     def start(self, job: Job) -> None:
         fit = job.fit
-        if fit is None or fit.way not in self.beyond:
+        if fit is None or fit.strategy not in self.beyond:
             super().start(job)
             return
         self.started.append(job)
@@ -287,21 +289,21 @@ def test_trials_that_fit_only_with_activations_on_the_host_are_never_fused(tmp_p
     found, executor = run_recipe(tmp_path, objectives.waves, WAVES, trials, fuse=2)
     assert [job.trials for job in executor.started] == [(0,), (1,)]  # each once: none was out of memory
     for one in found:
-        assert (one.state, one.info["fit"]["way"]) == ("complete", "offload")
+        assert (one.state, one.info["fit"]["strategy"]) == ("complete", "offload")
         assert one.info["fit"]["memory"] < WAVES / 32
 
 
 def test_a_split_trial_that_takes_more_than_a_device_has_is_tried_with_activations_on_the_host(tmp_path: Path) -> None:
     (one,), executor = run_recipe(tmp_path, objectives.waves, WAVES, [{"width": 1, "lr": 0.1}], Narrow)
-    assert [job.fit.way for job in executor.started if job.fit] == ["split", "offload"]
+    assert [job.fit.strategy for job in executor.started if job.fit] == ["split", "offload"]
     assert len({job.id for job in executor.started}) == 2
-    assert (one.state, one.info["fit"]["way"], one.info["attempts"]) == ("complete", "offload", 2)
-    assert one.info["fit"]["why"].startswith("split over 2 devices, it took more than")
+    assert (one.state, one.info["fit"]["strategy"], one.info["attempts"]) == ("complete", "offload", 2)
+    assert one.info["fit"]["explanation"].startswith("split over 2 devices, it took more than")
 
 
 def test_a_trial_that_takes_too_much_with_every_strategy_is_refused_with_the_figures(tmp_path: Path) -> None:
     (one,), executor = run_recipe(tmp_path, objectives.waves, WAVES, [{"width": 1, "lr": 0.1}], Narrower)
-    assert [job.fit.way for job in executor.started if job.fit] == ["split", "offload"]
+    assert [job.fit.strategy for job in executor.started if job.fit] == ["split", "offload"]
     assert one.state == "failed"
     assert "fits nowhere, with 2 devices of" in one.info["error"]
     assert "with activations on the host, it took more than" in one.info["error"]

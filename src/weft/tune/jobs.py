@@ -13,31 +13,31 @@ from weft.errors import TuneError
 if TYPE_CHECKING:
     from weft.tune.fit.fit import Requirements
 
-Way = Literal["whole", "accumulate", "recompute", "split", "offload"]
+FitStrategy = Literal["whole", "accumulate", "recompute", "split", "offload"]
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     """How one candidate trains on devices of a nominal memory; a function of both, and of nothing else."""
 
-    way: Way
+    strategy: FitStrategy
     micro_batch: int
-    accumulate: int
+    microbatches: int
     """Micro-batches of a step: the effective batch is that of the trial."""
-    degree: int
+    devices: int
     """Devices that train it together."""
     memory: int
     """Bytes that it takes of each device at its peak, as the allocator reserves them."""
     seconds: float | None
     """Estimated seconds of a step, where there is a cost model for the device."""
-    why: str
-    """Why this way and no earlier one, with the figures."""
+    explanation: str
+    """Why this strategy and no earlier one, with the figures."""
     plan: dict[str, Any] | None = None
     """The plan of a split candidate, as ``Plan.to_json`` writes it."""
 
 
-After = tuple[Way, int]
-"""The way and the degree of a fit that a trial went beyond."""
+After = tuple[FitStrategy, int]
+"""The strategy and the devices of a fit that a trial went beyond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class PendingJob:
     @property
     def takes_whole_device(self) -> bool:
         """Whether it may take all the memory that was counted on."""
-        return self.memory is None or self.needs.degree > 1
+        return self.memory is None or self.needs.devices > 1
 
     @property
     def fused(self) -> int:
@@ -172,16 +172,16 @@ class PendingJob:
 
     def likeness(self) -> dict[str, Any]:
         """Whose memory its own is corrected by: trials of its architecture, as many as train as one."""
-        if not self.needs.kind:
+        if not self.needs.architecture_key:
             return {"shape": None, "family": None}
-        family = "split" if self.needs.degree > 1 else "alone" if self.fused == 1 else "fused"
-        return {"shape": f"{self.needs.kind} x{self.fused}", "family": family}
+        family = "split" if self.needs.devices > 1 else "alone" if self.fused == 1 else "fused"
+        return {"shape": f"{self.needs.architecture_key} x{self.fused}", "family": family}
 
     def estimate(self) -> int | None:
         """Bytes of each device that it should take, also where it has its devices to itself."""
         if self.memory is not None or self.needs.memory is None:
             return self.memory
-        return self.needs.of_lanes(len(self.trials))
+        return self.needs.memory_of(len(self.trials))
 
     def __str__(self) -> str:
         return ", ".join(map(str, sorted(self.trials)))

@@ -16,7 +16,7 @@ from weft.tune.config import StudyConfig, StudyExecution
 from weft.tune.devices import kind, most_together, nominal
 from weft.tune.fit.correction import MemoryCorrection
 from weft.tune.fit.estimator import DeviceClass, EstimatorPool, Infeasible
-from weft.tune.fit.fit import Requirements, architecture_key, groups
+from weft.tune.fit.fit import Requirements, architecture_key, fusion_groups
 from weft.tune.jobs import Ended, Event, Executor, Job, Lost, PendingJob, Reported
 from weft.tune.packing.dispatcher import Dispatcher
 from weft.tune.progress import StudyProgress, TrialProgress
@@ -140,14 +140,14 @@ class StudyRunner:
         size, blocks = self.config.fuse, dict[int, dict[int, Requirements]]()
         unknown = {(number // size, architecture_key(params)) for number, params in open.items()}
         for number, (_, found) in self._estimated.items():
-            if found.shape is None:
+            if found.fusion_key is None:
                 blocks[-1 - number] = {number: found}
-            elif (number // size, found.kind) in unknown:
+            elif (number // size, found.architecture_key) in unknown:
                 continue
             elif final or self._newest + 1 >= min((number // size + 1) * size, self.config.trials):
                 blocks.setdefault(number // size, {})[number] = found
         for needs in blocks.values():
-            for numbers in groups(needs, self._nominal):
+            for numbers in fusion_groups(needs, self._nominal):
                 trials = {number: self._estimated.pop(number)[0] for number in numbers}
                 # Where some have no momentum or dropout, fused trials take what those with it do.
                 pending = PendingJob(
@@ -162,7 +162,7 @@ class StudyRunner:
         pending.id = f"{first}-{pending.attempts}-{self._token}"
         pending.job, pending.last_report = None, None
         if not pending.exclusive and pending.needs.memory is not None:
-            estimate = pending.needs.of_lanes(len(pending.trials))
+            estimate = pending.needs.memory_of(len(pending.trials))
             pending.memory = max(pending.min_memory, self._correction.apply(estimate, **pending.likeness()))
             if self._is_recipe and not self._dispatcher.has_room_for(pending.memory):
                 pending.memory = None  # a device by itself has room for what was fitted to it
@@ -175,7 +175,9 @@ class StudyRunner:
     def _start_jobs(self) -> None:
         for id in self._dispatcher.impossible(self._waiting):
             pending = self._waiting.pop(id)
-            error = f"it needs {pending.needs.degree} devices of one machine with {pending.memory} bytes each: none has"
+            error = (
+                f"it needs {pending.needs.devices} devices of one machine with {pending.memory} bytes each: none has"
+            )
             for number in list(pending.trials):
                 self._end(number, "failed", None, {"error": error, "refused": True})
         for id, devices in self._dispatcher.admit(self._waiting):
@@ -238,7 +240,7 @@ class StudyRunner:
         trial = self.progress.trials[event.trial]
         trial.peak = event.peak
         if pending.needs.memory is not None and event.peak and event.state in ("complete", "pruned"):
-            estimate = pending.needs.of_lanes(pending.fused)
+            estimate = pending.needs.memory_of(pending.fused)
             self._correction.on_finished(estimate, event.peak, **pending.likeness())
         state = event.state if event.state in ("complete", "pruned") else "failed"
         trial.add_time(event.seconds)
@@ -278,7 +280,7 @@ class StudyRunner:
             params, fit = pending.trials.pop(event.trial, None), pending.needs.fit
             if fit is not None and params is not None:
                 self._unestimated[event.trial], self._refitted[event.trial] = params, pending
-                self._estimators.ask(event.trial, params, (fit.way, fit.degree))
+                self._estimators.ask(event.trial, params, (fit.strategy, fit.devices))
             else:
                 info = {**self._info(pending, event), "error": event.error, "alone": True}
                 self._end(event.trial, "failed", None, info)
@@ -287,7 +289,7 @@ class StudyRunner:
             return
         pending.oom_count += 1
         if pending.memory is not None and pending.needs.memory is not None:
-            estimate = pending.needs.of_lanes(len(job.trials))
+            estimate = pending.needs.memory_of(len(job.trials))
             pending.min_memory = self._correction.on_oom(
                 estimate, pending.memory, needed=event.peak, **pending.likeness()
             )

@@ -87,4 +87,6 @@ class Dispatcher:
 def job_spec(pending: PendingJob) -> JobSpec:
     """What a job asks of its devices."""
     needs = pending.needs
-    return JobSpec(pending.id, pending.memory, needs.degree, needs.seconds, pending.exclusive, kind=needs.kind)
+    return JobSpec(
+        pending.id, pending.memory, needs.devices, needs.seconds, pending.exclusive, kind=needs.architecture_key
+    )
