@@ -399,7 +399,7 @@ def test_a_pruned_trial_has_the_values_of_its_last_report_and_a_failed_one_none(
 
 def test_an_error_is_told_by_its_last_line() -> None:
     found = events(*proposed(0), ended(0, "failed", error="Traceback\n  File\nValueError: no\n"))
-    assert found.trials[0].reason == "ValueError: no"
+    assert found.trials[0].why == "ValueError: no"
 
 
 def test_memory_does_not_grow_with_the_study() -> None:

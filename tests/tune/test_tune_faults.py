@@ -83,7 +83,7 @@ def test_a_trial_whose_worker_is_killed_goes_on_from_what_it_kept(tmp_path: Path
 
 
 def test_a_study_whose_driver_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path, undisturbed: list[Any]) -> None:
-    arguments = f"trials=5, minimize='v', max_concurrent=2, name='s', runs={str(tmp_path)!r}"
+    arguments = f"trials=5, minimize='v', max_concurrent=2, name='s', root={str(tmp_path)!r}"
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(here=str(Path(__file__).parent), what="counting", arguments=arguments))
     events = Events(tmp_path / "s" / "events.jsonl")
@@ -160,7 +160,7 @@ def test_trials_that_hang_die_or_fail_are_recorded_and_the_study_goes_on(tmp_pat
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_script_without_its_guard_is_told_so_and_leaves_no_study_behind(tmp_path: Path, elsewhere: bool) -> None:
     storage = f", storage='sqlite:///{tmp_path}/study.db'" if elsewhere else ""
-    arguments = f"trials=2, minimize='v', name='s', runs={str(tmp_path)!r}{storage}"
+    arguments = f"trials=2, minimize='v', name='s', root={str(tmp_path)!r}{storage}"
     script, guarded = tmp_path / "script.py", tmp_path / "guarded.py"
     text = SCRIPT.format(here=str(Path(__file__).parent), what="parabola", arguments=arguments)
     guarded.write_text(text)

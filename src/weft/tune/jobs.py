@@ -94,14 +94,14 @@ class Ended:
     error: str | None = None
     """The traceback of a failure."""
     peak: int | None = None
-    """Bytes that it really took of its device at its peak, reserved."""
+    """Bytes of its device that were reserved at its peak."""
     seconds: float | None = None
     """That it ran, without the start of its process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A job whose process or machine is gone; its unfinished trials go on elsewhere from their checkpoints."""
+    """A job whose process or machine is gone; its unfinished trials continue elsewhere from their checkpoints."""
 
     job: str
     reason: str
@@ -121,7 +121,7 @@ class Executor(Protocol):
         """Begin a job on its devices and return at once."""
 
     def answer(self, job: str, trial: int, prune: bool) -> None:
-        """Let a trial that reported go on or end; unknown jobs are passed over."""
+        """Let a trial that reported continue or end; unknown jobs are ignored."""
 
     def stop(self, job: str) -> None:
         """End a job and all its processes; its events from then on are dropped."""

@@ -155,7 +155,7 @@ class TrialProgress:
     memory: int | None = None
     """Bytes that were estimated, and reserved for it."""
     peak: int | None = None
-    """Bytes that it really took."""
+    """Bytes that it took at its peak."""
     step: int | None = None
     values: tuple[float, ...] | None = None
     attempts: int = 0
@@ -168,7 +168,7 @@ class TrialProgress:
     ran: float = 0.0
 
     def add_time(self, seconds: float | None) -> None:
-        """An attempt is over that ran so long, or that nobody knows the time of."""
+        """Add the time of an attempt that is over; None: how long it ran is not known."""
         taken = time.monotonic() - self.started
         self.ran += taken if seconds is None else min(seconds, taken)
         self.starting += 0.0 if seconds is None else max(0.0, taken - seconds)

@@ -3,8 +3,8 @@
     placement group of node A   | bundle 0: GPU 0 |  | bundle 1: GPU 1 |     one bundle a device, all on one node
     actors in the bundles       | actor actor     |  | actor           |     a trial on two devices: an actor in each
 
-Ray counts whole devices and their memory, so that nobody else is given them; how trials share one is the packer's
-affair. Results and messages travel as JSON text. The study's directory must lie where every node sees it.
+Ray counts whole devices and their memory, and gives them to no one else; the packer decides how trials share one.
+Results and messages are JSON text. The study's directory must lie where every node sees it.
 """
 
 from __future__ import annotations

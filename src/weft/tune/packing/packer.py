@@ -90,7 +90,7 @@ class Packer:
         return started
 
     def placed(self, job: JobSpec, places: Sequence[int], now: float = 0.0) -> None:
-        """A job runs there, whoever decided it; nothing changes for one that ``admit`` placed."""
+        """A job runs there, though ``admit`` did not place it."""
         if job.id in self.running:
             return
         self._waiting.remove(job.id, started=True)

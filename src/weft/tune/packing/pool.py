@@ -199,7 +199,7 @@ class JobSpec:
     exclusive: bool = False
     """Whether it shares a device with no other."""
     kind: str = ""
-    """Jobs of one kind compute alike, so that their rates compare."""
+    """Jobs of one architecture, whose rates can be compared."""
 
     @property
     def work(self) -> float:

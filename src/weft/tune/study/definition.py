@@ -102,7 +102,7 @@ def prepare(rows: Storage, name: str, definition: Definition, objectives: Sequen
         ended = sum(state in ("COMPLETE", "PRUNED", "FAIL") for state in states)
         raise TuneError(
             f"a study '{name}' exists in {rows.shown}, with {ended} of {len(states)} trials ended; "
-            "go on with it by --resume (resume=True), or use another name"
+            "continue it with --resume (resume=True), or use another name"
         )
     if (found := difference(known, to_json(definition.to_json()))) is not None:
-        raise TuneError(f"the study '{name}' cannot be resumed: {found}; give it back its definition, or another name")
+        raise TuneError(f"the study '{name}' cannot be resumed: {found}; restore its definition, or use another name")

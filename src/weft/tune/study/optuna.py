@@ -125,8 +125,8 @@ def build(made: OptunaSpec, seed: int | None = None) -> Any:
     except ImportError as error:
         raise TuneError(f"the {made.kind} '{made.name}' needs '{error.name}': {install_extra('tune')}") from error
     except (ValueError, TypeError, AssertionError) as error:
-        told = " ".join(str(error).split())
-        raise TuneError(f"the {made.kind} '{made.name}' refuses {dict(made.options)}: {told}") from error
+        reason = " ".join(str(error).split())
+        raise TuneError(f"the {made.kind} '{made.name}' refuses {dict(made.options)}: {reason}") from error
 
 
 def optuna_module() -> Any:
@@ -140,7 +140,7 @@ def optuna_module() -> Any:
 
 @contextmanager
 def silence_optuna() -> Iterator[None]:
-    """Within the block Optuna neither logs nor warns; weft reports what matters of it."""
+    """Within the block Optuna neither logs nor warns; weft reports errors itself."""
     import warnings
 
     logging = optuna_module().logging

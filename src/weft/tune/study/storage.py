@@ -174,7 +174,7 @@ class Storage:
                 raise TuneError(f"{self.shown} refuses the study '{self._name}': {_line(error)}") from error
             raise TuneError(
                 f"{self.shown} cannot be reached ({reason}); check the address, and who may write there; "
-                "a study that has begun goes on with --resume (resume=True)"
+                "continue a study that has begun with --resume (resume=True)"
             ) from error
 
 
@@ -277,8 +277,8 @@ def record_of(space: Space, row: Any, objectives: int) -> TrialRecord:
     if objectives == 1:
         reports: dict[int, tuple[float, ...]] = {s: (float(v),) for s, v in row.intermediate_values.items()}
     else:
-        told = {name: value for name, value in system.items() if name.startswith(REPORT)}
-        reports = {int(name.removeprefix(REPORT)): read_report(value) for name, value in told.items()}
+        written = {name: value for name, value in system.items() if name.startswith(REPORT)}
+        reports = {int(name.removeprefix(REPORT)): read_report(value) for name, value in written.items()}
     return TrialRecord(
         number=row.number,
         params=params,
@@ -321,7 +321,7 @@ def incomplete(record: TrialRecord) -> bool:
 
 
 def restored_from(records: Sequence[TrialRecord]) -> Iterator[TrialRecord]:
-    """Of the records that a proposal sees, those from which CMA-ES might go on: back to the last complete one."""
+    """Of the records that a proposal sees, those from which CMA-ES might continue: back to the last complete one."""
     for record in reversed(records):
         if record.attrs.get(UNSTORED) or any(":optimizer:" in name for name in record.attrs):
             if record.state in ("complete", "pruned"):

@@ -70,7 +70,7 @@ class Study:
         objectives: Sequence[str] = (),
         resume: bool = False,
     ) -> Study:
-        """A new study, or with ``resume`` the one of this name, which must be defined alike (``trials`` may differ).
+        """A new study, or with ``resume`` that of this name, which must have an equal definition (``trials`` may differ).
 
         ``sampler`` and ``pruner`` are names, or mappings of ``name`` and options; ``objectives`` are the names that
         Optuna's dashboard shows. TuneError if the storage cannot be reached, or the study exists and is not to be
@@ -88,7 +88,7 @@ class Study:
     # -- what is next
 
     def askable(self) -> int | None:
-        """The number that can be proposed now; None while it must wait for others to end, or when all are proposed."""
+        """The number of the next trial; None while others must end first, or when all are proposed."""
         number = self._proposed()
         if number >= self._last():
             return None
@@ -113,7 +113,7 @@ class Study:
         return Proposal(number, dict(self._records[number].params))
 
     def enqueue(self, params: Mapping[str, Value]) -> int:
-        """Have these parameters tried next, after those enqueued before; the number that they will have.
+        """Try these parameters next, after those enqueued before; returns the number of their trial.
 
         Missing ones are drawn from the study's seed. It is tried even if it goes beyond ``trials``.
         """
@@ -132,7 +132,7 @@ class Study:
         """Whether every trial has been proposed and has ended."""
         return self._proposed() >= self._last() and all(record.ended for record in self._records)
 
-    # -- what came of it
+    # -- results
 
     def report(self, number: int, step: int, values: float | Sequence[float]) -> bool:
         """Keep a running trial's values after so many steps, one per objective; True if it is to be pruned.
@@ -203,11 +203,11 @@ class Study:
         return importances(self.definition.space, self._records, self.definition.directions, objective)
 
     def discard(self) -> None:
-        """Take the study out of its storage, if that answers; it is only to be closed then."""
+        """Remove the study from its storage, if that can be reached; it can only be closed then."""
         self._storage.discard()
 
     def close(self) -> None:
-        """Let others have the study."""
+        """Close the connections to the storage."""
         self._storage.close()
 
     def __enter__(self) -> Study:
@@ -263,8 +263,8 @@ class Study:
         return self._proposal(number)
 
     def _lost_state(self, number: int) -> list[int]:
-        """The trials to propose again, in order, before this one: after a restart a sampler has lost what it kept in
-        memory alone, and each of its states follows from the one before."""
+        """The trials to propose again, in order, before this one: after a restart the state that a sampler keeps in
+        memory alone is lost, and each of its states follows from the one before."""
         found, pending = set[int](), [number]
         while pending:
             seen = self._must_have_ended(pending.pop())
