@@ -95,37 +95,35 @@ class Checkpoints:
                 self._folders.drop(other)
         return final
 
-    def load(
-        self, step: int | None = None, verify: bool = True, only: Callable[[str], bool] | None = None
-    ) -> Checkpoint:
+    def load(self, step: int | None = None, only: Callable[[str], bool] | None = None) -> Checkpoint:
         """Read a checkpoint, or only those of its tensors whose names `only` accepts.
 
         Without `step`, the newest that is whole, as `newest` finds it. With `step`, a damaged or missing one raises
         `CheckpointError`; the shards that are read are verified, the others are not touched.
         """
-        if step is None:
-            step, verify = self.newest(verify), False
+        verified = step is None
+        step = self.newest() if step is None else step
 
         def read(folder: Path, body: dict[str, Any], entries: list[ShardEntry]) -> Checkpoint:
             tensors: dict[str, Tensor] = {}
             for entry in entries:
                 names = [name for name in entry.names if only is None or only(name)]
                 if names or only is None:
-                    shards.check(folder / entry.file, entry, content=verify)
+                    shards.check(folder / entry.file, entry, content=not verified)
                     tensors.update(shards.read(folder / entry.file, names))
             return Checkpoint(body["step"], body["meta"], tensors)
 
         return self._read(step, read)
 
-    def newest(self, verify: bool = True) -> int:
-        """The newest step whose checkpoint is whole: every hash is right or, with verify=False, every size.
+    def newest(self) -> int:
+        """The newest step whose checkpoint is whole: every hash is right.
 
         Each damaged one that is passed over is logged. All shards are looked at, so every process finds the same.
         """
         wrong: list[str] = []
         for step in reversed(self.steps()):
             try:
-                self.check(step, verify)
+                self.check(step)
             except CheckpointError as error:
                 wrong.append(str(error))
                 continue
@@ -136,12 +134,12 @@ class Checkpoints:
             raise CheckpointError(f"no whole checkpoint in '{self.folder}': " + "; ".join(wrong))
         raise CheckpointError(f"no checkpoint in '{self.folder}'; train first, or name another run")
 
-    def check(self, step: int, verify: bool = True) -> None:
+    def check(self, step: int) -> None:
         """`CheckpointError` that says what is wrong, unless this checkpoint is whole."""
 
         def check_all(folder: Path, body: dict[str, Any], entries: list[ShardEntry]) -> None:
             for entry in entries:
-                shards.check(folder / entry.file, entry, content=verify)
+                shards.check(folder / entry.file, entry, content=True)
 
         self._read(step, check_all)
 
