@@ -40,7 +40,7 @@ def folder(job: Job, trial: int) -> Path:
     return Path(job.directory) / "trials" / str(trial)
 
 
-def attempt(job: Job, terms: StudySpec, device: str, rank: int, ask: Ask, tell: Tell) -> None:
+def run_job(job: Job, terms: StudySpec, device: str, rank: int, ask: Ask, tell: Tell) -> None:
     """Run a job to its end; never raises because of what it does. ``ask`` waits for the answer to a report.
 
     The end of its last trial is told once the device's memory is free again. Ranks above 0 of a split job tell only of
