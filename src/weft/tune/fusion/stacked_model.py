@@ -184,7 +184,7 @@ class StackedModel:
         }
 
     def load(self, row: int, checkpoint: TrialCheckpoint) -> None:
-        """Puts back what a checkpoint has of a trial, whether it was fused or not."""
+        """Restores a checkpoint of a trial, whether it was fused or not."""
         with torch.no_grad():
             for name, tensor in self.weights(row).items():
                 tensor.copy_(checkpoint.weights[name])
