@@ -40,8 +40,8 @@ _last: list[tuple[TrialConfig, str, EvaluationMemory | None]] = []
 def step_memory(config: TrialConfig, strategy: FitStrategy, device: str, *, accumulate: bool) -> StepMemory:
     """Of a trial's step on a kind of device (``cpu`` or a GPU's name).
 
-    With ``accumulate`` it is of a step in several parts, where gradients are kept beside the activations of the next part.
-    PlanError where the step cannot be traced.
+    With ``accumulate`` it is of a step in several parts, where gradients are kept beside the activations of the next
+    part. PlanError where the step cannot be traced.
     """
     device = device if device == "cpu" else _known(device)
     batch = example_batch(config, config.batch_size)
