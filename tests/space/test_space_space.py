@@ -300,7 +300,7 @@ def test_subnets_of_another_space_are_refused():
     with pytest.raises(SpaceError, match="is no subnet"):
         space.check({"a": 1})
     space.categorical("b", [1])
-    with pytest.raises(SpaceError, match="a space that has grown is another space"):
+    with pytest.raises(SpaceError, match="every addition makes it another space"):
         space.check(Space.from_json(other.to_json()).subnet(a=1))
 
 

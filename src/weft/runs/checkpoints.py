@@ -246,11 +246,11 @@ class StepFolders:
 
     def drop(self, step: int) -> None:
         """Remove a step's folder; it vanishes in one rename, so a kill in the middle leaves no half of it."""
-        gone = self.path(step, "gone")
-        shutil.rmtree(gone, ignore_errors=True)
-        with disk_errors(gone, 0):
-            os.rename(self.path(step), gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        hidden = self.path(step, "gone")
+        shutil.rmtree(hidden, ignore_errors=True)
+        with disk_errors(hidden, 0):
+            os.rename(self.path(step), hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
     def discard(self, step: int) -> None:
         """Remove what was prepared for a step."""
