@@ -617,7 +617,7 @@ def test_a_buffer_that_no_state_dict_has_is_kept_of_every_lane(goes_on: str, dat
 
     with pytest.raises(Stop):
         run_fused(settings, tmp_path, report=report)
-    names = Checkpoints(tmp_path / "fused1" / "checkpoints").names(8)
+    names = sorted(Checkpoints(tmp_path / "fused1" / "checkpoints").load(8).tensors)
     assert [name for name in names if name.startswith("buffers.")] == ["buffers.mean"]
     check_equal(tmp_path, [1, 2], step=8)
     if goes_on == "fused":

@@ -101,7 +101,7 @@ class Checkpoints:
         """Read a checkpoint, or only those of its tensors whose names `only` accepts.
 
         Without `step`, the newest that is whole, as `newest` finds it. With `step`, a damaged or missing one raises
-        `CheckpointError`; the shards that are read are verified (with verify=False, their sizes), the others not touched.
+        `CheckpointError`. The shards that are read are verified, with verify=False only their sizes.
         """
         if step is None:
             step, verify = self.newest(), False
