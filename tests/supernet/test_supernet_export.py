@@ -29,7 +29,7 @@ from weft.errors import SupernetError, WeftError
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Choice, Shared, export, extract
 from weft.supernet.export import _check_near
-from weft.utils.rng import key, torch_seeded
+from weft.utils.rng import torch_seeded
 
 onnxruntime = pytest.importorskip("onnxruntime")
 NETS = ("conv", "tuple")
@@ -485,25 +485,11 @@ def test_nothing_is_printed_and_heavy_packages_are_imported_only_when_needed(tmp
     assert done.stderr.strip().endswith("heard again")
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    size=st.integers(1, 6),
-    seed=st.integers(0, 999),
-    place=st.integers(0, 5),
-    factor=st.sampled_from([0.0, 0.5, 2.0, 9.0]),
-)
-def test_an_onnx_output_is_near_within_the_tolerance_of_its_scale_and_type(
-    size: int, seed: int, place: int, factor: float
-) -> None:
-    wanted = np.random.Generator(np.random.PCG64(key(seed, "near"))).normal(size=size) * 10.0 ** (seed % 7 - 3)
-    allowed = 1e-5 * np.abs(wanted).max() + 1e-4 * np.abs(wanted)
-    found = wanted.copy()
-    found[place % size] += factor * allowed[place % size]
-    if factor < 1:
-        _check_near("output", found, wanted)
-    else:
-        with pytest.raises(SupernetError, match="differs"):
-            _check_near("output", found, wanted)
-    for other in (wanted.astype(np.float32), wanted[None], np.where(wanted == wanted, np.nan, wanted)):
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_an_onnx_output_is_near_within_the_tolerance_of_its_scale_and_type(scale: float) -> None:
+    wanted = np.random.Generator(np.random.PCG64(0)).normal(size=6) * scale
+    step = np.eye(6)[2] * (1e-5 * np.abs(wanted).max() + 1e-4 * np.abs(wanted))
+    _check_near("output", wanted + 0.5 * step, wanted)
+    for other in (wanted + 2 * step, wanted.astype(np.float32), wanted[None], np.full(6, np.nan)):
         with pytest.raises(SupernetError, match="output"):
             _check_near("output", other, wanted)
