@@ -238,10 +238,13 @@ def test_a_mixture_keeps_little_more_for_its_backward_than_the_plain_attention(c
 def test_the_mixture_path_never_asks_for_a_value(case: str) -> None:
     space, attention = made(case)
     attention(noise(2, TOKENS, 12), pick=random_mixture(space, 1))  # what is constant is worked out once
-    mixture = random_mixture(space)
+    norm, mixture = LayerNorm(space, space.handle("width")), random_mixture(space)
+    norm(noise(2, TOKENS, 12), pick=random_mixture(space, 1))
     with refusing_values():
-        attention(noise(2, TOKENS, 12), pick=mixture).sum().backward()
+        attention(norm(noise(2, TOKENS, 12), pick=mixture), pick=mixture).sum().backward()
     assert all(mixture[name].grad is not None for name in mixture.names)
+    with pytest.raises(AssertionError), refusing_values():
+        float(attention.out.weight.detach().sum())
 
 
 def test_what_is_extracted_takes_other_batches_and_lengths_and_modes() -> None:

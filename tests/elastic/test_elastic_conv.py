@@ -17,10 +17,7 @@ from elastic_law import (
     near,
     padded,
     saved,
-    weighted_subnets,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -122,30 +119,6 @@ def test_under_a_mixture_a_convolution_has_the_expectation_of_its_padded_weights
         return F.conv2d(x, parts["weight"], parts.get("bias"), conv.stride, conv.padding, conv.dilation, conv.groups)
 
     agrees_with_the_definition(conv, draw(2, conv.in_channels, 5, 6), space, literal)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    outputs=st.lists(st.integers(1, 6), min_size=1, max_size=3, unique=True),
-    inputs=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True),
-    kernels=st.lists(st.sampled_from([1, 3, 5, 7]), min_size=1, max_size=3, unique=True),
-    stride=st.integers(1, 2),
-    dilation=st.integers(1, 2),
-    seed=st.integers(0, 100),
-)
-def test_any_convolution_under_any_mixture_is_linear_in_what_the_picks_give(
-    outputs: list[int], inputs: list[int], kernels: list[int], stride: int, dilation: int, seed: int
-) -> None:
-    space = Space()
-    o, i, k = (space.integer(n, v) for n, v in (("o", outputs), ("i", inputs), ("k", kernels)))
-    conv = Conv2d(space, i, o, k, stride, dilation=dilation).double()
-    mixture = any_mixture(space, seed)
-    x = draw(2, conv.in_channels, 6, 5, seed=seed)
-    found = conv(x, mixture)
-    total = torch.zeros_like(found)
-    for prob, subnet in weighted_subnets(space, mixture):
-        total += prob.detach() * padded(conv(x[:, : int(subnet["i"])], subnet), found.shape)
-    near(found, total, 1e-10)
 
 
 def test_the_mixed_convolution_saves_hardly_more_than_a_plain_one() -> None:

@@ -78,11 +78,13 @@ def test_a_route_names_the_layers_in_chain_order() -> None:
 def test_a_tuple_travels_and_side_inputs_come_by_name() -> None:
     space = Space()
     chain = Chain(
-        Shared(Fork(), "fork"), Choice(space, "join", {"plain": Join(), "other": Join()}, side=["scale"]), inputs="x"
+        Shared(Fork(), "fork"),
+        Choice(space, "join", {"plain": Join(), "other": Join()}, extra_inputs=["scale"]),
+        inputs="x",
     )
     batch = {"scale": torch.tensor(10.0), "x": torch.tensor([1.0, 2.0])}
     assert chain(batch, space.first()).tolist() == [20.0, 60.0]
-    with pytest.raises(SupernetError, match="side input 'scale'"):
+    with pytest.raises(SupernetError, match="extra input 'scale'"):
         chain({"x": batch["x"]}, space.first())
     with pytest.raises(SupernetError, match="takes x, but the batch has scale"):
         chain({"scale": batch["scale"]}, space.first())
@@ -178,6 +180,7 @@ IDENTITY: dict[str, nn.Module] = {"x": nn.Identity()}
             for name in ("", "3x", "a.b", "a b", "ä", 3, "a#")
         ),
         (lambda: Choice(Space(), "b", {"a/b": nn.Identity()}), "cannot be a name"),
+        (lambda: Shared(nn.Identity(), "a", side=["x"]), "side= was renamed to extra_inputs="),
         *(
             (lambda name=name: Chain(Shared(nn.Identity(), name)), f"'{name}' is taken")
             for name in ("forward", "training", "layers", "space", "blocks", "inputs", "_routes", "_modules")

@@ -29,7 +29,7 @@ from weft.errors import SupernetError, WeftError
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Choice, Shared, export, extract
 from weft.supernet.export import _check_near
-from weft.utils.rng import key, torch_seeded
+from weft.utils.rng import torch_seeded
 
 onnxruntime = pytest.importorskip("onnxruntime")
 NETS = ("conv", "tuple")
@@ -293,24 +293,6 @@ def test_the_module_and_its_inputs_and_the_process_are_left_as_they_were(tmp_pat
         assert_same(loaded(paths)(*inputs), copy.deepcopy(module).eval()(*inputs))
 
 
-MODES = {
-    "inference": torch.inference_mode,
-    "no_grad": torch.no_grad,
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_mode_in_which_export_is_called_is_no_part_of_the_program(mode: str, tmp_path: Path) -> None:
-    with MODES[mode]():
-        module, inputs = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval(), (torch.randn(5, 3),)
-        paths = export(module, inputs, tmp_path, "torch")
-    assert described(paths)["outputs"] == [{"name": "output", "shape": [5, 4], "dtype": "float32"}]
-    nodes = torch.export.load(paths["torch"]).graph.nodes
-    calls = [str(node.target) for node in nodes if node.op == "call_function"]
-    assert calls == ["aten.linear.default", "aten.batch_norm.default"]
-
-
 class Baked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.reshape(4, 2, 3).sum(1)
@@ -344,21 +326,17 @@ def test_a_second_input_that_only_happens_to_be_as_long_as_the_batch_keeps_its_s
     assert_near(session.run(None, {"x": x.numpy(), "square": square.numpy()}), Squares()(x, square))
 
 
-def test_an_example_of_a_single_row_gives_a_program_for_any_batch(tmp_path: Path) -> None:
-    module = nn.Linear(3, 2)
-    paths = export(module, (torch.randn(1, 3),), tmp_path, "torch")
-    assert described(paths)["dynamic_batch"] == {"torch": True}
-    assert described(paths)["inputs"] == [{"name": "input", "shape": [1, 3], "dtype": "float32"}]
-    for rows in (1, 2, 5):
-        x = torch.randn(rows, 3)
-        assert_same(loaded(paths)(x), module(x))
-
-
-def test_an_attention_layer_is_exported_although_its_fused_path_rounds_otherwise(tmp_path: Path) -> None:
-    with torch_seeded("attention"):
-        layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(3, 5, 8)
-    found = loaded(export(layer, (x,), tmp_path, ["torch"]))(x)
-    assert_same(found, layer(x))  # with gradients, the layer itself takes the path that was traced
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", dtype=torch.bfloat16)]
+)
+def test_the_mode_in_which_export_is_called_is_no_part_of_the_program(mode: Any, tmp_path: Path) -> None:
+    with mode():
+        module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+        paths = export(module, (torch.randn(5, 3),), tmp_path, "torch")
+    assert described(paths)["outputs"] == [{"name": "output", "shape": [5, 4], "dtype": "float32"}]
+    nodes = torch.export.load(paths["torch"]).graph.nodes
+    calls = [str(node.target) for node in nodes if node.op == "call_function"]
+    assert calls == ["aten.linear.default", "aten.batch_norm.default"]
 
 
 class Tied(nn.Module):
@@ -376,25 +354,26 @@ class Tied(nn.Module):
 
 def test_tied_weights_and_views_are_saved_as_they_look(tmp_path: Path) -> None:
     module = Tied()
-    paths = export(module, (torch.randint(5, (3, 2)),), tmp_path, ["safetensors"])
-    saved = load_file(paths["safetensors"])
+    saved = load_file(export(module, (torch.randint(5, (3, 2)),), tmp_path, "safetensors")["safetensors"])
     assert sorted(saved) == ["out.weight", "slice", "table.weight", "turned"]
     assert_same([saved[name] for name in module.state_dict()], list(module.state_dict().values()))
-    assert not (tmp_path / "model.pt2").exists()
 
 
-def test_weights_too_large_for_one_onnx_file_are_moved_along_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    where = "torch.onnx._internal.exporter._onnx_program"
-    __import__(where)
-    if not hasattr(sys.modules[where], "_LARGE_MODEL_THRESHOLD"):
-        pytest.skip("this version of torch keeps its limit elsewhere")
-    monkeypatch.setattr(f"{where}._LARGE_MODEL_THRESHOLD", 0)  # as if the model were larger than 2 GB
-    module, x = nn.Linear(64, 64), torch.randn(2, 64)
-    paths = export(module, (x,), tmp_path, ["onnx"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.json", "model.onnx", "model.onnx.data"]
-    assert_near(session_of(paths).run(None, {"input": x.numpy()}), module(x).detach())
+def test_an_example_of_a_single_row_gives_a_program_for_any_batch(tmp_path: Path) -> None:
+    module = nn.Linear(3, 2)
+    paths = export(module, (torch.randn(1, 3),), tmp_path, "torch")
+    assert described(paths)["dynamic_batch"] == {"torch": True}
+    assert described(paths)["inputs"] == [{"name": "input", "shape": [1, 3], "dtype": "float32"}]
+    for rows in (1, 2, 5):
+        x = torch.randn(rows, 3)
+        assert_same(loaded(paths)(x), module(x))
+
+
+def test_an_attention_layer_is_exported_although_its_fused_path_rounds_otherwise(tmp_path: Path) -> None:
+    with torch_seeded("attention"):
+        layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(3, 5, 8)
+    found = loaded(export(layer, (x,), tmp_path, ["torch"]))(x)
+    assert_same(found, layer(x))  # with gradients, the layer itself takes the path that was traced
 
 
 @pytest.mark.parametrize(
@@ -506,25 +485,11 @@ def test_nothing_is_printed_and_heavy_packages_are_imported_only_when_needed(tmp
     assert done.stderr.strip().endswith("heard again")
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    size=st.integers(1, 6),
-    seed=st.integers(0, 999),
-    place=st.integers(0, 5),
-    factor=st.sampled_from([0.0, 0.5, 2.0, 9.0]),
-)
-def test_an_onnx_output_is_near_within_the_tolerance_of_its_scale_and_type(
-    size: int, seed: int, place: int, factor: float
-) -> None:
-    wanted = np.random.Generator(np.random.PCG64(key(seed, "near"))).normal(size=size) * 10.0 ** (seed % 7 - 3)
-    allowed = 1e-5 * np.abs(wanted).max() + 1e-4 * np.abs(wanted)
-    found = wanted.copy()
-    found[place % size] += factor * allowed[place % size]
-    if factor < 1:
-        _check_near("output", found, wanted)
-    else:
-        with pytest.raises(SupernetError, match="differs"):
-            _check_near("output", found, wanted)
-    for other in (wanted.astype(np.float32), wanted[None], np.where(wanted == wanted, np.nan, wanted)):
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_an_onnx_output_is_near_within_the_tolerance_of_its_scale_and_type(scale: float) -> None:
+    wanted = np.random.Generator(np.random.PCG64(0)).normal(size=6) * scale
+    step = np.eye(6)[2] * (1e-5 * np.abs(wanted).max() + 1e-4 * np.abs(wanted))
+    _check_near("output", wanted + 0.5 * step, wanted)
+    for other in (wanted + 2 * step, wanted.astype(np.float32), wanted[None], np.full(6, np.nan)):
         with pytest.raises(SupernetError, match="output"):
             _check_near("output", other, wanted)

@@ -57,7 +57,7 @@ def plain() -> Chain:
 def carrying() -> Chain:
     space = Space()
     blocks = [Choice(space, f"block{i}", {"p": Skip, "q": Skip}) for i in range(2)]
-    return Chain(*blocks, Choice(space, "merge", {"one": Merge, "two": Merge}, side=["mask"]), inputs="x")
+    return Chain(*blocks, Choice(space, "merge", {"one": Merge, "two": Merge}, extra_inputs=["mask"]), inputs="x")
 
 
 def own_modules(module: nn.Module) -> set[str]:

@@ -95,21 +95,23 @@ class Checkpoints:
                 self._folders.drop(other)
         return final
 
-    def load(self, step: int | None = None, only: Callable[[str], bool] | None = None) -> Checkpoint:
+    def load(
+        self, step: int | None = None, verify: bool = True, only: Callable[[str], bool] | None = None
+    ) -> Checkpoint:
         """Read a checkpoint, or only those of its tensors whose names `only` accepts.
 
         Without `step`, the newest that is whole, as `newest` finds it. With `step`, a damaged or missing one raises
-        `CheckpointError`; the shards that are read are verified, the others are not touched.
+        `CheckpointError`. The shards that are read are verified, with verify=False only their sizes.
         """
-        verified = step is None
-        step = self.newest() if step is None else step
+        if step is None:
+            step, verify = self.newest(), False
 
         def read(folder: Path, body: dict[str, Any], entries: list[ShardEntry]) -> Checkpoint:
             tensors: dict[str, Tensor] = {}
             for entry in entries:
                 names = [name for name in entry.names if only is None or only(name)]
                 if names or only is None:
-                    shards.check(folder / entry.file, entry, content=not verified)
+                    shards.check(folder / entry.file, entry, content=verify)
                     tensors.update(shards.read(folder / entry.file, names))
             return Checkpoint(body["step"], body["meta"], tensors)
 
@@ -142,10 +144,6 @@ class Checkpoints:
                 shards.check(folder / entry.file, entry, content=True)
 
         self._read(step, check_all)
-
-    def names(self, step: int) -> list[str]:
-        """The names of the tensors in a checkpoint, read from its manifest alone."""
-        return self._read(step, lambda _, body, entries: sorted(name for entry in entries for name in entry.names))
 
     def drop_after(self, step: int) -> None:
         """For a resume at `step`: forget the checkpoints of later steps."""
@@ -246,11 +244,11 @@ class StepFolders:
 
     def drop(self, step: int) -> None:
         """Remove a step's folder; it vanishes in one rename, so a kill in the middle leaves no half of it."""
-        gone = self.path(step, "gone")
-        shutil.rmtree(gone, ignore_errors=True)
-        with disk_errors(gone, 0):
-            os.rename(self.path(step), gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        hidden = self.path(step, "gone")
+        shutil.rmtree(hidden, ignore_errors=True)
+        with disk_errors(hidden, 0):
+            os.rename(self.path(step), hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
     def discard(self, step: int) -> None:
         """Remove what was prepared for a step."""

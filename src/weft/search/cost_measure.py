@@ -93,11 +93,13 @@ class Measure:
         if len(counts) > 1:
             raise SearchError(f"layer '{layer.name}' takes {counts} tensors: costs need one number of them")
         inputs = [self._each(activations, itemgetter(at)) for at in range(max(counts, default=0))]
-        side = [_number(self._intern(self.batch[name])) for name in layer.side]
+        extra = [_number(self._intern(self.batch[name])) for name in layer.extra_inputs]
         graph = fx.Graph()
         places = [graph.placeholder(f"x{at}") for at in range(len(inputs))]
-        graph.output(graph.call_module("held", tuple(places), {name: graph.placeholder(name) for name in layer.side}))
-        parts = self._walk(_Root(module), graph, [*inputs, *side], settled)
+        graph.output(
+            graph.call_module("held", tuple(places), {name: graph.placeholder(name) for name in layer.extra_inputs})
+        )
+        parts = self._walk(_Root(module), graph, [*inputs, *extra], settled)
         output = self._each(parts.pop(OUTPUT), lambda out: as_activations(out, layer.name))
         return {OUTPUT: output} | {f"{layer.name} {path}": table for path, table in parts.items()}
 
@@ -135,7 +137,7 @@ class Measure:
             read = _read_within(module)
             if self.metric != "latency" or combinations(self.rules, closed(self.rules, read)) > WHOLE:
                 return self._composite(module, node, inputs, settled)
-            make = partial(plain_module, module, inputs=len(node.args), side=tuple(node.kwargs))
+            make = partial(plain_module, module, inputs=len(node.args), extra_inputs=tuple(node.kwargs))
             names, plain = self._variants_of((module, "whole"), make, read, type(module).__name__)
 
         def inside(settled: Values, values: Values) -> Parts | None:
@@ -172,12 +174,12 @@ class Measure:
         A graph goes one level deep, but where the forward needs to see more than tensors of the modules inside, and
         where one of these is in two places: it has its parameters once, and only a deep graph shows if it is there.
         """
-        inputs, side = len(node.args), tuple(node.kwargs)
+        inputs, extra = len(node.args), tuple(node.kwargs)
 
         def trace(subnet: Subnet, kind: type[ElasticTracer]) -> fx.Graph:
-            return kind(subnet, inputs, side).trace(_Root(module))
+            return kind(subnet, inputs, extra).trace(_Root(module))
 
-        name, key = type(module).__name__, (module, inputs, side)
+        name, key = type(module).__name__, (module, inputs, extra)
         names, graphs = self._variants_of((*key, 1), partial(trace, kind=_LevelTracer), module.reads, name)
         if _has_twins(module) or any(isinstance(one, (TypeError, fx.proxy.TraceError)) for one in graphs.values()):
             return self._variants_of(key, partial(trace, kind=ElasticTracer), _read_within(module), name)

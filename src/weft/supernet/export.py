@@ -209,10 +209,10 @@ def _trace_any(module: nn.Module, example: Activations) -> _Exported:
     if not example[0].dim():
         raise SupernetError("the first input has no dimensions, hence no batch")
     size = len(example[0])
-    alike = [bool(value.dim()) and len(value) == size for value in example]
-    program, lengths = _capture(module, example, alike)
-    varies = [like and not length.isdigit() for like, length in zip(alike, lengths, strict=True)]
-    if varies != alike:
+    as_long = [bool(value.dim()) and len(value) == size for value in example]
+    program, lengths = _capture(module, example, as_long)
+    varies = [like and not length.isdigit() for like, length in zip(as_long, lengths, strict=True)]
+    if varies != as_long:
         # An input that merely has the length of the batch, a square mask for example, is a constant to the module.
         # Unless it is traced as such, ONNX gets a dimension with the name "6" instead of the number.
         program, lengths = _capture(module, example, varies)

@@ -85,9 +85,9 @@ class _SegmentedNorm(torch.autograd.Function):
         product = dy * rows
         dx = dw = db = dq = dshift = None
         # What the statistics of a width are asked for: sums over its features, by way of the segments.
-        dscale = inner = _cumulated(_sums(product, weights, lengths))
+        dscale = inner = _cumulate(_sums(product, weights, lengths))
         if shift is not None:
-            dshift = _cumulated(_sums(dy, weights, lengths).neg_())
+            dshift = _cumulate(_sums(dy, weights, lengths).neg_())
             inner = torch.addcmul(dscale, mean, dshift)
         if wants[1]:
             dw = _sums_over_tokens(product, scale, lengths)
@@ -100,7 +100,7 @@ class _SegmentedNorm(torch.autograd.Function):
         if wants[3]:
             dq = (rstd * inner).sum(1)
             if total is not None:
-                dq = dq + _cumulated(_sums(total[None], shifts, lengths))[:, 0]
+                dq = dq + _cumulate(_sums(total[None], shifts, lengths))[:, 0]
             dq = dq.to(probabilities.dtype)
         if wants[0]:
             probs = probs[:, None] * rstd
@@ -151,8 +151,8 @@ def _statistics(
     for part, width, length in zip(parts, widths, lengths, strict=True):
         share = length / width
         mean = part.mean(1) if centred else None
-        apart = part if mean is None else part - mean[:, None]  # torch.var_mean takes ten times as long on a CPU
-        variance = torch.linalg.vector_norm(apart, dim=1).square_().div_(length)
+        centred_part = part if mean is None else part - mean[:, None]  # torch.var_mean takes ten times as long on a CPU
+        variance = torch.linalg.vector_norm(centred_part, dim=1).square_().div_(length)
         if variances:
             variance = torch.lerp(variances[-1], variance, share)
             if mean is not None:
@@ -188,7 +188,7 @@ def _remaining(values: Tensor) -> Tensor:
     return values
 
 
-def _cumulated(values: Tensor) -> Tensor:
+def _cumulate(values: Tensor) -> Tensor:
     """Each row becomes the sum of itself and those before it."""
     rows = values.unbind(0)
     for behind, before in zip(rows[1:], rows[:-1], strict=True):
