@@ -14,8 +14,16 @@ from weft.elastic import Mixture
 from weft.elastic.mixture import choice_options
 from weft.errors import SearchError, nearest
 from weft.search.cost import flops, latencies, parameters
-from weft.search.cost_measure import Measure
-from weft.search.cost_table import Array, Table, allowed_mask, filled, merged, reachable, with_tied
+from weft.search.cost_measure import Measurement
+from weft.search.cost_table import (
+    Array,
+    Table,
+    allowed_mask,
+    extend_by_constraints,
+    merge_tables,
+    reachable_range,
+    replace_nan,
+)
 from weft.space import Subnet, Value
 from weft.supernet import Chain, extract
 from weft.utils.rng import generator
@@ -122,8 +130,8 @@ def build_cost_model(
         raise SearchError(f"no metric '{metric}' can be expected{nearest(metric, METRICS)}")
     measure, found = _measure(chain, batch, metric, torch.device(device), repeats)
     rules = chain.space.rules
-    tables = merged([with_tied(rules, filled(table)) for table in found])
-    low, high = reachable(chain.space, tables)
+    tables = merge_tables([extend_by_constraints(rules, replace_nan(table)) for table in found])
+    low, high = reachable_range(chain.space, tables)
     allowed = [allowed_mask(rules, table.names) for table in tables]
     options = {name: choice_options(chain.space, name) for table in tables for name in table.names}
     model = CostModel(metric, chain.space.id, options, tables, allowed, low, high)
@@ -146,18 +154,18 @@ def build_cost_model(
 
 def _measure(
     chain: Chain, batch: Mapping[str, Tensor], metric: str, device: torch.device, repeats: int
-) -> tuple[Measure, list[Table]]:
+) -> tuple[Measurement, list[Table]]:
     if metric != "latency":
         try:
-            measure = Measure(chain, batch, metric, torch.device("meta"))
+            measure = Measurement(chain, batch, metric, torch.device("meta"))
             return measure, measure.tables()
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             pass  # shapes are not enough: a layer reads values of tensors, so it has to run
-    measure = Measure(chain, batch, metric, device, repeats)
+    measure = Measurement(chain, batch, metric, device, repeats)
     return measure, measure.tables()
 
 
-def _samples(measure: Measure, count: int) -> Iterator[tuple[Subnet, nn.Module, tuple[Tensor, ...]]]:
+def _samples(measure: Measurementment, count: int) -> Iterator[tuple[Subnet, nn.Module, tuple[Tensor, ...]]]:
     """The last subnet and some random ones, each as a plain module with its inputs."""
     chain, batch, space = measure.chain, measure.batch, measure.chain.space
     rng = generator("expected", space.id)

@@ -17,7 +17,7 @@ from weft.elastic.mixture import choice_options
 from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainStep
 from weft.errors import SearchError, SpaceError
-from weft.search.cost_table import Array, Table, constraint_tables, elimination, tabled
+from weft.search.cost_table import Array, Table, constraint_tables, elimination_order, make_table
 from weft.search.targets import TOLERANCE, Penalty, Target
 from weft.space import Space, Subnet, Value
 from weft.supernet import Chain
@@ -74,7 +74,7 @@ class _SubnetScorer:
         # Relative to the likeliest option, and 0 for a choice that is switched off. Otherwise a subnet with fewer
         # active choices would be likelier, and shallow subnets would win.
         at = {option: float(log.max() - one) for option, one in zip(self.options[name], log, strict=True)}
-        return tabled(self.rules, [name], lambda values: at[values[name]] if name in values else 0.0)
+        return make_table(self.rules, [name], lambda values: at[values[name]] if name in values else 0.0)
 
     # -- points
 
@@ -151,7 +151,7 @@ class _SubnetScorer:
         """
         left: list[tuple[Table, int | None]] = [(table, None) for table in (*self.losses, *self.required)]
         left += [(table, at) for at, target in enumerate(self.targets) for table in target.expected.tables]
-        plan = elimination([table for table, _ in left], self.names)
+        plan = elimination_order([table for table, _ in left], self.names)
         # What is tied to most is eliminated last: settled first, it stays in few combinations.
         order = self.names if plan is None else [name for name, _ in reversed(plan)]
         rows, loss = Points(), np.zeros(1)
