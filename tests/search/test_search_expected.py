@@ -379,8 +379,8 @@ def tied() -> tuple[Chain, Batch]:
 
 
 CHAINS: list[Callable[[], tuple[Chain, Batch]]] = [
-    tower, plain_and_optional, nested, cropped, following, cased, valued, constrained, sided, deep, asking, tied, twofold,
-    row, cells,
+    tower, plain_and_optional, nested, cropped, following, cased, valued, constrained, sided, deep, asking, tied,
+    twofold, row, cells,
 ]  # fmt: skip
 
 
@@ -629,9 +629,7 @@ def test_a_module_that_asks_the_pick_for_what_it_does_not_declare_is_refused(
     monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.setattr(Asking, "reads", tuple(name for name in Asking.reads if name != missing))
-    with pytest.raises(
-        SearchError, match=f"'layer' asks the pick for '{missing}', which `reads` of its modules do not name"
-    ):
+    with pytest.raises(SearchError, match="`reads`"):
         build_cost_model(*asking(), "parameters")
 
 

@@ -15,7 +15,7 @@ import torch
 from elastic_law import any_mixture, check_law, draw, near
 from torch import nn
 
-from weft.elastic import Condition, Mixture, Switch
+from weft.elastic import Condition, Mixture
 from weft.errors import SpaceError, SupernetError
 from weft.space import Space, Subnet
 from weft.supernet import Chain, extract, initialise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice, product
@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from weft.elastic import Leaf, Module
 from weft.elastic.extract import plain_module
 from weft.elastic.mixture import choice_options
-from weft.errors import SearchError
+from weft.errors import SearchError, SpaceError
 from weft.search.cost import flops, latency, parameters
 from weft.search.cost_table import (
     LIMIT,
@@ -36,8 +36,8 @@ from weft.search.cost_table import (
     make_table,
     with_conditions,
 )
-from weft.space import Choice, Subnet, Value
-from weft.supernet import Chain, LazyLayer, as_activations, build_on_meta, initialise
+from weft.space import Subnet, Value
+from weft.supernet import Chain, as_activations, build_on_meta, initialise
 from weft.supernet.blocks import Block
 from weft.supernet.layer import extra_inputs
 
@@ -57,11 +57,8 @@ class _Part:
     costs: dict[Key, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    part: _Part
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+_Call = tuple[_Part, tuple[Any, ...], dict[str, Any]]
+"""A part with the arguments that it is called with."""
 
 
 class Measurement:
@@ -70,7 +67,13 @@ class Measurement:
     def __init__(
         self, chain: Chain, batch: Mapping[str, Tensor], metric: str, device: torch.device, repeats: int = 1
     ) -> None:
-        self.chain = (build_on_meta(chain) if device.type == "meta" else _copy_to(chain, device)).eval()
+        on_meta = device.type == "meta"
+        self.chain = (
+            build_on_meta(chain)
+            if on_meta
+            else initialise(copy.deepcopy(chain, {id(chain.space): chain.space}), 0, device)
+        )
+        self.chain.eval()
         self.batch = {name: tensor.to(device) for name, tensor in batch.items()}
         self.metric, self.device, self.repeats = metric, device, repeats
         self.space, self.rules = chain.space, chain.space.rules
@@ -113,7 +116,7 @@ class Measurement:
                 values = self._completed(some, names, len(outputs))
                 if values is None or math.isnan(number := self._at(inputs, values)):
                     continue
-                outputs.append((values, self._run(block, parts, values, names, self._activations[int(number)])))
+                outputs.append((values, self._run(block, parts, values, self._activations[int(number)])))
                 for other in scopes:
                     done[other].add(_key(values, other))
         tables = [
@@ -147,42 +150,50 @@ class Measurement:
         return None
 
     def _run(
-        self, block: Block, parts: Sequence[_Part], values: Values, names: Names, activations: tuple[Tensor, ...]
+        self, block: Block, parts: Sequence[_Part], values: dict[str, Value], activations: tuple[Tensor, ...]
     ) -> int:
         """Runs the block for a subnet and keeps what its parts cost; returns the number of its outputs."""
-        subnet = Subnet(self.rules.layout, _Declared(values, names, self.rules.choices, block.name))
-        costs = dict.fromkeys(range(len(parts)), 0.0)
-        name, calls = block.pick(subnet), list[_Call]()
+        subnet, calls = self.rules.subnet(values), list[_Call]()
+        name = block.pick(subnet)
         if name is not None:
             layer, module = self.chain.layers[name], self.chain.module(name)
-            hooks = [part.module.register_forward_pre_hook(_recorder(part, calls), with_kwargs=True) for part in parts]
+            hooks = [
+                part.module.register_forward_pre_hook(
+                    lambda _, args, kwargs, part=part: calls.append((part, args, kwargs)),  # type: ignore[misc]
+                    with_kwargs=True,
+                )
+                for part in parts
+            ]
             try:
                 out = module(*activations, **extra_inputs(layer, self.batch, subnet))
+            except SpaceError as problem:
+                raise SearchError(
+                    f"block '{block.name}' asks the pick for a choice that `reads` of its modules do not name, or one "
+                    f"that is inactive: {problem}"
+                ) from problem
             finally:
                 for hook in hooks:
                     hook.remove()
             activations = as_activations(out, name)
-        for call in calls:
-            at = parts.index(call.part)
-            cost = self._cost(call, subnet)
+        costs = dict.fromkeys(parts, 0.0)
+        for part, args, kwargs in calls:
+            cost = self._cost(part, subnet, args, kwargs)
             # Parameters are there once, however often their module is called.
-            costs[at] = cost if self.metric == "parameters" else costs[at] + cost
-        for part, cost in zip(parts, costs.values(), strict=True):
+            costs[part] = cost if self.metric == "parameters" else costs[part] + cost
+        for part, cost in costs.items():
             known = part.costs.setdefault(_key(values, part.names), cost)
             if known != cost and self.metric != "latency":
                 raise SearchError(
-                    f"the {self.metric} of {type(part.module).__name__} in '{block.name}' are {known:,.0f} or {cost:,.0f} "
-                    f"for the same {', '.join(part.names) or 'choices'}: add to `reads` of the module around it the "
-                    "other choices that its inputs depend on"
+                    f"the {self.metric} of {type(part.module).__name__} in '{block.name}' are {known:,.0f} and "
+                    f"{cost:,.0f} for the same {', '.join(part.names) or 'choices'}: add the other choices that its "
+                    "inputs depend on to `reads` of a module around it"
                 )
         return self._number_of(activations)
 
-    def _cost(self, call: _Call, subnet: Subnet) -> float:
-        part = call.part
+    def _cost(self, part: _Part, subnet: Subnet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         if part.own:
             return sum(parameter.numel() for parameter in part.module.parameters(recurse=False))
-        args = call.args
-        kwargs = {name: value for name, value in call.kwargs.items() if not isinstance(value, Subnet)}
+        kwargs = {name: value for name, value in kwargs.items() if name != "pick"}
         key = (part.module, _key(subnet.values, part.reads), _identity(args), _identity(list(kwargs.items())))
         if key not in self._measured:
             plain = part.module
@@ -230,27 +241,6 @@ class Measurement:
         return self._numbers[key]
 
 
-class _Declared(dict[str, Value]):
-    """The values of the choices that a block declares; raises SearchError where it asks for another choice."""
-
-    def __init__(self, values: Values, names: Iterable[str], choices: Mapping[str, Choice], block: str) -> None:
-        super().__init__(values)
-        self._undeclared, self._block = choices.keys() - set(names), block
-
-    def __contains__(self, name: object) -> bool:
-        if name in self._undeclared:
-            raise SearchError(
-                f"block '{self._block}' asks the pick for '{name}', which `reads` of its modules do not name: add it"
-            )
-        return super().__contains__(name)
-
-    def __missing__(self, name: str) -> Value:
-        raise KeyError(name) if name not in self else AssertionError(name)
-
-    def keys(self) -> Any:
-        return KeysView(self)
-
-
 class _WithKeywords(nn.Module):
     """A module that gets the same keyword arguments in every call."""
 
@@ -260,31 +250,6 @@ class _WithKeywords(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.module(*args, **self._kwargs)
-
-
-def _recorder(part: _Part, calls: list[_Call]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(_Call(part, args, kwargs))
-
-    return record
-
-
-def _copy_to(chain: Chain, device: torch.device) -> Chain:
-    """A chain with every layer built and its weights on the device; weights that are there already are shared."""
-    memo: dict[int, Any] = {id(chain.space): chain.space}
-    for tensor in (*chain.parameters(), *chain.buffers()):
-        if not tensor.is_meta:
-            moved = tensor.detach().to(device)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(moved, requires_grad=tensor.requires_grad) if is_parameter else moved
-    copied = copy.deepcopy(chain, memo)
-    unbuilt = [
-        name
-        for name in copied.layers
-        if isinstance(module := copied.module(name), LazyLayer)
-        or any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-    ]
-    return initialise(copied, 0, device, only=unbuilt)
 
 
 def _reads_within(module: nn.Module) -> set[str]:
