@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice, product
@@ -55,6 +55,18 @@ class _Part:
     reads: Names
     own: bool = False
     costs: dict[Key, float] = field(default_factory=dict)
+
+    def cost_at(self, values: Values) -> float:
+        """NaN for a combination that was not measured, since no subnet has it."""
+        return self.costs.get(_key(values, self.names), math.nan)
+
+    def recorder(self, calls: list[_Call]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        """A hook that notes each call of the module."""
+
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append((self, args, kwargs))
+
+        return record
 
 
 _Call = tuple[_Part, tuple[Any, ...], dict[str, Any]]
@@ -119,10 +131,8 @@ class Measurement:
                 outputs.append((values, self._run(block, parts, values, self._activations[int(number)])))
                 for other in scopes:
                     done[other].add(_key(values, other))
-        tables = [
-            make_table(self.rules, p.names, lambda v, p=p: p.costs.get(_key(v, p.names), math.nan)) for p in parts
-        ]  # type: ignore[misc]
-        return [drop_unused_choices(table) for table in tables], self._table_of_outputs(block, list(scopes), outputs)
+        tables = [drop_unused_choices(make_table(self.rules, part.names, part.cost_at)) for part in parts]
+        return tables, self._table_of_outputs(block, list(scopes), outputs)
 
     def _parts(self, module: nn.Module, around: set[str]) -> Iterator[_Part]:
         reads = with_conditions(self.rules, _reads_within(module))
@@ -157,13 +167,7 @@ class Measurement:
         name = block.pick(subnet)
         if name is not None:
             layer, module = self.chain.layers[name], self.chain.module(name)
-            hooks = [
-                part.module.register_forward_pre_hook(
-                    lambda _, args, kwargs, part=part: calls.append((part, args, kwargs)),  # type: ignore[misc]
-                    with_kwargs=True,
-                )
-                for part in parts
-            ]
+            hooks = [part.module.register_forward_pre_hook(part.recorder(calls), with_kwargs=True) for part in parts]
             try:
                 out = module(*activations, **extra_inputs(layer, self.batch, subnet))
             except SpaceError as problem:
