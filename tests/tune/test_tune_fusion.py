@@ -383,56 +383,6 @@ class WeightNorm(Between):
             nn.utils.weight_norm(self.enter)
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.parametrize("model", [Writes, Hides, Fixed, Caches, Drops, Normed])
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_what_lanes_can_share_or_have_each_for_itself_is_fused(model: Any, data: Data, tmp_path: Path) -> None:
-    settings = chosen(data, model)
-    assert len({shape_key(one) for one in settings}) == 1
-    assert shape_key(settings[0]) is not None
-    alone, fused = run_alone(settings, tmp_path), run_fused(settings, tmp_path)
-    check_equal(tmp_path, [0, 1, 2])
-    for lane, result in enumerate(alone):
-        assert fused[lane].losses == pytest.approx(result.losses, rel=1e-5)
-
-
-@pytest.mark.parametrize("goes_on", ["fused", "alone"])
-def test_a_buffer_that_no_state_dict_has_is_kept_of_every_lane(goes_on: str, data: Data, tmp_path: Path) -> None:
-    settings = chosen(data, Hides)
-    alone = run_alone(settings, tmp_path)
-
-    def report(lane: int, step: int, values: tuple[float, ...]) -> bool:
-        if step == 12:
-            raise Stop
-        return (lane, step) == (0, 4)  # what the others hold is moved together
-
-    with pytest.raises(Stop):
-        run_fused(settings, tmp_path, report=report)
-    names = sorted(Checkpoints(tmp_path / "fused1" / "checkpoints").load(8).tensors)
-    assert [name for name in names if name.startswith("buffers.")] == ["buffers.mean"]
-    check_equal(tmp_path, [1, 2], step=8)
-    if goes_on == "fused":
-        found = run_fused(settings, tmp_path)[2]
-    else:
-        found = train(settings[2], None, device="cpu", directory=tmp_path / "fused2", report=lambda *_: False)
-    assert found.losses == pytest.approx(alone[2].losses, rel=1e-5)
-
-
-def test_a_model_that_leaves_out_a_dropout_of_rate_0_is_of_the_shape_of_the_others(data: Data, tmp_path: Path) -> None:
-    def model(params: Mapping[str, Any]) -> nn.Module:
-        drop = nn.Dropout(params["dropout"]) if params["dropout"] else nn.Identity()
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), drop, nn.Linear(16, 10))
-
-    settings = chosen(data, model)
-    whole = replace(settings[0], params={**settings[0].params, "dropout": 0})  # no dropout may be a whole number
-    assert len({shape_key(one) for one in (*settings, whole)}) == 1
-    run_alone(settings, tmp_path)
-    run_fused(settings, tmp_path)
-    check_equal(tmp_path, [0, 1, 2])
-
-
->>>>>>> 36cb5df53f3db73a69c88f4ae401f9b2e1b07e93
 class Hooked(Drops):
     """Holds a hook, and a part with attributes that do not differ."""
 
@@ -494,7 +444,7 @@ def test_a_stopped_trial_goes_on_fused_or_alone_with_the_buffers_that_no_state_d
 
     with pytest.raises(Stop):
         run_fused(configs, tmp_path, report=report)
-    names = Checkpoints(tmp_path / "fused1" / "checkpoints").names(8)
+    names = sorted(Checkpoints(tmp_path / "fused1" / "checkpoints").load(8).tensors)
     assert [name for name in names if name.startswith("buffers.")] == ["buffers.mean"]
     check_checkpoints(tmp_path, [1, 2], step=8)
     if goes_on == "fused":
