@@ -21,11 +21,10 @@ from weft import zoo
 from weft.plan.capture import CapturedModel, capture
 from weft.plan.capture.rules.view import groups
 from weft.plan.runtime.local_ops import local_kernel
-from weft.plan.runtime.lowering import resolve_partials
 from weft.plan.runtime.program import CapturedProgram, ShardedCall, fill_operands, operands
 from weft.plan.runtime.random_ops import is_random
 from weft.plan.runtime.redistribute import MeshCollectives
-from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, gradient_placements
+from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, gradient_placements, without_partials
 from weft.utils.rng import generator, torch_seeded
 
 
@@ -119,7 +118,7 @@ def in_parts(
     how, count, read = local_kernel(call), call.mesh.devices, list(operands([call.args, call.kwargs]))
     assert [each.tensor for each in operands([how.args, how.kwargs])] == [each.tensor for each in read]
     used = sorted(call.used_outputs)
-    laid = [resolve_partials(call.result_placements(n), n in how.whole) for n in used]
+    laid = [without_partials(call.result_placements(n)) if n in how.whole else call.result_placements(n) for n in used]
     slots: list[Any] = [None] * count
     barrier = Barrier(count)
 

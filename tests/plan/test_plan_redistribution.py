@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from weft.hardware import collectives
 from weft.hardware.machine import DeviceSpec, Link, Machine
-from weft.plan.redistribution import Redistribution, grad_placements, meshes
-from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements
+from weft.plan.redistribution import Redistribution, meshes
+from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, without_partials
 
 SIZE = 1 << 20
 DEVICE = DeviceSpec({"float32": 1e13}, ((1e6, 0.1), (1e9, 0.8)), 1e12, 1e10, 5e-6)
@@ -66,7 +66,7 @@ def test_a_table_has_the_cost_of_each_pair() -> None:
 PLACES = st.sampled_from([PARTIAL, REPLICATED, 0, 1])
 
 
-@given(st.tuples(PLACES, PLACES), st.tuples(PLACES, PLACES).map(grad_placements))
+@given(st.tuples(PLACES, PLACES), st.tuples(PLACES, PLACES).map(without_partials))
 def test_what_lies_right_already_costs_nothing_and_nothing_is_below_that(
     source: Placements, target: Placements
 ) -> None:

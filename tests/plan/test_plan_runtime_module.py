@@ -29,7 +29,7 @@ from weft.plan.graph import PARAMETER, Dim, Operator
 from weft.plan.redistribution import gathered_again
 from weft.plan.runtime import ParallelModule, StepOptions, parallelize
 from weft.plan.runtime.redistribute import MeshCollectives
-from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy, splits
+from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy, operand_placements, splits
 from weft.utils.rng import generator
 
 SEED = 5
@@ -392,7 +392,7 @@ def test_what_is_sent_is_what_the_strategy_is_known_for(tmp_path: Path) -> None:
         for op, operator in enumerate(graph.operators)
         for number, read in enumerate(operator.reads)
         if graph.operators[read.source].kind == PARAMETER
-        and stored.operand(graph, op, number) != stored.result(graph, read.source, read.output)
+        and operand_placements(read.tensor, stored.splits[op]) != stored.result(graph, read.source, read.output)
     }
     assert len(gathered) == 7  # as the costs have it
     assert len(gathered & gathered_again(graph, recompute=False)) == 3

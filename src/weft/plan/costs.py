@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from weft.errors import PlanError
 from weft.hardware.machine import Machine
 from weft.plan.graph import PARAMETER, Dim, Graph, Operator, Tensor, layer_of
-from weft.plan.redistribution import Redistribution, gathered_again, grad_placements
+from weft.plan.redistribution import Redistribution, gathered_again
 from weft.plan.sharding import (
     Mesh,
     OpSplit,
@@ -28,6 +28,7 @@ from weft.plan.sharding import (
     result_placements,
     shards,
     splits,
+    without_partials,
 )
 from weft.plan.solver import Problem
 
@@ -235,7 +236,7 @@ class _CostBuilder:
         if not (result.gradient and operand.gradient):
             return there
         back, back_of = _distinct([gradient_placements(operand, split) for split in readers])
-        home, home_of = _distinct([grad_placements(result_placements(result, split)) for split in sources])
+        home, home_of = _distinct([without_partials(result_placements(result, split)) for split in sources])
         backward = self._moving.table(size, back, home).T[np.ix_(home_of, back_of)]
         if not parameter:
             return there + count * backward

@@ -4,13 +4,10 @@ An operator computes over an iteration space: a matrix product over ``(m, n, k)`
 input channels. Splitting a dimension of that space splits each tensor that has it along one axis, and leaves the others
 whole. A dimension that no output has is summed over: splitting it leaves partial sums.
 """
-# DOCS """Which dimension of each operator counts the samples of a batch, and the graph of a smaller batch."""
-#
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from weft.errors import PlanError
@@ -102,7 +99,6 @@ class Graph:
 
     name: str
     operators: tuple[Operator, ...]
-    results: tuple[int, ...] = ()  # the operators whose outputs the model returns
     notes: tuple[str, ...] = field(default=())  # how it was captured, where that matters
 
     def __post_init__(self) -> None:
@@ -113,16 +109,6 @@ class Graph:
 
     def __len__(self) -> int:
         return len(self.operators)
-
-    def edges(self) -> Iterator[tuple[int, int, int]]:
-        """(source, reader, which of its reads), one for each tensor that is read."""
-        for place, operator in enumerate(self.operators):
-            for number, read in enumerate(operator.reads):
-                yield read.source, place, number
-
-    @property
-    def flops(self) -> float:
-        return sum(operator.flops for operator in self.operators)
 
     @property
     def unknown(self) -> dict[str, int]:

@@ -26,6 +26,7 @@ from weft.plan.sharding import (
     operand_placements,
     result_placements,
     shards,
+    without_partials,
 )
 
 Table = NDArray[np.float64]
@@ -81,11 +82,6 @@ class Redistribution:
         for outer in range(k):
             moved |= (a[..., outer] == a[..., k]) != (b[..., outer] == a[..., k])
         return np.asarray(same & moved, dtype=np.bool_)
-
-
-def grad_placements(laid: Placements) -> Placements:
-    """How the gradient of a result must lie where the result lies so: partial results have whole gradients."""
-    return tuple(REPLICATED if place == PARTIAL else place for place in laid)
 
 
 def meshes(devices: int, axes: int = 3) -> list[Mesh]:
@@ -155,7 +151,7 @@ def gathered_bytes(graph: Graph, mesh: Mesh, splits: Sequence[OpSplit], recomput
         for number, read in enumerate(operator.reads):
             if read.source not in weights:
                 continue
-            stored = grad_placements(
+            stored = without_partials(
                 result_placements(graph.operators[read.source].outputs[read.output], splits[read.source])
             )
             wanted = operand_placements(read.tensor, splits[op])

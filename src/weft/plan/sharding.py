@@ -5,8 +5,6 @@ the devices along that axis compute the same. A *layout* gives each mesh axis th
 REPLICATED, or PARTIAL: each device holds a summand. These are DTensor's placements. Where several mesh axes cut one
 tensor axis, the outer one cuts first.
 """
-# DOCS """What a planner decides: a mesh, and a split for each operator."""
-#
 
 from __future__ import annotations
 
@@ -72,6 +70,11 @@ def gradient_placements(tensor: Tensor, split: OpSplit) -> Placements:
     return result_placements(tensor, split)
 
 
+def without_partials(placements: Placements) -> Placements:
+    """The placements once partial sums are added up. The gradient of a result lies so, too."""
+    return tuple(REPLICATED if each == PARTIAL else each for each in placements)
+
+
 def shards(laid: Placements, mesh: Mesh) -> int:
     """Into how many parts a layout cuts a tensor."""
     return math.prod(size for size, place in zip(mesh.sizes, laid, strict=True) if place >= 0)
@@ -92,10 +95,6 @@ class ShardingStrategy:
 
     mesh: Mesh
     splits: tuple[OpSplit, ...]
-
-    def operand(self, graph: Graph, place: int, number: int) -> Placements:
-        """How operand ``number`` of the operator at ``place`` must lie."""
-        return operand_placements(graph.operators[place].reads[number].tensor, self.splits[place])
 
     def result(self, graph: Graph, place: int, output: int = 0) -> Placements:
         """How an output of the operator at ``place`` comes to lie."""

@@ -73,7 +73,6 @@ def build(name: str, model: nn.Module, found: ExportResult) -> tuple[Graph, dict
     graph = Graph(
         name,
         tuple(saved(reached(builder.operators, results), builder.spaces)),
-        tuple(dict.fromkeys(place for place, _ in results)),
         (*found.notes, *dict.fromkeys(builder.notes)),
     )
     return graph, builder.values, tied

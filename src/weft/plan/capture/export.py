@@ -165,7 +165,7 @@ def _export_deterministic(model: nn.Module, named: NamedBatch) -> ExportResult:
 
 METHODS: Mapping[str, Callable[[nn.Module, NamedBatch], ExportResult]] = {
     "export": _export,
-    "export of a settled model": _export_deterministic,
+    "deterministic export": _export_deterministic,
 }
 
 

@@ -31,7 +31,7 @@ from weft.plan.runtime.redistribute import (
     redistribute,
     redistribution_steps,
 )
-from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, ShardingStrategy, gradient_placements
+from weft.plan.sharding import REPLICATED, Mesh, Placements, ShardingStrategy, gradient_placements, without_partials
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +121,13 @@ def lower(
     layouts = dict(inputs)
     for place, call, how in made:
         for output in range(len(call.operator.outputs)):
-            layouts[ValueRef(place, output)] = resolve_partials(call.result_placements(output), output in how.whole)
+            found = call.result_placements(output)
+            layouts[ValueRef(place, output)] = without_partials(found) if output in how.whole else found
     requested: dict[tuple[ValueRef, Placements], list[Placements]] = {}  # to the ways in which gradients come back
     for _, call, how in made:
         for operand in operands([how.args, how.kwargs]):
             _request(requested, ValueRef(operand.source, operand.output), *_operand_request(call, operand))
-    ends = {
-        value: resolve_partials(layouts[value], value in keep_sharded) if value in keep_sharded else whole
-        for value in results
-    }
+    ends = {value: without_partials(layouts[value]) if value in keep_sharded else whole for value in results}
     for value, wanted in ends.items():
         _request(requested, value, wanted, wanted)
     lowering = _Lowering(mesh, layouts, requested, parameter_views(captured.graph))
@@ -155,16 +153,9 @@ def resolved_placements(
     for place, node in captured.calls():
         for value in values:
             if value.source == place:
-                found[value] = resolve_partials(
-                    captured.call(place, node, strategy.splits[place], strategy.mesh).result_placements(value.output),
-                    True,
-                )
+                call = captured.call(place, node, strategy.splits[place], strategy.mesh)
+                found[value] = without_partials(call.result_placements(value.output))
     return found
-
-
-def resolve_partials(placements: Placements, whole: bool) -> Placements:
-    """The placements, with ``whole`` those after partial sums were added up."""
-    return tuple(REPLICATED if whole and place == PARTIAL else place for place in placements)
 
 
 def _operand_request(call: ShardedCall, operand: Operand) -> tuple[Placements, Placements]:
@@ -209,7 +200,7 @@ class _Lowering:
         if key not in self._fetched:
             held = self.layouts[value]
             # The gradient of a partial sum is that of the sum: whole where the value is partial.
-            home = resolve_partials(held, True)
+            home = without_partials(held)
             steps = redistribution_steps(held, wanted, self.mesh)
             grad_steps = {each: redistribution_steps(each, home, self.mesh) for each in self.requested[key]}
             if not steps and not any(grad_steps.values()):
