@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 def find(captured: CapturedModel, name: str) -> Operator:
-    return captured.graph.operators[captured.places[name]]
+    return captured.graph.operators[captured.op_index[name]]
 
 
 def placeholders(captured: CapturedModel, model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def test_results_of_one_node_are_outputs_of_one_operator() -> None:
     assert (place, 1) in reads
     items = [node for node in captured.program.graph.nodes if "getitem" in node.name]
     assert [captured.values[node.name] for node in items] == [(place, 0), (place, 1)]
-    assert all(node.name not in captured.places for node in items)
+    assert all(node.name not in captured.op_index for node in items)
 
 
 def test_nothing_is_computed_drawn_or_changed() -> None:

@@ -80,7 +80,7 @@ def test_a_line_too_long_to_weigh_every_cut_is_cut_where_least_is_sent(monkeypat
     graph = chain([9, 9, 1, 9, 9, 9])
     loads = [OpLoad(float(place in (1, 3, 7, 11)), 0.0, 0.0) for place in range(len(graph))]
     every = cut(graph, loads, 2, 4, 1e9, 0.01)
-    monkeypatch.setattr("weft.plan.pipeline_stages._PLACES", 3)  # the third to the last operator take no time, but one
+    monkeypatch.setattr("weft.plan.pipeline_stages._CUTS", 3)  # the third to the last operator take no time, but one
     assert every is not None
     assert every.stage == (0,) * 6 + (1,) * 6
     assert cut(graph, loads, 2, 4, 1e9, 0.01) == every

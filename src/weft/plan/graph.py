@@ -39,7 +39,7 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor as one operator sees it: for each axis the dimension (by its place in the iteration space) that splits
+    """A tensor as one operator sees it: for each axis the dimension (by its index in the iteration space) that splits
     it into contiguous parts, or None."""
 
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """An operand: output ``output`` of the operator at place ``source`` of the graph, as the reader sees it."""
+    """An operand: output ``output`` of operator ``source`` of the graph, as the reader sees it."""
 
     source: int
     output: int
@@ -102,9 +102,9 @@ class Graph:
     notes: tuple[str, ...] = field(default=())  # how it was captured, where that matters
 
     def __post_init__(self) -> None:
-        for place, operator in enumerate(self.operators):
+        for op, operator in enumerate(self.operators):
             for read in operator.reads:
-                if not 0 <= read.source < place:
+                if not 0 <= read.source < op:
                     raise ValueError(f"'{operator.name}' reads from {read.source}, which does not come before it")
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ def batch_dims(graph: Graph) -> tuple[int | None, ...]:
     size = batch_size(graph)
     axes: dict[tuple[int, int], int] = {}  # of an output: the axis that holds the samples
     found: list[int | None] = []
-    for place, operator in enumerate(graph.operators):
+    for op, operator in enumerate(graph.operators):
         dim = None
         if operator.kind == INPUT and operator.outputs[0].shape[:1] == (size,):
             dim = operator.outputs[0].dims[0]
@@ -137,7 +137,7 @@ def batch_dims(graph: Graph) -> tuple[int | None, ...]:
                 break
         for number, tensor in enumerate(operator.outputs):
             if dim is not None and dim in tensor.dims:
-                axes[place, number] = tensor.dims.index(dim)
+                axes[op, number] = tensor.dims.index(dim)
         found.append(dim)
     return tuple(found)
 
@@ -201,7 +201,7 @@ def layer_of(module: str) -> str:
     ('transformer.h.3', '')
     """
     parts = module.split(".")
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if part.isdigit():
-            return ".".join(parts[: place + 1])
+            return ".".join(parts[: index + 1])
     return ""

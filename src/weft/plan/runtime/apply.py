@@ -139,8 +139,8 @@ def transfer_splits(
     """The split and the stage of each operator of ``found``. Operators through which gradients flow must be those of
     the plan in its order, else PlanError; others are found by their names, and have no stage where the plan lacks
     them."""
-    ours = [place for place, each in enumerate(found.operators) if _learns(each)]
-    theirs = [place for place, each in enumerate(planned.operators) if _learns(each)]
+    ours = [op for op, each in enumerate(found.operators) if _learns(each)]
+    theirs = [op for op, each in enumerate(planned.operators) if _learns(each)]
     for own, other in zip(ours, theirs, strict=False):
         _refuse_other(found.operators[own], planned.operators[other])
     if len(ours) != len(theirs):
@@ -149,12 +149,12 @@ def transfer_splits(
             "plan with microbatches=1, or with micro-batches of more samples"
         )
     pairs = dict(zip(ours, theirs, strict=True))
-    named = {(each.name, each.target): place for place, each in enumerate(planned.operators) if not _learns(each)}
+    named = {(each.name, each.target): op for op, each in enumerate(planned.operators) if not _learns(each)}
     whole: OpSplit = (REPLICATED,) * len(mesh.sizes)
     new: list[OpSplit] = []
     stages: list[int | None] = []
-    for place, operator in enumerate(found.operators):
-        old = pairs.get(place, named.get((operator.name, operator.target)))
+    for op, operator in enumerate(found.operators):
+        old = pairs.get(op, named.get((operator.name, operator.target)))
         stages.append(None if old is None else stage[old])
         new.append(whole if old is None else _split(planned.operators[old], operator, splits[old], mesh))
     return tuple(new), tuple(stages)
@@ -175,7 +175,7 @@ def _refuse_other(own: Operator, other: Operator) -> None:
 def _split(old: Operator, new: Operator, split: OpSplit, mesh: Mesh) -> OpSplit:
     """The split of the same axes; a mesh axis that cannot cut them is left out."""
     if [dim.name for dim in old.dims] != [dim.name for dim in new.dims]:
-        split = tuple(_dim(old, new, place) if place >= 0 else place for place in split)
+        split = tuple(_dim(old, new, dim) if dim >= 0 else dim for dim in split)
     for axis in reversed(range(len(split))):
         if invalid_split(new, split, mesh) is None:
             break
@@ -183,13 +183,13 @@ def _split(old: Operator, new: Operator, split: OpSplit, mesh: Mesh) -> OpSplit:
     return split
 
 
-def _dim(old: Operator, new: Operator, place: int) -> int:
+def _dim(old: Operator, new: Operator, dim: int) -> int:
     """The dimension that cuts the same axis of a tensor."""
     before = (*old.outputs, *(read.tensor for read in old.reads))
     after = (*new.outputs, *(read.tensor for read in new.reads))
     for mine, other in zip(before, after, strict=False):
-        if place in mine.dims and len(mine.dims) == len(other.dims):
-            found = other.dims[mine.dims.index(place)]
+        if dim in mine.dims and len(mine.dims) == len(other.dims):
+            found = other.dims[mine.dims.index(dim)]
             if found is not None:
                 return found
     return REPLICATED

@@ -109,33 +109,32 @@ def lower(
     keep_sharded: Collection[ValueRef] = (),
     only: Collection[int] | None = None,
 ) -> LocalProgram:
-    """The instructions from the inputs, which lie as said, to the results: those in ``keep_sharded`` are split or whole
-    as they come out (never partial sums), all others whole on every device. With ``only``, the operators at these
-    places alone are computed; of the others, the random ones are drawn and thrown away, so that the generator goes on
-    as if they were. Of a parameter that is gathered, or a view of one, this device's part alone is kept for the
-    backward."""
+    """The instructions from the inputs, whose placements are given, to the results: those in ``keep_sharded`` are split
+    or whole as they come out (never partial sums), all others whole on every device. With ``only``, these operators
+    alone are computed; of the others, the random ones are drawn and thrown away, so that the generator goes on as if
+    they were. Of a parameter that is gathered, or a view of one, this device's part alone is kept for the backward."""
     mesh = strategy.mesh
     whole: Placements = (REPLICATED,) * len(mesh.sizes)
-    calls = [(place, captured.call(place, node, strategy.splits[place], mesh)) for place, node in captured.calls()]
-    made = [(place, call, local_kernel(call)) for place, call in calls if only is None or place in only]
-    layouts = dict(inputs)
-    for place, call, how in made:
+    calls = [(op, captured.call(op, node, strategy.splits[op], mesh)) for op, node in captured.calls()]
+    made = [(op, call, local_kernel(call)) for op, call in calls if only is None or op in only]
+    placements = dict(inputs)
+    for op, call, how in made:
         for output in range(len(call.operator.outputs)):
             found = call.result_placements(output)
-            layouts[ValueRef(place, output)] = without_partials(found) if output in how.whole else found
+            placements[ValueRef(op, output)] = without_partials(found) if output in how.whole else found
     requested: dict[tuple[ValueRef, Placements], list[Placements]] = {}  # to the ways in which gradients come back
     for _, call, how in made:
         for operand in operands([how.args, how.kwargs]):
             _request(requested, ValueRef(operand.source, operand.output), *_operand_request(call, operand))
-    ends = {value: without_partials(layouts[value]) if value in keep_sharded else whole for value in results}
+    ends = {value: without_partials(placements[value]) if value in keep_sharded else whole for value in results}
     for value, wanted in ends.items():
         _request(requested, value, wanted, wanted)
-    lowering = _Lowering(mesh, layouts, requested, parameter_views(captured.graph))
+    lowering = _Lowering(mesh, placements, requested, parameter_views(captured.graph))
     begin = {value: lowering.register(value) for value in inputs}
-    ours = {place: (call, how) for place, call, how in made}
-    for place, call in calls:
-        if place in ours:
-            lowering.compute(place, *ours[place])
+    ours = {op: (call, how) for op, call, how in made}
+    for op, call in calls:
+        if op in ours:
+            lowering.compute(op, *ours[op])
         elif is_random(call):
             lowering.instructions.append(Compute(f"{call.operator.name} elsewhere", skip_draw(call), [], {}, ()))
     final = {value: lowering.fetch(value, wanted, wanted) for value, wanted in ends.items()}
@@ -150,10 +149,10 @@ def resolved_placements(
 ) -> dict[ValueRef, Placements]:
     """How some values come to lie, with their partial sums added up."""
     found: dict[ValueRef, Placements] = {}
-    for place, node in captured.calls():
+    for op, node in captured.calls():
         for value in values:
-            if value.source == place:
-                call = captured.call(place, node, strategy.splits[place], strategy.mesh)
+            if value.source == op:
+                call = captured.call(op, node, strategy.splits[op], strategy.mesh)
                 found[value] = without_partials(call.result_placements(value.output))
     return found
 
@@ -179,11 +178,11 @@ class _Lowering:
     def __init__(
         self,
         mesh: Mesh,
-        layouts: Mapping[ValueRef, Placements],
+        placements: Mapping[ValueRef, Placements],
         requested: Mapping[tuple[ValueRef, Placements], list[Placements]],
         reshard: frozenset[int],
     ) -> None:
-        self.mesh, self.layouts, self.requested, self.reshard = mesh, layouts, requested, reshard
+        self.mesh, self.placements, self.requested, self.reshard = mesh, placements, requested, reshard
         self.instructions: list[Instruction] = []
         self.count = 0
         self._registers: dict[ValueRef, int] = {}
@@ -198,7 +197,7 @@ class _Lowering:
         """The register of a value as a reader wants it."""
         key = (value, wanted)
         if key not in self._fetched:
-            held = self.layouts[value]
+            held = self.placements[value]
             # The gradient of a partial sum is that of the sum: whole where the value is partial.
             home = without_partials(held)
             steps = redistribution_steps(held, wanted, self.mesh)
@@ -218,12 +217,12 @@ class _Lowering:
                 self._fetched[key] = targets
         return self._fetched[key][gradient]
 
-    def compute(self, place: int, call: ShardedCall, how: LocalKernel) -> None:
+    def compute(self, op: int, call: ShardedCall, how: LocalKernel) -> None:
         def register(operand: Operand) -> Register:
             return Register(self.fetch(ValueRef(operand.source, operand.output), *_operand_request(call, operand)))
 
         args, kwargs = fill_operands(how.args, register), fill_operands(how.kwargs, register)
-        targets = tuple((output, self.register(ValueRef(place, output))) for output in sorted(call.used_outputs))
+        targets = tuple((output, self.register(ValueRef(op, output))) for output in sorted(call.used_outputs))
         self.instructions.append(Compute(call.operator.name, how.run, args, kwargs, targets))
 
     def _new(self) -> int:

@@ -219,8 +219,8 @@ class ParallelModule(nn.Module):
         with name_lost_peer(lambda: "gathering the state"):
             for name in names:
                 node = nodes[name]
-                place = captured.places[captured.tied.get(node, node)]
-                holder = next(s for s, section in enumerate(self._stage_graph.sections) if place in section.leaves)
+                op = captured.op_index[captured.tied.get(node, node)]
+                holder = next(s for s, section in enumerate(self._stage_graph.sections) if op in section.leaves)
                 value = torch.empty(like[node].shape, dtype=like[node].dtype, device=self._collectives.device)
                 if self.stage == holder:
                     value.copy_(own(name))

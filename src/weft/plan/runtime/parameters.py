@@ -25,7 +25,7 @@ class ModelTensors:
 
     parameters: Mapping[ValueRef, str]
     buffers: Mapping[ValueRef, str]
-    layouts: Mapping[ValueRef, Placements]
+    placements: Mapping[ValueRef, Placements]
 
 
 def register_tensors(
@@ -39,8 +39,8 @@ def register_tensors(
 ) -> ModelTensors:
     """Registers the model's tensors on a module under their own names, with the values of the mesh's first process.
 
-    A parameter with two names is stored once, as the first of its operators says. With ``only``, the tensors at these
-    places of the graph alone are registered.
+    A parameter with two names is stored once, as the first of its operators says. With ``only``, the tensors of these
+    operators alone are registered.
     """
     captured = program.captured
     found = _values(captured, given)
@@ -48,7 +48,7 @@ def register_tensors(
     owner_of = storage_owners(program, given)
     made: dict[ValueRef, nn.Parameter] = {}
     parameters: dict[ValueRef, str] = {}
-    layouts: dict[ValueRef, Placements] = {}
+    placements_of: dict[ValueRef, Placements] = {}
     for node, name in captured.parameters.items():
         used = captured.tied.get(node, node)
         value = program.value(used)
@@ -59,23 +59,23 @@ def register_tensors(
         if owner not in made:
             trained = captured.graph.operators[owner.source].outputs[0].gradient
             made[owner] = _parameter(_found(found, captured.parameters[used]), mesh, device, placements, trained)
-        _place(module, name, made[owner])
-        parameters[value], layouts[value] = name, placements
+        _register(module, name, made[owner])
+        parameters[value], placements_of[value] = name, placements
     buffers: dict[ValueRef, str] = {}
     kept = persistent_buffers(captured)
     for node, name in captured.buffers.items():
         value = program.value(node)
         if only is not None and value.source not in only:
             continue
-        _place(module, name, _spread(_found(found, name), mesh, device), name in kept)
-        buffers[value], layouts[value] = name, whole
+        _register(module, name, _spread(_found(found, name), mesh, device), name in kept)
+        buffers[value], placements_of[value] = name, whole
     for number, (node, constant) in enumerate(captured.constants.items()):
         value = program.value(node)
         if only is not None and value.source not in only:
             continue
-        _place(module, f"_constant_{number}", _spread(constant, mesh, device), False)
-        buffers[value], layouts[value] = f"_constant_{number}", whole
-    return ModelTensors(parameters, buffers, layouts)
+        _register(module, f"_constant_{number}", _spread(constant, mesh, device), False)
+        buffers[value], placements_of[value] = f"_constant_{number}", whole
+    return ModelTensors(parameters, buffers, placements_of)
 
 
 def storage_owners(
@@ -94,10 +94,8 @@ def storage_owners(
 
 
 def dtensor_placements(placements: Placements) -> list[Placement]:
-    """A layout as DTensor spells it."""
-    return [
-        Partial() if place == PARTIAL else Replicate() if place == REPLICATED else Shard(place) for place in placements
-    ]
+    """Placements as DTensor spells them."""
+    return [Partial() if each == PARTIAL else Replicate() if each == REPLICATED else Shard(each) for each in placements]
 
 
 def full_tensor(value: Tensor, collectives: MeshCollectives) -> Tensor:
@@ -148,7 +146,7 @@ def persistent_buffers(captured: CapturedModel) -> frozenset[str]:
     return frozenset(captured.program.state_dict)
 
 
-def _place(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:
+def _register(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:
     """Registers a parameter or buffer under a dotted name."""
     *folders, name = path.split(".")
     for folder in folders:
@@ -201,7 +199,7 @@ class DeferredGradSync:
             registers[target] = value
 
     def end(self, module: nn.Module, collectives: MeshCollectives, mesh: DeviceMesh) -> None:
-        """Brings the sums home, and adds them to what the parameters have."""
+        """Moves the sums to where the parameters are stored, and adds them to what the parameters have."""
         for step, name in self.instructions:
             parameter: Any = module.get_parameter(name)
             total = None if parameter.grad is None else parameter.grad.to_local()

@@ -85,14 +85,14 @@ def placed(call: OpCall) -> IterationSpace | None:
     if call.target == "aten.unfold":  # (.., size, ..) -> (.., windows, .., window)
         labels = names("a", value.rank)
         number = call.axis(value.rank, "dimension")
-        result = (*(None if place == number else name for place, name in enumerate(labels)), None)
+        result = (*(None if axis == number else name for axis, name in enumerate(labels)), None)
         return iteration_space(call, "view", [labels], [result], unsplittable=[labels[number]], moved=0.0)
     if call.target == "aten.diagonal":  # both axes leave; the diagonal comes last
         labels = names("a", value.rank)
         gone = {call.axis(value.rank, "dim1"), call.axis(value.rank, "dim2")}
-        kept = tuple(name for place, name in enumerate(labels) if place not in gone)
+        kept = tuple(name for axis, name in enumerate(labels) if axis not in gone)
         return iteration_space(
-            call, "view", [labels], [(*kept, None)], unsplittable=[labels[place] for place in gone], moved=0.0
+            call, "view", [labels], [(*kept, None)], unsplittable=[labels[axis] for axis in gone], moved=0.0
         )
     return None
 
