@@ -31,23 +31,13 @@ def test_a_short_message_climbs_the_tree() -> None:
     assert all_reduce(1, 16, 1e9, 0.01) == pytest.approx(8 * 0.01, rel=1e-6)
     assert reduce_scatter(1, 16, 1e9, 0.01) == pytest.approx(8 * 0.01, rel=1e-6)
     assert all_to_all(1, 16, 1e9, 0.01) == pytest.approx(4 * 0.01, rel=1e-6)
-
-
-def test_a_group_that_is_no_power_of_two_rounds_up() -> None:
-    assert all_reduce(1, 9, 1e9, 0.01) == pytest.approx(8 * 0.01, rel=1e-6)
+    assert all_reduce(1, 9, 1e9, 0.01) == pytest.approx(8 * 0.01, rel=1e-6)  # no power of two: rounded up
 
 
 @pytest.mark.parametrize("collective", ALL)
 def test_one_device_or_nothing_to_send_costs_nothing(collective: Callable[..., Any]) -> None:
     assert collective([1e9, 0.0, 0.0], [1, 8, 1], 1e9, 0.01).tolist() == [0.0, 0.0, 0.0]
     assert collective(1e9, 1, math.inf, 0.0) == 0.0
-
-
-@given(SIZES, GROUPS, st.floats(1e6, 1e12))
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: float, q: int, bandwidth: float) -> None:
-    # Without latency the ring is always the cheaper.
-    parts = reduce_scatter(size, q, bandwidth, 0.0) + all_gather(size, q, bandwidth, 0.0)
-    assert all_reduce(size, q, bandwidth, 0.0) == pytest.approx(parts)
 
 
 @pytest.mark.parametrize("collective", ALL)

@@ -141,12 +141,14 @@ def gathered_bytes(graph: Graph, mesh: Mesh, splits: Sequence[OpSplit], recomput
     take while it runs: at most, forward or backward.
 
     A weight is gathered for its first reader, and freed after its last one. The backward of an operator gathers its
-    weights again. With recomputation those of a layer are gathered together.
+    weights again, and the gradients of several readers are summed until that of the first one is there. With
+    recomputation the weights of a layer are gathered together, and what a later layer reads too is kept for it.
     """
     weights, again = parameter_views(graph), gathered_again(graph, recompute)
-    forward, backward = np.zeros(len(graph) + 1), [0.0] * len(graph)
+    layer = [layer_of(operator.module) if recompute else "" for operator in graph.operators]
+    forward, backward = np.zeros(len(graph) + 1), np.zeros(len(graph))
     uses: dict[tuple[int, int, Placements], list[int]] = {}
-    layers: dict[str, float] = {}
+    together: dict[str, float] = {"": 0.0}
     for op, operator in enumerate(graph.operators):
         for number, read in enumerate(operator.reads):
             if read.source not in weights:
@@ -160,14 +162,21 @@ def gathered_bytes(graph: Graph, mesh: Mesh, splits: Sequence[OpSplit], recomput
             size = read.tensor.bytes / shards(wanted, mesh)
             backward[op] += size * (((op, number) in again) + read.tensor.gradient)
             key = (read.source, read.output, wanted)
-            layer = layer_of(operator.module) if recompute else ""
-            if layer and key not in uses:
-                layers[layer] = layers.get(layer, 0.0) + size
+            if layer[op] and key not in uses:
+                together[layer[op]] = together.get(layer[op], 0.0) + size
             uses.setdefault(key, []).append(op)
     for (source, output, wanted), readers in uses.items():
-        size = graph.operators[source].outputs[output].bytes / shards(wanted, mesh)
+        tensor = graph.operators[source].outputs[output]
+        size = tensor.bytes / shards(wanted, mesh)
+        later = [op for op in readers if layer[op] not in ("", layer[readers[0]])]
         forward[readers[0]] += size
-        forward[readers[-1] + 1] -= size
+        if later:
+            backward[later[0] :] += size
+        else:
+            forward[readers[-1] + 1] -= size
+        if tensor.gradient:
+            backward[readers[0] : readers[-1]] += size
     alive = np.maximum(np.cumsum(forward)[:-1], 0.0)
-    together = [layers.get(layer_of(operator.module), 0.0) for operator in graph.operators]
-    return [max(float(a), b + c) for a, b, c in zip(alive, backward, together, strict=True)]
+    return [
+        max(float(a), float(b) + together.get(name, 0.0)) for a, b, name in zip(alive, backward, layer, strict=True)
+    ]

@@ -21,6 +21,7 @@ from weft.plan.runtime.program import (
     ShardedCall,
     ValueRef,
     fill_operands,
+    leaves,
     operands,
 )
 from weft.plan.runtime.random_ops import is_random, skip_draw
@@ -77,7 +78,7 @@ class Compute:
 
     @property
     def reads(self) -> Iterable[int]:
-        return [register.number for register in _registers([self.args, self.kwargs])]
+        return [register.number for register in leaves([self.args, self.kwargs], Register)]
 
     def run(self, registers: list[Any], collectives: MeshCollectives) -> None:
         out = self.compute(collectives, _read(self.args, registers), _read(self.kwargs, registers))
@@ -239,16 +240,6 @@ def _with_frees(instructions: Sequence[Instruction], kept: frozenset[int]) -> tu
         later.update(done)
         out.append(replace(instruction, frees=tuple(done)))
     return tuple(reversed(out))
-
-
-def _registers(value: Any) -> Iterable[Register]:
-    if isinstance(value, Register):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _registers(each)
-    elif isinstance(value, dict):
-        yield from _registers(list(value.values()))
 
 
 def _read(value: Any, registers: list[Any]) -> Any:

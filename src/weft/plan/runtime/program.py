@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -333,15 +333,23 @@ def plain_kernel(target: Any) -> Kernel:
     return run
 
 
-def operands(value: Any) -> Iterator[Operand]:
-    """The operands in an argument, lists included, in order."""
-    if isinstance(value, Operand):
+Leaf = TypeVar("Leaf")
+
+
+def leaves(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
+    """What there is of a kind in an argument, lists included, in order."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from operands(item)
+            yield from leaves(item, kind)
     elif isinstance(value, dict):
-        yield from operands(list(value.values()))
+        yield from leaves(list(value.values()), kind)
+
+
+def operands(value: Any) -> Iterator[Operand]:
+    """The operands in an argument, lists included, in order."""
+    return leaves(value, Operand)
 
 
 def fill_operands(value: Any, give: Any) -> Any:
