@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from weft.plan.plan import Plan
     from weft.supernet import Chain
 
+_RENAMED = {"--keep": "--constrain", "--load": "--from-plan", "--seconds": "--time-limit"}
+
 Subject = tuple["nn.Module", Any, Any]
 """A model, a batch that it takes, and a loss or None."""
 
@@ -201,6 +203,9 @@ def plan(
         assert devices is not None
         _plan_supernet(model, context, machine or "h100", devices, dtype, as_json)
         return
+    for word in context.args:
+        if now := _RENAMED.get(word.partition("=")[0]):
+            raise ConfigError(f"'{word.partition('=')[0]}' is now '{now}'")
     known = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
     if settings := joined(context.args, [*known, "--help"]):
         raise ConfigError(f"'{settings[0]}' is a setting of a config.toml, and '{model}' is none")
@@ -311,7 +316,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         best = "the best with this mesh" if plan.gap < 1e-9 else f"within {plan.gap:.1%} of the best with this mesh"
         facts.add_row("proof", best)
     if plan.untried_configs:
-        facts.add_row("", f"the time was up: {plan.untried_configs} other ways to use the devices might be faster")
+        facts.add_row("", f"the time was up: {plan.untried_configs} other configurations might be faster")
     facts.add_row(
         "memory",
         f"{format_bytes(int(cost.memory))} of {format_bytes(int(plan.memory_limit))} a device: "

@@ -294,7 +294,7 @@ def shared_parameter_savings(
     """A negative cost between two readers of a parameter where both read it alike: it is fetched once, and the sum of
     their gradients travels once.
 
-    ``fetch`` has the seconds of fetching a parameter and of its gradient's way back, from every split of it to every
+    ``fetch`` has the seconds of fetching a parameter and of sending its gradient back, from every split of it to every
     split of a reader. What is saved is the least of these, however the parameter is stored: all of it where it is
     stored as data parallelism does, and never more than what a reader is charged.
     """
@@ -314,5 +314,5 @@ def shared_parameter_savings(
 
 
 def _operand_use(tensor: Tensor, choices: Sequence[OpSplit]) -> list[object]:
-    """How an operand must lie, and how its gradient comes out, for every split."""
+    """The placements of an operand, and of its gradient, for every split."""
     return [(operand_placements(tensor, split), gradient_placements(tensor, split)) for split in choices]

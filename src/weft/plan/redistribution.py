@@ -1,6 +1,6 @@
-"""What it costs to lay a tensor out differently, in seconds, by the collectives that DTensor uses.
+"""What it costs to redistribute a tensor, in seconds, by the collectives that DTensor uses.
 
-From one layout to another each mesh axis takes one step: a slice (free), a reduce-scatter (partial to cut), an
+From placements to others each mesh axis takes one step: a slice (free), a reduce-scatter (partial to cut), an
 all-to-all (cut here to cut there), an all-reduce (partial to whole) or an all-gather (cut to whole), in this order, so
 that the tensor is small when it travels. A weight that is gathered is freed after its last reader: what is there at
 once is counted here, too.

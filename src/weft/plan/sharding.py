@@ -1,8 +1,8 @@
-"""How tensors lie on a mesh of devices, as a split of an operator's iteration space says.
+"""Placements of tensors on a mesh of devices, which follow from a split of an operator's iteration space.
 
 A mesh has axes, outermost first. A *split* gives each mesh axis a dimension of the iteration space, or REPLICATED: then
-the devices along that axis compute the same. A *layout* gives each mesh axis the tensor axis that is cut along it,
-REPLICATED, or PARTIAL: each device holds a summand. These are DTensor's placements. Where several mesh axes cut one
+the devices along that axis compute the same. *Placements* give each mesh axis the tensor axis that is cut along it,
+REPLICATED, or PARTIAL: each device holds a summand. They are those of DTensor. Where several mesh axes cut one
 tensor axis, the outer one cuts first.
 """
 
@@ -54,27 +54,27 @@ def splits(operator: Operator, mesh: Mesh) -> Iterator[OpSplit]:
 
 
 def operand_placements(tensor: Tensor, split: OpSplit) -> Placements:
-    """How an operand must lie for the operator to compute its part: cut or whole, never partial."""
+    """The placements that an operator needs of an operand to compute its part: cut or whole, never partial."""
     return tuple(tensor.dims.index(dim) if dim >= 0 and dim in tensor.dims else REPLICATED for dim in split)
 
 
 def result_placements(tensor: Tensor, split: OpSplit) -> Placements:
-    """How a result comes to lie: partial where a dimension is split that it lacks."""
+    """The placements of a result: partial where a dimension is split that it lacks."""
     return tuple(REPLICATED if dim < 0 else tensor.dims.index(dim) if dim in tensor.dims else PARTIAL for dim in split)
 
 
 def gradient_placements(tensor: Tensor, split: OpSplit) -> Placements:
-    """How the gradient of an operand comes out of the backward: as a result does."""
+    """The placements of an operand's gradient as it comes out of the backward: those of a result."""
     return result_placements(tensor, split)
 
 
 def without_partials(placements: Placements) -> Placements:
-    """The placements once partial sums are added up. The gradient of a result lies so, too."""
+    """The placements once partial sums are added up. The gradient of a result has them, too."""
     return tuple(REPLICATED if each == PARTIAL else each for each in placements)
 
 
 def shards(placements: Placements, mesh: Mesh) -> int:
-    """Into how many parts a layout cuts a tensor."""
+    """Into how many parts the placements cut a tensor."""
     return math.prod(size for size, axis in zip(mesh.sizes, placements, strict=True) if axis >= 0)
 
 
@@ -95,5 +95,5 @@ class ShardingStrategy:
     splits: tuple[OpSplit, ...]
 
     def result(self, graph: Graph, op: int, output: int = 0) -> Placements:
-        """How an output of an operator comes to lie."""
+        """The placements of an output of an operator."""
         return result_placements(graph.operators[op].outputs[output], self.splits[op])

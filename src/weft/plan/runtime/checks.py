@@ -42,7 +42,7 @@ def unsupported(
 
 
 def unsupported_operators(captured: CapturedModel, strategy: ShardingStrategy) -> list[str]:
-    """The reasons that lie in single operators, one for each that cannot be run."""
+    """A reason for each operator that cannot be run."""
     graph, mesh = captured.graph, strategy.mesh
     if any(size < 1 for size in mesh.sizes):
         return [f"a mesh of {mesh} has an axis without devices"]
@@ -129,7 +129,7 @@ def _wrong_shape(call: ShardedCall, made: LocalKernel) -> str | None:
 
 
 def _fingerprint(call: ShardedCall, made: LocalKernel) -> str:
-    """All that the shapes of a part depend on, so that equal layers are looked at once."""
+    """All that the shapes of a part depend on, so that equal layers are checked once."""
     shapes = [
         (local_shape(each.tensor.shape, call.operand_placements(each), call.mesh), str(each.dtype))
         for each in operands([made.args, made.kwargs])

@@ -44,8 +44,8 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Redistribute:
-    """Brings a value to how readers want it: one target for each way that their gradients lie. With ``reshard``, what
-    the backward needs of it is redistributed once more instead of being kept."""
+    """Brings a value to the placements that readers want: one target for each of their gradients' placements. With
+    ``reshard``, what the backward needs of it is redistributed once more instead of being kept."""
 
     source: int
     steps: CollectiveSteps
@@ -123,7 +123,7 @@ def lower(
         for output in range(len(call.operator.outputs)):
             found = call.result_placements(output)
             placements[ValueRef(op, output)] = without_partials(found) if output in how.whole else found
-    requested: dict[tuple[ValueRef, Placements], list[Placements]] = {}  # to the ways in which gradients come back
+    requested: dict[tuple[ValueRef, Placements], list[Placements]] = {}  # to the placements of the gradients
     for _, call, how in made:
         for operand in operands([how.args, how.kwargs]):
             _request(requested, ValueRef(operand.source, operand.output), *_operand_request(call, operand))
@@ -148,7 +148,7 @@ def lower(
 def resolved_placements(
     captured: CapturedProgram, strategy: ShardingStrategy, values: Collection[ValueRef]
 ) -> dict[ValueRef, Placements]:
-    """How some values come to lie, with their partial sums added up."""
+    """The placements of some values, with their partial sums added up."""
     found: dict[ValueRef, Placements] = {}
     for op, node in captured.calls():
         for value in values:
@@ -200,9 +200,9 @@ class _Lowering:
         if key not in self._fetched:
             held = self.placements[value]
             # The gradient of a partial sum is that of the sum: whole where the value is partial.
-            home = without_partials(held)
+            grad_target = without_partials(held)
             steps = redistribution_steps(held, wanted, self.mesh)
-            grad_steps = {each: redistribution_steps(each, home, self.mesh) for each in self.requested[key]}
+            grad_steps = {each: redistribution_steps(each, grad_target, self.mesh) for each in self.requested[key]}
             if not steps and not any(grad_steps.values()):
                 self._fetched[key] = dict.fromkeys(grad_steps, self.register(value))
             else:

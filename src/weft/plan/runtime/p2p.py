@@ -178,16 +178,16 @@ def _mesh(groups: list[Any], kind: str, ranks: torch.Tensor) -> DeviceMesh:
 
 @contextmanager
 def name_lost_peer(doing: Callable[[], object]) -> Iterator[None]:
-    """Within the block a lost process is told as such, with what was being done."""
+    """Within the block a lost process is reported as such, with what was being done."""
     try:
         yield
     except RuntimeError as problem:
         if not _is_lost(problem):
             raise
-        told = str(problem).splitlines()[0] if str(problem) else repr(problem)
+        detail = str(problem).splitlines()[0] if str(problem) else repr(problem)
         raise PlanError(
-            f"at {doing()} another process of the plan was lost, or did not answer in time ({told}): start all of them "
-            "again, or give them more time with timeout="
+            f"at {doing()} another process of the plan was lost, or did not answer in time ({detail}): start all of "
+            "them again, or give them more time with timeout="
         ) from problem
 
 

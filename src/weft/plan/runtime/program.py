@@ -31,7 +31,7 @@ class ValueRef:
 
 @dataclass(frozen=True, slots=True)
 class CapturedProgram:
-    """A captured program whose calls are looked at one by one. ``device`` is where tensors are made that the program
+    """A captured program, call by call. ``device`` is where tensors are made that the program
     makes, if not where it was captured."""
 
     captured: CapturedModel
@@ -213,7 +213,7 @@ class CallSignature:
         return cls(inputs, outputs, tree)
 
     def tensors(self, batch: Batch) -> list[Any]:
-        """What is given for each input. What was no tensor when captured is part of the program, and not looked at."""
+        """What is given for each input. What was no tensor when captured is part of the program, and ignored."""
         given: dict[int | str, Any]
         if isinstance(batch, Tensor):
             given = {0: batch}

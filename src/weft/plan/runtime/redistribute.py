@@ -1,6 +1,6 @@
-"""Redistribution of tensors over a mesh: the collectives from one layout to another, with their gradients.
+"""Redistribution of tensors over a mesh: the collectives from placements to others, with their gradients.
 
-``redistribution_steps`` says which collectives lead from one layout to another, ``MeshCollectives`` runs them, and
+``redistribution_steps`` says which collectives lead from placements to others, ``MeshCollectives`` runs them, and
 ``redistribute`` makes them differentiable. ``ReshardAfterForward`` frees gathered parameters until the backward.
 """
 
@@ -34,7 +34,7 @@ class Collective(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveStep:
-    """One collective among the devices along one mesh axis; ``old`` and ``new`` are entries of a layout."""
+    """One collective among the devices along one mesh axis; ``old`` and ``new`` are placements."""
 
     kind: Collective
     axis: int
@@ -46,7 +46,7 @@ CollectiveSteps = tuple[CollectiveStep, ...]
 
 
 def redistribution_steps(held: Placements, wanted: Placements, mesh: Mesh) -> CollectiveSteps:
-    """The steps from one layout to another that is not partial.
+    """The steps from placements to others that are not partial.
 
     A tensor axis that several mesh axes cut is cut by the outer one first, so an inner cut can be made or undone only
     while the outer ones are as they will be, or stay as they are.
@@ -66,7 +66,7 @@ def redistribution_steps(held: Placements, wanted: Placements, mesh: Mesh) -> Co
 
 
 def _legal(kind: Collective, axis: int, current: list[int], wanted: Placements) -> CollectiveStep | None:
-    """The step of this kind along this mesh axis, where it can be made now and brings the layout nearer."""
+    """The step of this kind along this mesh axis, where it can be made now and brings the placements nearer."""
     old, new = current[axis], wanted[axis]
 
     def outer_axes_done(tensor_axis: int) -> bool:
@@ -191,10 +191,10 @@ def _device(kind: str) -> torch.device:
 def redistribute(
     tensor: Tensor, collectives: MeshCollectives, steps: CollectiveSteps, grad_steps: Sequence[CollectiveSteps]
 ) -> tuple[Tensor, ...]:
-    """The tensor after the steps, once for each way in ``grad_steps`` that a reader's gradient lies.
+    """The tensor after the steps, once for each of ``grad_steps``.
 
-    Readers that want a tensor alike may leave their gradients differently: whole, or as partial sums. Each of
-    ``grad_steps`` brings one of them to how the tensor itself lies, where they are added.
+    Readers that want the same placements may leave gradients of different ones: whole, or as partial sums. Each of
+    ``grad_steps`` brings one of them to the placements of the tensor itself, where they are added.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()) or not (steps or any(grad_steps)):
         return (collectives.move(tensor, steps),) * len(grad_steps)

@@ -160,7 +160,7 @@ def _needed(graph: Graph, ends: Sequence[int]) -> frozenset[int]:
 
 
 def _house(graph: Graph, stage: Sequence[int | None], calls: Collection[int], leaves: list[set[int]]) -> None:
-    """What nobody reads stays where the plan has it, so that nothing of the model is lost."""
+    """What no operator reads stays where the plan has it, so that nothing of the model is lost."""
     held = set().union(*leaves)
     for op in range(len(graph)):
         if op not in calls and op not in held:

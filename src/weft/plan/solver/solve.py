@@ -244,7 +244,7 @@ def solve_limited(
 def improved(
     problem: Problem, found: BoundedSolution, least: Minimizer, gap: float, deadline: float
 ) -> BoundedSolution:
-    """What was found, perhaps with a better assignment, one that changes its way at some layer."""
+    """What was found, perhaps with a better assignment, one that changes at some layer."""
     deadline = _soon(deadline, 1 / 8)
 
     def target_bound(cost: float) -> bool:
