@@ -144,8 +144,19 @@ def strategies(name: str, mesh: Mesh, draws: int) -> Iterator[tuple[str, Shardin
         yield f"random {draw}", at_random(name, mesh, draw)
 
 
-def applied(name: str, strategy: ShardingStrategy, mesh: DeviceMesh, weights: Any = None) -> ParallelModule:
-    return parallelize(freed(name), strategy, mesh=mesh, weights=weights)
+def applied(
+    name: str, strategy: ShardingStrategy, mesh: DeviceMesh, weights: nn.Module | None = None
+) -> ParallelModule:
+    return parallelize(freed(name), strategy, mesh=mesh, weights=weights or made(name)[0])
+
+
+def shifted(model: nn.Module, by: float) -> nn.Module:
+    """A copy with other weights."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for value in other.parameters():
+            value.add_(by)
+    return other
 
 
 KINDS = ["perceptron", "pictures", "text", "odds"]
@@ -231,7 +242,7 @@ def one_device(name: str, count: int) -> Expected:
 @pytest.mark.parametrize(
     ("stages", "count", "mesh", "names"),
     [
-        ((2), 4, (1,), ["perceptron", "dropping text", "gpt2"]),
+        (2, 4, (1,), ["perceptron", "dropping text", "gpt2"]),
         (1, 2, (2,), ["perceptron", "plain text", "pictures"]),
         (3, 1, (1,), ["plain text", "pictures"]),
         *(
@@ -413,19 +424,18 @@ def test_what_else_a_module_of_one_stage_does(tmp_path: Path) -> None:
     def weights_go_and_come(devices: DeviceMesh, rank: int) -> None:
         model, batch = made("gpt2")
         before = {key: value.clone() for key, value in model.state_dict().items()}
-        doubled = {key: value * 2 for key, value in before.items()}
-        module = applied("gpt2", strategy["gpt2"], devices, doubled)
+        other = shifted(model, 1)
+        module = applied("gpt2", strategy["gpt2"], devices, other)
         assert module.state_dict().keys() == before.keys()
-        assert all(value.equal(doubled[key]) for key, value in module.full_state_dict().items())
+        assert all(value.equal(other.state_dict()[key]) for key, value in module.full_state_dict().items())
         forward_backward(module, batch)
         sgd(module).step()
         assert all(value.equal(before[key]) for key, value in model.state_dict().items())
-        assert all(value.equal(before[key]) for key, value in freed("gpt2").program.state_dict.items())
 
     def the_first_process_decides(devices: DeviceMesh, rank: int) -> None:
-        state = made("perceptron")[0].state_dict()
-        module = applied("perceptron", strategy["any"], devices, {key: value + rank for key, value in state.items()})
-        assert all(value.equal(state[key]) for key, value in module.full_state_dict().items())
+        model = made("perceptron")[0]
+        module = applied("perceptron", strategy["any"], devices, shifted(model, rank))
+        assert all(value.equal(model.state_dict()[key]) for key, value in module.full_state_dict().items())
 
     def refusals(devices: DeviceMesh, rank: int) -> None:
         x, y = made("text")[1]
@@ -518,11 +528,7 @@ def test_what_else_a_module_in_stages_does(tmp_path: Path) -> None:
         return parallelize(captured_part, strategy, stage, StepOptions(4), weights=weights)
 
     def shared_weights_stay_equal(rank: int) -> None:
-        other = copy.deepcopy(wanted.model)
-        with torch.no_grad():
-            for value in other.parameters():
-                value.add_(rank)
-        module = text(other)
+        module = text(shifted(wanted.model, rank))
         steps = torch.optim.AdamW(module.parameters(), lr=0.1)
         weight: Any = module.get_parameter("embed.weight")
         every = [torch.empty_like(weight.to_local()) for _ in range(4)]

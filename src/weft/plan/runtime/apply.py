@@ -7,13 +7,13 @@ planner captures one micro-batch by itself, and the plan's splits are transferre
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.errors import PlanError
@@ -51,7 +51,7 @@ def parallelize(
     stage: Sequence[int | None] | None = None,
     options: StepOptions | None = None,
     *,
-    weights: nn.Module | Mapping[str, Tensor] | None = None,
+    weights: nn.Module,
     mesh: DeviceMesh | None = None,
     timeout: float = 300.0,
 ) -> ParallelModule:
@@ -59,10 +59,9 @@ def parallelize(
     says where each of its operators runs, if not all in one stage.
 
     Device d of stage s, counted along the strategy's mesh, is process s * devices + d, or as a ``mesh`` says that has
-    the stages as its first axis. Values are those of ``weights`` (a model like the captured one, or its state), else
-    those that the model was captured with; those of a parameter come from the first process of the first stage that
-    holds it. A process that does not answer for ``timeout`` seconds is taken for lost. Raises PlanError where the
-    strategy cannot be run.
+    the stages as its first axis. Values are those of ``weights``, a model like the captured one; those of a parameter
+    come from the first process of the first stage that holds it. A process that does not answer for ``timeout`` seconds
+    is taken for lost. Raises PlanError where the strategy cannot be run.
     """
     options, stage = options or StepOptions(), stage or [0] * len(captured.graph)
     if wrong := unsupported_operators(captured, strategy):
@@ -72,7 +71,7 @@ def parallelize(
     whole_steps = max(each or 0 for each in stage) > 0 or options.microbatches > 1
     stage_graph = StageGraph.of(program, strategy, stage, whole_steps)
     ranks = _ranks(len(stage_graph.sections), strategy, mesh)
-    kind = mesh.device_type if mesh is not None else _device_type(weights)
+    kind = next((each.device.type for each in weights.parameters()), "cpu") if mesh is None else mesh.device_type
     tied = _tied(program, stage_graph, weights)
     with name_lost_peer(lambda: "the start"):
         grid = ProcessGrid.of(ranks, strategy.mesh, kind, tied.values(), timedelta(seconds=timeout))
@@ -100,14 +99,7 @@ def _ranks(stages: int, strategy: ShardingStrategy, mesh: DeviceMesh | None) -> 
     return torch.arange(stages * devices).reshape(stages, devices)
 
 
-def _device_type(weights: nn.Module | Mapping[str, Tensor] | None) -> str:
-    tensors = weights.parameters() if isinstance(weights, nn.Module) else (weights or {}).values()
-    return next((tensor.device.type for tensor in tensors), "cpu")
-
-
-def _tied(
-    program: CapturedProgram, stage_graph: StageGraph, weights: nn.Module | Mapping[str, Tensor] | None
-) -> dict[ValueRef, Stages]:
+def _tied(program: CapturedProgram, stage_graph: StageGraph, weights: nn.Module) -> dict[ValueRef, Stages]:
     """The parameters that several stages hold, with these stages."""
     holders: dict[ValueRef, set[int]] = {}
     for value, owner in storage_owners(program, weights).items():

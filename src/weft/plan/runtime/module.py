@@ -96,7 +96,7 @@ class ParallelModule(nn.Module):
         strategy: ShardingStrategy,
         stage_graph: StageGraph,
         grid: ProcessGrid,
-        weights: nn.Module | Mapping[str, Tensor] | None,
+        weights: nn.Module,
         tied: Mapping[ValueRef, Stages],
         options: StepOptions,
     ) -> None:
