@@ -104,7 +104,7 @@ class Perceptron(nn.Module):
         seen = [x]
         for layer in self.layers:
             seen.append(torch.tanh(layer(seen[-1])) * self.scale)
-        scores = self.head(torch.stack(seen).sum(0)) * self.frozen
+        scores = self.head(seen[1] + seen[2] + seen[3] + x) * self.frozen
         return functional.cross_entropy(scores, y), scores
 
 

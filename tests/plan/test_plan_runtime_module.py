@@ -364,10 +364,18 @@ def test_what_is_sent_and_kept_is_what_the_strategy_is_known_for(tmp_path: Path)
         if graph.operators[read.source].kind == PARAMETER
         and operand_placements(read.tensor, stored.splits[op]) != stored.result(graph, read.source, read.output)
     }
-    again = gathered & gathered_again(
-        graph, recompute=False
-    )  # as the costs have it: neither biases nor the first weight
-    learn = {op for op, _ in gathered if any(read.tensor.gradient for read in graph.operators[op].reads)}
+    assert len(gathered) == 9  # as the costs have it
+    assert len(gathered & gathered_again(graph, recompute=False)) == 4
+    sent = {
+        # The loss and its labels are added up, the scores are gathered, and each parameter's gradient is added up.
+        "data parallel": ({"all_reduce": 2, "all_gather": 1}, {"all_reduce": 9}),
+        # Each of nine parameters that can be cut is gathered, and the gradients of eight that learn are scattered. Four
+        # are gathered again for the backward, which needs neither biases nor the first weight.
+        "fully sharded": (
+            {"all_reduce": 2, "all_gather": 1 + 9},
+            {"all_reduce": 1, "all_gather": 4, "reduce_scatter": 8},
+        ),
+    }
     torch.manual_seed(0)
     deep, rows = Deep(), (torch.randn(4, 32),)
     program, weight = capture(deep, rows), 32 * 32 * 4
@@ -379,21 +387,13 @@ def test_what_is_sent_and_kept_is_what_the_strategy_is_known_for(tmp_path: Path)
 
     def collectives(rank: int) -> None:
         devices = init_device_mesh("cpu", (2,))
-        found = {}
-        for what, strategy in (("data", data_parallel(name, mesh)), ("sharded", stored)):
+        for what, strategy in (("data parallel", data_parallel(name, mesh)), ("fully sharded", stored)):
             module = applied(name, strategy, devices)
             with counted() as forward:
                 loss, scores = module(made(name)[1])
             with counted() as backward:
                 (loss * 1.5 + scores.square().mean()).backward()
-            found[what] = forward, backward
-        # The loss and its labels are added up, the scores are gathered, and each parameter's gradient is added up.
-        assert found["data"][0] == {"all_reduce": 2, "all_gather": 1}
-        assert found["data"][1] == {"all_reduce": 9}
-        # Each parameter that can be cut is gathered, and gradients are scattered.
-        assert found["sharded"][0] == {"all_reduce": 2, "all_gather": 1 + len(gathered)}
-        assert found["sharded"][1]["all_gather"] == len(again) > 2
-        assert found["sharded"][1]["reduce_scatter"] == len(gathered) - 1 == len(learn) + 3
+            assert (forward, backward) == sent[what], what
 
     def weights_are_freed_after_the_forward_and_gathered_one_by_one(rank: int) -> None:
         for recompute in (False, True):
