@@ -127,7 +127,7 @@ class Done:
 def weft(*arguments: object, cwd: Path | None = None) -> Done:
     """Calls the command line in this process, as it would be called in the folder."""
     argv, paths, modules, here = sys.argv, list(sys.path), set(sys.modules), Path.cwd()
-    threads, out, err, code = torch.get_num_threads(), io.StringIO(), io.StringIO(), 0
+    out, err, code = io.StringIO(), io.StringIO(), 0
     try:
         os.chdir(cwd or here)
         sys.argv = ["weft", *map(str, arguments)]
@@ -138,7 +138,6 @@ def weft(*arguments: object, cwd: Path | None = None) -> Done:
     finally:
         os.chdir(here)
         sys.argv, sys.path[:] = argv, paths
-        torch.set_num_threads(threads)
         for name in set(sys.modules) - modules:
             if name.startswith("cli_"):
                 del sys.modules[name]

@@ -4,14 +4,12 @@ clock."""
 from __future__ import annotations
 
 import copy
-import heapq
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -385,11 +383,6 @@ def shared(
 # By hand.
 
 
-def test_operations_print_as_stage_kind_and_microbatch() -> None:
-    assert str(Op(2, "F", 0)) == "2F0"
-    assert str(Op(1, "B", 13)) == "1B13"
-
-
 def test_policies_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConsistencyError, match="max_in_flight=0: at least one"):
         SchedulePolicy(0)
@@ -504,31 +497,6 @@ def test_a_layer_that_a_microbatch_uses_twice_on_a_stage_is_one_layer() -> None:
     assert [stage.next(), stage.next()] == [Op(0, "F", 2), Op(0, "F", 3)]
 
 
-class Greedy(Scheduler):
-    """The rule without the kept place."""
-
-    def _may_start(self, microbatch: int) -> bool:
-        return len(self.in_flight) < self.policy.max_in_flight
-
-
-@pytest.mark.parametrize("kind", [Greedy, Scheduler])
-def test_without_the_kept_place_a_window_deadlocks(kind: type[Scheduler]) -> None:
-    """Micro-batch 1 overtakes 0, takes the only place of stage 1, and waits on stage 2 for 0, which has no place."""
-    middle, last = kind(1, 3, needs("a", "b"), 2, SchedulePolicy(1)), kind(2, 3, needs("c", "c"), 2, SchedulePolicy(1))
-    middle.arrived("F", 1)
-    started = middle.next()
-    middle.arrived("F", 0)
-    if kind is Scheduler:
-        assert started is None
-        assert middle.next() == Op(1, "F", 0)
-        return
-    assert started == Op(1, "F", 1)
-    middle.complete_op(started)
-    last.arrived("F", 1)
-    assert middle.next() is None
-    assert last.next() is None  # nothing runs, nothing is on its way, and nothing may start
-
-
 # The rules, under an adversary.
 
 
@@ -598,29 +566,6 @@ def test_every_rule_holds_under_any_timing_for_tens_of_thousands_of_cases(case: 
     play(Pipeline(case), adversary(script, seed))
 
 
-@settings(quiet, max_examples=60)
-@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 12), st.sampled_from(SCHEDULES), scripts, seeds)
-def test_microbatches_that_share_nothing_are_held_back_by_the_window_alone(
-    stages: int, window: int, total: int, schedule: str, script: bytes, seed: int
-) -> None:
-    picks = tuple((n,) * stages for n in range(total))
-    case = Case(
-        ((Exact(),) * total,) * stages, picks, 1, tuple(range(1, stages)), (SchedulePolicy(window, schedule),) * stages
-    )
-    pipeline = Pipeline(case)
-    choose = adversary(script, seed)
-    while options := pipeline.options():
-        chosen = choose(options)
-        pipeline.happen(chosen)
-        stage = chosen.stage
-        if chosen.what == "ask" and pipeline.running[stage] is None:
-            started = {(op.kind, op.microbatch) for op in pipeline.order[stage]}
-            left = pipeline.arrived[stage] - started
-            full = len(pipeline.flying[stage]) >= window - (pipeline.oldest(stage) not in pipeline.flying[stage])
-            assert not left or (full and ("F", pipeline.oldest(stage)) not in left and {k for k, _ in left} == {"F"})
-    pipeline.check_end()
-
-
 @settings(quiet, max_examples=100)
 @given(cases(), seeds)
 def test_the_same_events_give_the_same_schedule(case: Case, seed: int) -> None:
@@ -684,43 +629,7 @@ def test_every_rule_holds_in_all_interleavings_of_small_cases(
     assert found["ends"] >= 1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("consistency", [Exact(), Delayed(1), Lagged(1), Bounded(1, 2)], ids=str)
-@pytest.mark.parametrize(
-    ("schedule", "windows"), [("1f1b", (2, 1)), ("1f1b", (3, 2)), ("gpipe", (2, 2)), ("naspipe", (2, 2))]
-)
-def test_every_rule_holds_in_all_interleavings_of_all_streams_of_three(
-    consistency: Consistency, schedule: str, windows: tuple[int, int]
-) -> None:
-    """All that three micro-batches can share with each other on a stage, up to the names of the choices."""
-    patterns = ("aaa", "aab", "aba", "abb", "a.a", "ab.", "...")
-    for first, second in product(patterns, repeat=2):
-        explore(
-            small(
-                consistency,
-                (first, second),
-                1,
-                (SchedulePolicy(windows[0], schedule), SchedulePolicy(windows[1], schedule)),
-            )
-        )
-
-
 # What a decision costs.
-
-
-class CountedHeap:
-    """The heap's functions, counted."""
-
-    def __init__(self) -> None:
-        self.pushed = self.popped = 0
-
-    def heappush(self, heap: list[Any], item: Any) -> None:
-        self.pushed += 1
-        heapq.heappush(heap, item)
-
-    def heappop(self, heap: list[Any]) -> Any:
-        self.popped += 1
-        return heapq.heappop(heap)
 
 
 def operations(run: Callable[[], object]) -> int:
@@ -750,27 +659,10 @@ def wide(window: int, total: int) -> Pipeline:
     return Pipeline(Case(((Exact(),) * total,) * 2, picks, 1, (1,), (SchedulePolicy(window, "gpipe"),) * 2))
 
 
-def test_a_decision_costs_the_same_in_a_wide_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    total, executed = 150, {}
+def test_a_decision_costs_the_same_in_a_wide_window() -> None:
+    executed = {}
     for window in (4, 64):
-        executed[window] = operations(partial(lockstep, wide(window, total)))
-        with monkeypatch.context() as patch:
-            heap = CountedHeap()
-            patch.setattr(scheduler_module, "heapq", heap)
-            pipeline = wide(window, total)
-            lockstep(pipeline)
+        pipeline = wide(window, 150)
+        executed[window] = operations(partial(lockstep, pipeline))
         assert pipeline.peak[0] == window
-        assert heap.pushed == heap.popped == 2 * 2 * total  # each operation enters and leaves one heap, once
     assert 0.9 < executed[64] / executed[4] < 1.1  # a scan of the window would be many times as much
-
-
-@settings(quiet, max_examples=30)
-@given(cases(), seeds)
-def test_an_operation_enters_the_heaps_once_for_each_layer_at_most(case: Case, seed: int) -> None:
-    heap = CountedHeap()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "heapq", heap)
-        play(Pipeline(case), adversary(b"", seed))
-    uses = sum(len(layers) for stage in case.used for layers in stage)
-    assert 2 * case.stages * case.total <= heap.pushed <= 2 * (case.stages * case.total + uses)
-    assert heap.popped == heap.pushed

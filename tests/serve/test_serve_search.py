@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,13 +57,12 @@ formats = ["safetensors"]
 
 @contextmanager
 def inside(folder: Path) -> Iterator[None]:
-    here, threads = Path.cwd(), torch.get_num_threads()
+    here = Path.cwd()
     os.chdir(folder)
     try:
         yield
     finally:
         os.chdir(here)
-        torch.set_num_threads(threads)
 
 
 def paste(command: str, folder: Path) -> str:

@@ -18,7 +18,7 @@ from weft.runs import Checkpoints
 from weft.tune.fusion.trainer import train_fused
 from weft.tune.jobs import Fit
 from weft.tune.recipe import Recipe, TrialConfig, trial_config
-from weft.tune.training.cuda_graphs import Graphs
+from weft.tune.training.cuda_graphs import GraphRecorder
 from weft.tune.training.memory_limit import OutOfMemory
 from weft.tune.training.trainer import Result, train
 from weft.utils.rng import generator
@@ -113,19 +113,24 @@ def data() -> Data:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One entry for each capture that succeeded."""
     found: list[str] = []
-    capture = Graphs.capture
+    capture = GraphRecorder.capture
 
-    def counting(self: Graphs, function: Any) -> Any:
+    def counting(self: GraphRecorder, function: Any) -> Any:
         result = capture(self, function)
         found.append("captured")
         return result
 
-    monkeypatch.setattr(Graphs, "capture", counting)
+    monkeypatch.setattr(GraphRecorder, "capture", counting)
     return found
 
 
 def recipe(data: Data, model: Any, **fields: Any) -> Recipe:
-    given: dict[str, Any] = {"steps": STEPS, "batch_size": 64, "report": 5, "options": {"lr": 0.002}} | fields
+    given: dict[str, Any] = {
+        "steps": STEPS,
+        "batch_size": 64,
+        "report_every": 5,
+        "optimizer_options": {"lr": 0.002},
+    } | fields
     metrics = given.pop("metrics", {"accuracy": weft.accuracy})
     return Recipe(model=model, data=data, metrics=metrics, objectives=(*metrics, "loss"), **given)
 
@@ -152,7 +157,7 @@ def check_kept(mine: Path, its: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", list(MODELS))
 def test_graphs_give_the_same_bits(model: str, precision: str, data: Data, tmp_path: Path, captures: list[str]) -> None:
-    check_same(trial_config(recipe(data, MODELS[model], precision=precision, schedule="cosine"), {}), tmp_path)
+    check_same(trial_config(recipe(data, MODELS[model], precision=precision, lr_schedule="cosine"), {}), tmp_path)
     assert len(captures) == 1
 
 
@@ -161,7 +166,7 @@ def test_graphs_give_the_same_bits(model: str, precision: str, data: Data, tmp_p
 def test_graphs_of_micro_batches_give_the_same_bits(
     model: str, micro: int, data: Data, tmp_path: Path, captures: list[str]
 ) -> None:
-    one = trial_config(recipe(data, MODELS[model], accumulate_norms=True, optimizer="sgd"), {})
+    one = trial_config(recipe(data, MODELS[model], microbatch_batchnorm=True, optimizer="sgd"), {})
     check_same(one, tmp_path, Fit("accumulate", micro, -(-64 // micro), 1, 0, None, ""))
     assert len(captures) == -(-64 // micro)
 

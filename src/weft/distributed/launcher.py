@@ -114,7 +114,7 @@ class _Launch:
         self.restarts = restarts
         self.meeting = Loopback(f"weft-{os.getpid()}", self._on_start, self._on_round)
         self.deaths = Deaths()
-        self.said = FromStages(callbacks)
+        self.forwarded = FromStages(callbacks)
         self.stops = 0
         self.busy = False
 
@@ -191,8 +191,8 @@ class _Launch:
 
         rank = min(failures, key=likelihood)
         times = "once" if self.restarts == 1 else f"{self.restarts} times"
-        said = self._died((rank, failures[rank].exitcode))
-        return f"{said}; all stages were restarted {times}, which is the most allowed"
+        death = self._died((rank, failures[rank].exitcode))
+        return f"{death}; all stages were restarted {times}, which is the most allowed"
 
     def _on_start(self, attempt: int) -> None:
         if self.stops:
@@ -203,7 +203,7 @@ class _Launch:
                 self._reported()
             except WeftError as problem:
                 raise _Reported from problem  # the stages are not started again
-            self.said.forget()
+            self.forwarded.forget()
             logger.warning(
                 "%s; all stages start again (%d of %d)", self._died(self.deaths.last), attempt, self.restarts
             )
@@ -220,7 +220,7 @@ class _Launch:
         if self.meeting.store is not None:
             busy, self.busy = self.busy, True  # what a signal raises would look like a mistake of a callback
             try:
-                self.said.read(self.meeting.store)
+                self.forwarded.read(self.meeting.store)
             finally:
                 self.busy = busy
 
@@ -337,7 +337,7 @@ HOST = "127.0.0.1"
 class Loopback(RendezvousHandler):
     """A rendezvous of one machine for torch elastic, whose own ones listen on every interface.
 
-    `on_start(attempt)` is called before each start of all stages and `on_round()` at every look at stages that all
+    `on_start(attempt)` is called before each start of all stages and `on_round()` at every check of stages that all
     live; what they raise ends the launch. `store` is the one of the newest start. A new server at each start is what
     torch expects of a rendezvous: keys of `init_process_group` bear no number of the attempt.
     """
@@ -386,9 +386,9 @@ class Loopback(RendezvousHandler):
         return True
 
 
-def _given(parameters: RendezvousParameters) -> RendezvousHandler:
+def _handler_of(parameters: RendezvousParameters) -> RendezvousHandler:
     handler: RendezvousHandler = parameters.get("handler")
     return handler
 
 
-rendezvous_handler_registry.register(BACKEND, _given)
+rendezvous_handler_registry.register(BACKEND, _handler_of)

@@ -1,4 +1,4 @@
-"""What the laws of `paci.py`'s methods come to, each on one device: what two processes do has the same bits."""
+"""The losses of the methods of `paci.py`, each by the reference on one device: two processes have the same bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.engine.train_step import TrainStep
 from weft.space import Fixed
 
 FLUSH = "weft-flush"
-"""Whose losses all methods with a flush have: those of the law that updates see all earlier ones."""
+"""Whose losses all methods with a flush have: those of the method whose steps see all earlier updates."""
 
 TARGET_AT = 0.8
 """The target is what our flush at the largest K has reached after this share of the micro-batches."""
@@ -32,10 +32,17 @@ def curve(task: Task, method: str, k: int) -> list[float]:
     """The losses of a whole run."""
     chain = task.built()
     kind = KINDS[method.removeprefix("weft-")]
-    promised = dict.fromkeys(chain.layers, kind.consistency(k, RANKS))
     steps = task.microbatches // k
-    law = TrainStep(steps, k, weft.cross_entropy, task.optimizer(k), task.schedule(k), task.seed, promised)
-    run = SequentialReference(chain, law, Fixed(chain.space, chain.largest()), torch.device("cpu"))
+    config = TrainStep(
+        steps=steps,
+        stream=Fixed(chain.space, chain.largest()),
+        consistency=dict.fromkeys(chain.layers, kind.consistency(k, RANKS)),
+        microbatches=k,
+        loss=weft.cross_entropy,
+        optimizer=task.optimizer(k),
+        seed=task.seed,
+    )
+    run = SequentialReference(chain, config, torch.device("cpu"))
     run.train_mode()
     found: list[float] = []
     with deterministic(torch.device("cpu")):
