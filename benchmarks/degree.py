@@ -125,19 +125,19 @@ def split(made: TrialConfig) -> Fit:
     whole = LossModule(made, made.bare(), tuple(batch))
     found = plan(whole, whole.tensors(batch), "cpu", devices=2, compare=False, time_limit=20.0)
     parts = found.microbatches
-    return Fit("split", made.batch_size // parts, parts, 2, 0, found.cost.step_time, "", found.to_json())
+    return Fit("shard", made.batch_size // parts, parts, 2, 0, found.cost.step_time, "", found.to_json())
 
 
 def chosen(every: Sequence[tuple[dict[str, Any], Fit]]) -> list[Placed]:
     """Those that fit a device on the one that is free first, the longest first; then the others."""
     busy = [0.0, 0.0]
     placed: list[Placed] = []
-    alone = [each for each in every if each[1].degree == 1]
+    alone = [each for each in every if each[1].devices == 1]
     for params, how in sorted(alone, key=lambda each: -(float(each[0]["width"]) ** 2) * float(each[0]["depth"])):
         device = busy.index(min(busy))
         busy[device] += float(params["width"]) ** 2 * float(params["depth"])
         placed.append((params, how, device))
-    return placed + [(params, how, None) for params, how in every if how.degree > 1]
+    return placed + [(params, how, None) for params, how in every if how.devices > 1]
 
 
 def measured(placed: Sequence[Placed], steps: int) -> tuple[float, float]:
@@ -169,7 +169,7 @@ def main() -> None:
     fits = []
     for params, needed in zip(wanted, needs, strict=True):
         made = candidate(params, steps)
-        whole = Fit("whole", made.batch_size, 1, 1, needed, None, "")
+        whole = Fit("full_batch", made.batch_size, 1, 1, needed, None, "")
         fits.append((params, whole if needed <= memory else split(made)))
     ways = {
         "fixed": [(params, split(candidate(params, steps)), None) for params in wanted],
