@@ -125,7 +125,7 @@ def split(made: TrialConfig) -> Fit:
     whole = LossModule(made, made.bare(), tuple(batch))
     found = plan(whole, whole.tensors(batch), "cpu", devices=2, compare=False, time_limit=20.0)
     parts = found.microbatches
-    return Fit("shard", made.batch_size // parts, parts, 2, 0, found.cost.step_time, "", found.to_json())
+    return Fit("split", made.batch_size // parts, parts, 2, 0, found.cost.step_time, "", found.to_json())
 
 
 def chosen(every: Sequence[tuple[dict[str, Any], Fit]]) -> list[Placed]:
@@ -169,7 +169,7 @@ def main() -> None:
     fits = []
     for params, needed in zip(wanted, needs, strict=True):
         made = candidate(params, steps)
-        whole = Fit("full_batch", made.batch_size, 1, 1, needed, None, "")
+        whole = Fit("whole", made.batch_size, 1, 1, needed, None, "")
         fits.append((params, whole if needed <= memory else split(made)))
     ways = {
         "fixed": [(params, split(candidate(params, steps)), None) for params in wanted],
