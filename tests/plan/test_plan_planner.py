@@ -88,9 +88,9 @@ def test_a_plan_is_no_slower_than_what_it_is_compared_with(captured: CapturedMod
 
 
 def test_more_devices_are_never_slower(captured: CapturedModel) -> None:
-    steps = [plan_captured(captured, "a100", devices=n, compare=False).cost.step_time for n in range(1, 14)]
+    steps = [plan_captured(captured, "a100", devices=n, compare=False).cost.step_time for n in (1, 2, 4, 7, 8, 13)]
     assert steps == sorted(steps, reverse=True)
-    assert steps[6] < 0.9 * steps[3]  # a batch of 48 is not divided among 7
+    assert steps[3] < 0.9 * steps[2]  # a batch of 48 is not divided among 7
 
 
 def test_devices_that_nothing_can_be_divided_among_are_reported_as_unused(
@@ -136,7 +136,7 @@ def test_weft_plan_takes_a_model_as_it_is() -> None:
 def test_less_memory_gives_a_plan_that_keeps_it(captured: CapturedModel) -> None:
     free = plan_captured(captured, "a100", devices=4, compare=False)
     steps = [free.cost.step_time]
-    for part in (0.7, 0.5, 0.3):
+    for part in (0.7, 0.4):
         limit = part * free.cost.memory
         made = plan_captured(captured, "a100", devices=4, memory=limit, compare=False)
         assert made.cost.memory <= limit
