@@ -91,6 +91,19 @@ def transformer(name: str, rows: int = 4, **values: Any) -> tuple[nn.Module, dic
     return model.train(), batch
 
 
+class Model(nn.Module):
+    """Parts by name, and a function of the model and its batch as the forward."""
+
+    def __init__(self, run: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self._run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *batch: Any, **named: Any) -> Any:
+        return self._run(self, *batch, **named)
+
+
 class Perceptron(nn.Module):
     """Every layer's result is read again by the last, one parameter is frozen and one is not used."""
 

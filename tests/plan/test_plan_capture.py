@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_models import STILL, run_program, transformer
+from plan_models import STILL, Model, run_program, transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -147,17 +147,10 @@ def test_a_program_gives_the_outputs_gradients_and_statistics_of_the_model(train
 
 
 def test_the_batch_comes_as_it_is_given() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = nn.Linear(6, 6)
+    def run(model: Any, x: Tensor, flag: bool, y: Tensor, missing: Tensor | None = None) -> Tensor:
+        return model.own(x) - y if flag and missing is None else x
 
-        def forward(self, x: Tensor, flag: bool, y: Tensor, missing: Tensor | None = None) -> Tensor:
-            return self.own(x) - y if flag and missing is None else x
-
-    x = torch.randn(4, 6)
-    with torch_seeded("two"):
-        model = Two()
+    x, model = torch.randn(4, 6), Model(run, own=nn.Linear(6, 6))
     for given, other in (
         ((x, True, x, None), (x, True, 2 * x, None)),
         ({"y": x, "x": x, "flag": True}, {"y": 2 * x, "x": x, "flag": True}),
@@ -165,22 +158,15 @@ def test_the_batch_comes_as_it_is_given() -> None:
         # x and y are one tensor when it is captured, and two later: they must not become one input
         captured = capture(model, given)
         assert set(captured.inputs.values()) == ({"x", "y"} if isinstance(given, dict) else {0, 2})
-        assert torch.equal(run_program(captured, model, other)[captured.results[0]], model.own(x) - 2 * x)
+        assert torch.equal(run_program(captured, model, other)[captured.results[0]], run(model, x, True, 2 * x))
 
 
 def test_tied_weights_are_one_parameter() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.head = nn.Embedding(10, 6), nn.Linear(6, 10, bias=False)
-            self.head.weight = self.words.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.words(x))
-
     for device in ("cpu", "meta"):
         with torch.device(device):
-            model = Tied()
+            words, head = nn.Embedding(10, 6), nn.Linear(6, 10, bias=False)
+        head.weight = words.weight
+        model = Model(lambda model, x: model.head(model.words(x)), words=words, head=head)
         captured = capture(model, torch.zeros(4, 3, dtype=torch.long))
         weights = [place for place, entry in enumerate(captured.graph.operators) if entry.kind == "parameter"]
         assert len(weights) == 1
@@ -207,17 +193,12 @@ def test_nothing_is_computed_drawn_or_changed() -> None:
 
 
 def test_no_gradient_flows_through_what_is_detached() -> None:
-    class Teacher(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+    def run(model: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            aim = model.other(x).tanh()
+        return F.mse_loss(model.own(x), aim)
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                aim = self.other(x).tanh()
-            return F.mse_loss(self.own(x), aim)
-
-    model = Teacher()
+    model = Model(run, own=nn.Linear(6, 6), other=nn.Linear(6, 6))
     captured = capture(model, torch.randn(4, 6))
     trained = {
         captured.parameters[entry.name]
@@ -261,15 +242,9 @@ def test_costs_are_what_torch_counts(name: str) -> None:
 
 
 def test_attention_costs_two_products() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = nn.Parameter(torch.randn(2, 4, 6, 8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(self.own, x, x)
-
-    entry = capture(Attention(), torch.randn(2, 4, 10, 8)).graph.operators[-1]
+    own = nn.Parameter(torch.randn(2, 4, 6, 8))
+    model = Model(lambda model, x: F.scaled_dot_product_attention(model.own, x, x), own=own)
+    entry = capture(model, torch.randn(2, 4, 10, 8)).graph.operators[-1]
     assert entry.flops == 2 * (2 * 2 * 4 * 6 * 10 * 8)
 
 
@@ -324,32 +299,20 @@ def test_what_cannot_be_captured_is_refused_with_its_line_and_nothing_is_printed
 
 
 def test_a_loss_with_parameters_is_refused() -> None:
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, output: Tensor, batch: Tensor) -> Tensor:
-            return self.weight * output.sum()
-
+    loss = Model(lambda loss, output, batch: loss.weight * output.sum(), weight=nn.Parameter(torch.ones(())))
     with pytest.raises(PlanError, match="make it part of the model"):
-        capture(Perceptron(), torch.randn(4, 6), loss=Loss())
+        capture(Perceptron(), torch.randn(4, 6), loss=loss)
 
 
 def test_layers_that_are_dropped_at_random_are_kept_and_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    class Dropped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+    def run(model: Any, x: Tensor) -> Tensor:
+        for layer in model.layers:
+            if model.training and torch.rand([]) < 0.9:
+                continue
+            x = layer(x)
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                if self.training and torch.rand([]) < 0.9:
-                    continue
-                x = layer(x)
-            return x
-
-    model = Dropped()
+    model = Model(run, layers=nn.ModuleList(nn.Linear(6, 6) for _ in range(3)))
     with caplog.at_level(logging.WARNING, "weft"):
         captured = capture(model, torch.randn(4, 6))
     assert captured.method == "deterministic export"
@@ -414,15 +377,8 @@ def test_a_checkpoint_is_what_it_computes(reentrant: bool) -> None:
 
 
 def test_an_operator_without_a_rule_is_whole_counted_and_named() -> None:
-    class Inverse(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = nn.Parameter(torch.eye(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.linalg.inv(self.own) @ x
-
-    graph = capture(Inverse(), torch.randn(4, 6)).graph
+    model = Model(lambda model, x: torch.linalg.inv(model.own) @ x, own=nn.Parameter(torch.eye(4)))
+    graph = capture(model, torch.randn(4, 6)).graph
     assert len(graph.unknown) == 1
     (target,) = graph.unknown
     assert "linalg_inv" in target
@@ -433,17 +389,12 @@ def test_an_operator_without_a_rule_is_whole_counted_and_named() -> None:
 
 @pytest.mark.parametrize("both", [False, True])
 def test_what_reads_the_states_of_an_lstm_is_captured_in_the_shapes_that_it_has(both: bool) -> None:
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.LSTM(5, 4, num_layers=2, batch_first=True, bidirectional=both)
-            self.head = nn.Linear(4, 3)
+    def run(model: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _, (state, cell) = model.layers(x)
+        return model.head(state[-1]), state, cell
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            _, (state, cell) = self.layers(x)
-            return self.head(state[-1]), state, cell
-
-    model, batch = Last(), torch.randn(6, 7, 5)
+    layers = nn.LSTM(5, 4, num_layers=2, batch_first=True, bidirectional=both)
+    model, batch = Model(run, layers=layers, head=nn.Linear(4, 3)), torch.randn(6, 7, 5)
     captured = capture(model, batch)
     assert captured.method == "export"
     wanted = model(batch)
