@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from itertools import product as every
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from plan_models import Model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -89,19 +91,15 @@ def test_strategies_cost_the_collectives_that_they_are_known_for() -> None:
     assert cost(graph, made, parts)[1] == 0.0
 
 
-class Twice(nn.Module):
+def twice(between: nn.Module | None = None) -> Graph:
     """The head is the embedding."""
-
-    def __init__(self, between: nn.Module | None = None) -> None:
-        super().__init__()
-        self.embed, self.between = nn.Embedding(WIDTH, WIDTH), between or nn.Identity()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.linear(self.between(self.embed(ids)), self.embed.weight)
+    parts = {"embed": nn.Embedding(WIDTH, WIDTH), "between": between or nn.Identity()}
+    model = Model(lambda model, ids: F.linear(model.between(model.embed(ids)), model.embed.weight), **parts)
+    return capture(model, torch.zeros(BATCH, 4, dtype=torch.long)).graph
 
 
 def test_a_parameter_that_is_read_twice_sends_its_gradient_once_where_both_read_it_alike() -> None:
-    graph = capture(Twice(), torch.zeros(BATCH, 4, dtype=torch.long)).graph
+    graph = twice()
     link = MACHINE.axis_link((4,), 0)
     (weight,) = (operator.name for operator in graph.operators if operator.kind == "parameter")
     lookup, head = (operator.name for operator in graph.operators if operator.reads)
@@ -122,7 +120,7 @@ def test_a_parameter_that_is_read_twice_sends_its_gradient_once_where_both_read_
 
 
 def test_what_is_spared_is_at_most_what_a_reader_pays() -> None:
-    graph = capture(Twice(), torch.zeros(BATCH, 4, dtype=torch.long)).graph
+    graph = twice()
     for mesh in (Mesh((4,)), Mesh((2, 2))):
         one, more = (tables(graph, mesh, MACHINE, stages=stages) for stages in (1, 2))
         for pick in every(*(range(len(own)) for own in one.splits)):
@@ -185,7 +183,7 @@ def test_what_is_gathered_at_once_is_part_of_the_memory_that_a_limit_sees(recomp
 
 
 def test_the_gradients_of_several_readers_of_a_gathered_weight_are_summed_whole() -> None:
-    graph = capture(Twice(nn.Tanh()), torch.zeros(BATCH, 4, dtype=torch.long)).graph
+    graph = twice(nn.Tanh())
     weight = 4.0 * WIDTH * WIDTH
     stored = [((0,) if o.kind == "parameter" else (REPLICATED,)) for o in graph.operators]
     found = dict(zip([o.kind for o in graph.operators], gathered_bytes(graph, Mesh((4,)), stored, False), strict=True))
@@ -219,15 +217,8 @@ def test_a_micro_batch_of_a_graph_is_the_graph_of_a_micro_batch() -> None:
 
 
 def test_the_batch_is_followed_through_merged_axes() -> None:
-    class Merged(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x.reshape(-1, 8)).reshape(x.shape).sum(1)
-
-    graph = capture(Merged(), torch.zeros(6, 4, 8)).graph
+    model = Model(lambda model, x: model.linear(x.reshape(-1, 8)).reshape(x.shape).sum(1), linear=nn.Linear(8, 8))
+    graph = capture(model, torch.zeros(6, 4, 8)).graph
     found = batch_dims(graph)
     for operator, dim in zip(graph.operators, found, strict=True):
         if operator.reads:
@@ -238,17 +229,13 @@ def test_the_batch_is_followed_through_merged_axes() -> None:
 
 
 def test_recomputing_keeps_less_and_computes_more() -> None:
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Two() for _ in range(4)])
+    def run(model: Any, x: Tensor) -> Tensor:
+        for layer in model.layers:
+            x = x + layer(x)
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = x + layer(x)
-            return x
-
-    graph = capture(Layers(), torch.zeros(BATCH, WIDTH)).graph
+    model = Model(run, layers=nn.ModuleList([Two() for _ in range(4)]))
+    graph = capture(model, torch.zeros(BATCH, WIDTH)).graph
     kept, again = (
         tables(graph, Mesh((1,)), MACHINE, TrainingSpec(optimizer_bytes=0, recompute=r)) for r in (False, True)
     )
