@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -318,14 +319,17 @@ class Product(nn.Module):
 
 
 class Deep(nn.Module):
-    """Twelve weights of 4 KiB, each used as it is or through a view, beside activations that are much smaller."""
+    """Twelve weights of 4 KiB, each used as it is or through a view, beside activations that are much smaller; perhaps
+    under autocast, where what is gathered is a cast of the weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, autocast: bool) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(Product(number % 2 == 0) for number in range(12)))
+        self.autocast = autocast
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return self.layers(x).float().square().mean()
 
 
 class Gathered:
@@ -376,14 +380,16 @@ def test_what_is_sent_and_kept_is_what_the_strategy_is_known_for(tmp_path: Path)
             {"all_reduce": 1, "all_gather": 4, "reduce_scatter": 8},
         ),
     }
-    torch.manual_seed(0)
-    deep, rows = Deep(), (torch.randn(4, 32),)
-    program, weight = capture(deep, rows), 32 * 32 * 4
-    split = tuple(
-        next((s for s in splits(o, mesh) if s != (REPLICATED,) and (o.kind == PARAMETER or o.outputs[0].shape)), (-1,))
-        for o in program.graph.operators
-    )
-    assert max(gathered_bytes(program.graph, mesh, split, recompute=False)) == 2 * weight
+    rows, deep = (torch.randn(4, 32),), []
+    for autocast in (False, True):
+        model = Deep(autocast)
+        program, weight = capture(model, rows), 32 * 32 * (2 if autocast else 4)
+        split = tuple(
+            next((s for s in splits(o, mesh) if s != (-1,) and (o.kind == PARAMETER or o.outputs[0].shape)), (-1,))
+            for o in program.graph.operators
+        )
+        assert max(gathered_bytes(program.graph, mesh, split, recompute=False)) == 2 * weight
+        deep.append((model, program, ShardingStrategy(mesh, split), weight))
 
     def collectives(rank: int) -> None:
         devices = init_device_mesh("cpu", (2,))
@@ -396,9 +402,8 @@ def test_what_is_sent_and_kept_is_what_the_strategy_is_known_for(tmp_path: Path)
             assert (forward, backward) == sent[what], what
 
     def weights_are_freed_after_the_forward_and_gathered_one_by_one(rank: int) -> None:
-        for recompute in (False, True):
-            options = StepOptions(recompute=recompute)
-            module = parallelize(program, ShardingStrategy(mesh, split), options=options, weights=deep)
+        for (model, program, strategy, weight), recompute in product(deep, (False, True)):
+            module = parallelize(program, strategy, options=StepOptions(recompute=recompute), weights=model)
             held = Gathered()
             with held.counted():
                 loss = module(rows)

@@ -184,12 +184,12 @@ def _smaller(tensor: Tensor, dim: int, count: int) -> Tensor:
     return replace(tensor, shape=shape)
 
 
-def parameter_views(graph: Graph) -> frozenset[int]:
-    """The parameters, and the operators that are views of one parameter: what they hold is a weight."""
+def parameter_values(graph: Graph) -> frozenset[int]:
+    """The parameters, and the operators that are views or casts of one parameter: what they hold is a weight."""
     found: set[int] = set()
     for op, operator in enumerate(graph.operators):
-        view = operator.kind == "view" and len(operator.reads) == 1 and operator.reads[0].source in found
-        if operator.kind == PARAMETER or view:
+        same = operator.kind == "view" or operator.target.split(".")[1:2] in (["_to_copy"], ["to"])
+        if operator.kind == PARAMETER or (same and len(operator.reads) == 1 and operator.reads[0].source in found):
             found.add(op)
     return frozenset(found)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from weft.hardware import collectives
 from weft.hardware.machine import Machine
-from weft.plan.graph import Graph, Operator, Tensor, layer_of, parameter_views
+from weft.plan.graph import Graph, Operator, Tensor, layer_of, parameter_values
 from weft.plan.sharding import (
     PARTIAL,
     REPLICATED,
@@ -109,7 +109,7 @@ def gathered_again(graph: Graph, recompute: bool) -> frozenset[tuple[int, int]]:
     """The reads (operator, which of its reads) of weights that the backward needs once more: a weight that is gathered
     is freed after the forward. These are the reads of what is computed again, and of weights that the gradient of
     another operand depends on; addends are none."""
-    weights = parameter_views(graph)
+    weights = parameter_values(graph)
     found: set[tuple[int, int]] = set()
     needed: set[int] = set()  # views of weights that are needed again
     for op in reversed(range(len(graph))):
@@ -124,7 +124,8 @@ def gathered_again(graph: Graph, recompute: bool) -> frozenset[tuple[int, int]]:
             again = (recompute and layer_of(operator.module)) or op in needed
             if again or (number in factors and any(others)):
                 found.add((op, number))
-                needed.add(read.source)
+                if graph.operators[read.source].kind == "view":  # a cast keeps its result, and needs no weight again
+                    needed.add(read.source)
     return frozenset(found)
 
 
@@ -144,7 +145,7 @@ def gathered_bytes(graph: Graph, mesh: Mesh, splits: Sequence[OpSplit], recomput
     weights again, and the gradients of several readers are summed until that of the first one is there. With
     recomputation the weights of a layer are gathered together, and what a later layer reads too is kept for it.
     """
-    weights, again = parameter_views(graph), gathered_again(graph, recompute)
+    weights, again = parameter_values(graph), gathered_again(graph, recompute)
     layer = [layer_of(operator.module) if recompute else "" for operator in graph.operators]
     forward, backward = np.zeros(len(graph) + 1), np.zeros(len(graph))
     uses: dict[tuple[int, int, Placements], list[int]] = {}

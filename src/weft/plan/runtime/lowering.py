@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from weft.plan.graph import parameter_views
+from weft.plan.graph import parameter_values
 from weft.plan.runtime.local_ops import local_kernel
 from weft.plan.runtime.program import (
     CapturedProgram,
@@ -113,7 +113,8 @@ def lower(
     """The instructions from the inputs, whose placements are given, to the results: those in ``keep_sharded`` are split
     or whole as they come out (never partial sums), all others whole on every device. With ``only``, these operators
     alone are computed; of the others, the random ones are drawn and thrown away, so that the generator goes on as if
-    they were. Of a parameter that is gathered, or a view of one, this device's part alone is kept for the backward."""
+    they were. Of a parameter that is gathered, or a view or cast of one, this device's part alone is kept for the
+    backward."""
     mesh = strategy.mesh
     whole: Placements = (REPLICATED,) * len(mesh.sizes)
     calls = [(op, captured.call(op, node, strategy.splits[op], mesh)) for op, node in captured.calls()]
@@ -130,7 +131,7 @@ def lower(
     ends = {value: without_partials(placements[value]) if value in keep_sharded else whole for value in results}
     for value, wanted in ends.items():
         _request(requested, value, wanted, wanted)
-    lowering = _Lowering(mesh, placements, requested, parameter_views(captured.graph))
+    lowering = _Lowering(mesh, placements, requested, parameter_values(captured.graph))
     begin = {value: lowering.register(value) for value in inputs}
     ours = {op: (call, how) for op, call, how in made}
     for op, call in calls:
