@@ -26,7 +26,7 @@ from weft.tune.executors import Ended, Event, Fit, Job, Lost, Reported, StudySpe
 from weft.tune.fit.fit import Requirements, architecture_key, fusion_groups
 from weft.tune.jobs import PendingJob
 from weft.tune.progress import StudyProgress
-from weft.tune.training.run_job import attempt
+from weft.tune.training.run_job import run_job
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +55,7 @@ class Shuffled:
             events.append(report)
             return False
 
-        attempt(job, self._spec, "cpu", 0, ask, events.append)
+        run_job(job, self._spec, "cpu", 0, ask, events.append)
         if self._rng.random() < self._lose:
             events[-1:] = [Lost(job.id, "by chance")]
         self._open[job.id] = events

@@ -210,7 +210,7 @@ class Subnets:
         subnet = chain.space.subnet({name: value for name, value in params.items() if name in chain.space.choices})
         route = chain.route(subnet)
         initialise(chain, seed, only=[layer.name for layer in route])
-        several = (chain.inputs is not None and len(chain.inputs) > 1) or any(layer.side for layer in route)
+        several = (chain.inputs is not None and len(chain.inputs) > 1) or any(layer.extra_inputs for layer in route)
         example = None
         if several and self.data is not None:
             example = Loader(as_data(self.data()).train, 2, 0).batch(0)

@@ -336,7 +336,7 @@ class JobActor:
             return json.dumps(found)
 
     def _run(self, job: Job, rank: int, variables: dict[str, str], output: str) -> None:
-        from weft.tune.training.run_job import attempt
+        from weft.tune.training.run_job import run_job
 
         try:
             if self._spec is None:
@@ -348,7 +348,7 @@ class JobActor:
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if variables else {}
         with environment_variables({**variables, **ranks}), redirect_output(output):
             self._messages.put({"type": "began"})
-            attempt(job, self._spec, self._device, rank, self._ask, self._tell)
+            run_job(job, self._spec, self._device, rank, self._ask, self._tell)
         self._messages.put({"type": "idle", "leaked": has_leaked_memory(self._device)})
 
     def _ask(self, report: Reported) -> bool:

@@ -77,7 +77,7 @@ def has_leaked_memory(device: str) -> bool:
 
 
 def _run_job(job: Job, spec: Any, device: str, rank: int, connection: JsonConnection) -> None:
-    from weft.tune.training.run_job import attempt
+    from weft.tune.training.run_job import run_job
 
     def ask(report: Reported) -> bool:
         connection.send({"type": "event", "event": event_to_json(report)})
@@ -90,7 +90,7 @@ def _run_job(job: Job, spec: Any, device: str, rank: int, connection: JsonConnec
         sys.stdout.flush()
         connection.send({"type": "event", "event": event_to_json(ended)})
 
-    attempt(job, spec, device, rank, ask, tell)
+    run_job(job, spec, device, rank, ask, tell)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class Study:
         objectives: Sequence[str] = (),
         resume: bool = False,
     ) -> Study:
-        """A new study, or with ``resume`` that of this name, which must have an equal definition (``trials`` may differ).
+        """A new study, or with ``resume`` that of this name, whose definition must be equal (``trials`` may differ).
 
         ``sampler`` and ``pruner`` are names, or mappings of ``name`` and options; ``objectives`` are the names that
         Optuna's dashboard shows. TuneError if the storage cannot be reached, or the study exists and is not to be
