@@ -28,7 +28,7 @@ import typer.main
 
 from weft.cli.app import app, main
 from weft.cli.arguments import joined
-from weft.cli.tune import StudyConfig
+from weft.cli.tune import StudyFile
 from weft.config import convert, make_config
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ _SHORT_CODE = {
 _TRAIN = ["--train.steps=4", "--execution.threads=1"]
 _SHORT_COMMANDS = {
     "train": _TRAIN,
-    "search": [*_TRAIN, "--search.warmup=0", "--search.budget=4"],
+    "search": [*_TRAIN, "--search.weight_warmup_steps=0", "--search.budget=4"],
     "simulate": _TRAIN,
     "verify": ["--steps=2", "--execution.threads=1"],
     "tune": ["--study.trials=2", "--recipe.steps=4", "--recipe.report_every=2"],
@@ -112,7 +112,7 @@ def accept(words: list[str]) -> None:
     context = verb.make_context(words[0], list(words[1:]))
     if words[0] == "tune":
         assert all(re.match(r"--[\w.]+=", word) for word in context.args), words
-        convert({}, context.args, StudyConfig)
+        convert({}, context.args, StudyFile)
     elif context.args:
         make_config({"supernet": "digits-mlp"}, joined(context.args))
 

@@ -94,7 +94,7 @@ def search(
                 budget=s.budget,
                 method=s.method,
                 seed=s.seed,
-                recalibrate=s.recalibrate,
+                bn_batches=s.bn_batches,
                 batch_size=s.batch_size,
                 name=s.name,
                 on_score=bar.search,
@@ -136,7 +136,7 @@ def _learn(settings: Config, folder: Path, resume: bool, again: str, as_json: bo
     if result["probabilities"] is not None:
         output.mixture(console, result["probabilities"])
     names = ("architecture", "run", "steps", "fingerprint")
-    picked = {"missed": "of each choice what is missed most", "likeliest": "the likeliest of the mixture"}
+    picked = {"perturbation": "by the loss without each option", "likeliest": "the likeliest of the mixture"}
     how = {"picked": picked[result["picked"]]} if result["picked"] else {}
     scores = {name: f"{value:.6g}" for name, value in result["scores"].items()}
     output.facts(
