@@ -113,11 +113,17 @@ def test_a_trial_that_goes_wrong_is_failed_with_its_reason_and_its_worker_lives_
     assert before.values == after.values
 
 
-def test_a_worker_that_keeps_memory_of_its_device_is_replaced(run: Run) -> None:
-    (last,), (next_,) = run("leaking"), run("pid")
-    assert isinstance(last, Ended)
-    assert isinstance(next_, Ended)
-    assert last.values != next_.values
+def test_a_worker_that_keeps_memory_of_its_device_is_replaced(run: Run, executor: LocalExecutor) -> None:
+    (last,) = run("leaking")
+
+    def replaced() -> bool:
+        assert executor.poll(0.2) == []  # it is replaced once it says that it is idle
+        (end,) = run("pid")
+        assert isinstance(end, Ended)
+        assert isinstance(last, Ended)
+        return end.values != last.values
+
+    _until(replaced)
 
 
 def test_what_a_trial_prints_is_kept_in_its_directory(run: Run, tmp_path: Path) -> None:
