@@ -43,7 +43,7 @@ def read(library: Library, *address: str, **query: str) -> Any:
     return json.loads(library.get(address, query).body, parse_constant=pytest.fail)
 
 
-def test_a_finished_run_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_finished_run_has_one_line(tmp_path: Path) -> None:
     made(tmp_path, "conv", fingerprint="ab" * 32, steps=4)
     line = listed(tmp_path)["conv"]
     assert line.pop("created").endswith("Z")
@@ -55,7 +55,7 @@ def test_a_finished_run_is_told_in_one_line(tmp_path: Path) -> None:
         "device": "cpu",
         "done": 2,
         "steps": 4,
-        "left_s": None,
+        "seconds_left": None,
         "loss": 2.5,
         "metrics": {"accuracy": 0.125},
         "fingerprint": "ab" * 32,
@@ -83,7 +83,7 @@ def test_a_failed_run_says_why(tmp_path: Path) -> None:
     assert (line["state"], line["reason"], line["loss"]) == ("failed", "<b>loss</b> is nan", None)
 
 
-def test_the_kinds_of_runs_are_told_apart(tmp_path: Path) -> None:
+def test_the_kinds_of_runs_are_known(tmp_path: Path) -> None:
     Run.create(tmp_path, "study", manifest={"kind": "study", "study": {"objectives": {"accuracy": "maximize"}}})
     Run.create(tmp_path, "drnas", manifest={"law": {"bilevel": {"order": 1}}})
     Run.create(tmp_path, "plain", manifest={})
@@ -94,7 +94,7 @@ def test_the_kinds_of_runs_are_told_apart(tmp_path: Path) -> None:
     }
 
 
-def test_a_study_is_told_by_its_trials_and_its_best_value(tmp_path: Path) -> None:
+def test_a_study_has_its_trials_and_its_best_value(tmp_path: Path) -> None:
     aims = {"accuracy": "maximize", "loss": "minimize"}
     run = Run.create(tmp_path, "study", manifest={"kind": "study", "study": {"objectives": aims}})
     run.events.append("started", trials=[], at=0, steps=3)
@@ -125,12 +125,12 @@ def test_a_run_runs_while_its_process_lives_and_is_interrupted_when_that_is_kill
         try:
             line = read(library, "runs", "conv")
             assert line["state"] == "running"
-            assert line["left_s"] >= 0
+            assert line["seconds_left"] >= 0
         finally:
             holder.kill()
             holder.wait()
     again = read(library, "runs", "conv")
-    assert (again["state"], again["left_s"], again["revision"]) == ("interrupted", None, line["revision"] + 1)
+    assert (again["state"], again["seconds_left"], again["revision"]) == ("interrupted", None, line["revision"] + 1)
 
 
 def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:

@@ -184,8 +184,8 @@ def test_a_server_says_where_it_is_and_ends_with_ctrl_c(runs: Path) -> None:
         try:
             assert process.stdout is not None
             assert process.stderr is not None
-            said = process.stdout.readline()
-            found = re.search(r"at http://\S+:(\d+)/\?token=(\S{20,})", said)
+            line = process.stdout.readline()
+            found = re.search(r"at http://\S+:(\d+)/\?token=(\S{20,})", line)
             assert found is not None
             local = f"http://127.0.0.1:{found[1]}"
             assert httpx.get(f"{local}/api/runs").status_code == 401
@@ -235,8 +235,8 @@ def test_a_report_says_where_it_lies(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "both.html"
     shutil.copytree(runs / "conv", runs / "again", ignore=lambda folder, names: ["report.html"])
     done = CliRunner().invoke(app, ["report", str(runs / "conv"), str(runs / "again"), "-o", str(out), "--json"])
-    told: dict[str, Any] = json.loads(done.stdout)
-    assert told == {
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found == {
         "report": str(out),
         "runs": [str(runs / "conv"), str(runs / "again")],
         "bytes": out.stat().st_size,

@@ -188,7 +188,10 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how a model is best split over devices, what that takes, and what others would do."""
+    """Find out how a model is best split over devices.
+
+    Prints the split, what a step takes of time and memory, and what data parallelism and other strategies would take.
+    """
     from weft.plan.planner import load
     from weft.plan.planner import plan as make
 
@@ -269,7 +272,7 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine's devices and links, for `weft plan --machine FILE.json`."""
+    """Measure this machine, for weft plan --machine."""
     import torch
 
     from weft.plan.calibrate import calibrate as measure

@@ -274,7 +274,10 @@ def tune(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the study of this name.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a study: propose trials, pack them onto the devices, print the best; exit code 1 if every trial failed."""
+    """Run a study of true trainings and print the best trials.
+
+    Trials are proposed, packed onto the devices and trained. The exit code is 1 if every trial failed.
+    """
     if config.startswith("--"):
         raise ConfigError(f"'{config}' stands where the config is expected: the config comes first, then its settings")
 
@@ -299,7 +302,7 @@ def tune(
     else:
         summary(console, found)
     if found.trials and all(record.state == "failed" for record in found.trials):
-        why = str(found.trials[-1].notes.get("error", "")).strip().splitlines()
-        told = f"; the last: {why[-1]}" if why else ""
-        print(f"error: all {len(found.trials)} trials of '{found.name}' failed{told}", file=sys.stderr)
+        lines = str(found.trials[-1].notes.get("error", "")).strip().splitlines()
+        last = f"; the last: {lines[-1]}" if lines else ""
+        print(f"error: all {len(found.trials)} trials of '{found.name}' failed{last}", file=sys.stderr)
         raise typer.Exit(1)

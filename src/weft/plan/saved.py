@@ -19,6 +19,7 @@ from weft.hardware.presets import preset
 from weft.plan.configurations import ParallelConfig, price_assignment
 from weft.plan.costs import PlanCost, Tables, tables
 from weft.plan.graph import PARAMETER, Graph, Tensor, batch_dims
+from weft.plan.redistribution import gathered_bytes
 from weft.plan.sharding import (
     PARTIAL,
     REPLICATED,
@@ -171,7 +172,7 @@ class OpCosts:
 
     ``communication`` is what its reads and their gradients take to move; ``moved`` are the edges, as (source, reader),
     that move anything. ``weights`` and ``states`` (gradients and the optimizer's) are of parameters, ``activations`` of
-    one micro-batch in flight.
+    one micro-batch in flight, and ``gathered`` is what gathered weights take while the operator runs.
     """
 
     compute: tuple[float, ...]
@@ -180,6 +181,7 @@ class OpCosts:
     weights: tuple[float, ...]
     states: tuple[float, ...]
     activations: tuple[float, ...]
+    gathered: tuple[float, ...]
 
 
 def operators(plan: Plan) -> list[dict[str, Any]]:
@@ -214,7 +216,7 @@ def operators(plan: Plan) -> list[dict[str, Any]]:
             "gives": [_tensor(own, result_placements(own, split), plan.mesh) for own in operator.outputs],
         }
         if costs:
-            for name in ("compute", "communication", "weights", "states", "activations"):
+            for name in ("compute", "communication", "weights", "states", "activations", "gathered"):
                 row[name] = getattr(costs, name)[place]
         rows.append(row)
     return rows
@@ -247,6 +249,7 @@ def op_costs(plan: Plan) -> OpCosts | None:
         tuple(weights),
         tuple(b - w if own else 0.0 for b, w, own in zip(memory, weights, parameters, strict=True)),
         tuple(0.0 if own else b for b, own in zip(memory, parameters, strict=True)),
+        tuple(gathered_bytes(plan.graph, plan.mesh, plan.splits, plan.training.recompute)),
     )
 
 

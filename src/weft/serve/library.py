@@ -61,11 +61,11 @@ class RunSource:
         """The configuration and the manifest of the run."""
         return overview.details(self.path)
 
-    def view(self, view: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def view(self, view: str, query: Mapping[str, Any]) -> dict[str, Any]:
         """The document of a view."""
         with errors_as_weft(view):
             runs.signature(self.path)
-            found: dict[str, Any] = _module(view).document(self.path, **asked)
+            found: dict[str, Any] = _module(view).document(self.path, **query)
             return found
 
 
@@ -193,9 +193,9 @@ class Library:
                 self._find(name)
                 return self._made.get(address, self._all(), lambda: encode(self._run(name)))
             case ("runs", name, view):
-                source, asked = self._find(name), parse_query(view, query or {})
-                key = (*address, *sorted(asked.items()))
-                return self._made.get(key, _signature(source), lambda: encode(source.view(view, asked)))
+                source, options = self._find(name), parse_query(view, query or {})
+                key = (*address, *sorted(options.items()))
+                return self._made.get(key, _signature(source), lambda: encode(source.view(view, options)))
             case ("plans", name):
                 return self._made.get(address, self.plans_signature(), lambda: encode(self._plan(name)))
         raise Absent(f"there is nothing at '{url(address)}'")

@@ -39,7 +39,7 @@ def summary(run: Path, name: str, views: Sequence[str]) -> dict[str, Any]:
         "created": manifest.get("created") if isinstance(manifest.get("created"), str) else None,
         "device": manifest.get("device") if isinstance(manifest.get("device"), str) else None,
         **found,
-        "left_s": found["left_s"] if state == "running" else None,
+        "seconds_left": found["seconds_left"] if state == "running" else None,
         "steps": found["steps"] if found["steps"] is not None else whole_number(train.get("steps")),
         "stages": found["stages"] or whole_number(execution.get("stages", train.get("stages"))) or 1,
         "same": [],
@@ -49,7 +49,7 @@ def summary(run: Path, name: str, views: Sequence[str]) -> dict[str, Any]:
 
 def damaged(name: str, problem: str) -> dict[str, Any]:
     """The line about a run that cannot be read."""
-    none = dict.fromkeys(("created", "seconds", "steps", "left_s", "loss", "fingerprint", "device"))
+    none = dict.fromkeys(("created", "seconds", "steps", "seconds_left", "loss", "fingerprint", "device"))
     plain = {"kind": "train", "state": "damaged", "done": 0, "metrics": {}, "same": [], "stages": 1, "damaged": 0}
     return {"name": name, **plain, **none, "reason": problem, "views": []}
 
@@ -109,7 +109,7 @@ def _figures(reduced: RunProgress, study: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": rounded(reduced.seconds),
         "done": reduced.done,
         "steps": reduced.steps,
-        "left_s": rounded(reduced.seconds_left()),
+        "seconds_left": rounded(reduced.seconds_left()),
         "loss": rounded(reduced.smooth("loss")),
         "metrics": metrics,
         "fingerprint": reduced.fingerprint,

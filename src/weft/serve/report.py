@@ -77,8 +77,8 @@ def documents(library: Library) -> dict[str, Any]:
         found.update(_zoomed(library, name, found.get(url(("runs", name, "pipeline")))))
         search = url(("runs", name, "search"))
         for other in found.get(search, {}).get("searches", ()):
-            asked = url((other,)).removeprefix("/api/")
-            found[f"{search}?name={asked}"] = _read(library, ("runs", name, "search"), {"name": other})
+            query = url((other,)).removeprefix("/api/")
+            found[f"{search}?name={query}"] = _read(library, ("runs", name, "search"), {"name": other})
     return found
 
 
@@ -89,10 +89,10 @@ def _zoomed(library: Library, name: str, whole: dict[str, Any] | None) -> dict[s
     (begin, end), address = whole["total"], ("runs", name, "pipeline")
     for halves in range(1, HALVES):
         room = (end - begin) / 2 ** (halves + 1)
-        asked = {"from": str((begin + end) / 2 - room), "to": str((begin + end) / 2 + room)}
-        near = _read(library, address, asked)
+        window = {"from": str((begin + end) / 2 - room), "to": str((begin + end) / 2 + room)}
+        near = _read(library, address, window)
         if near["real"]["buckets"] is None:
-            return {f"{url(address)}?from={asked['from']}&to={asked['to']}": near}
+            return {f"{url(address)}?from={window['from']}&to={window['to']}": near}
     return {}
 
 

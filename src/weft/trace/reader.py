@@ -168,8 +168,7 @@ def read_traces(run_path: Path | str) -> Trace:
     found = joined(files)
     if found is None:
         raise RunError(
-            f"run '{run_path}' has no traces: they are written by a run with `trace = true` in its config, "
-            "or by weft.train(..., trace=True)"
+            f"run '{run_path}' has no traces: start it with --execution.trace=true, or weft.train(..., trace=True)"
         )
     if not any(len(stage.ops) for stage in found.stages):
         raise RunError(f"the traces of run '{run_path}' hold no operation yet: wait until its first steps are done")

@@ -56,6 +56,7 @@ class PlanOperator(Struct, frozen=True):
     weights: Amount = 0.0
     states: Amount = 0.0
     activations: Amount = 0.0
+    gathered: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)
