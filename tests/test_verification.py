@@ -16,7 +16,7 @@ from weft.space import make_stream
 from weft.supernet import initialise
 from weft.utils.imports import import_object
 from weft.utils.rng import key
-from weft.verify.record import Difference, LayerUse, RunRecord, Seen, first_difference
+from weft.verify.record import Difference, ForwardDigests, LayerUse, RunRecord, first_difference
 
 CODE = """
 import os, random
@@ -321,7 +321,7 @@ def trained(use: LayerUse, fault: tuple[int, str | None, str] | None = None) -> 
         carry = f"x{n}{mark('batch', route[0])}"
         for name in route:
             out = f"{name}({weights[name]}, {carry}){mark('forward', name)}"
-            records[n, name] = Seen(carry, "", weights[name], out)
+            records[n, name] = ForwardDigests(carry, "", weights[name], out)
             carry = out
         loss = f"loss({carry}){mark('loss', None)}"
         losses[step] = losses.get(step, 0.0) + float(key(loss))

@@ -20,7 +20,7 @@ from weft.plan.capture import capture
 from weft.plan.planner import plan_captured
 from weft.runs import Run
 from weft.serve.report import html, write_plan, write_report
-from weft.serve.views.plan import shown
+from weft.serve.views.plan import plan_document
 
 Open = Callable[..., Any]
 Serving = Callable[..., AbstractContextManager[str]]
@@ -380,7 +380,7 @@ def test_a_plan_is_drawn_whole_and_no_box_lies_on_another(opened: Open, tmp_path
     plan = plan_captured(captured, "a100", devices=8, stages=2, microbatches=2, compare=False)
     plan = replace(plan, model=evil, graph=replace(plan.graph, name=evil))
     file = write_plan(plan, tmp_path / "plan.html")
-    found = shown(plan.to_saved(), "plan")["graph"]
+    found = plan_document(plan.to_saved(), "plan")["graph"]
     page = opened(file.as_uri())
     assert page.locator("h1").inner_text() == f"{evil} on 8 x A100"
     assert page.locator("h1 img").count() == 0

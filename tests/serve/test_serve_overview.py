@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from weft.runs import Run
-from weft.serve.library import Absent, Library
-from weft.serve.overview import LARGE, flattened
+from weft.serve.library import Library, NotFound
+from weft.serve.overview import LARGE, flatten
 
 CONFIG = {"data": "digits", "train": {"steps": 4, "stages": 2, "metrics": ["accuracy"]}, "limits": {}}
 
@@ -171,9 +171,9 @@ def test_a_name_is_looked_up_and_never_made_into_a_path(tmp_path: Path) -> None:
     library = Library.under(root)
     for name in ("..", ".", "", "../secret", "..%2fsecret", str(tmp_path / "secret"), "conv/", "conv\0", "Conv"):
         for address in (("runs", name), ("runs", name, "curves"), ("plans", name)):
-            with pytest.raises(Absent, match="there is no"):
+            with pytest.raises(NotFound, match="there is no"):
                 library.get(address)
-    with pytest.raises(Absent, match="there is no view 'curve'; did you mean 'curves'"):
+    with pytest.raises(NotFound, match="there is no view 'curve'; did you mean 'curves'"):
         library.get(("runs", "conv", "curve"))
 
 
@@ -224,7 +224,7 @@ def test_the_configuration_has_flat_names(tmp_path: Path) -> None:
     assert found["manifest"]["law"] == {"seed": 0}
     Run.create(tmp_path, "plain", manifest={"law": {"seed": 3, "stream": {"spacing": 2}}})
     assert read(Library.under(tmp_path), "runs", "plain")["config"] == {"seed": 3, "stream.spacing": 2}
-    assert flattened({}) == {}
+    assert flatten({}) == {}
 
 
 def test_of_a_long_event_file_the_list_reads_both_ends(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from weft.hardware.machine import machine
 from weft.plan.capture import CapturedModel, capture
 from weft.plan.plan import Plan
 from weft.plan.planner import plan_captured
-from weft.serve.views.plan import DAMAGED, EDITED, NO_OPERATORS, document, listed
+from weft.serve.views.plan import DAMAGED, EDITED, NO_OPERATORS, document, list_plans
 from weft.utils.files import write_json
 
 MODEL = """
@@ -141,7 +141,7 @@ FOREIGN = {
 def test_a_foreign_file_is_passed_over_in_the_list_and_refused_by_itself(saved: Path, name: str) -> None:
     path = saved.with_name(f"{name}.json")
     path.write_text(FOREIGN[name])
-    assert [plan["name"] for plan in listed(saved.parent)] == ["net"]
+    assert [plan["name"] for plan in list_plans(saved.parent)] == ["net"]
     with pytest.raises(WeftError) as problem:
         document(path)
     assert "\n" not in str(problem.value)
@@ -159,7 +159,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_plan_with_a_damaged_part_is_none(saved: Path, name: str) -> None:
     edit(saved, CHANGES[name])
-    assert listed(saved.parent) == []
+    assert list_plans(saved.parent) == []
     with pytest.raises(WeftError):
         document(saved)
 
@@ -173,10 +173,10 @@ def test_numbers_that_json_lacks_are_none(saved: Path) -> None:
 
 
 def test_a_link_that_leads_out_of_the_folder_is_not_followed(saved: Path, tmp_path: Path) -> None:
-    assert listed(tmp_path / "nowhere") == []
+    assert list_plans(tmp_path / "nowhere") == []
     saved.rename(tmp_path / "secret.json")
     saved.symlink_to(tmp_path / "secret.json")
-    assert listed(saved.parent) == []
+    assert list_plans(saved.parent) == []
     with pytest.raises(PlanError, match="no plan"):
         document(saved)
 
@@ -226,7 +226,7 @@ def test_weft_plan_saves_by_name_where_the_dashboard_looks(tmp_path: Path) -> No
 
     (tmp_path / "own.py").write_text(MODEL)
     assert "runs/plans/tiny.json" in plan("--save", "tiny").out
-    assert listed(tmp_path / "runs" / "plans") == [{"name": "tiny", "model": "Sequential", "devices": 4}]
+    assert list_plans(tmp_path / "runs" / "plans") == [{"name": "tiny", "model": "Sequential", "devices": 4}]
     assert document(tmp_path / "runs" / "plans" / "tiny.json")["graph"]
     assert plan("--from-plan", "tiny").code == 0
     assert "written to plan.html" in plan("--html", "plan.html").out

@@ -29,8 +29,8 @@ from weft.serve.views.search_samples import (
     Point,
     Sample,
     ScoredSubnets,
+    best_first_order,
     option_frequencies,
-    ordered,
     probabilities,
 )
 
@@ -253,14 +253,15 @@ def test_options_that_are_equal_to_python_are_different_options() -> None:
 
 def test_of_two_objectives_the_front_comes_first() -> None:
     points = [point("small", 0.5, 1), point("beaten", 0.5, 5), point("good", 0.9, 9), point("worst", 0.4, 9)]
-    assert [one.id for one in ordered(points, [ACCURACY, FLOPS])] == ["good", "small", "beaten", "worst"]
-    assert [one.id for one in ordered(points, [FLOPS])] == ["small", "beaten", "good", "worst"]
-    assert ordered([Point("a", {"accuracy": 0.1})], [FLOPS]) == [Point("a", {"accuracy": 0.1})]  # scored by none
+    assert [one.id for one in best_first_order(points, [ACCURACY, FLOPS])] == ["good", "small", "beaten", "worst"]
+    assert [one.id for one in best_first_order(points, [FLOPS])] == ["small", "beaten", "good", "worst"]
+    unscored = [Point("a", {"accuracy": 0.1})]
+    assert best_first_order(unscored, [FLOPS]) == unscored
 
 
 def test_what_breaks_a_constraint_or_is_no_number_comes_last() -> None:
     points = [point("nan", float("nan"), 1), point("large", 0.9, 9), point("fine", 0.5, 1)]
-    assert [p.id for p in ordered(points, [ACCURACY, FLOPS], [Constraint("flops", "<=", 5)])] == [
+    assert [p.id for p in best_first_order(points, [ACCURACY, FLOPS], [Constraint("flops", "<=", 5)])] == [
         "fine",
         "large",
         "nan",

@@ -204,7 +204,9 @@ def verify(
     net, load = build.supernet_of(settings, folder), partial(build.data_of, settings, folder.resolve())
     parts = build.train_parts(settings, folder)
     with errors.status("verify") as status:
-        found = verify_run(net, load, parts, counts, steps=steps, on_way=lambda way: status.update(f"verify: {way}"))
+        found = verify_run(
+            net, load, parts, counts, steps=steps, on_variant=lambda variant: status.update(f"verify: {variant}")
+        )
     print_json(found) if as_json else verified(console, found)
     if not found["equal"]:
         raise typer.Exit(1)

@@ -68,34 +68,34 @@ def with_duplicates(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def details(run: Path) -> dict[str, Any]:
-    """The configuration under flat names, as the run was described where it has none; and the rest of the manifest."""
+    """The configuration under flat names, or what decides the bits where there is none; and the rest of the manifest."""
     manifest = read_manifest(run)
-    config = mapping(manifest.pop("config", None)) or described(manifest)
-    flat = flattened(config)
+    config = mapping(manifest.pop("config", None)) or run_settings(manifest)
+    flat = flatten(config)
     return {"config": dict(list(flat.items())[:KEYS]), "manifest": manifest}
 
 
-def described(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+def run_settings(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings that decide the bits of a run; manifests of format 1 have them under ``law``."""
     return mapping(manifest.get("train_config", manifest.get("law")))
 
 
 def is_gradient_search(manifest: Mapping[str, Any]) -> bool:
     """Whether the run trains weights and architecture together, by its manifest alone."""
-    known = described(manifest)
+    known = run_settings(manifest)
     return known.get("architecture_search", known.get("bilevel")) is not None
 
 
-def flattened(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Nested tables under dotted names.
 
-    >>> flattened({"train": {"steps": 3, "clip": None}, "data": "digits"})
+    >>> flatten({"train": {"steps": 3, "clip": None}, "data": "digits"})
     {'train.steps': 3, 'train.clip': None, 'data': 'digits'}
     """
     found: dict[str, Any] = {}
     for name, value in values.items():
         found.update(
-            flattened(value, f"{before}{name}.") if isinstance(value, dict) and value else {before + name: value}
+            flatten(value, f"{before}{name}.") if isinstance(value, dict) and value else {before + name: value}
         )
     return found
 

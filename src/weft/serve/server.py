@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlencode
 
 from weft.errors import ConfigError, WeftError, install_extra
-from weft.serve.library import Absent, Library
+from weft.serve.library import Library, NotFound
 from weft.serve.report import page_files
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def make_app(
         address = tuple(request.path_params["address"].split("/"))
         try:
             found = library.get(address, dict(request.query_params))
-        except Absent as problem:
+        except NotFound as problem:
             return JSONResponse({"error": _line(problem)}, 404)
         except (WeftError, OSError) as problem:
             return JSONResponse({"error": _line(problem)}, 422)

@@ -32,7 +32,7 @@ Word = Annotated[str, Meta(max_length=1000)]
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 
 
-class Compared(Struct):
+class ComparisonRow(Struct):
     name: Word
     mesh: Word = ""
     why: Word = ""
@@ -40,7 +40,7 @@ class Compared(Struct):
     memory: float | None = None
 
 
-class Saved(Struct):
+class PlanSummary(Struct):
     """The parts of a saved plan that are shown beside its operators."""
 
     model: Word
@@ -54,10 +54,10 @@ class Saved(Struct):
     splits: dict[str, list[str]]
     limit: float | None = None
     untried: int = 0
-    compared: Annotated[list[Compared], Meta(max_length=100)] = []
+    compared: Annotated[list[ComparisonRow], Meta(max_length=100)] = []
 
 
-def listed(folder: Path) -> list[dict[str, Any]]:
+def list_plans(folder: Path) -> list[dict[str, Any]]:
     """The plans in a folder by name; other files are ignored."""
     found = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
@@ -71,10 +71,10 @@ def listed(folder: Path) -> list[dict[str, Any]]:
 
 def document(plan: Path) -> dict[str, Any]:
     """The document of a plan. PlanError for a file that is none; ``note`` says why a graph is not shown."""
-    return shown(_read(plan), plan.stem)
+    return plan_document(_read(plan), plan.stem)
 
 
-def shown(raw: dict[str, Any], name: str) -> dict[str, Any]:
+def plan_document(raw: dict[str, Any], name: str) -> dict[str, Any]:
     """The document of the values of a saved plan."""
     saved = _checked(raw, name)
     operators, note = _operators(raw, saved)
@@ -117,14 +117,14 @@ def _read(path: Path) -> dict[str, Any]:
     return read_plan(path)
 
 
-def _checked(raw: dict[str, Any], name: str) -> Saved:
+def _checked(raw: dict[str, Any], name: str) -> PlanSummary:
     try:
-        return msgspec.convert(raw, Saved)
+        return msgspec.convert(raw, PlanSummary)
     except (msgspec.ValidationError, RecursionError) as problem:
         raise PlanError(f"'{name}' is no plan that weft saved: {problem}") from problem
 
 
-def _operators(raw: dict[str, Any], saved: Saved) -> tuple[list[PlanOperator], str | None]:
+def _operators(raw: dict[str, Any], saved: PlanSummary) -> tuple[list[PlanOperator], str | None]:
     """The operators of a saved plan, and why their graph is not shown."""
     if raw.get("operators") is None:
         return [], NO_OPERATORS
@@ -145,10 +145,10 @@ def _operators(raw: dict[str, Any], saved: Saved) -> tuple[list[PlanOperator], s
     return found, None if count else "there is no operator to draw"
 
 
-def _compared(saved: Saved, limit: float | None) -> list[dict[str, Any]]:
+def _compared(saved: PlanSummary, limit: float | None) -> list[dict[str, Any]]:
     """The rows of the comparison: the plan and the alternatives."""
     cost = saved.cost
-    own = Compared("this plan", "x".join(map(str, saved.mesh)), "", cost.step_time, cost.memory)
+    own = ComparisonRow("this plan", "x".join(map(str, saved.mesh)), "", cost.step_time, cost.memory)
     found = []
     for row in (own, *saved.compared):
         step, memory = finite(row.step), finite(row.memory)

@@ -125,7 +125,7 @@ def numbers(values: object) -> dict[str, float]:
     return {str(name): read for name, value in mapping(values).items() if (read := number(value)) is not None}
 
 
-def ordered(
+def best_first_order(
     points: Sequence[Point], objectives: Sequence[Objective], constraints: Sequence[Constraint] = ()
 ) -> list[Point]:
     """Best first: by the rank of their front, then by the first objective; subnets that break a constraint are last."""
@@ -157,7 +157,7 @@ def option_frequencies(best_first: Sequence[Point], choices: Choices = ()) -> li
     known = [point.values for point in best_first]
     best = known[: math.ceil(BEST * len(known))]
     result, left = [], OPTIONS
-    for name, options in choices or _seen(known):
+    for name, options in choices or _observed_options(known):
         left -= len(options)
         if left < 0 or not known:
             break
@@ -174,7 +174,7 @@ def option_frequencies(best_first: Sequence[Point], choices: Choices = ()) -> li
     return result
 
 
-def _seen(known: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+def _observed_options(known: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
     found: dict[str, dict[tuple[str, Any], Any]] = {}
     for values in known:
         for name, value in values.items():

@@ -14,7 +14,7 @@ from weft.runs import run as lock
 from weft.runs.run import read_manifest
 from weft.serve.event_log import Lru, SummaryCache
 from weft.serve.fields import as_list, is_number, mapping, read_mapping, rounded, whole_number
-from weft.serve.views.study_events import JobBar, StudyEvents, TrialState, device_bars, listed, values_of
+from weft.serve.views.study_events import JobBar, StudyEvents, TrialState, device_bars, trial_rows, values_of
 from weft.utils.files import read_json
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class StudyView:
             "study": self.name,
             "objectives": [{"name": name, "maximize": up} for name, up in self.objectives],
             "parameters": [parameter.to_json() for parameter in parameters],
-            "trials": listed(self.trials, maximize),
+            "trials": trial_rows(self.trials, maximize),
             "count": len(self.trials) if self.count is None else self.count,
             "importances": importances(self.space, self.trials, self.objectives, key) or dict(self.importances or {}),
             "devices": device_bars(self.bars, self.devices or {}, self.began or 0.0),

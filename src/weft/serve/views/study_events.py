@@ -82,7 +82,7 @@ class TrialState:
         }
 
 
-def listed(trials: Sequence[TrialState], maximize: bool) -> list[dict[str, Any]]:
+def trial_rows(trials: Sequence[TrialState], maximize: bool) -> list[dict[str, Any]]:
     """Rows by number; of too many, those that run, the best by the first objective, and others at even distances."""
     trials = sorted(trials, key=lambda trial: trial.number)
     if len(trials) > SHOWN:
