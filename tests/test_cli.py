@@ -238,7 +238,7 @@ def test_help_and_version_are_printed() -> None:
         done = weft(*arguments)
         assert (done.code, done.err) == (0, "")
         assert all(verb in done.out for verb in verbs)
-        assert "..." not in done.out, "what a verb does fits into its line"
+        assert not re.search(r"\w\.\.\.$", done.out, re.MULTILINE), "what a verb does fits into its line"
     for verb in verbs:
         assert weft(verb, "--help").out.count("--json") == 1
     assert "--train.steps=500" in weft("train", "--help").out

@@ -24,7 +24,7 @@ from weft.cli.app import app
 from weft.errors import RunError, WeftError
 from weft.runs import Run
 from weft.serve.library import Library
-from weft.serve.report import PAGE, html, write_report
+from weft.serve.report import html, write_report
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>"
 
@@ -81,20 +81,6 @@ def test_a_report_holds_what_the_server_gives(tmp_path: Path) -> None:
         assert found[address] == json.loads(library.get(tuple(address.split("/")[2:])).body)
     assert [line["name"] for line in found["/api/runs"]["runs"]] == ["conv"]
     assert found["/api/runs"]["root"] == "runs"
-
-
-def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
-    elements = Elements(write_report([made(tmp_path, "conv").path]).read_text())
-    assert all(str(attributes["href"]).startswith("data:") for attributes, _ in elements.of("link"))
-    assert all("src" not in attributes for _, attributes, _ in elements.found)
-    assert len(elements.of("style")) == 1
-    texts = [text for attributes, text in elements.of("script") if attributes.get("type") is None]
-    sources = re.findall(r'<script src="([^"]+)">', (PAGE / "index.html").read_text())
-    assert len(texts) == len(sources) > 3
-    order = [source.removeprefix("vendor/") for source in sources]
-    assert order[0] == "echarts.min.js"
-    data = [place for place, (attributes, _) in enumerate(elements.of("script")) if attributes.get("id")]
-    assert data == [0]  # before the scripts that read it
 
 
 def test_the_browser_may_run_the_scripts_of_the_page_and_no_others(tmp_path: Path) -> None:

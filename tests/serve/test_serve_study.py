@@ -180,13 +180,10 @@ def test_a_manifest_and_a_result_that_are_damaged_give_a_document(run: Path) -> 
     found = studies.document(run)
     assert (found["objectives"], len(found["trials"])) == ([], 8)
     json.dumps(found, allow_nan=False)
-
-
-def test_what_is_no_study_is_not_present_and_gives_an_empty_document(tmp_path: Path, run: Path) -> None:
+    empty = studies.document(run.parent)
     assert studies.present(run)
-    assert not studies.present(tmp_path)
-    found = studies.document(tmp_path)
-    assert (found["trials"], found["devices"], found["began"], found["importances"]) == ([], [], None, {})
+    assert not studies.present(run.parent)
+    assert (empty["trials"], empty["devices"], empty["began"], empty["importances"]) == ([], [], None, {})
 
 
 def test_a_job_runs_without_end_for_as_long_as_its_driver_does(run: Path) -> None:
@@ -343,32 +340,27 @@ def test_a_fused_job_is_one_bar_that_lasts_until_the_last_of_its_trials() -> Non
     assert found.began == 100.0
 
 
-def test_one_that_runs_has_no_end_and_its_trial_runs() -> None:
-    found = events({"event": "started"}, *proposed(0, 1), placed("0-0", 0))
-    (bar,) = found.running.values()
-    assert (bar.end, bar.state) == (None, "running")
-    assert [found.trials[n].state for n in (0, 1)] == ["running", "waiting"]
+START = [{"event": "started"}, *proposed(0, 1), placed("0-0", 0)]
+LOST = {"event": "lost", "trials": [0], "job": "0-0", "why": "killed"}
+EXCEEDED = {"event": "exceeded", "trials": [0], "job": "0-0", "memory": 5, "needed": 9}
+RESTART = {"event": "started", "time": 500.0}
+ATTEMPTS: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str, float]], str, int]] = {
+    "it runs": ([], [], "running", 1),
+    "it was lost and runs again": ([LOST, placed("0-1", 0)], [("0-0", "lost", 104.0)], "running", 2),
+    "it took too much memory": ([EXCEEDED], [("0-0", "exceeded", 104.0)], "waiting", 1),
+    "its driver was killed": ([RESTART, placed("0-1", 0)], [("0-0", "interrupted", 103.0)], "running", 2),
+}
+"""Events, the jobs that ended then with their states and times, and the state and the attempts of trial 0."""
 
 
-def test_a_lost_job_ends_and_its_trial_waits_and_has_another_attempt() -> None:
-    lost = {"event": "lost", "trials": [0], "job": "0-0", "why": "killed"}
-    found = events({"event": "started"}, *proposed(0), placed("0-0", 0), lost, placed("0-1", 0), ended(0, attempts=2))
-    assert [(bar.job, bar.state, bar.end) for bar in found.done] == [("0-0", "lost", 103.0), ("0-1", "complete", 105.0)]
-    assert found.trials[0].attempts == 2
-
-
-def test_a_job_that_took_too_much_memory_shows_how_much() -> None:
-    event = {"event": "exceeded", "trials": [0], "job": "0-0", "memory": 5, "needed": 9}
-    found = events({"event": "started"}, *proposed(0, 1), placed("0-0", 0, 1), event)
-    assert [(bar.state, bar.measured) for bar in found.done] == [("exceeded", 9)]
-    assert [found.trials[n].state for n in (0, 1)] == ["waiting", "waiting"]  # both, though the event names one
-
-
-def test_the_jobs_of_a_killed_driver_end_at_its_last_event() -> None:
-    again = {"event": "started", "time": 500.0}
-    found = events({"event": "started"}, *proposed(0), placed("0-0", 0), again, placed("0-1", 0))
-    assert [(bar.state, bar.end) for bar in found.done] == [("interrupted", 102.0)]
-    assert list(found.running) == ["0-1"]
+@pytest.mark.parametrize("case", ATTEMPTS)
+def test_a_job_ends_when_it_is_lost_and_its_trial_has_another_attempt(case: str) -> None:
+    more, ends, state, attempts = ATTEMPTS[case]
+    found = events(*START, *more)
+    assert [(bar.job, bar.state, bar.end) for bar in found.done] == ends
+    assert (found.trials[0].state, found.trials[0].attempts, found.trials[1].state) == (state, attempts, "waiting")
+    assert [bar.measured for bar in found.done if bar.state == "exceeded"] == [9] * (case == "it took too much memory")
+    assert all(bar.end is None for bar in found.running.values())
 
 
 def test_devices_of_one_name_are_numbered_by_their_places() -> None:
@@ -385,11 +377,6 @@ def test_a_pruned_trial_has_the_values_of_its_last_report_and_a_failed_one_none(
     assert found.trials[0].values == [0.2, None]
     assert found.trials[1].values is None
     assert found.trials[0].reports == {10: [0.1, None], 20: [0.2, None]}
-
-
-def test_an_error_is_shown_by_its_last_line() -> None:
-    found = events(*proposed(0), ended(0, "failed", error="Traceback\n  File\nValueError: no\n"))
-    assert found.trials[0].error == "ValueError: no"
 
 
 def test_memory_does_not_grow_with_the_study() -> None:

@@ -48,10 +48,6 @@ class Curve:
             bucket[4] = min(bucket[4], y)
             bucket[5] = max(bucket[5], y)
 
-    def last(self) -> float | None:
-        """The mean of the bucket that is farthest to the right."""
-        return _mean(self._buckets[max(self._buckets)]) if self._buckets else None
-
     def coarser(self, cap: int) -> Curve:
         """The same points in at most `cap` buckets."""
         other = Curve(cap)

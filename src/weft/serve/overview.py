@@ -68,7 +68,7 @@ def with_duplicates(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def details(run: Path) -> dict[str, Any]:
-    """The configuration under flat names, or what decides the bits where there is none; and the rest of the manifest."""
+    """The configuration under flat names, or else the settings of the training; and the rest of the manifest."""
     manifest = read_manifest(run)
     config = mapping(manifest.pop("config", None)) or run_settings(manifest)
     flat = flatten(config)

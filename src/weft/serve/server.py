@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("weft.serve")
 
-LOCAL_HOSTS = ("localhost", "*.localhost", "127.0.0.1", "::1")
+LOCAL_HOSTS = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 """The names of this machine."""
 
 
