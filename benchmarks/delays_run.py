@@ -67,15 +67,15 @@ def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("optimizer", "lr", "method", "depth", "k", "seed", "steps"))
 
 
-def optimizer(name: str, lr: float) -> weft.Optimizer:
+def optimizer(name: str, lr: float, **schedule: Any) -> weft.Optimizer:
     adamw = partial(weft.Optimizer, "adamw", lr=lr, betas=(0.9, 0.95), weight_decay=0.1, groups="matrices")
     if name == "nadam":  # with the long memory that asynchronous pipelines are published with
-        return weft.Optimizer(
-            "nadam", lr=lr, betas=(0.99, 0.999), weight_decay=0.1, decoupled_weight_decay=True, groups="matrices"
-        )
+        long: dict[str, Any] = {"betas": (0.99, 0.999), "decoupled_weight_decay": True}
+        return weft.Optimizer("nadam", lr=lr, weight_decay=0.1, groups="matrices", **long, **schedule)
     if name == "muon":  # its steps are made as long as AdamW's, so that one rate does for both
-        return weft.Optimizer("muon", lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", others=adamw())
-    return adamw()
+        own: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw"}
+        return weft.Optimizer("muon", lr=lr, weight_decay=0.1, others=adamw(), **own, **schedule)
+    return adamw(**schedule)
 
 
 class Log:
@@ -92,7 +92,7 @@ class Log:
         elif event["event"] == "validation":
             self.validation = event["scores"]["loss"]
         elif event["event"] == "finished":
-            self.version_lags = event["drift"]
+            self.version_lags = event["version_lag"]
 
     def drift(self, backwards: int) -> float:
         """By how many updates backwards were ahead of their forwards, on the mean over all of them."""

@@ -338,9 +338,11 @@ def norm_chunks(quick: bool, json: str | None) -> None:
     torch.set_num_threads(1)
     rows = []
     for name in list(SPACES)[:1] if quick else SPACES:
-        for what, sizes in (("norm", TOKENS[: 2 if quick else 3]), ("network", TOKENS[:1])):
+        for what, sizes in (("norm", TOKENS[: 2 if quick else 3]), ("network", TOKENS[:2])):
             for tokens in sizes:
-                repeats = {TOKENS[0]: 60, TOKENS[1]: 30, TOKENS[2]: 8}[tokens] if what == "norm" else 10
+                repeats = {TOKENS[0]: 60, TOKENS[1]: 30, TOKENS[2]: 8}[tokens]
+                if what == "network":
+                    repeats //= 6
                 rows.append(chunks_or_segments(what, name, tokens, repeats))
                 print(rows[-1], flush=True)
     write(json, rows=rows)

@@ -32,10 +32,17 @@ def curve(task: Task, method: str, k: int) -> list[float]:
     """The losses of a whole run."""
     chain = task.built()
     kind = KINDS[method.removeprefix("weft-")]
-    promised = dict.fromkeys(chain.layers, kind.consistency(k, RANKS))
     steps = task.microbatches // k
-    law = TrainStep(steps, k, weft.cross_entropy, task.optimizer(k), task.schedule(k), task.seed, promised)
-    run = SequentialReference(chain, law, Fixed(chain.space, chain.largest()), torch.device("cpu"))
+    config = TrainStep(
+        steps=steps,
+        stream=Fixed(chain.space, chain.largest()),
+        consistency=dict.fromkeys(chain.layers, kind.consistency(k, RANKS)),
+        microbatches=k,
+        loss=weft.cross_entropy,
+        optimizer=task.optimizer(k),
+        seed=task.seed,
+    )
+    run = SequentialReference(chain, config, torch.device("cpu"))
     run.train_mode()
     found: list[float] = []
     with deterministic(torch.device("cpu")):

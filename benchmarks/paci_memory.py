@@ -21,7 +21,6 @@ from weft.distributed.launcher import launch
 from weft.distributed.remote_call import Call
 from weft.engine.rng import deterministic
 from weft.pipeline.stage import Stage
-from weft.pipeline.worker import OpResult
 
 KINDS = ("flush", "bounded")
 
@@ -51,7 +50,7 @@ class Copies:
     def unpack(self, saved: Tensor | _Held) -> Tensor:
         return saved.tensor if isinstance(saved, _Held) else saved
 
-    def look(self, done: OpResult | None) -> None:
+    def look(self) -> None:
         """After an operation: the most copies of everything so far."""
         layers = self.stage.weights.values()
         held = [tensor for weights in layers for old in weights.kept.values() for tensor in old]
@@ -88,18 +87,20 @@ def member(task: Task, kind: str, k: int, precision: str, counts: bool, folder: 
     with deterministic(torch.device("cpu")):
         peer = WeftPeer(task, k, kind, rank, world, store, precision=precision)
         before = resident()
-        worker, runtime = peer.prepare(task.microbatches // k)
+        worker, loop = peer.prepare(task.microbatches // k)
         dist.barrier()
         told: dict[str, Any] = {}
         if counts:
             copies = Copies(worker.stage)
             with torch.autograd.graph.saved_tensors_hooks(copies.pack, copies.unpack):
-                runtime.drive(worker, copies.look)
+                for _ in loop.drive(worker, lambda: False):
+                    copies.look()
             told = {"saved_copies": copies.saved, "weight_copies": copies.all}
         else:
-            runtime.drive(worker, lambda done: None)
+            for _ in loop.drive(worker, lambda: False):
+                pass
         worker.finish()
-        told |= {"peak": worker.figures.peak, "resident": most_resident(), "before": before}
+        told |= {"peak": worker.stats.peak, "resident": most_resident(), "before": before}
     peer.close()
     Path(folder, f"{rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()

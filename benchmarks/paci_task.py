@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -57,14 +57,16 @@ class Task:
     def optimizer(self, k: int) -> Optimizer:
         """The learning rate grows with the root of the batch."""
         lr = self.lr * math.sqrt(k)
-        adamw = Optimizer("adamw", lr=lr, betas=(0.9, 0.99), weight_decay=0.1)
+        schedule = self.schedule(k)
+        adamw = Optimizer("adamw", lr=lr, betas=(0.9, 0.99), weight_decay=0.1, schedule=schedule)
         if self.kind == "adamw":
             return adamw
-        return Optimizer("muon", lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", others=adamw)
+        rate: dict[str, Any] = {"lr": lr, "adjust_lr_fn": "match_rms_adamw"}
+        return Optimizer("muon", weight_decay=0.1, others=adamw, schedule=schedule, **rate)
 
     def schedule(self, k: int) -> Schedule:
         """A warm-up, then down to a tenth along a cosine, over all micro-batches, however many of them are done."""
-        own, updates = make_schedule("cosine", self.warmup, floor=0.1), self.microbatches // k
+        own, updates = make_schedule("cosine:0.1", self.warmup), self.microbatches // k
         return lambda step, steps: own(step, updates)
 
     def chain(self) -> weft.Chain:
@@ -118,7 +120,7 @@ class Steps:
     def __init__(self, drawn: dict[str, Tensor], rows: int) -> None:
         self.drawn, self.rows = drawn, rows
 
-    def iterate(self, start: int, stop: int) -> Iterator[dict[str, Tensor]]:
+    def iterate(self, start: int, stop: int) -> Generator[dict[str, Tensor], None, None]:
         for step in range(start, stop):
             yield {key: value[step * self.rows : (step + 1) * self.rows] for key, value in self.drawn.items()}
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from weft.data import MicroBatches
 from weft.distributed.heartbeat import Heartbeat
-from weft.distributed.rank_loop import Runtime
+from weft.distributed.rank_loop import RankLoop
 from weft.distributed.transport import Transport
 from weft.engine.consistency import Bounded, Consistency, Exact, Lagged, Stashed
 from weft.engine.train_step import TrainStep
 from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.stage import Stage
-from weft.pipeline.worker import OpResult, Worker
+from weft.pipeline.worker import Worker
 from weft.space import Fixed
 
 CPU = torch.device("cpu")
@@ -33,13 +33,13 @@ class Kind:
     most S - s micro-batches are in flight, as under 1F1B; S or K of them where ``places`` says so."""
 
     consistency: Callable[[int, int], Consistency]
-    prefer: str = "backward"
+    schedule: str = "1f1b"
     places: str = "S - s"
 
 
 KINDS = {
     "flush": Kind(lambda k, stages: Exact()),
-    "gpipe": Kind(lambda k, stages: Exact(), prefer="forward", places="K"),
+    "gpipe": Kind(lambda k, stages: Exact(), schedule="gpipe", places="K"),
     "bounded": Kind(Bounded),
     "stashed": Kind(Stashed),
     "2bw": Kind(lambda k, stages: Lagged(1), places="S"),
@@ -67,9 +67,9 @@ class WeftPeer:
         self.consistency = told.consistency(k, world)
         self.precision = precision
         places = {"S - s": world - rank, "S": world, "K": k}[told.places]
-        self.rule = SchedulePolicy(window or places, told.prefer)
+        self.policy = SchedulePolicy(window or places, told.schedule)
         self.transport = Transport(rank, world, CPU)
-        self.watch = Heartbeat(store, rank, world, lambda rank, message: None)
+        self.heartbeat = Heartbeat(store, rank, world, lambda rank, message: None)
         self.drawn = task.draw()
         self.peak = 0
         self.deciding = 0.0
@@ -90,33 +90,37 @@ class WeftPeer:
         return {"peak": self.peak, "deciding": self.deciding, "drifts": dict(drifts), "one_copy": self.stage.one_copy}
 
     def close(self) -> None:
-        self.watch.close()
+        self.heartbeat.close()
         self.transport.close()
 
-    def prepare(self, steps: int) -> tuple[Worker, Runtime]:
+    def prepare(self, steps: int) -> tuple[Worker, RankLoop]:
         task, ends = self.task, (0, *self.task.cut, None)
-        runtime = Runtime(self.transport, self.watch, None, lambda: False)
+        loop = RankLoop(self.transport, self.heartbeat, None)
         chain = task.built(ends[self.rank] or 0, ends[self.rank + 1])
-        promised = dict.fromkeys(chain.layers, self.consistency)
-        optimizer, schedule, seed = task.optimizer(self.k), task.schedule(self.k), task.seed
-        law = TrainStep(steps, self.k, self._loss, optimizer, schedule, seed, promised, precision=self.precision)
-        stream = Fixed(chain.space, chain.largest())
-        self.stage = Stage(chain, law, stream, CPU, task.cut, self.rank)
+        config = TrainStep(
+            steps=steps,
+            stream=Fixed(chain.space, chain.largest()),
+            consistency=dict.fromkeys(chain.layers, self.consistency),
+            microbatches=self.k,
+            loss=self._loss,
+            optimizer=task.optimizer(self.k),
+            precision=self.precision,
+            seed=task.seed,
+        )
+        self.stage = Stage(chain, config, CPU, task.cut, self.rank)
         self.stage.train_mode()
-        batches = MicroBatches(Steps(self.drawn, task.rows * self.k), 0, steps, self.k)  # type: ignore[arg-type]
-        return Worker(self.stage, self.rule, 0, steps * self.k, batches, runtime.send), runtime
+        batches = MicroBatches(Steps(self.drawn, task.rows * self.k), 0, steps, self.k, config.parts)
+        return Worker(self.stage, self.policy, 0, steps * self.k, batches, loop.send), loop
 
     def _drive(self, steps: int) -> None:
-        worker, runtime = self.prepare(steps)
+        worker, loop = self.prepare(steps)
         dist.barrier()
         self.meter.began = time.perf_counter()
-        runtime.drive(worker, self._done)
+        for done in loop.drive(worker, lambda: False):
+            if done is not None:
+                self.meter.spans.append((done.start, done.end))
         worker.finish()
-        self.peak, self.deciding = worker.figures.peak, worker.figures.deciding
-
-    def _done(self, done: OpResult | None) -> None:
-        if done is not None:
-            self.meter.spans.append((done.start, done.end))
+        self.peak, self.deciding = worker.stats.peak, worker.stats.deciding
 
     def _loss(self, outputs: Any, batch: dict[str, Tensor]) -> Tensor:
         return self.meter.loss(outputs, batch["targets"])

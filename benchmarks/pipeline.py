@@ -44,13 +44,13 @@ from weft.data import MicroBatches
 from weft.distributed.env import read_env
 from weft.distributed.heartbeat import Heartbeat
 from weft.distributed.launcher import launch
-from weft.distributed.rank_loop import Runtime
+from weft.distributed.rank_loop import RankLoop
 from weft.distributed.remote_call import Call
 from weft.distributed.store import ControlStore, connect
 from weft.distributed.transport import Transport
 from weft.engine.consistency import Exact
 from weft.engine.layer_state import layer_digest
-from weft.engine.optimizer import Optimizer, make_schedule
+from weft.engine.optimizer import Optimizer
 from weft.engine.reference import SequentialReference
 from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainStep
@@ -60,13 +60,13 @@ from weft.pipeline.simulator import simulate, with_messages
 from weft.pipeline.stage import Stage
 from weft.pipeline.worker import Worker
 from weft.pipeline.workload import Workload, chain_workload
-from weft.space import Fixed, make_stream
+from weft.space import Fixed, Stream, make_stream
 from weft.supernet.partition import best_cut
 
 CPU = torch.device("cpu")
 STREAM = "spaced:2"
 BLOCKS, CHOICES = 12, 4
-SGD = Optimizer("sgd", lr=0.01, momentum=0.9)
+SGD = Optimizer("sgd", lr=0.01, momentum=0.9, schedule="constant")
 
 
 class Gate(nn.Module):
@@ -113,8 +113,9 @@ class Random:
             yield self.batch
 
 
-def law_of(chain: weft.Chain, steps: int, m: int) -> TrainStep:
-    return TrainStep(steps, m, squares, SGD, make_schedule("constant"), 0, dict.fromkeys(chain.layers, Exact()))
+def config_of(chain: weft.Chain, stream: Stream, steps: int, m: int) -> TrainStep:
+    exact = dict.fromkeys(chain.layers, Exact())
+    return TrainStep(steps=steps, stream=stream, consistency=exact, microbatches=m, loss=squares, optimizer=SGD)
 
 
 class Bench:
@@ -130,9 +131,9 @@ class Bench:
         store = connect()
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
         self.transport = Transport(self.rank, self.world, CPU)
-        self.watch = Heartbeat(store, self.rank, self.world, lambda rank, message: None)
+        self.heartbeat = Heartbeat(store, self.rank, self.world, lambda rank, message: None)
         self.steps, self.rows, self.width = options["steps"], options["rows"], options["width"]
-        self.accord = ControlStore(store, self.rank, self.world)
+        self.store = ControlStore(store, self.rank, self.world)
         self.surveys = 0
         _, self.cut = self.survey()
 
@@ -147,8 +148,8 @@ class Bench:
     def one(self, both: bool = False) -> tuple[float, dict[str, str]]:
         """On the first core, while the other waits; or on both, each for itself."""
         chain = weft.initialise(lambda: supernet(self.width, False), 0)
-        law, stream = law_of(chain, self.steps, 1), make_stream(chain.space, STREAM, 0)
-        sequential = SequentialReference(chain, law, stream, CPU)
+        config = config_of(chain, make_stream(chain.space, STREAM, 0), self.steps, 1)
+        sequential = SequentialReference(chain, config, CPU)
         sequential.train_mode()
 
         def train() -> None:
@@ -158,7 +159,7 @@ class Bench:
         seconds = self.timed(train if both or self.rank == 0 else lambda: None)
         return seconds, {name: layer_digest(w, sequential.optimizer) for name, w in sequential.weights.items()}
 
-    def staged(self, kind: str) -> tuple[float, Runtime, dict[str, str]]:
+    def staged(self, kind: str) -> tuple[float, RankLoop, dict[str, str]]:
         gated, fixed, free = kind == "flush", kind in ("ours", "tight"), kind in ("iid", "split")
         m = 8 if fixed else 1
         steps = self.steps // 8 if fixed else self.steps
@@ -166,15 +167,16 @@ class Bench:
         named = make_stream(chain.space, "iid" if free else STREAM, 0)
         stream = Fixed(chain.space, chain.largest()) if fixed else named
         cut = tuple(block + gated for block in self.cut)
-        stage = Stage(chain, law_of(chain, steps, m), stream, CPU, cut, self.rank, split=kind == "split")
+        config = config_of(chain, stream, steps, m)
+        stage = Stage(chain, config, CPU, cut, self.rank, split_backward=kind == "split")
         stage.train_mode()
-        runtime = Runtime(self.transport, self.watch, None, lambda: False)
-        batches = MicroBatches(Random(self.rows * m, self.width), 0, steps, m)  # type: ignore[arg-type]
-        rule = SchedulePolicy(self.world - self.rank if kind == "tight" else 2 * self.world)
-        worker = Worker(stage, rule, 0, steps * m, batches, runtime.send)
-        seconds = self.timed(lambda: runtime.drive(worker, lambda done: None))
+        loop = RankLoop(self.transport, self.heartbeat, None)
+        batches = MicroBatches(Random(self.rows * m, self.width), 0, steps, m, config.parts)
+        policy = SchedulePolicy(self.world - self.rank if kind == "tight" else 2 * self.world)
+        worker = Worker(stage, policy, 0, steps * m, batches, loop.send)
+        seconds = self.timed(lambda: list(loop.drive(worker, lambda: False)))
         worker.finish()
-        return seconds, runtime, {name: layer_digest(w, stage.optimizer) for name, w in stage.weights.items()}
+        return seconds, loop, {name: layer_digest(w, stage.optimizer) for name, w in stage.weights.items()}
 
     def torchs(self) -> float:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -205,8 +207,8 @@ class Bench:
         self.surveys += 1
         if self.rank == 0:
             batch = Random(self.rows, self.width).batch
-            self.accord.tell(f"costs/{self.surveys}", profile_chain(chain, batch, 7, SGD, squares))
-        costs = self.accord.hear(f"costs/{self.surveys}")
+            self.store.set(f"costs/{self.surveys}", profile_chain(chain, batch, 7, SGD, squares))
+        costs = self.store.get(f"costs/{self.surveys}")
         return costs, best_cut(self.work(chain, costs).expected_costs(), self.world)
 
     def work(self, chain: weft.Chain, costs: Any) -> Workload:
@@ -230,7 +232,7 @@ def work(options: dict[str, Any], file: str) -> None:
             row: dict[str, Any] = {}
             row["one"], whole = bench.one()
             row["both"], _ = bench.one(both=True)
-            row["exact"], runtime, digests = bench.staged("exact")
+            row["exact"], loop, digests = bench.staged("exact")
             row["flush"], _, _ = bench.staged("flush")
             row["ours"], _, _ = bench.staged("ours")
             row["tight"], _, _ = bench.staged("tight")
@@ -238,13 +240,13 @@ def work(options: dict[str, Any], file: str) -> None:
             row["iid"], _, plain = bench.staged("iid")
             row["split"], _, halved = bench.staged("split")
             row["simulated"] = bench.simulated()
-            row["deciding"] = runtime.deciding / row["exact"]
-            row["busy"] = runtime.busy / row["exact"]
-            row["op_ms"] = 1e3 * runtime.busy / runtime.ops
+            row["deciding"] = loop.deciding / row["exact"]
+            row["busy"] = loop.busy / row["exact"]
+            row["op_ms"] = 1e3 * loop.busy / loop.ops
             if bench.rank == 0:
                 row["same_bits"] = all(whole[name] == digest for name, digest in digests.items()) and plain == halved
                 rows.append(row)
-        bench.watch.close()
+        bench.heartbeat.close()
         bench.transport.close()
         if bench.rank == 0:
             Path(file).write_text(json.dumps(rows[1:]))  # the first warms up

@@ -51,14 +51,15 @@ from weft.data import Loader, MicroBatches, digits
 from weft.distributed.env import read_env
 from weft.distributed.heartbeat import Heartbeat
 from weft.distributed.launcher import launch
-from weft.distributed.rank_loop import Runtime
+from weft.distributed.rank_loop import RankLoop
 from weft.distributed.remote_call import Call
 from weft.distributed.store import ControlStore, connect
 from weft.distributed.transport import Transport
+from weft.engine.batch_stats import BatchStatsRecord
 from weft.engine.consistency import Exact
 from weft.engine.layer_state import fingerprint, layer_digest, layer_tensors
 from weft.engine.losses import cross_entropy
-from weft.engine.optimizer import Optimizer, make_schedule
+from weft.engine.optimizer import Optimizer
 from weft.engine.reference import SequentialReference
 from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainStep
@@ -89,8 +90,8 @@ class Loose(VersionedLayer):
             self._aliases = [p.data.requires_grad_() for p in self.parameters]
         return self._aliases
 
-    def updated(self, oldest: int, applied: bool) -> None:
-        super().updated(oldest, applied)
+    def on_update(self, oldest: int, applied: bool) -> None:
+        super().on_update(oldest, applied)
         self.newest = 0  # every micro-batch may read it
 
 
@@ -104,12 +105,9 @@ class Careless(Stage):
     def dependencies(self, n: int) -> list[LayerDependency]:
         return []
 
-    def weigh(self, n: int, counts: bool) -> None:
-        super().weigh(n, counts)
-        for (name, _), gradients in self._early.items():
-            self.weights[name].add(n, *gradients)
-        self._update([self.weights[name] for name, _ in self._early], n)
-        self._early.clear()
+    def stash(self, name: str, n: int, gradients: list[Tensor | None], record: BatchStatsRecord | None) -> None:
+        self.weights[name].add(n, gradients, record)
+        self.apply([self.weights[name]], lambda weights: n)
 
 
 class Race:
@@ -122,8 +120,8 @@ class Race:
         store = connect()
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
         self.transport = Transport(self.rank, self.world, CPU)
-        self.watch = Heartbeat(store, self.rank, self.world, lambda rank, message: None)
-        self.accord = ControlStore(store, self.rank, self.world)
+        self.heartbeat = Heartbeat(store, self.rank, self.world, lambda rank, message: None)
+        self.store = ControlStore(store, self.rank, self.world)
         self.runs = 0
         self.data = digits(SEED)
         self.loader = Loader(self.data.train, BATCH, SEED)
@@ -131,15 +129,20 @@ class Race:
         assert self.data.validation is not None
         self.held = next(Loader(self.data.validation, len(self.data.validation), SEED, shuffle=False).all())
 
-    def law(self, chain: weft.Chain, rate: float, seed: int = SEED) -> TrainStep:
-        exact = dict.fromkeys(chain.layers, Exact())
-        sgd = Optimizer("sgd", lr=rate, momentum=0.9)
-        return TrainStep(self.steps, 1, cross_entropy, sgd, make_schedule("cosine"), seed, exact)
+    def config(self, chain: weft.Chain, rate: float, seed: int = SEED) -> TrainStep:
+        return TrainStep(
+            steps=self.steps,
+            stream=weft.make_stream(chain.space, "iid", seed),
+            consistency=dict.fromkeys(chain.layers, Exact()),
+            loss=cross_entropy,
+            optimizer=Optimizer("sgd", lr=rate, momentum=0.9, schedule="cosine"),
+            seed=seed,
+        )
 
     def sequential(self, rate: float, seed: int, folder: str) -> dict[str, Any]:
         """A run of the sequential law, by one process for itself, with its scores."""
         chain = weft.initialise(supernet, seed)
-        one = SequentialReference(chain, self.law(chain, rate, seed), weft.make_stream(chain.space, "iid", seed), CPU)
+        one = SequentialReference(chain, self.config(chain, rate, seed), CPU)
         one.train_mode()
         batches = Loader(self.data.train, BATCH, seed).iterate(0, self.steps)
         began = time.perf_counter()
@@ -160,11 +163,12 @@ class Race:
 
     def staged(self, kind: str, rate: float, window: int, keep: str = "") -> tuple[str, list[float], float]:
         """Fingerprint, losses and seconds of a run on all stages; its weights go into files that begin with `keep`."""
-        runtime = Runtime(self.transport, self.watch, None, lambda: False)
-        stage, worker = self.made(kind, rate, CUT, self.rank, window, runtime.send)
+        loop = RankLoop(self.transport, self.heartbeat, None)
+        stage, worker = self.made(kind, rate, CUT, self.rank, window, loop.send)
         dist.barrier()
         began = time.perf_counter()
-        runtime.drive(worker, lambda done: None)
+        for _ in loop.drive(worker, lambda: False):
+            pass
         dist.barrier()
         seconds = time.perf_counter() - began
         worker.finish()
@@ -174,18 +178,17 @@ class Race:
             save_file(plain, f"{keep}-{self.rank}.safetensors")
         self.runs += 1
         losses = [float(report[0]) for _, report in sorted(worker.reports, key=first)]
-        told = self.accord.gather(f"run/{self.runs}", {"digests": digests(stage), "losses": losses})
+        told = self.store.gather(f"run/{self.runs}", {"digests": digests(stage), "losses": losses})
         layers = {name: digest for part in told for name, digest in part["digests"].items()}
         return whole(layers, told[0]["losses"]), told[0]["losses"], seconds
 
     def made(self, kind: str, rate: float, cut: Any, index: int, window: int, send: Any) -> tuple[Stage, Worker]:
         chain = weft.initialise(supernet, SEED)
-        stream = weft.make_stream(chain.space, "iid", SEED)
-        stage = (Careless if kind == "careless" else Stage)(chain, self.law(chain, rate), stream, CPU, cut, index)
+        config = self.config(chain, rate)
+        stage = (Careless if kind == "careless" else Stage)(chain, config, CPU, cut, index)
         stage.train_mode()
-        return stage, Worker(
-            stage, SchedulePolicy(window), 0, self.steps, MicroBatches(self.loader, 0, self.steps, 1), send
-        )
+        batches = MicroBatches(self.loader, 0, self.steps, 1, config.parts)
+        return stage, Worker(stage, SchedulePolicy(window), 0, self.steps, batches, send)
 
     def gathered(self, files: list[str]) -> weft.Chain:
         """A chain with the weights that all stages have written."""
@@ -240,7 +243,7 @@ def work(options: Mapping[str, Any], folder: str) -> None:
         race = Race(options)
         plain = [*((rate, SEED) for rate in SURVEY), *((RATES[""], seed) for seed in SEEDS if seed != SEED)]
         mine = [race.sequential(rate, seed, folder) for rate, seed in plain[race.rank :: race.world]]
-        rows = [row for part in race.accord.gather("sequential", mine) for row in part]
+        rows = [row for part in race.store.gather("sequential", mine) for row in part]
         laws = {row["rate"]: row["fingerprint"] for row in rows if row["seed"] == SEED}
         for rate in RATES.values():
             alone = race.alone(rate) if race.rank == 0 else laws[rate]
@@ -261,7 +264,7 @@ def work(options: Mapping[str, Any], folder: str) -> None:
         if race.rank == 0:
             Path(folder, "rows.json").write_text(json.dumps(rows))
         dist.barrier()
-        race.watch.close()
+        race.heartbeat.close()
         race.transport.close()
 
 
@@ -325,7 +328,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three runs of fewer steps")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    told = {"steps": 60 if options.quick else 300, "folder": 3 if options.quick else 10}
+    told = {"steps": 60 if options.quick else 300, "runs": 3 if options.quick else 10}
     with tempfile.TemporaryDirectory() as folder:
         launch(STAGES, Call(work, (told, folder)), restarts=0, threads=1)
         rows = json.loads(Path(folder, "rows.json").read_text())

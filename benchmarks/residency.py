@@ -40,7 +40,7 @@ from residency_space import SPACES, Size, build
 from torch import Tensor
 
 from weft.engine.consistency import Exact
-from weft.engine.optimizer import Optimizer, make_schedule
+from weft.engine.optimizer import Optimizer
 from weft.engine.reference import SequentialReference
 from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainStep
@@ -110,11 +110,15 @@ class Bench:
         self.budget = self.state // 4
         self.told: Counter[str] = Counter()
 
-    def law(self) -> TrainStep:
-        said = {name: Exact() for name in self.chain.layers}
-        optimizer = Optimizer("adamw", lr=1e-4)
-        precision = self.arguments.precision
-        return TrainStep(STEPS, 1, loss, optimizer, make_schedule("constant"), 0, said, precision=precision)
+    def config(self) -> TrainStep:
+        return TrainStep(
+            steps=STEPS,
+            stream=self.stream,
+            consistency={name: Exact() for name in self.chain.layers},
+            loss=loss,
+            optimizer=Optimizer("adamw", lr=1e-4, schedule="constant"),
+            precision=self.arguments.precision,
+        )
 
     def batch(self, tokens: int) -> dict[str, Tensor]:
         return {"x": torch.randn(max(tokens // LENGTH, 1), LENGTH, self.d, device=self.device)}
@@ -124,7 +128,7 @@ class Bench:
     ) -> float:
         """Milliseconds a step; every way does the same steps."""
         batch = self.batch(tokens)
-        memory = sequential.memory
+        memory: Any = sequential.offload
         first = (number + 2) * PERIOD + FIRST
         began = Moment(self.device)
         for step in range(first - WARM, first + count):
@@ -141,7 +145,7 @@ class Bench:
     def count(self, memory: Any, sign: int) -> None:
         if memory is not None:
             told = memory.stats()
-            self.told.update({key: sign * told[key] for key in ("uses", "misses", "brought", "sent")})
+            self.told.update({key: sign * told[key] for key in ("uses", "misses", "loaded_bytes", "evicted_bytes")})
 
     def warm(self, sequential: SequentialReference) -> None:
         """Every layer is used once, so that its optimizer state is there."""
@@ -153,11 +157,9 @@ class Bench:
     def rows(self) -> list[dict[str, Any]]:
         tokens, count = self.arguments.tokens, 2 if self.arguments.quick else 16
         found: dict[tuple[str, int], dict[str, Any]] = {}
-        weft = SequentialReference(self.chain, self.law(), self.stream, self.device)
-        attach(weft, OffloadConfig(self.budget), host_buffer=self.given)
-        whole = SequentialReference(self.whole, self.law(), self.stream, self.device)
-        memory = weft.memory
-        assert memory is not None
+        weft = SequentialReference(self.chain, self.config(), self.device)
+        memory = attach(weft, OffloadConfig(self.budget), host_buffer=self.given)
+        whole = SequentialReference(self.whole, self.config(), self.device)
         ways = {"weft": weft, "resident": whole}
         for sequential in ways.values():
             sequential.train_mode()
@@ -171,7 +173,7 @@ class Bench:
                 for way, sequential in ways.items():
                     times[way].append(self.round(sequential, n, number, count))
             for way, sequential in ways.items():
-                row = self.row(way, n, median(times[way]), sequential.memory, many * count)
+                row = self.row(way, n, median(times[way]), sequential.offload, many * count)
                 found[way, n] = {**row, "rounds_ms": times[way]}
         memory.device.copy_engine = Blocking(self.device) if self.device.type == "cuda" else SyncCopy()
         memory._config = replace(memory._config, prefetch=0)
@@ -197,8 +199,8 @@ class Bench:
             told = memory.stats()
             assert told["peak"] <= self.budget
             row |= {
-                "brought_mib": self.told["brought"] / count / 2**20,
-                "sent_mib": self.told["sent"] / count / 2**20,
+                "brought_mib": self.told["loaded_bytes"] / count / 2**20,
+                "sent_mib": self.told["evicted_bytes"] / count / 2**20,
                 "hit_rate": 1 - self.told["misses"] / self.told["uses"] if way == "weft" else 0.0,
                 "peak_gib": told["peak"] / GIB,
             }

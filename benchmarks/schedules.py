@@ -200,10 +200,10 @@ def simulated(case: Case) -> Simulated:
     down = [SchedulePolicy(case.stages - stage) for stage in range(case.stages)]
     rules: dict[str, SchedulePolicy | list[SchedulePolicy]] = {
         "weft": SchedulePolicy(case.window * case.stages),
-        "naspipe": SchedulePolicy(10**6, "alternate"),
-        "naspipe-shipped": SchedulePolicy(10**6, "alternate"),
-        "gpipe": SchedulePolicy(case.stages + case.m, "forward"),
-        "bulk": SchedulePolicy(2 * case.stages, "forward"),
+        "naspipe": SchedulePolicy(10**6, "naspipe"),
+        "naspipe-shipped": SchedulePolicy(10**6, "naspipe"),
+        "gpipe": SchedulePolicy(case.stages + case.m, "gpipe"),
+        "bulk": SchedulePolicy(2 * case.stages, "gpipe"),
         "1f1b": down,
         "unordered": down,
     }

@@ -27,7 +27,7 @@ from weft.elastic.mixture import choice_options
 from weft.engine.bilevel import Bilevel
 from weft.engine.consistency import Exact
 from weft.engine.cuda_graphs import CudaGraphCache
-from weft.engine.optimizer import Optimizer, make_schedule
+from weft.engine.optimizer import Optimizer
 from weft.engine.reference import SequentialReference
 from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainStep
@@ -46,18 +46,20 @@ def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def trained(chain: Chain, precision: str, device: torch.device, graphs: bool, mixed: bool) -> SequentialReference:
-    said = {name: Exact() for name in chain.layers}
     objective: Any = loss
     if mixed:
         counts = tuple((name, len(choice_options(chain.space, name))) for name in chain.space.choices)
         objective = MixedLoss(loss, counts)
-    law = TrainStep(
-        *(10**6, 1, objective, Optimizer("adamw", lr=1e-4), make_schedule("constant"), 0, said),
+    config = TrainStep(
+        steps=10**6,
+        stream=make_stream(chain.space, chain.space.first() if mixed else chain.space.subnet(), 0),
+        consistency={name: Exact() for name in chain.layers},
+        loss=objective,
+        optimizer=Optimizer("adamw", lr=1e-4, schedule="constant"),
         precision=precision,
-        bilevel=Bilevel() if mixed else None,
+        architecture_search=Bilevel() if mixed else None,
     )
-    stream = make_stream(chain.space, chain.space.first() if mixed else chain.space.subnet(), 0)
-    made = SequentialReference(chain.to(device), law, stream, device, CudaGraphCache() if graphs else None)
+    made = SequentialReference(chain.to(device), config, device, CudaGraphCache() if graphs else None)
     made.train_mode()
     return made
 

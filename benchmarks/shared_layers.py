@@ -51,7 +51,7 @@ def measure(consistency: str, optimizer: weft.Optimizer, seed: int, steps: int) 
             checkpoint_every=steps,
         )
         losses = [event["loss"] for event in trained.run.events.read() if event["event"] == "step"]
-        scorer = Scorer(trained.chain, trained.data, trained.settings)
+        scorer = Scorer(trained)
         rng = generator(0, "subnets")
         scores = [scorer.quality(trained.chain.space.sample(rng))["accuracy"] for _ in range(16)]
     return statistics.mean(losses[-steps // 10 :]), statistics.mean(scores)

@@ -58,9 +58,9 @@ def recipe(steps: int, precision: str = "fp32") -> Recipe:
         objectives=("psnr",),
         steps=steps,
         batch_size=16,
-        schedule="cosine",
-        warmup=20,
-        report=max(steps // 6, 1),
+        lr_schedule="cosine",
+        warmup_steps=20,
+        report_every=max(steps // 6, 1),
         precision=precision,
     )
 

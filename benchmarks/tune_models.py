@@ -163,7 +163,7 @@ def recipe(**given: Any) -> Recipe:
         "steps": 200,
         "batch_size": 128,
         "optimizer": "adamw",
-        "schedule": "cosine",
+        "lr_schedule": "cosine",
         "precision": "bf16",
     }
     return Recipe(**{**fields, **given})

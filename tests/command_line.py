@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from weft.cli import main
 
@@ -49,14 +48,13 @@ INSTALLED = tuple(map(Path, (sys.prefix, sys.base_prefix, Path(__file__).parents
 @contextmanager
 def inside(folder: Path | None = None) -> Iterator[None]:
     """As a process that was started in the folder would be, and afterwards as before."""
-    here, paths, modules, threads = Path.cwd(), list(sys.path), set(sys.modules), torch.get_num_threads()
+    here, paths, modules = Path.cwd(), list(sys.path), set(sys.modules)
     try:
         os.chdir(folder or here)
         yield
     finally:
         os.chdir(here)
         sys.path[:] = paths
-        torch.set_num_threads(threads)
         for name in set(sys.modules) - modules:
             file = getattr(sys.modules[name], "__file__", None)
             if file is not None and not any(Path(file).is_relative_to(folder) for folder in INSTALLED):

@@ -129,14 +129,13 @@ class Done:
 @contextmanager
 def inside(folder: Path) -> Iterator[None]:
     """As a process that was started in the folder would be, and afterwards as before."""
-    paths, modules, here, threads = list(sys.path), set(sys.modules), Path.cwd(), torch.get_num_threads()
+    paths, modules, here = list(sys.path), set(sys.modules), Path.cwd()
     try:
         os.chdir(folder)
         yield
     finally:
         os.chdir(here)
         sys.path[:] = paths
-        torch.set_num_threads(threads)
         for name in set(sys.modules) - modules:
             if name.startswith("grad_"):
                 del sys.modules[name]
@@ -209,7 +208,6 @@ def test_what_was_found_is_told_as_json_and_lies_in_the_run(searched: tuple[Path
 def test_python_finds_what_the_command_line_finds(searched: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, said = searched
     with inside(folder):
-        torch.set_num_threads(1)
         found = weft.search_gradient(
             import_object("grad_net:build", folder),
             weft.data.digits(),

@@ -43,10 +43,9 @@ LEAST = {"supernet": "digits-mlp"}
 
 @pytest.fixture(autouse=True)
 def own_code_is_forgotten() -> Iterator[None]:
-    paths, modules, threads = list(sys.path), set(sys.modules), torch.get_num_threads()
+    paths, modules = list(sys.path), set(sys.modules)
     yield
     sys.path[:] = paths
-    torch.set_num_threads(threads)
     for name in set(sys.modules) - modules:
         if name.startswith("cfg_"):
             del sys.modules[name]

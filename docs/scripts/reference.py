@@ -20,6 +20,7 @@ from weft.cli import tune
 from weft.cli.app import app
 from weft.offload.config import OffloadConfig
 from weft.trainer.config import Execution, RunConfig, TrainConfig, Validation
+from weft.tune.recipe import Recipe
 
 # api.md
 
@@ -145,7 +146,7 @@ RUN = [
 STUDY = [
     ("## A study", tune.StudyConfig, tune.StudyConfig),
     ("### [study]", tune.Study, tune.Study),
-    ("### [recipe]", tune.Training, tune.Training),
+    ("### [recipe]", tune.RecipeTable, Recipe),
     ("### A choice of [space]", tune.Range, tune.Range),
 ]
 
@@ -232,24 +233,6 @@ NOTES = {
         "seconds": "the time limit of a trial",
         "threads": "of a worker on the CPU; results depend on it",
         "mps": "whether GPUs are shared by NVIDIA's service: `auto`, `on`, `off`",
-    },
-    "Training": {
-        "data": "as `data` of a run",
-        "loss": "`cross_entropy`, `mean_squared_error`, or code",
-        "metrics": "`accuracy`, or code: `module:function`",
-        "inputs": "entries of a batch that the model takes, in order; all but the targets if not given",
-        "steps": "of a trial",
-        "batch_size": "the effective one, whatever the micro-batches",
-        "optimizer": "a class of torch.optim",
-        "options": "of the optimizer; a choice called `lr`, `weight_decay`, `momentum` takes its place",
-        "schedule": "of the learning rate: `constant`, `linear`, `cosine`, `cosine:0.1` (down to a tenth), or code",
-        "warmup": "steps over which the rate rises, linearly",
-        "precision": "`fp32` or `bf16`",
-        "report": "steps between two reports, each with an evaluation; only at the end if not given",
-        "checkpoint": "steps between two checkpoints; with every report if not given",
-        "seed": "of weights and batches",
-        "accumulate_norms": "whether a batch may be cut although the model has batch norms, which then see less",
-        "cuda_graphs": "whether steps become CUDA graphs on a GPU; no result depends on it",
     },
     "Range": {
         "low": "the least",

@@ -246,8 +246,11 @@ def make_config(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Con
     return convert(values, overrides, Config)
 
 
-def convert(values: Mapping[str, Any], overrides: Sequence[str], kind: type[T]) -> T:
-    """The value of some kind of configuration that a nested mapping means, with overrides applied."""
+def convert(
+    values: Mapping[str, Any], overrides: Sequence[str], kind: type[T], renamed: Mapping[str, str] = RENAMED
+) -> T:
+    """The value of some kind of configuration that a nested mapping means, with overrides applied; keys by the name
+    that they had before are refused with the one that they have now."""
     merged = _copy(values)
     if isinstance(merged.get("run"), str) and _kinds(["run", "name"], kind):
         merged["run"] = {"name": merged["run"]}
@@ -256,7 +259,7 @@ def convert(values: Mapping[str, Any], overrides: Sequence[str], kind: type[T]) 
     try:
         return msgspec.convert(merged, kind, strict=True)
     except msgspec.ValidationError as problem:
-        raise ConfigError(_explain(str(problem), kind)) from None
+        raise ConfigError(_explain(str(problem), kind, renamed)) from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -303,14 +306,14 @@ def _value(text: str, names: Sequence[str], root: type) -> Any:
     return text if as_text and not nested and not isinstance(value, str) else value
 
 
-def _explain(message: str, root: type) -> str:
+def _explain(message: str, root: type, renamed: Mapping[str, str]) -> str:
     place = re.search(r" - at `\$\.?(.*?)`$", message)
     path = place[1] if place else ""
     unknown = re.match(r"Object contains unknown field `(.*?)`", message)
     if unknown:
         full = f"{path}.{unknown[1]}" if path else unknown[1]
-        if full in RENAMED:
-            return f"the key '{full}' has another name now: '{RENAMED[full]}'"
+        if full in renamed:
+            return f"the key '{full}' has another name now: '{renamed[full]}'"
         return f"unknown key '{full}'{_hint(path, unknown[1], root)}"
     missing = re.match(r"Object missing required field `(.*?)`", message)
     if missing:

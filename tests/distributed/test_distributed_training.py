@@ -169,7 +169,7 @@ def test_a_run_goes_on_on_any_other_number_of_stages(tmp_path: Path, kind: str) 
         ({"cut": (2,)}, "the cut (2,) makes 2 stages, but 1 is asked for"),
         ({"stages": 2, "optimizer": GLOBAL, "consistency": {"shared": "lagged(2)"}}, "one consistency for all layers"),
         ({"stages": 2, "split_backward": "defer"}, "split_backward='defer': True or False"),
-        ({"stages": 2, "loss": lambda outputs, batch: outputs.sum()}, "processes.<lambda>, cannot be sent to them"),
+        ({"stages": 2, "loss": lambda outputs, batch: outputs.sum()}, "<lambda>, cannot be sent to them"),
         ({"stages": 2, "metrics": {"a": lambda outputs, batch: 0}}, "and 'a', "),
     ],
 )

@@ -56,7 +56,7 @@ _SHORT_COMMANDS = {
     "search": [*_TRAIN, "--search.warmup=0", "--search.budget=4"],
     "simulate": _TRAIN,
     "verify": ["--steps=2", "--execution.threads=1"],
-    "tune": ["--study.trials=2", "--recipe.steps=4", "--recipe.report=2"],
+    "tune": ["--study.trials=2", "--recipe.steps=4", "--recipe.report_every=2"],
 }
 """What makes code and commands short."""
 

@@ -23,11 +23,8 @@ from weft.utils.rng import torch_seeded
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     with torch_seeded("elastic conv"):
         yield
-    torch.set_num_threads(before)
 
 
 def make_space() -> Space:

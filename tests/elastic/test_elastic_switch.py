@@ -22,11 +22,8 @@ OPTIONS = ("none", "skip", "conv1", "conv3", "pool")
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     with torch_seeded("elastic switch"):
         yield
-    torch.set_num_threads(before)
 
 
 def make_space() -> Space:

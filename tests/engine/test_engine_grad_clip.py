@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from stages import CPU, Task, in_stages, make_task, sequentially
 
 from weft.engine.consistency import parse_consistency
@@ -13,9 +11,6 @@ from weft.engine.grad_exchange import delay_of
 from weft.engine.optimizer import GlobalNorm, Optimizer, make_clip
 from weft.engine.reference import SequentialReference
 from weft.errors import TrainError
-
-BLOCKS = 6
-quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def task_of(consistency: str, *, steps: int = 10, m: int = 1, limit: float = 0.5, **options: object) -> Task:
@@ -113,50 +108,6 @@ def test_update_u_is_scaled_by_the_norm_of_update_u_minus_the_delay() -> None:
             scale = min(1.0, limit / (own + 1e-6), limit / (totals[u - 2] + 1e-6) if u >= 2 else 1.0)
             assert moved == pytest.approx(own * scale, rel=2e-3), (u, layer)
     assert sequentially(free).layers != sequentially(task).layers
-
-
-@settings(quiet, max_examples=30)
-@given(
-    consistency=st.sampled_from(["exact", "bounded(2, 3)", "bounded(4, 6)", "bounded(2, 6)", "stashed(2, 3)"]),
-    m=st.sampled_from([1, 2]),
-    cut=st.sets(st.integers(1, BLOCKS - 1), max_size=BLOCKS - 1).map(lambda cut: tuple(sorted(cut))),
-    max_in_flight=st.integers(1, 8),
-    steps=st.integers(1, 9),
-    split=st.booleans(),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_any_cut_and_timing_gives_the_bits_of_one_device(
-    consistency: str, m: int, cut: tuple[int, ...], max_in_flight: int, steps: int, split: bool, seed: int
-) -> None:
-    task = task_of(consistency, steps=steps, m=m)
-    found, _ = in_stages(task, cut, max_in_flight, seed, split=split)
-    alone = sequentially(task)
-    assert found.layers == alone.layers
-    assert found.losses == alone.losses
-
-
-@settings(quiet, max_examples=15)
-@given(
-    consistency=st.sampled_from(["exact", "bounded(2, 3)", "bounded(1, 3)"]),
-    at=st.integers(1, 3),
-    cut=st.sampled_from([(2, 4), (), (1, 2, 3)]),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_a_run_that_goes_on_elsewhere_knows_the_norms(
-    consistency: str, at: int, cut: tuple[int, ...], seed: int
-) -> None:
-    task = task_of(consistency, steps=12)
-    running, snapshots = in_stages(task, (2, 4), [3, 2, 1], seed, every=3)
-    alone = sequentially(task)
-    assert running.layers == alone.layers
-    own = [snapshot for snapshot in snapshots if snapshot.at == 3 * at]
-    assert len(own) == 3
-    assert all(snapshot.norms == own[0].norms for snapshot in own)
-    tensors = {name: tensor for snapshot in own for name, tensor in snapshot.tensors.items()}
-    layers = {name: told for snapshot in own for name, told in snapshot.layers.items()}
-    saved = (tensors, layers, own[0].norms)
-    resumed, _ = in_stages(task, cut, 6, seed + 1, saved=saved, first_step=3 * at)
-    assert resumed.layers == alone.layers
 
 
 def test_a_supernet_is_clipped_by_the_norm_of_what_a_step_used() -> None:

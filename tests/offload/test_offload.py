@@ -14,7 +14,7 @@ import stages
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stages import CPU, Outcome, Task, in_stages, make_task, run_engine, sequentially
+from stages import CPU, Outcome, Task, in_stages, make_task, run_engine, saved_at, sequentially
 from torch import Tensor
 
 from weft.engine.optimizer import GlobalNorm, Optimizer
@@ -370,12 +370,8 @@ def test_a_run_goes_on_with_another_budget_on_other_stages(case: Case, other: in
 def goes_on(case: Case, other: int, at: int, factor: float) -> None:
     whole, snapshots = run_case(case, every=2)
     same(whole, sequentially(case.task))
-    own = [snapshot for snapshot in snapshots if snapshot.at == at * case.task.config.microbatches]
-    tensors = {name: tensor for snapshot in own for name, tensor in snapshot.tensors.items()}
-    layers = {name: told for snapshot in own for name, told in snapshot.layers.items()}
-    norms = {key: value for snapshot in own for key, value in snapshot.norms.items()}
-    cut = (2,) if other else ()
-    rest, _ = run_case(replace(case, factor=factor), saved=(tensors, layers, norms), first_step=at, cut=cut)
+    cut, saved = (2,) if other else (), saved_at(snapshots, at * case.task.config.microbatches)
+    rest, _ = run_case(replace(case, factor=factor), saved=saved, first_step=at, cut=cut)
     assert rest.layers == whole.layers
     assert rest.losses == whole.losses[at * case.task.config.microbatches :]
 

@@ -34,7 +34,7 @@ def trained(task: Task, config: OffloadConfig | None) -> tuple[Outcome, Any]:
         chain = chain.to(CUDA)
     else:
         move_buffers(chain, CUDA)
-    sequential = SequentialReference(chain, task.config, task.config.stream, CUDA)
+    sequential = SequentialReference(chain, task.config, CUDA)
     if config is not None:
         attach(sequential, config)
     losses = []

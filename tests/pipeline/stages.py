@@ -359,6 +359,14 @@ def run_engine(engine: SequentialReference, task: Task, steps: int | None = None
     return Outcome({name: layer_digest(w, engine.optimizer) for name, w in engine.weights.items()}, losses)
 
 
+def saved_at(snapshots: Sequence[Any], at: int) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, float]]:
+    """The tensors, layers and norms of the checkpoint before micro-batch ``at``, from the parts of all stages."""
+    own = [snapshot for snapshot in snapshots if snapshot.at == at]
+    tensors = {name: tensor for snapshot in own for name, tensor in snapshot.tensors.items()}
+    layers = {name: numbers for snapshot in own for name, numbers in snapshot.layers.items()}
+    return tensors, layers, {key: norm for snapshot in own for key, norm in snapshot.norms.items()}
+
+
 def through_bytes(message: Message) -> Message:
     """The message as it arrives on the other side of a wire."""
     return unpack(pack(message), CPU)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stages import KINDS, Numbered, Outcome, Task, in_stages, make_task, sequentially
+from stages import CPU, KINDS, Numbered, Outcome, Task, in_stages, make_task, saved_at, sequentially
 
 from weft.data import MicroBatches
 from weft.engine.consistency import Bounded, Exact, Stashed, version_schedule
@@ -36,18 +36,11 @@ def assert_same(whole: Outcome, parts: Outcome) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("m", "optimizer"), [(1, "sgd"), (2, "adamw"), (4, "sgd")])
-def test_every_number_of_stages_gives_the_bits_of_one(kind: str, m: int, optimizer: str) -> None:
-    shared = {
-        "stem": "delayed(2)",
-        "head": "lagged(2)",
-        "embed": "lagged(2)",
-        "norm": "delayed(1)",
-        "begin": "lagged(3)",
-    }
+def test_every_number_of_stages_gives_the_bits_of_one(kind: str) -> None:
     chain = KINDS[kind][0]()
-    shared = {name: consistency for name, consistency in shared.items() if name in chain.layers}
-    task = make_task(kind, m=m, consistency=shared, optimizer=OPTIMIZERS[optimizer](), clip=1.0)
+    wanted = {"stem": "delayed(2)", "head": "lagged(2)", "embed": "lagged(2)", "begin": "lagged(3)"}
+    shared = {name: consistency for name, consistency in wanted.items() if name in chain.layers}
+    task = make_task(kind, m=2, consistency=shared, optimizer=OPTIMIZERS["adamw"](), clip=1.0)
     whole, blocks = sequentially(task), len(chain.blocks)
     for cut in ((), (2,), (1, blocks - 1), tuple(range(1, blocks))):
         assert_same(whole, in_stages(task, cut, 2 * len(cut) + 2, len(cut))[0])
@@ -59,11 +52,6 @@ def test_a_run_that_is_told_to_stop_ends_on_every_stage_at_the_same_whole_step(a
     stopped, _ = in_stages(task, (1, 2, 3), 4, after, stop_after=after)
     assert 0 < stopped.steps < 12
     assert_same(in_stages(task, (1, 2, 3), 4, until=stopped.steps)[0], stopped)
-
-
-def test_the_comparison_can_fail() -> None:
-    exact, late = make_task("text"), make_task("text", consistency="delayed(1)")
-    assert sequentially(exact).layers["out"] != in_stages(late, (2,), 4)[0].layers["out"]
 
 
 @st.composite
@@ -97,20 +85,13 @@ def cases(draw: st.DrawFn) -> tuple[Task, tuple[int, ...], int, int]:
     return task, cut, draw(st.integers(1, 9)), draw(st.integers(0, 2**32 - 1))
 
 
-@settings(quiet, max_examples=60)
-@given(cases())
+@settings(quiet, max_examples=80)
+@given(cases(), st.booleans())
 def test_any_mixture_cut_window_and_timing_gives_the_bits_of_one_stage(
-    case: tuple[Task, tuple[int, ...], int, int],
+    case: tuple[Task, tuple[int, ...], int, int], split: bool
 ) -> None:
     task, cut, window, seed = case
-    assert_same(sequentially(task), in_stages(task, cut, window, seed)[0])
-
-
-@settings(quiet, max_examples=25)
-@given(cases())
-def test_a_backward_that_is_split_gives_the_same_bits(case: tuple[Task, tuple[int, ...], int, int]) -> None:
-    task, cut, window, seed = case
-    assert_same(sequentially(task), in_stages(task, cut, window, seed, split=True)[0])
+    assert_same(sequentially(task), in_stages(task, cut, window, seed, split=split)[0])
 
 
 @pytest.mark.long
@@ -121,16 +102,6 @@ def test_any_mixture_gives_the_bits_of_one_stage_for_thousands_of_cases(
 ) -> None:
     task, cut, window, seed = case
     assert_same(sequentially(task), in_stages(task, cut, window, seed)[0])
-
-
-def joined(snapshots: list[Any], at: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    tensors: dict[str, torch.Tensor] = {}
-    layers: dict[str, Any] = {}
-    for snapshot in snapshots:
-        if snapshot.at == at:
-            tensors |= snapshot.tensors
-            layers |= snapshot.layers
-    return tensors, layers
 
 
 def resumed_elsewhere(
@@ -149,7 +120,7 @@ def resumed_elsewhere(
     step = points[which % len(points)]
     blocks = len(task.chain().blocks)
     other = tuple(sorted(data.draw(st.sets(st.integers(1, blocks - 1), max_size=blocks - 1))))
-    saved = joined(snapshots, step * m)
+    saved = saved_at(snapshots, step * m)
     assert saved[1].keys() == whole.layers.keys()
     resumed, _ = in_stages(task, other, window, seed + 1, saved=saved, first_step=step)
     assert resumed.layers == whole.layers
@@ -176,20 +147,12 @@ def test_a_checkpoint_goes_on_with_the_same_bits_for_thousands_of_cases(
     resumed_elsewhere(case, every, which, data)
 
 
-def test_never_more_in_flight_than_the_window() -> None:
-    task = make_task("convolutional", steps=12, m=2)
-    for window in (1, 2, 5):
-        assert in_stages(task, (1, 3), window, seed=3)[0].most_in_flight <= window
-
-
 def nan_in_step(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     loss = torch.nn.functional.cross_entropy(outputs.flatten(0, -2), batch["label"].flatten())
     return loss * torch.where(batch["x"].flatten()[0] > 1.0, float("nan"), 1.0)
 
 
 def test_a_loss_that_is_not_a_number_leaves_no_trace_where_it_is_skipped() -> None:
-    from dataclasses import replace
-
     task = make_task("convolutional", steps=10, on_nonfinite="skip")
     task = replace(task, config=replace(task.config, loss=nan_in_step))
     whole = sequentially(task)
@@ -201,8 +164,6 @@ def test_a_loss_that_is_not_a_number_leaves_no_trace_where_it_is_skipped() -> No
 
 
 def test_a_loss_that_is_not_a_number_stops_and_names_the_function() -> None:
-    from dataclasses import replace
-
     task = make_task("convolutional", steps=10)
     task = replace(task, config=replace(task.config, loss=nan_in_step))
     with pytest.raises(NonFiniteError, match=r"micro-batch 0, subnet .*: it first appears in the loss function"):
@@ -214,7 +175,7 @@ def test_a_version_stays_for_a_checkpoint_although_every_micro_batch_that_read_i
     # version 0 again in the steps 2, 3 and 4.
     task = make_task("text", steps=6, consistency={"embed": "delayed(4)"})
     sent: list[Message] = []
-    stage = Stage(task.chain(), task.config, torch.device("cpu"), (1,), 0)
+    stage = Stage(task.chain(), task.config, CPU, (1,), 0)
     stage.train_mode()
     batches = MicroBatches(Numbered(task), 0, 6, 1, task.config.parts)  # type: ignore[arg-type]
     worker = Worker(stage, SchedulePolicy(9), 0, 6, batches, lambda to, message: sent.append(message), every=2)
@@ -311,22 +272,6 @@ def test_the_version_lag_of_three_stages_is_that_of_the_formula_by_hand() -> Non
 
 @settings(quiet, max_examples=25)
 @given(
-    kind=st.sampled_from(["bounded", "stashed"]),
-    cut=st.sets(st.integers(1, BLOCKS - 1), max_size=BLOCKS - 1).map(lambda cut: tuple(sorted(cut))),
-    depth=st.integers(1, BLOCKS),
-    max_in_flight=st.integers(1, 8),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_any_other_cut_gives_the_same_bits_with_versions_kept(
-    kind: str, cut: tuple[int, ...], depth: int, max_in_flight: int, seed: int
-) -> None:
-    task = make_task("plain", steps=9, consistency=f"{kind}(2, {depth})")
-    found, _ = in_stages(task, cut, max_in_flight, seed)
-    assert found.layers == sequentially(task).layers
-
-
-@settings(quiet, max_examples=25)
-@given(
     every=st.integers(1, 3),
     at=st.integers(1, 3),
     cut=st.sampled_from([(2, 4), (), (3,), (1, 2, 3)]),
@@ -339,15 +284,9 @@ def test_a_checkpoint_without_a_drain_holds_what_is_still_to_be_read(
     running, snapshots = in_stages(task, (2, 4), [3, 2, 1], seed, every=3)
     alone = sequentially(task)
     assert running.layers == alone.layers
-    tensors: dict[str, torch.Tensor] = {}
-    layers: dict[str, object] = {}
-    for snapshot in snapshots:
-        if snapshot.at == 3 * at:
-            tensors |= snapshot.tensors
-            layers |= snapshot.layers
     # The drained checkpoint at the end would pass trivially: these lie in the middle, with micro-batches under way.
     limits = in_flight_limits(len(cut) + 1, cut == (2, 4), None)
-    resumed, _ = in_stages(task, cut, limits, seed + 1, saved=(tensors, layers), first_step=3 * at)
+    resumed, _ = in_stages(task, cut, limits, seed + 1, saved=saved_at(snapshots, 3 * at), first_step=3 * at)
     assert resumed.layers == alone.layers
 
 

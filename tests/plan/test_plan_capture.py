@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -18,14 +18,6 @@ from weft.errors import PlanError
 from weft.plan.capture import CapturedModel, capture
 from weft.plan.graph import Operator
 from weft.utils.rng import torch_seeded
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Perceptron(nn.Module):

@@ -29,14 +29,6 @@ from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, gradient_p
 from weft.utils.rng import generator, torch_seeded
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def placeholders(captured: CapturedModel, model: nn.Module, batch: Any) -> dict[str, Any]:
     """A tensor for each placeholder of the program: parameters and buffers, constants, and the batch's tensors."""
     own, state = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))

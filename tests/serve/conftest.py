@@ -81,7 +81,7 @@ model = "browser_net:tuned"
 data = "browser_net:load"
 steps = 8
 batch_size = 8
-report = 4
+report_every = 4
 """
 
 

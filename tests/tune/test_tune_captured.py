@@ -130,7 +130,12 @@ def data() -> Data:
 
 
 def recipe(data: Data, model: Any, **fields: Any) -> Recipe:
-    given: dict[str, Any] = {"steps": STEPS, "batch_size": 16, "report": 5, "options": {"lr": 0.02}} | fields
+    given: dict[str, Any] = {
+        "steps": STEPS,
+        "batch_size": 16,
+        "report_every": 5,
+        "optimizer_options": {"lr": 0.02},
+    } | fields
     metrics = {"accuracy": weft.accuracy}
     return Recipe(model=model, data=data, metrics=metrics, objectives=("accuracy", "loss"), **given)
 
@@ -167,7 +172,7 @@ def check_same(one: Any, other: Any) -> None:
 def test_replayed_steps_have_the_bits_of_steps_that_run_as_they_are(
     model: Any, fit: Fit | None, data: Data, tmp_path: Path
 ) -> None:
-    one = trial_config(recipe(data, model, accumulate_norms=True, schedule="cosine"), {})
+    one = trial_config(recipe(data, model, microbatch_batchnorm=True, lr_schedule="cosine"), {})
     wanted = run(one, tmp_path / "plain", fit)
     with recorded() as made:
         check_same(run(one, tmp_path / "replayed", fit), wanted)
@@ -226,7 +231,7 @@ def test_a_model_that_changes_on_the_host_runs_as_it_is(
 def test_a_capture_that_fails_leaves_no_trace(
     data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = trial_config(recipe(data, conv, accumulate_norms=True), {})
+    one = trial_config(recipe(data, conv, microbatch_batchnorm=True), {})
     wanted = run(one, tmp_path / "plain", cut(8))
     capture = Standin.capture
 
@@ -259,7 +264,7 @@ def test_what_judges_a_trial_must_keep_no_tensor(data: Data, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("fields", "fit"),
     [
-        ({"steps": LEAST - 1, "report": None}, None),
+        ({"steps": LEAST - 1, "report_every": None}, None),
         ({"cuda_graphs": False}, None),
         ({}, Fit("recompute", 16, 1, 1, 0, None, "")),
         ({}, Fit("offload", 16, 1, 1, 0, None, "")),
@@ -381,10 +386,10 @@ def fused(settings: list[TrialConfig], folder: Path, fit: Fit | None, pruned: An
 @pytest.mark.parametrize("fit", [None, cut(6)], ids=["whole", "6, 6 and 4"])
 @pytest.mark.parametrize("model", [mlp, conv, transformer])
 def test_fused_lanes_are_replayed_with_the_same_bits(model: Any, fit: Fit | None, data: Data, tmp_path: Path) -> None:
-    told = recipe(data, model, steps=20, report=5, accumulate_norms=True, optimizer="sgd")
+    told = recipe(data, model, steps=20, report_every=5, microbatch_batchnorm=True, optimizer="sgd")
     for alike in (False, True) if model is mlp else (False,):
         own = [{"lr": 0.02 * (lane + 1), "dropout": 0.1 * lane, "seed": 0 if alike else lane} for lane in range(3)]
-        settings = [trial_config(replace(told, options={"momentum": 0.9}), params) for params in own]
+        settings = [trial_config(replace(told, optimizer_options={"momentum": 0.9}), params) for params in own]
         wanted = fused(settings, tmp_path / f"plain{alike}", fit, {(1, 10)})
         with recorded() as made:
             found = fused(settings, tmp_path / f"replayed{alike}", fit, {(1, 10)})

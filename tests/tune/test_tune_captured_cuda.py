@@ -125,7 +125,12 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def recipe(data: Data, model: Any, **fields: Any) -> Recipe:
-    given: dict[str, Any] = {"steps": STEPS, "batch_size": 64, "report": 5, "options": {"lr": 0.002}} | fields
+    given: dict[str, Any] = {
+        "steps": STEPS,
+        "batch_size": 64,
+        "report_every": 5,
+        "optimizer_options": {"lr": 0.002},
+    } | fields
     metrics = given.pop("metrics", {"accuracy": weft.accuracy})
     return Recipe(model=model, data=data, metrics=metrics, objectives=(*metrics, "loss"), **given)
 
@@ -152,7 +157,7 @@ def check_kept(mine: Path, its: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", list(MODELS))
 def test_graphs_give_the_same_bits(model: str, precision: str, data: Data, tmp_path: Path, captures: list[str]) -> None:
-    check_same(trial_config(recipe(data, MODELS[model], precision=precision, schedule="cosine"), {}), tmp_path)
+    check_same(trial_config(recipe(data, MODELS[model], precision=precision, lr_schedule="cosine"), {}), tmp_path)
     assert len(captures) == 1
 
 
@@ -161,7 +166,7 @@ def test_graphs_give_the_same_bits(model: str, precision: str, data: Data, tmp_p
 def test_graphs_of_micro_batches_give_the_same_bits(
     model: str, micro: int, data: Data, tmp_path: Path, captures: list[str]
 ) -> None:
-    one = trial_config(recipe(data, MODELS[model], accumulate_norms=True, optimizer="sgd"), {})
+    one = trial_config(recipe(data, MODELS[model], microbatch_batchnorm=True, optimizer="sgd"), {})
     check_same(one, tmp_path, Fit("accumulate", micro, -(-64 // micro), 1, 0, None, ""))
     assert len(captures) == -(-64 // micro)
 

@@ -43,7 +43,7 @@ def weft_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_the_example_runs_prints_json_and_goes_on_where_it_ended(weft_command: Weft, tmp_path: Path) -> None:
     config = str(shutil.copy(EXAMPLE, tmp_path / "digits.toml"))
     shutil.copy(EXAMPLE.with_name("tuned_net.py"), tmp_path)
-    short = ["--recipe.steps=20", "--recipe.report=10", "--study.window=1", "--study.workers=1"]
+    short = ["--recipe.steps=20", "--recipe.report_every=10", "--study.window=1", "--study.workers=1"]
     code, out, err = weft_command("tune", config, *short, "--study.trials=2", "--json")
     assert code == 0, err
     first = json.loads(out)
@@ -70,6 +70,7 @@ def test_the_example_runs_prints_json_and_goes_on_where_it_ended(weft_command: W
         ({"objective": None}, "the config has neither"),
         ({"recipe": {"model": "m:f"}}, "the config has both"),
         ({"study": {"trails": 3}}, "unknown key 'study.trails'; did you mean 'study.trials'?"),
+        ({"objective": None, "recipe": {"model": "m:f", "warmup": 3}}, "'recipe.warmup_steps'"),
         ({"study": {"trials": "many"}}, "'study.trials' must be int, not str"),
         ({"space": {"x": {"low": 1, "high": 4}}}, "add step = 1 for whole numbers, or write 1.0"),
         ({"space": {"x": {"low": 1.0, "high": 4.0, "step": 2}}}, "whole low, high and step"),
@@ -90,7 +91,7 @@ def test_a_mistake_in_a_config_is_told_in_one_line(change: dict[str, Any], words
     [
         (["--study.maximize=acc"], "no metric is called 'acc'"),
         (["--recipe.optimizer=lion"], "lion"),
-        (["--recipe.schedule=cosin"], "cosin"),
+        (["--recipe.lr_schedule=cosin"], "cosin"),
         (['--study.sampler={name="tpe", n_startup_trials="x"}'], "is a whole number, not 'x'"),
         (["--study.threads=0"], "threads is a whole number from 1 on"),
     ],

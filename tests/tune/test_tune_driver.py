@@ -360,7 +360,7 @@ def test_devices_are_written_by_name_and_memory() -> None:
     assert parse_devices({"cpu": "1KiB"}) == [Device("cpu", 1024)]
     with pytest.raises(TuneError, match="'gpu' is no device"):
         parse_devices("gpu")
-    with pytest.raises(TuneError, match="is no size"):
+    with pytest.raises(TuneError, match="is not a size"):
         parse_devices("cpu=lots")
 
 
@@ -378,7 +378,7 @@ def _space() -> weft.Space:
         ({"trials": 0}, "trials is a whole number from 1 on"),
         ({"seconds": 0}, "above 0 seconds"),
         ({"fuse": 9}, "fuse=9 trials cannot be open at once with window=7"),
-        ({"memory": "lots"}, "is no size"),
+        ({"memory": "lots"}, "is not a size"),
         ({"executor": "rya"}, "did you mean 'ray'"),
         ({"space": weft.Space()}, "no choices"),
         ({"storage": "postgresql://nobody@localhost:1/none"}, "cannot be reached"),
@@ -414,7 +414,9 @@ def test_a_recipe_may_leave_to_the_space_what_is_no_value_of_its_own(tmp_path: P
     space.integer("width", [4, 8])
     space.derive("hidden", 2 * space.handle("width"))
     space.categorical("optimizer", ["sgd", "adam"])
-    recipe = Recipe(model=hidden, data=objectives.few, optimizer="chosen", options={"lr": 0.1}, steps=2, batch_size=8)
+    recipe = Recipe(
+        model=hidden, data=objectives.few, optimizer="chosen", optimizer_options={"lr": 0.1}, steps=2, batch_size=8
+    )
     executor = Shuffled(StudySpec(recipe, ("loss",), 0), 1, 0)
     found = weft.tune(recipe, space, trials=2, name="s", runs=tmp_path, executor=executor)
     assert [one.state for one in found.trials] == ["complete"] * 2

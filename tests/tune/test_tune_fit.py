@@ -44,7 +44,7 @@ def loss(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tens
 
 
 def candidate(**params: Any) -> TrialConfig:
-    recipe = Recipe(model=build, data=data, loss=loss, steps=3, batch_size=BATCH, options={"lr": 1e-2})
+    recipe = Recipe(model=build, data=data, loss=loss, steps=3, batch_size=BATCH, optimizer_options={"lr": 1e-2})
     return trial_config(recipe, {"width": 32, **params})
 
 
@@ -90,7 +90,7 @@ def first(params: Mapping[str, Any]) -> nn.Module:
 @pytest.mark.parametrize(("model", "source"), [(build, data), (first, wide)])
 def test_the_estimate_is_what_the_training_takes(model: Any, source: Any, tmp_path: Path) -> None:
     """Trained under a cap of what was estimated it does not exceed it, and is within 3 %."""
-    recipe = Recipe(model=model, data=source, loss=loss, steps=3, batch_size=BATCH, options={"lr": 1e-2})
+    recipe = Recipe(model=model, data=source, loss=loss, steps=3, batch_size=BATCH, optimizer_options={"lr": 1e-2})
     made, never = trial_config(recipe, {"width": 32}), lambda step, values: False
     for share in (1.2, 0.75, 0.6) if model is build else (1.2,):
         found = fit(made, 1, int(needed(made) * share), "cpu")
@@ -150,7 +150,7 @@ def views(params: Mapping[str, Any]) -> nn.Module:
         (wide_layer, {"optimizer": "asgd"}, 0.8),  # as when it averages, which it does after a million steps
         (wide_layer, {"optimizer": "nadam"}, 0.97),
         (views, {}, 0.97),
-        (views, {"report": 2}, 0.97),
+        (views, {"report_every": 2}, 0.97),
     ],
 )
 def test_what_kernels_keep_what_later_steps_take_and_judging_are_estimated_too(
@@ -188,7 +188,7 @@ def test_judging_that_takes_more_than_a_step_counts_on_a_gpu(precision: str, ste
     mib, more = 2**20, 16 * 2**20 if precision == "bf16" else 0
     assert at(untold) + 28 * mib <= at(views) <= at(untold) + 36 * mib + more  # segments are rounded
     assert at(views, 2048) < at(views) - 10 * mib
-    assert at(views, report=2) == at(views) + 4096 * 257 * 4  # the batch that training goes on with
+    assert at(views, report_every=2) == at(views) + 4096 * 257 * 4  # the batch that training goes on with
 
 
 def test_no_micro_batch_is_larger_than_what_can_be_judged() -> None:
@@ -310,8 +310,8 @@ def test_batch_norms_forbid_micro_batches_unless_asked_for() -> None:
     made = candidate(norm=True)
     memory = int(needed(made) * 0.8)
     with pytest.raises(TuneError, match=r"batch norm '1' forbids micro-batches"):
-        fit(replace(made, accumulate_norms=False), 1, int(memory * 0.5), "cpu")
-    assert fit(replace(made, accumulate_norms=True), 1, memory, "cpu").way == "accumulate"
+        fit(replace(made, microbatch_batchnorm=False), 1, int(memory * 0.5), "cpu")
+    assert fit(replace(made, microbatch_batchnorm=True), 1, memory, "cpu").way == "accumulate"
 
 
 def test_a_candidate_that_fits_nowhere_is_refused_with_the_figures() -> None:
@@ -416,7 +416,7 @@ def test_a_split_candidate_with_batch_norms_has_one_micro_batch_unless_asked_for
     assert (found.way, found.degree, found.accumulate, found.micro_batch) == ("split", 2, 1, BATCH)
     assert found.plan is not None
     assert found.plan["microbatches"] == 1
-    assert fit(replace(made, accumulate_norms=True), 2, memory, "cpu").accumulate > 1
+    assert fit(replace(made, microbatch_batchnorm=True), 2, memory, "cpu").accumulate > 1
     with pytest.raises(TuneError, match=r"over 2 devices, where batch norm '1' forbids micro-batches: no plan fits"):
         fit(made, 2, int(memory * 0.75), "cpu")
 
@@ -474,7 +474,7 @@ class Noisy(nn.Module):
 
 
 def test_a_model_that_draws_on_the_host_is_not_split() -> None:
-    recipe = Recipe(model=Noisy, data=data, loss=loss, steps=3, batch_size=BATCH, options={"lr": 1e-2})
+    recipe = Recipe(model=Noisy, data=data, loss=loss, steps=3, batch_size=BATCH, optimizer_options={"lr": 1e-2})
     made = trial_config(recipe, {"width": 256})
     with pytest.raises(TuneError, match="cannot be split: its model draws from Python's or NumPy's generator"):
         fit(made, 2, int(needed(made) * 0.62), "cpu")

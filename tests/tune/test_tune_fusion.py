@@ -128,7 +128,7 @@ def data() -> Data:
 def chosen(
     data: Data, model: Any, optimizer: str = "sgd", dropout: bool = True, least: float = 0.0, **fields: Any
 ) -> list[TrialConfig]:
-    fields = {"steps": 12, "batch_size": 16, "report": 4, "schedule": "cosine", "warmup": 2} | fields
+    fields = {"steps": 12, "batch_size": 16, "report_every": 4, "lr_schedule": "cosine", "warmup_steps": 2} | fields
     recipe = Recipe(
         model=model,
         data=data,
@@ -201,7 +201,7 @@ def test_lanes_end_as_the_same_trials_alone(model: Any, data: Data, tmp_path: Pa
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_adam_over_lanes_computes_as_torch_does(optimizer: str, data: Data, tmp_path: Path) -> None:
-    settings = chosen(data, plain, optimizer, options={"betas": (0.8, 0.9), "eps": 1e-4})
+    settings = chosen(data, plain, optimizer, optimizer_options={"betas": (0.8, 0.9), "eps": 1e-4})
     run_alone(settings, tmp_path)
     run_fused(settings, tmp_path)
     check_equal(tmp_path, [0, 1, 2])
@@ -210,7 +210,7 @@ def test_adam_over_lanes_computes_as_torch_does(optimizer: str, data: Data, tmp_
 
 @pytest.mark.parametrize("options", [{"nesterov": True}, {"dampening": 0.3}, {}])
 def test_sgd_over_lanes_computes_as_torch_does(options: dict[str, Any], data: Data, tmp_path: Path) -> None:
-    settings = chosen(data, plain, least=0.1 if options.get("nesterov") else 0.0, options=options)
+    settings = chosen(data, plain, least=0.1 if options.get("nesterov") else 0.0, optimizer_options=options)
     run_alone(settings, tmp_path)
     run_fused(settings, tmp_path)
     check_equal(tmp_path, list(range(len(settings))))

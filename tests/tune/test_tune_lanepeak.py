@@ -42,7 +42,7 @@ def data() -> Data:
 
 
 def lanes(model: Any, data: Data, count: int, **given: Any) -> list[TrialConfig]:
-    recipe = Recipe(model=model, data=data, steps=3, checkpoint=1, **{"batch_size": BATCH, **given})
+    recipe = Recipe(model=model, data=data, steps=3, checkpoint_every=1, **{"batch_size": BATCH, **given})
     return [trial_config(recipe, {"lr": 0.01, "dropout": 0.1, "seed": lane}) for lane in range(count)]
 
 
@@ -123,7 +123,7 @@ def views(params: Mapping[str, Any]) -> nn.Module:
 @pytest.mark.parametrize("report", [None, 1])
 def test_lanes_that_take_more_while_they_are_judged_need_that(report: int | None, data: Data, tmp_path: Path) -> None:
     for count in (2, 4):
-        settings = lanes(views, data, count, report=report)
+        settings = lanes(views, data, count, report_every=report)
         traced = lane_peak(settings[0], BATCH)
         assert traced is not None
         assert 0.8 * count * traced <= peak(settings, tmp_path / str(count), 2**40) <= count * traced + TINY

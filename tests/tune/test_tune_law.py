@@ -18,11 +18,19 @@ from weft.tune import Recipe
 from weft.tune.api import agree, law_of
 from weft.tune.jobs import Device
 from weft.tune.pending import RunOptions
+from weft.tune.recipe import OLD_FIELDS
 from weft.tune.training.run_job import StudySpec
 
 RECIPE = Recipe(
-    model=objectives.perceptron, data=objectives.few, steps=2, batch_size=8, options={"lr": 0.1, "betas": (0.9, 0.99)}
+    model=objectives.perceptron,
+    data=objectives.few,
+    steps=2,
+    batch_size=8,
+    optimizer_options={"lr": 0.1, "betas": (0.9, 0.99)},
 )
+
+
+OLD = {now: before for before, now in OLD_FIELDS.items()}
 
 
 def space(**more: Any) -> weft.Space:
@@ -45,11 +53,14 @@ def law(recipe: Recipe = RECIPE, made: weft.Space | None = None, device: str = "
         ({"steps": 3}, "recipe.steps: it was 2, and is now 3"),
         ({"batch_size": 4}, "recipe.batch_size: it was 8, and is now 4"),
         ({"optimizer": "sgd"}, "recipe.optimizer: it was 'adamw', and is now 'sgd'"),
-        ({"options": {"lr": 0.1, "betas": (0.9, 0.9)}}, r"recipe.options: it was {'betas': \[0.9, 0.99\]}, and is"),
+        (
+            {"optimizer_options": {"lr": 0.1, "betas": (0.9, 0.9)}},
+            r"recipe.optimizer_options: it was {'betas': \[0.9, 0.99\]}, and is",
+        ),
         ({"precision": "bf16"}, "recipe.precision: it was 'fp32'"),
-        ({"report": 1}, "recipe.report: it was None, and is now 1"),
+        ({"report_every": 1}, "recipe.report_every: it was None, and is now 1"),
         ({"seed": 1}, "recipe.seed"),
-        ({"accumulate_norms": True}, "recipe.accumulate_norms"),
+        ({"microbatch_batchnorm": True}, "recipe.microbatch_batchnorm"),
         ({"data": weft.data.digits}, "recipe.data: it was 'objectives:few', and is now 'weft:digits'"),
         ({"data": objectives.few()}, "recipe.data: .*is now 'few of 16 [+] 16 samples'"),
         ({"loss": weft.engine.losses.mean_squared_error}, "recipe.loss: it was 'weft:cross_entropy'"),
@@ -69,7 +80,7 @@ def test_another_recipe_is_refused_with_what_differs(change: Mapping[str, Any], 
 
 
 @pytest.mark.parametrize(
-    "change", [{"checkpoint": 1}, {"cuda_graphs": False}, {"options": {"lr": 9, "betas": (0.9, 0.99)}}]
+    "change", [{"checkpoint_every": 1}, {"cuda_graphs": False}, {"optimizer_options": {"lr": 9, "betas": (0.9, 0.99)}}]
 )
 def test_what_changes_no_result_may_change(change: Mapping[str, Any]) -> None:
     agree("s", law(), law(replace(RECIPE, **change)))
@@ -93,6 +104,10 @@ def test_what_an_older_weft_did_not_write_down_counts_as_equal() -> None:
     agree("s", old, law(replace(RECIPE, steps=3), threads=2))
     agree("s", {**law(), "recipe": {"steps": 2}}, law(replace(RECIPE, batch_size=4)))
     agree("s", None, law())
+    old = {OLD.get(name, name): value for name, value in law()["recipe"].items()}
+    agree("s", {**law(), "recipe": old}, law())
+    with pytest.raises(TuneError, match=r"recipe\.report_every"):
+        agree("s", {**law(), "recipe": {**old, "report": 3}}, law())
 
 
 def test_a_study_is_not_resumed_with_another_recipe_and_is_with_more_trials_and_workers(tmp_path: Path) -> None:

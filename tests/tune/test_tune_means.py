@@ -89,7 +89,9 @@ def cancelling(outputs: Tensor, batch: Batch) -> Tensor:
 
 
 def trial(loss: Callable[..., Any], model: Any = linear) -> TrialConfig:
-    recipe = Recipe(model=model, data=blobs, loss=loss, inputs=("x",), steps=3, batch_size=16, accumulate_norms=True)
+    recipe = Recipe(
+        model=model, data=blobs, loss=loss, model_inputs=("x",), steps=3, batch_size=16, microbatch_batchnorm=True
+    )
     return trial_config(recipe, {"lr": 0.01})
 
 
@@ -125,7 +127,7 @@ def test_a_mean_over_those_samples_that_count_is_no_mean_over_samples() -> None:
     st.floats(1e-4, 1e4),
 )
 def test_no_mean_is_refused(loss: Callable[..., Any], micro: int, seed: int, scale: float) -> None:
-    made = trial_config(Recipe(model=linear, data=blobs, loss=loss, inputs=("x",), batch_size=16), {"seed": seed})
+    made = trial_config(Recipe(model=linear, data=blobs, loss=loss, model_inputs=("x",), batch_size=16), {"seed": seed})
     model = made.build()
     with torch.no_grad():
         for parameter in model.parameters():

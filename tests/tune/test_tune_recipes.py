@@ -47,7 +47,7 @@ def test_candidates_that_fit_one_device_two_or_none_run_side_by_side_with_the_re
 
 
 def test_trials_of_one_shape_train_as_one_with_the_results_that_they_have_alone(tmp_path: Path) -> None:
-    widths, recipe = [16, 64, 16, 16], {"steps": 8, "report": 4}
+    widths, recipe = [16, 64, 16, 16], {"steps": 8, "report_every": 4}
     fused = study(tmp_path, "fused", widths, recipe, fuse=4, window=3)
     alone = study(tmp_path, "alone", widths, recipe, window=3, workers=1)
     assert [one.notes["fused"] for one in fused.trials] == [3, 1, 3, 3]

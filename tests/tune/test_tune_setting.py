@@ -10,7 +10,8 @@ from torch import nn
 
 import weft
 from weft.errors import TuneError
-from weft.tune.recipe import Recipe, dropouts, trial_config
+from weft.tune.api import check_recipe
+from weft.tune.recipe import FIELDS, OLD_FIELDS, Recipe, dropouts, trial_config
 from weft.zoo import language_model
 
 
@@ -19,7 +20,7 @@ def build(params):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Dropout(0.5), nn.Linear(width, 10))
 
 
-RECIPE = Recipe(model=build, data=weft.data.digits, steps=20, batch_size=16, options={"lr": 0.1})
+RECIPE = Recipe(model=build, data=weft.data.digits, steps=20, batch_size=16, optimizer_options={"lr": 0.1})
 
 
 def test_a_choice_with_the_name_of_a_field_or_of_an_option_takes_its_place():
@@ -93,12 +94,12 @@ def test_fresh_weights_depend_on_the_seed_alone_and_leave_torchs_generator_as_it
         ({"lr": -1.0}, "lr = -1.0"),
         ({"momentum": 0.9}, "AdamW has no option 'momentum'"),
         ({"optimizer": "adamx"}, "did you mean 'adam"),
-        ({"schedule": "cosin"}, "did you mean 'cosine'"),
+        ({"lr_schedule": "cosin"}, "did you mean 'cosine'"),
         ({"precision": "fp16"}, "precision 'fp16' is unknown"),
         ({"batch_size": 0}, "'batch_size' = 0"),
         ({"batch_size": 2.5}, "'batch_size' = 2.5"),
         ({"seed": -1}, "'seed' = -1"),
-        ({"warmup": -1}, "'warmup' = -1"),
+        ({"warmup_steps": -1}, "'warmup_steps' = -1"),
         ({"dropout": 1.0}, "choice 'dropout' = 1.0"),
         ({"dropout": "much"}, "choice 'dropout' = 'much'"),
     ],
@@ -118,11 +119,11 @@ def test_an_objective_without_a_metric_is_refused():
 def test_the_model_takes_all_that_is_no_target_unless_inputs_are_named():
     batch = {"image": torch.ones(1), "mask": torch.zeros(1), "label": torch.ones(1)}
     assert trial_config(RECIPE, {}).enter(batch) == (batch["image"], batch["mask"])
-    named = Recipe(model=build, data=None, inputs=("label", "image"))
+    named = Recipe(model=build, data=None, model_inputs=("label", "image"))
     assert trial_config(named, {}).enter(batch) == (batch["label"], batch["image"])
     with pytest.raises(TuneError, match="takes label, image, but a batch has image"):
         trial_config(named, {}).enter({"image": torch.ones(1)})
-    with pytest.raises(TuneError, match="name the recipe's inputs"):
+    with pytest.raises(TuneError, match="name them in model_inputs"):
         trial_config(RECIPE, {}).enter({"y": torch.ones(1)})
 
 
@@ -143,3 +144,14 @@ def test_data_made_by_a_function_is_made_once_for_many_trials():
     assert made == [1]
     whole = weft.data.digits()
     assert trial_config(Recipe(model=build, data=whole), {}).data() is whole
+
+
+@pytest.mark.parametrize(("before", "now"), list(OLD_FIELDS.items()))
+def test_an_old_name_of_a_field_is_refused_with_the_new_one(before, now):
+    with pytest.raises(TuneError, match=f"'{before}'.*'{now}'"):
+        Recipe(model=build, data=None, **{before: 1})
+    if now in FIELDS:
+        space = weft.Space()
+        space.integer(before, [1, 2])
+        with pytest.raises(TuneError, match=f"'{before}'.*'{now}'"):
+            check_recipe(RECIPE, space)

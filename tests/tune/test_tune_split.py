@@ -100,8 +100,8 @@ def trial(model: str = "plain", **options: Any) -> TrialConfig:
         objectives=("loss", "accuracy"),
         steps=STEPS,
         batch_size=BATCH,
-        report=2,
-        options={"lr": 1e-2},
+        report_every=2,
+        optimizer_options={"lr": 1e-2},
         **options,
     )
     return trial_config(recipe, {"width": 64})

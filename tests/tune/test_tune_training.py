@@ -60,8 +60,8 @@ RECIPE = Recipe(
     objectives=("accuracy", "loss"),
     steps=12,
     batch_size=16,
-    options={"lr": 0.01},
-    report=4,
+    optimizer_options={"lr": 0.01},
+    report_every=4,
 )
 
 
@@ -92,7 +92,7 @@ def plain_loop(recipe, params):
         loss = F.cross_entropy(model(batch["x"]), batch["label"])
         optimizer.zero_grad()
         loss.backward()
-        optimizer.param_groups[0]["lr"] = base * own.schedule(step, own.steps)
+        optimizer.param_groups[0]["lr"] = base * own.lr_schedule(step, own.steps)
         optimizer.step()
         losses.append(loss.item())
     with torch.no_grad():
@@ -103,7 +103,7 @@ def plain_loop(recipe, params):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "rmsprop"])
 def test_a_trial_trains_as_a_plain_loop_does(optimizer, tmp_path):
-    recipe = replace(RECIPE, optimizer=optimizer, schedule="cosine", warmup=3)
+    recipe = replace(RECIPE, optimizer=optimizer, lr_schedule="cosine", warmup_steps=3)
     result, told = run(recipe, {}, tmp_path)
     losses, accuracy, loss = plain_loop(recipe, {})
     torch.testing.assert_close(torch.tensor(result.losses), torch.tensor(losses), rtol=1e-5, atol=1e-6)
@@ -131,7 +131,7 @@ def test_a_last_smaller_micro_batch_counts_by_its_size(tmp_path):
             seen.append(len(batch["label"]))
         return cross_entropy(outputs, batch)
 
-    run(replace(RECIPE, steps=1, loss=loss, report=None), {}, tmp_path, way("accumulate", 7))
+    run(replace(RECIPE, steps=1, loss=loss, report_every=None), {}, tmp_path, way("accumulate", 7))
     assert seen == [7, 7, 2]
 
 
@@ -197,7 +197,9 @@ class Killed(Exception):
 def test_a_trial_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(
     tmp_path_factory, when, optimizer, every, fit
 ):
-    recipe = replace(RECIPE, optimizer=optimizer, options={"lr": 0.05}, checkpoint=every, schedule="linear")
+    recipe = replace(
+        RECIPE, optimizer=optimizer, optimizer_options={"lr": 0.05}, checkpoint_every=every, lr_schedule="linear"
+    )
     params = {"drop": 0.3, **({"momentum": 0.9} if optimizer == "sgd" else {})}
     alone, told = run(recipe, params, tmp_path_factory.mktemp("alone"), fit)
     folder, calls = tmp_path_factory.mktemp("killed"), []
@@ -222,10 +224,10 @@ def test_a_trial_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     alone, _ = run(RECIPE, {}, tmp_path / "alone")
     with pytest.raises(Pruned):
-        run(replace(RECIPE, checkpoint=2), {}, tmp_path / "hurt", prune_at=8)
+        run(replace(RECIPE, checkpoint_every=2), {}, tmp_path / "hurt", prune_at=8)
     newest = max((tmp_path / "hurt" / "checkpoints").rglob("*.safetensors"))
     newest.write_bytes(newest.read_bytes()[:-9])
-    resumed, told = run(replace(RECIPE, checkpoint=2), {}, tmp_path / "hurt")
+    resumed, told = run(replace(RECIPE, checkpoint_every=2), {}, tmp_path / "hurt")
     assert resumed.losses == alone.losses
     assert [step for step, _ in told] == [8, 12]
 
@@ -321,7 +323,7 @@ def test_batch_norms_refuse_micro_batches_unless_asked_for(tmp_path):
     recipe = replace(RECIPE, model=normed)
     with pytest.raises(TuneError, match=r"batch norm '1' would see 8 samples at a time of a batch of 16"):
         run(recipe, {}, tmp_path, way("accumulate", 8))
-    result, _ = run(replace(recipe, accumulate_norms=True), {}, tmp_path, way("accumulate", 8))
+    result, _ = run(replace(recipe, microbatch_batchnorm=True), {}, tmp_path, way("accumulate", 8))
     assert len(result.losses) == 12
 
 
@@ -351,7 +353,9 @@ class Skipping(nn.Module):
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_weights_without_a_gradient_stay_as_they_are_in_that_step(optimizer, tmp_path):
     params = {"momentum": 0.9} if optimizer == "sgd" else {}
-    recipe = replace(RECIPE, model=lambda _: Skipping(), optimizer=optimizer, options={"lr": 0.1}, report=None)
+    recipe = replace(
+        RECIPE, model=lambda _: Skipping(), optimizer=optimizer, optimizer_options={"lr": 0.1}, report_every=None
+    )
     result, _ = run(recipe, params, tmp_path)
     losses, _, _ = plain_loop(recipe, params)
     torch.testing.assert_close(torch.tensor(result.losses), torch.tensor(losses), rtol=1e-5, atol=1e-6)
@@ -536,7 +540,9 @@ class Complex(Beyond):
 
 @pytest.mark.parametrize("model", [Hidden, Replaced, Late, Counting, Extra, Lazy, Skipping, Complex])
 def test_a_trial_whose_model_is_more_than_its_weights_goes_on_to_the_same_bits(model, tmp_path):
-    recipe = replace(RECIPE, model=lambda params: model(), optimizer="sgd", options={"lr": 0.01}, checkpoint=3)
+    recipe = replace(
+        RECIPE, model=lambda params: model(), optimizer="sgd", optimizer_options={"lr": 0.01}, checkpoint_every=3
+    )
     alone, told = run(recipe, {"momentum": 0.9}, tmp_path / "alone")
     for when in (4, 8):  # twice, so that what was put back is kept again
 

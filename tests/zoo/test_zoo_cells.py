@@ -6,7 +6,7 @@ import csv
 import gzip
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -51,14 +51,6 @@ SMALL: dict[str, tuple[Callable[[], Chain], tuple[int, ...]]] = {
     "ofa": (partial(ofa_mobilenet_v3, 10, 0.25, dropout=0.0), (4, 3, 32, 32)),
     "macro, entangled": (nas_bench_macro_entangled, (2, 3, 8, 8)),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

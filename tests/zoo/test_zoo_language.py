@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,6 @@ from weft.zoo.gpt import CausalAttention, language_model
 
 SMALL: dict[str, Any] = {"vocabulary": 11, "context": 12, "width": 16, "layers": 2, "heads": 2, "dropout": 0.2}
 KINDS = ("learned", "rotary")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def made(seed: int = 0, **changes: Any) -> weft.Chain:

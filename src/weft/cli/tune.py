@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import torch
@@ -17,12 +17,12 @@ from torch import nn
 from weft.cli import build
 from weft.cli.arguments import AsJson, joined
 from weft.cli.output import console, errors, print_json, results_alone
-from weft.config import Config, DataSource, NamedSource, Names, RunTable, Train, convert, read_values
+from weft.config import Config, DataSource, NamedSource, Names, RunTable, Train, convert, read_values, table_of
 from weft.data import Data, Loader, as_data
 from weft.errors import ConfigError, WeftError
 from weft.space import Space, Value
 from weft.supernet import Chain, Factory, extract, initialise
-from weft.tune import Recipe
+from weft.tune.recipe import OLD_FIELDS, Recipe
 from weft.utils.imports import import_object
 
 
@@ -63,29 +63,26 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Trials by hand, each a table of values; those that a table lacks are drawn."""
 
 
-class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What every trial trains; the names are those of ``weft.tune.Recipe``."""
-
-    model: str | None = None
-    """``module:function`` that makes a module from a trial's values; left out where there is a supernet."""
-    data: str | DataSource = "digits"
-    loss: str = "cross_entropy"
-    metrics: Names = ("accuracy",)
-    objectives: Names | None = None
-    """Those of the study if left out."""
-    inputs: Names | None = None
-    steps: int = 1000
-    batch_size: int = 64
-    optimizer: str = "adamw"
-    options: dict[str, Any] = {}
-    schedule: str = "constant"
-    warmup: int = 0
-    precision: str = "fp32"
-    report: int | None = None
-    checkpoint: int | None = None
-    seed: int = 0
-    accumulate_norms: bool = False
-    cuda_graphs: bool = True
+if TYPE_CHECKING:
+    RecipeTable = Any
+else:
+    RecipeTable = table_of(
+        "RecipeTable",
+        Recipe,
+        kinds={
+            "model": str | None,
+            "data": str | DataSource,
+            "metrics": Names,
+            "objectives": Names | None,
+            "model_inputs": Names | None,
+            "optimizer_options": dict[str, Any],
+        },
+        model=None,
+        data="digits",
+        metrics=("accuracy",),
+        objectives=None,
+        optimizer_options={},
+    )
 
 
 class StudyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +92,7 @@ class StudyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     space: dict[str, tuple[Option, ...] | Range] = {}
     objective: str | None = None
     """``module:function`` that takes a trial; otherwise there is a recipe."""
-    recipe: Training | None = None
+    recipe: RecipeTable | None = None
     supernet: str | NamedSource | None = None
     """Whose choices join the space: the model of a trial is its subnet, freshly initialised."""
     runs: str = "runs"
@@ -112,7 +109,7 @@ def read_study(path: Path | str, overrides: Sequence[str] = ()) -> StudyConfig:
 
 def make_study(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> StudyConfig:
     """The study that a nested mapping means."""
-    config = convert(values, overrides, StudyConfig)
+    config = convert(values, overrides, StudyConfig, RENAMED)
     if (config.objective is None) == (config.recipe is None):
         raise ConfigError(
             'a study tries either an objective ("module:function") or a [recipe]; the config has '
@@ -209,13 +206,13 @@ def tune_arguments(config: StudyConfig, folder: Path) -> tuple[Any, Any, dict[st
     return recipe, space_of(config, None if chain is None else chain.space), arguments
 
 
-def _recipe(config: StudyConfig, t: Training, folder: Path) -> tuple[Recipe, Chain | None]:
+def _recipe(config: StudyConfig, t: RecipeTable, folder: Path) -> tuple[Recipe, Chain | None]:
     source = "digits-conv" if config.supernet is None else config.supernet
     plain = Config(
         supernet=source if isinstance(source, (str, NamedSource)) else str(source),
         data=t.data,
-        train=Train(loss=t.loss, seed=t.seed),  # type: ignore[arg-type]
-        run=RunTable(metrics=t.metrics),  # type: ignore[arg-type]
+        train=Train(loss=t.loss, seed=t.seed),
+        run=RunTable(metrics=t.metrics),
     )
     load = Reading(t.data, folder.resolve())
     train, _, run = build.train_parts(plain, folder)
@@ -241,7 +238,7 @@ def _recipe(config: StudyConfig, t: Training, folder: Path) -> tuple[Recipe, Cha
             objectives=_names(t.objectives)
             or (*_names(config.study.maximize), *_names(config.study.minimize))
             or ("loss",),
-            inputs=None if t.inputs is None else _names(t.inputs),
+            model_inputs=None if t.model_inputs is None else _names(t.model_inputs),
             **{name: getattr(t, name) for name in _PLAIN},
         ),
         chain,
@@ -249,9 +246,11 @@ def _recipe(config: StudyConfig, t: Training, folder: Path) -> tuple[Recipe, Cha
 
 
 _PLAIN = (
-    *("steps", "batch_size", "optimizer", "options", "schedule", "warmup", "precision"),
-    *("report", "checkpoint", "seed", "accumulate_norms", "cuda_graphs"),
+    *("steps", "batch_size", "optimizer", "optimizer_options", "lr_schedule", "warmup_steps", "precision"),
+    *("report_every", "checkpoint_every", "seed", "microbatch_batchnorm", "cuda_graphs"),
 )
+RENAMED = {f"recipe.{before}": f"recipe.{now}" for before, now in OLD_FIELDS.items()}
+"""What keys of a study were called before, and are called now."""
 
 
 def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:

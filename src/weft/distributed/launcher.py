@@ -114,7 +114,7 @@ class _Launch:
         self.restarts = restarts
         self.meeting = Loopback(f"weft-{os.getpid()}", self._on_start, self._on_round)
         self.deaths = Deaths()
-        self.said = FromStages(callbacks)
+        self.forwarded = FromStages(callbacks)
         self.stops = 0
         self.busy = False
 
@@ -191,8 +191,8 @@ class _Launch:
 
         rank = min(failures, key=likelihood)
         times = "once" if self.restarts == 1 else f"{self.restarts} times"
-        said = self._died((rank, failures[rank].exitcode))
-        return f"{said}; all stages were restarted {times}, which is the most allowed"
+        death = self._died((rank, failures[rank].exitcode))
+        return f"{death}; all stages were restarted {times}, which is the most allowed"
 
     def _on_start(self, attempt: int) -> None:
         if self.stops:
@@ -203,7 +203,7 @@ class _Launch:
                 self._reported()
             except WeftError as problem:
                 raise _Reported from problem  # the stages are not started again
-            self.said.forget()
+            self.forwarded.forget()
             logger.warning(
                 "%s; all stages start again (%d of %d)", self._died(self.deaths.last), attempt, self.restarts
             )
@@ -220,7 +220,7 @@ class _Launch:
         if self.meeting.store is not None:
             busy, self.busy = self.busy, True  # what a signal raises would look like a mistake of a callback
             try:
-                self.said.read(self.meeting.store)
+                self.forwarded.read(self.meeting.store)
             finally:
                 self.busy = busy
 

@@ -44,7 +44,7 @@ class RankLoop:
         """When the status was last given to the others."""
         self._in_flight = 0
         self._offload: Offload | None = None
-        self._clocks: list[VersionSchedule] = []
+        self._schedules: list[VersionSchedule] = []
         self._updates = 0
 
     def send(self, to: int, message: Message) -> None:
@@ -61,7 +61,7 @@ class RankLoop:
         self._offload = worker.stage.offload
         worker.on_start = self._starts
         if self._tracer is not None:
-            self._clocks = _moving(worker)
+            self._schedules = _moving(worker)
             self._updates = worker.stage.updates
         ended = not worker.stage.is_first
         while not worker.done:
@@ -127,7 +127,7 @@ class RankLoop:
         if done.deferred_updates:
             self._trace_update(tracer, done.deferred_updates, begin, done.prepared)
             begin = done.prepared
-        in_flight, versions = len(worker.scheduler.in_flight) + (kind == "B"), _seen(self._clocks, kind, n)
+        in_flight, versions = len(worker.scheduler.in_flight) + (kind == "B"), _versions_read(self._schedules, kind, n)
         tracer.op(done.op, begin + self._wall, end + self._wall, in_flight, versions)
         if done.update is not None:
             self._trace_update(tracer, done.updates, *done.update)
@@ -145,17 +145,17 @@ class RankLoop:
 
 
 def _moving(worker: Worker) -> list[VersionSchedule]:
-    """The clocks of layers whose backwards move on to newer weights, those that may be farthest ahead first."""
+    """The schedules of layers whose backwards move on to newer weights, those that may be farthest ahead first."""
     found = {weights.schedule for weights in worker.stage.weights.values() if weights.parameters}
     moving = [at for at in found if at.backward_reads_newest]
     return sorted(moving, key=lambda at: (-at.max_version_lag, -at.window, at.microbatches_per_update))
 
 
-def _seen(clocks: Sequence[VersionSchedule], kind: Kind, n: int) -> tuple[int, ...]:
-    """What the layer sees whose backward is farthest ahead of its forward: there, and here if this is the backward."""
-    if not clocks:
+def _versions_read(schedules: Sequence[VersionSchedule], kind: Kind, n: int) -> tuple[int, ...]:
+    """The versions that forward and backward read, of the layer in which they differ most; a forward has one."""
+    if not schedules:
         return ()
     forward, backward = max(
-        ((at.forward_reads(n), at.backward_reads(n)) for at in clocks), key=lambda seen: seen[1] - seen[0]
+        ((at.forward_reads(n), at.backward_reads(n)) for at in schedules), key=lambda read: read[1] - read[0]
     )
     return (forward, backward) if kind == "B" else (forward,)

@@ -20,7 +20,7 @@ from weft.distributed.store import connect, die_with_parent, report_death, repor
 from weft.errors import TrainError, WeftError
 
 STOPPED = 128 + signal.SIGTERM
-"""What a stage exits with that stopped because it was told to."""
+"""The exit code of a stage that a signal has stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ def stage(payload: bytes) -> None:
     """What a process that elastic spawned does; the payload comes from the parent by the pipe of multiprocessing."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, but stopping is the parent's to say
-    heard, told = socket.socketpair()
-    heard.setblocking(False)
-    told.setblocking(False)
-    signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     logger = logging.getLogger("weft")
     logger.addHandler(ToParent(connect()))
     logger.propagate = False
@@ -89,7 +89,7 @@ def stage(payload: bytes) -> None:
     # From here elastic waits for the other stages and would not hear a SIGTERM, neither a later one nor an earlier.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        if signal.SIGTERM in heard.recv(4096):
+        if signal.SIGTERM in reader.recv(4096):
             raise SystemExit(STOPPED)
     except BlockingIOError:
         pass

@@ -45,10 +45,10 @@ def connect(timeout: float = 300.0) -> Store:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
     else:
-        told = read_env()
-        if told is None:
+        me = read_env()
+        if me is None:
             raise TrainError("a stage is started by weft, torchrun or srun, and this process by none of them")
-        store = next(rendezvous("env://", told.rank, told.world, timeout=wait))[0]
+        store = next(rendezvous("env://", me.rank, me.world, timeout=wait))[0]
     return PrefixStore(prefix(int(os.environ.get(ATTEMPT, 0))), store)
 
 
@@ -58,7 +58,7 @@ def prefix(attempt: int) -> str:
 
 
 def report(store: Store, outcome: Mapping[str, Any]) -> None:
-    """What `launch` is to return: said once, by stage 0, over the store of `connect`. Plain JSON values only."""
+    """Sets what `launch` returns: stage 0 does so once, over the store of `connect`. Plain JSON values only."""
     store.set("outcome", json.dumps(dict(outcome)))
 
 
@@ -102,7 +102,7 @@ def set_hang(store: Store, rank: int, text: str) -> None:
 
 
 def get_hang(store: Store) -> str:
-    """What `report_hang` left first, or an empty text."""
+    """What `set_hang` left first, or an empty text."""
     return store.get("hang").decode() if store.check(["hang"]) else ""
 
 
@@ -110,11 +110,11 @@ def reported(store: Store) -> dict[str, Any]:
     """What `report` left, or {}; raises what `report_error` left. Classes are looked up by name, nothing is
     unpickled."""
     if store.check(["error"]):
-        said = json.loads(store.get("error"))
-        kind = vars(sys.modules[WeftError.__module__]).get(said["class"])
+        error = json.loads(store.get("error"))
+        kind = vars(sys.modules[WeftError.__module__]).get(error["class"])
         if not (isinstance(kind, type) and issubclass(kind, WeftError)):
             kind = TrainError
-        raise kind(said["text"])
+        raise kind(error["text"])
     if store.check(["outcome"]):
         outcome: dict[str, Any] = json.loads(store.get("outcome"))
         return outcome

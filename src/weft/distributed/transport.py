@@ -5,7 +5,7 @@
                                                      links, and both work while the stage computes.
 
 A receive is always posted, for as many bytes as the largest of the last messages had; a message is one transfer then.
-One that is larger goes in two: its lengths alone, and once there is room for it, all of it. Tensors of a GPU go through
+A larger one goes in two: its lengths alone, and once there is room for it, all of it. Tensors of a GPU go through
 pinned host memory, so that any number of stages can share a device; or, where every stage has a device of its own, as a
 payload ``apart`` over NCCL.
 """
@@ -95,7 +95,7 @@ class Transport:
         return self._outgoing[to].put(message)
 
     def take(self, timeout: float | None = None) -> Received | None:
-        """The next message; None after ``timeout`` seconds without one (0: do not wait). Raises Lost."""
+        """The next message; None after ``timeout`` seconds without one (0: do not wait). Raises PeerLost."""
         try:
             found = self._inbox.get(timeout != 0, timeout)
         except queue.Empty:

@@ -105,14 +105,14 @@ class CudaCopy:
         return event is None or bool(event.query())
 
     def count_late(self) -> int:
-        late, open_waits = 0, []
+        misses, open_waits = 0, []
         for copied, needed in self._waits:
             if copied.query() and needed.query():
-                late += copied.elapsed_time(needed) < -0.01  # milliseconds; less is the resolution of the clock
+                misses += copied.elapsed_time(needed) < -0.01  # milliseconds; less is the resolution of the clock
             else:
                 open_waits.append((copied, needed))
         self._waits = open_waits
-        return late
+        return misses
 
     def _record(self, stream: Any, timed: bool) -> Any:
         event: Any = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]

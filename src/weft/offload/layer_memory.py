@@ -103,7 +103,7 @@ class LayerMemory:
         if block is self.main:
             return bool(self.users)
         if block.version is None:
-            return True  # room that was promised
+            return True  # room that was reserved
         return any(self.block_read_by(n) is block for n in self.users)
 
     def block_read_by(self, n: int) -> MemoryBlock:

@@ -139,7 +139,7 @@ class Worker:
         self._register_snapshots()
         updates = self.stage.updates
         self.stage.apply_due(dependencies, op.kind, self.scheduler.oldest)
-        late, prepared = self.stage.updates - updates, time.perf_counter()
+        deferred, prepared = self.stage.updates - updates, time.perf_counter()
         if op.kind == "F":
             self._forward(op.microbatch)
             end = time.perf_counter()
@@ -151,11 +151,11 @@ class Worker:
             self._backward(op.microbatch)
             self.stage.weight_gradients(op.microbatch)
             between = time.perf_counter()
-            turns = self.scheduler.complete_op(op)
+            ready = self.scheduler.complete_op(op)
             decided = time.perf_counter()
             self.stats.deciding += decided - between
             updates = self.stage.updates
-            self.stage.commit(turns, self.scheduler)
+            self.stage.commit(ready, self.scheduler)
             end = now = time.perf_counter()
             updated = self.stage.updates - updates
             done = OpResult(op, start, end, (decided, end) if updated else None, updated)
@@ -163,7 +163,7 @@ class Worker:
             done.snapshots = self.stage.ready_snapshots(self.scheduler.oldest) if self.stage.snapshots else []
             if offload is not None:
                 offload.finish(op.microbatch)
-        done.deferred_updates, done.prepared = late, prepared
+        done.deferred_updates, done.prepared = deferred, prepared
         self.stats.deciding += start - before + (now - end)
         return done
 

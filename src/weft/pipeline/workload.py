@@ -126,9 +126,9 @@ class Workload:
     def _schedule(self, block: int, layer: Hashable) -> VersionSchedule | None:
         key = (block, layer)
         if key not in self._schedules:
-            promised, made = self.consistency(layer), None
-            if promised is not None:
-                made = version_schedule(promised, block, self.blocks, self.microbatches, self.steps)
+            consistency, made = self.consistency(layer), None
+            if consistency is not None:
+                made = version_schedule(consistency, block, self.blocks, self.microbatches, self.steps)
                 made = self._equal.setdefault(made, made)
             self._schedules[key] = made
         return self._schedules[key]
@@ -150,10 +150,10 @@ def chain_workload(
         subnets = stream[n // microbatches]
         return [(layer.block, layer.name) for layer in chain.route(subnets[n % microbatches % len(subnets)])]
 
-    def promised(layer: Hashable) -> Consistency | None:
+    def consistency_of(layer: Hashable) -> Consistency | None:
         return consistency[str(layer)] if layer in trained else None
 
-    return Workload(len(chain.blocks), microbatches, steps, picks, promised, costs, sizes)
+    return Workload(len(chain.blocks), microbatches, steps, picks, consistency_of, costs, sizes)
 
 
 def stage_speeds(speeds: Sequence[float] | None, stages: int) -> list[float]:

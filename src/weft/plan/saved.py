@@ -172,7 +172,7 @@ class OpCosts:
 
     ``communication`` is what its reads and their gradients take to move; ``moved`` are the edges, as (source, reader),
     that move anything. ``weights`` and ``states`` (gradients and the optimizer's) are of parameters, ``activations`` of
-    one micro-batch in flight, and ``gathered`` is what gathered weights take while the operator runs.
+    one micro-batch in flight, ``gathered`` is what gathered weights and their gradients take while the operator runs.
     """
 
     compute: tuple[float, ...]
@@ -249,7 +249,7 @@ def op_costs(plan: Plan) -> OpCosts | None:
         tuple(weights),
         tuple(b - w if own else 0.0 for b, w, own in zip(memory, weights, parameters, strict=True)),
         tuple(0.0 if own else b for b, own in zip(memory, parameters, strict=True)),
-        tuple(gathered_bytes(plan.graph, plan.mesh, plan.splits, plan.training.recompute)),
+        tuple(gathered_bytes(plan.graph, plan.mesh, plan.splits, plan.recompute)),
     )
 
 

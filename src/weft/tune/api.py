@@ -24,7 +24,7 @@ from weft.tune.executors.processes import INSIDE
 from weft.tune.jobs import Device, Executor
 from weft.tune.pending import RunOptions
 from weft.tune.progress import StudyProgress
-from weft.tune.recipe import Recipe
+from weft.tune.recipe import OLD_FIELDS, Recipe
 from weft.tune.result import StudyResult
 from weft.tune.runner import StudyRunner
 from weft.tune.study.storage import default_url, shown_url
@@ -283,7 +283,7 @@ def _directory(root: Path, name: str) -> tuple[Run, bool]:
 
 # The law of a study: what its results depend on beside its definition, as a resumed one must keep it.
 
-WITHOUT = ("objectives", "checkpoint", "cuda_graphs")
+WITHOUT = ("objectives", "checkpoint_every", "cuda_graphs")
 """Fields of a recipe that change no result, or are told by another name."""
 MISSING = object()
 
@@ -324,6 +324,7 @@ def _differences(before: Mapping[str, Any], law: Mapping[str, Any]) -> Iterator[
     for key, new in law.items():
         old = before.get(key, MISSING)
         if key == "recipe" and isinstance(old, Mapping):
+            old = {OLD_FIELDS.get(name, name): value for name, value in old.items()}
             yield from ((f"recipe.{name}", was, now) for name, was, now in _differences(old, new))
         elif old is not MISSING and old != new:
             yield key, old, new
@@ -332,7 +333,7 @@ def _differences(before: Mapping[str, Any], law: Mapping[str, Any]) -> Iterator[
 def _fields(recipe: Recipe, chosen: set[str]) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
-        if field.name == "options":
+        if field.name == "optimizer_options":
             yield field.name, {name: named(item) for name, item in value.items() if name not in chosen}
         elif field.name not in WITHOUT and field.name not in chosen:
             yield field.name, named(value)
@@ -389,9 +390,10 @@ def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
 
 def check_recipe(recipe: Recipe, space: Space) -> None:
     """TuneError for what would fail every trial: all of the recipe but what the space chooses."""
-    from weft.tune.recipe import FIELDS, trial_config
+    from weft.tune.recipe import FIELDS, OLD_CHOICES, refuse_old_names, trial_config
 
     own: dict[str, Any] = {one.name: one.default for one in fields(Recipe) if one.name in FIELDS and one.name in space}
     if "optimizer" in space:
-        own["options"] = {}  # which are of those that may be chosen
+        own["optimizer_options"] = {}  # which are of those that may be chosen
+    refuse_old_names(name for name in OLD_CHOICES if name in space)
     trial_config(replace(recipe, **own), {})

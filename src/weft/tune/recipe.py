@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,11 @@ from weft.space import Value
 from weft.utils.rng import torch_seeded
 from weft.zoo.gpt import CausalAttention
 
-FIELDS = ("steps", "batch_size", "optimizer", "schedule", "warmup", "precision", "report", "checkpoint", "seed")
+R = TypeVar("R")
+FIELDS = (
+    *("steps", "batch_size", "optimizer", "lr_schedule", "warmup_steps"),
+    *("precision", "report_every", "checkpoint_every", "seed"),
+)
 """Fields of a recipe that a choice of the same name replaces. Any other choice is the model's own affair."""
 OPTIONS = ("lr", "weight_decay", "momentum")
 """Options of the optimizer that a choice of the same name replaces."""
@@ -39,18 +43,18 @@ class TrialConfig:
     loss: Loss
     metrics: Mapping[str, Metric]
     objectives: tuple[str, ...]
-    inputs: tuple[str, ...] | None
+    model_inputs: tuple[str, ...] | None
     steps: int
     batch_size: int
     optimizer: Optimizer
-    schedule: Schedule
+    lr_schedule: Schedule
     precision: str
     dropout: float | None
     """Of every dropout in the model; None leaves them as the model has them."""
-    report: int | None
-    checkpoint: int | None
+    report_every: int | None
+    checkpoint_every: int | None
     seed: int
-    accumulate_norms: bool
+    microbatch_batchnorm: bool
     cuda_graphs: bool
 
     def data(self) -> Data:
@@ -78,12 +82,12 @@ class TrialConfig:
 
     def enter(self, batch: Batch) -> tuple[Tensor, ...]:
         """What the model takes of a batch, in order."""
-        names = tuple(name for name in batch if name not in TARGETS) if self.inputs is None else self.inputs
+        names = tuple(name for name in batch if name not in TARGETS) if self.model_inputs is None else self.model_inputs
         missing = [name for name in names if name not in batch]
         if missing or not names:
             raise TuneError(
                 f"the model takes {', '.join(names) or 'an input'}, but a batch has {', '.join(batch) or 'nothing'}: "
-                "name the recipe's inputs"
+                "name them in model_inputs of the recipe"
             )
         return tuple(batch[name] for name in names)
 
@@ -98,7 +102,7 @@ class TrialConfig:
             "steps": self.steps,
             "batch_size": self.batch_size,
             "optimizer": {name: str(value) for name, value in self.optimizer.describe().items()},
-            "schedule": str(getattr(self.schedule, "__qualname__", self.schedule)),
+            "schedule": str(getattr(self.lr_schedule, "__qualname__", self.lr_schedule)),
             "precision": self.precision,
             "seed": self.seed,
         }
@@ -111,7 +115,7 @@ def trial_config(recipe: Recipe, params: Mapping[str, Value]) -> TrialConfig:
         recipe = replace(recipe, **own)  # type: ignore[arg-type]  # checked below, whoever gave it
         _check(recipe)
         optimizer = _optimizer(recipe, params)
-        schedule = make_schedule(recipe.schedule, recipe.warmup)
+        schedule = make_schedule(recipe.lr_schedule, recipe.warmup_steps)
     except TrainError as problem:
         raise TuneError(f"{problem}{_blame(own, params)}") from problem
     dropout = params.get("dropout")
@@ -124,17 +128,17 @@ def trial_config(recipe: Recipe, params: Mapping[str, Value]) -> TrialConfig:
         loss=recipe.loss,
         metrics=dict(recipe.metrics),
         objectives=recipe.objectives,
-        inputs=recipe.inputs,
+        model_inputs=recipe.model_inputs,
         steps=recipe.steps,
         batch_size=recipe.batch_size,
         optimizer=optimizer,
-        schedule=schedule,
+        lr_schedule=schedule,
         precision=recipe.precision,
         dropout=None if dropout is None else float(dropout),
-        report=recipe.report,
-        checkpoint=recipe.checkpoint if recipe.checkpoint is not None else recipe.report,
+        report_every=recipe.report_every,
+        checkpoint_every=recipe.report_every if recipe.checkpoint_every is None else recipe.checkpoint_every,
         seed=recipe.seed,
-        accumulate_norms=recipe.accumulate_norms,
+        microbatch_batchnorm=recipe.microbatch_batchnorm,
         cuda_graphs=recipe.cuda_graphs,
     )
 
@@ -159,7 +163,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def _optimizer(recipe: Recipe, params: Mapping[str, Value]) -> Optimizer:
-    options = dict(recipe.options) | {name: params[name] for name in OPTIONS if name in params}
+    options = dict(recipe.optimizer_options) | {name: params[name] for name in OPTIONS if name in params}
     optimizer = Optimizer(recipe.optimizer, **options)
     LayerOptimizer(
         optimizer, {"": nn.Parameter(torch.zeros(2, 2))}
@@ -168,7 +172,7 @@ def _optimizer(recipe: Recipe, params: Mapping[str, Value]) -> Optimizer:
 
 
 def _check(recipe: Recipe) -> None:
-    least = {"steps": 1, "batch_size": 1, "report": 1, "checkpoint": 1, "warmup": 0, "seed": 0}
+    least = {"steps": 1, "batch_size": 1, "report_every": 1, "checkpoint_every": 1, "warmup_steps": 0, "seed": 0}
     for name, value in ((name, getattr(recipe, name)) for name in least):
         if value is not None and not (isinstance(value, int) and value >= least[name]):
             raise TrainError(f"'{name}' = {value!r}: a whole number, {least[name]} or more")
@@ -202,46 +206,91 @@ def _fresh(source: Any) -> Data:
         return as_data(source)
 
 
-# A recipe: what every trial of a study trains, as values, so that it can be estimated, split and fused beforehand.
-
 CONTINUOUS = ("lr", "weight_decay", "momentum", "dropout", "seed")
 """Names of choices that change no shape: trials that differ in these alone can be fused."""
 
 
+OLD_FIELDS = {
+    "inputs": "model_inputs",
+    "options": "optimizer_options",
+    "schedule": "lr_schedule",
+    "warmup": "warmup_steps",
+    "report": "report_every",
+    "checkpoint": "checkpoint_every",
+    "accumulate_norms": "microbatch_batchnorm",
+}
+"""What fields of a recipe were called before, and are called now."""
+OLD_CHOICES = ("schedule", "warmup", "report", "checkpoint")
+"""Of these, those whose place a choice of the same name took."""
+
+
+def refuse_old_names(names: Iterable[str]) -> None:
+    """TuneError for a name that fields of a recipe had before, with the one that they have now."""
+    for name in names:
+        if name in OLD_FIELDS:
+            raise TuneError(f"'{name}' of a recipe is called '{OLD_FIELDS[name]}' now")
+
+
+def _with_old_names_refused(cls: type[R]) -> type[R]:
+    """The class, whose old field names raise a TuneError with the new ones."""
+    init = cls.__init__
+
+    @wraps(init)
+    def checked(self: R, **fields: Any) -> None:
+        refuse_old_names(fields)
+        init(self, **fields)
+
+    cls.__init__ = checked  # type: ignore[assignment, method-assign]
+    return cls
+
+
+@_with_old_names_refused
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """``model(params)`` builds the module of a trial from its values, those of derived dimensions among them, anywhere
-    and on any device.
+    """What every trial of a study trains. ``model(params)`` builds the module of a trial from its values, those of
+    derived dimensions among them, anywhere and on any device.
 
     What the space has under the name of a field below, or of an option of the optimizer (``lr``, ``weight_decay``,
     ``momentum``), takes its place in that trial; ``dropout`` sets every dropout of the model.
     """
 
     model: Callable[[Mapping[str, Value]], nn.Module]
+    """`module:function` that makes a module from a trial's values; left out where there is a supernet"""
     data: Data | Callable[[], Data]
+    """as `data` of a run"""
     loss: Loss = cross_entropy
+    """`cross_entropy`, `mean_squared_error`, or code"""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """`accuracy`, or code: `module:function`"""
     objectives: tuple[str, ...] = ("loss",)
-    """What a trial is judged by, on the validation part: ``loss`` or names of metrics."""
-    inputs: tuple[str, ...] | None = None
-    """Entries of a batch that the model takes, in order; all but the targets if None."""
+    """what a trial is judged by, on the validation part: `loss` or names of metrics"""
+    model_inputs: tuple[str, ...] | None = None
+    """entries of a batch that the model takes, in order; all but the targets if not given"""
     steps: int = 1000
+    """training steps of a trial"""
     batch_size: int = 64
+    """the effective one, whatever the micro-batches"""
     optimizer: str = "adamw"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    schedule: str = "constant"
-    warmup: int = 0
+    """a class of torch.optim"""
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    """of the optimizer; a choice called `lr`, `weight_decay`, `momentum` takes its place"""
+    lr_schedule: str = "constant"
+    """of the learning rate: `constant`, `linear`, `cosine`, `cosine:0.1` (down to a tenth), or code"""
+    warmup_steps: int = 0
+    """steps over which the learning rate rises, linearly"""
     precision: str = "fp32"
-    report: int | None = None
-    """Steps between two reports, each with an evaluation; None: only at the end."""
-    checkpoint: int | None = None
-    """Steps between two checkpoints; with every report if None."""
+    """`fp32` or `bf16`"""
+    report_every: int | None = None
+    """steps between two reports, each with an evaluation; only at the end if not given"""
+    checkpoint_every: int | None = None
+    """steps between two checkpoints; with every report if not given"""
     seed: int = 0
-    accumulate_norms: bool = False
-    """Whether a batch may be cut into micro-batches although the model has batch norms, which then see less."""
+    """seed of weights and batches"""
+    microbatch_batchnorm: bool = False
+    """whether a batch may be cut into micro-batches although the model has batch norms, which then see less"""
     cuda_graphs: bool = True
-    """Whether steps become CUDA graphs on a GPU; no result depends on it. Switch it off for a model or a loss whose
-    steps go by a global variable."""
+    """whether steps become CUDA graphs on a GPU; no result depends on it. Switch it off for a model or a loss whose
+    steps depend on a global variable"""
 
 
 # Data that a trial keeps on its device, since it is small.

@@ -172,7 +172,7 @@ def stage_memory(
         found[stage_label(stage, devices, stages)] = {
             "weights": math.fsum(operator.weights for operator in own),
             "gradients and states": math.fsum(operator.states for operator in own),
-            "gathered weights": max((operator.gathered for operator in own), default=0.0),
+            "gathered at once": max((operator.gathered for operator in own), default=0.0),
             "activations": min(microbatches, stages - stage) * math.fsum(operator.activations for operator in own),
         }
     return found

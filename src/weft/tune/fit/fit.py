@@ -85,7 +85,13 @@ def likeness(setting: TrialConfig) -> Hashable:
         id(setting.source),
         setting.loss,
         tuple(sorted(params.items())),
-        (setting.batch_size, setting.precision, bool(setting.dropout), setting.accumulate_norms, setting.inputs),
+        (
+            setting.batch_size,
+            setting.precision,
+            bool(setting.dropout),
+            setting.microbatch_batchnorm,
+            setting.model_inputs,
+        ),
         (capturable(setting), paused(setting), setting.objectives),
         (made.cls, tuple(sorted(options.items()))),
     )
@@ -144,7 +150,7 @@ class _Fitting:
 
     def _forbidding(self) -> str | None:
         """The name of a batch norm that would see less in a micro-batch, where that was not asked for."""
-        return None if self.setting.accumulate_norms else batch_norm(build_meta(self.setting))
+        return None if self.setting.microbatch_batchnorm else batch_norm(build_meta(self.setting))
 
     def _fit(self, way: Way, found: StepMemory, micro: int, needed: int, tried: list[str], what: str) -> Fit:
         parts = math.ceil(self.setting.batch_size / micro)

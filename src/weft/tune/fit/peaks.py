@@ -75,7 +75,7 @@ def step_memory(setting: TrialConfig, way: Way, device: str, *, accumulate: bool
 
 def paused(setting: TrialConfig) -> bool:
     """Whether the trial is judged before it ends, while its last batch lies there."""
-    return setting.report is not None and setting.report < setting.steps
+    return setting.report_every is not None and setting.report_every < setting.steps
 
 
 def known(device: str) -> str:

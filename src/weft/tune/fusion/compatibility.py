@@ -165,14 +165,14 @@ def outline(setting: TrialConfig) -> str:
         "loss": _name(setting.loss),
         "metrics": {name: _name(metric) for name, metric in setting.metrics.items()},
         "objectives": setting.objectives,
-        "inputs": setting.inputs,
+        "inputs": setting.model_inputs,
         "steps": setting.steps,
         "batch": setting.batch_size,
         "optimizer": {name: str(value) for name, value in sorted(options.items())},
-        "schedule": _name(setting.schedule),
+        "schedule": _name(setting.lr_schedule),
         "precision": setting.precision,
         "dropout": setting.dropout is None,
-        "every": (setting.report, setting.checkpoint),
+        "every": (setting.report_every, setting.checkpoint_every),
     }
     return _digest(json.dumps(told, sort_keys=True, default=str))
 

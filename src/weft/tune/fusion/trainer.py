@@ -141,7 +141,7 @@ class Fused:
             )
             self._cap.release()
         self.lanes = lanes = StackedModel([self._settings[lane] for lane in self.alive], self._device)
-        if self._micro < self._common.batch_size and not self._common.accumulate_norms:
+        if self._micro < self._common.batch_size and not self._common.microbatch_batchnorm:
             refuse_norms(lanes.module, self._common.batch_size, self._micro)
         self._work = FusedStep(self._common, lanes, self._device, self._micro)
         self._losses = torch.zeros(len(self.alive), steps, device=self._device)
@@ -189,7 +189,7 @@ class Fused:
             self._losses[:, step].add_(losses)
         assert gradients is not None
         assert gradients[0] is not None
-        self.lanes.update(gradients[0], self._common.schedule(step, self._common.steps))
+        self.lanes.update(gradients[0], self._common.lr_schedule(step, self._common.steps))
 
     def _capturing(self, left: int) -> Captured:
         """What takes so many steps."""
@@ -206,7 +206,7 @@ class Fused:
 
     def _pause(self, done: int) -> None:
         """What is due between two steps."""
-        every, saved = self._common.report, self._common.checkpoint
+        every, saved = self._common.report_every, self._common.checkpoint_every
         if every is not None and done % every == 0:
             values = self._evaluate()
             pruned = [self._report(lane, done, values[place]) for place, lane in enumerate(self.alive)]

@@ -87,7 +87,7 @@ class _Split:
         self._source = data.validation
         self._loader = Loader(data.train, setting.batch_size, setting.seed)
         model = setting.build()
-        if fit.accumulate > 1 and not setting.accumulate_norms:
+        if fit.accumulate > 1 and not setting.microbatch_batchnorm:
             refuse_norms(model, setting.batch_size, fit.micro_batch)
         if self._kept is not None:
             restore(model, self._kept.weights, self._kept.buffers, {})  # of attributes, a graph has those at its making
@@ -165,10 +165,10 @@ class _Split:
         for name, shard in self._shards.items():
             self._parts[name].grad = None if shard.grad is None else _local(shard.grad)
             shard.grad = None
-        self.updater.step(self.setting.schedule(step, self.setting.steps))
+        self.updater.step(self.setting.lr_schedule(step, self.setting.steps))
 
     def _pause(self, done: int, report: Report) -> None:
-        every, saved = self.setting.report, self.setting.checkpoint
+        every, saved = self.setting.report_every, self.setting.checkpoint_every
         if every is not None and done % every == 0:
             values = self.evaluate()
             if self._told(report, done, values):

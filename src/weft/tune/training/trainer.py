@@ -125,7 +125,7 @@ class TrialTrainer:
         self._memory = None if fit is None else fit.memory
         self._train, self._validation = parts(setting.data(), device)
         self.model = setting.build()
-        if self.micro < setting.batch_size and not setting.accumulate_norms:
+        if self.micro < setting.batch_size and not setting.microbatch_batchnorm:
             refuse_norms(self.model, setting.batch_size, self.micro)
         self.model.to(device)
         self._remainder = ExtraState(self.model)
@@ -181,7 +181,7 @@ class TrialTrainer:
             loss, gradients = self._captured(part, gradients)
             self.losses[step].add_(loss)  # stays on the device: nobody waits for it
         self._give(gradients)
-        self.updater.step(self.setting.schedule(step, self.setting.steps))
+        self.updater.step(self.setting.lr_schedule(step, self.setting.steps))
 
     def _part(self, part: Batch, gradients: Gradients | None) -> tuple[Tensor, Gradients]:
         """The loss of a micro-batch, and its gradients, in place, on top of those before it."""
@@ -212,7 +212,7 @@ class TrialTrainer:
 
     def _pause(self, done: int, report: Report) -> None:
         """What is due between two steps."""
-        every, saved = self.setting.report, self.setting.checkpoint
+        every, saved = self.setting.report_every, self.setting.checkpoint_every
         if every is not None and done % every == 0:
             values = self.evaluate()
             if report(done, values):
@@ -267,7 +267,7 @@ def refuse_norms(model: nn.Module, batch_size: int, micro: int) -> None:
     if (name := batch_norm(model)) is not None:
         raise TuneError(
             f"batch norm '{name}' would see {micro} samples at a time of a batch of {batch_size}, which changes what "
-            "is trained: use a smaller batch_size, a model without batch norms, or accumulate_norms=True"
+            "is trained: use a smaller batch_size, a model without batch norms, or microbatch_batchnorm=True"
         )
 
 
