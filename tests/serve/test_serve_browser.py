@@ -19,7 +19,7 @@ from torch import nn
 from weft.plan.capture import capture
 from weft.plan.planner import plan_captured
 from weft.runs import Run
-from weft.serve.report import html, write_plan, write_report
+from weft.serve.report import write_plan, write_report
 from weft.serve.views.plan import plan_document
 
 Open = Callable[..., Any]
@@ -440,12 +440,6 @@ def test_names_from_runs_are_text_and_never_markup(opened: Open, serving: Servin
         assert page.locator("main img, #panel img").count() == 0
         assert page.evaluate("window.hacked === undefined")
         page.close()  # before the server it talks to
-
-
-def test_where_there_are_no_runs_the_page_says_what_to_do(opened: Open, tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(html({"/api/runs": {"root": "runs", "runs": [], "plans": []}}))
-    page = opened((tmp_path / "page.html").as_uri())
-    assert "make demo" in page.locator(".empty").inner_text()
 
 
 def test_without_a_trace_the_pipeline_says_how_to_get_one(
