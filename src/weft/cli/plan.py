@@ -188,10 +188,7 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find out how a model is best split over devices.
-
-    Prints the split, what a step takes of time and memory, and what data parallelism and other strategies would take.
-    """
+    """Find out how a model is best split over devices."""
     from weft.plan.planner import load
     from weft.plan.planner import plan as make
 
