@@ -69,6 +69,7 @@ def test_a_finished_run_has_one_line(tmp_path: Path) -> None:
 
 
 def test_runs_with_the_same_fingerprint_name_each_other(tmp_path: Path) -> None:
+    assert listed(tmp_path / "nowhere") == {}
     for name, fingerprint in (("a", "11"), ("b", "22"), ("c", "11"), ("d", None)):
         made(tmp_path, name, end="finished", fingerprint=fingerprint)
     made(tmp_path, "e", end="stopped")
@@ -77,13 +78,7 @@ def test_runs_with_the_same_fingerprint_name_each_other(tmp_path: Path) -> None:
     assert read(Library.under(tmp_path), "runs", "a")["same"] == ["c"]
 
 
-def test_a_failed_run_says_why(tmp_path: Path) -> None:
-    made(tmp_path, "conv", (float("nan"),), "failed", reason="<b>loss</b> is nan")
-    line = listed(tmp_path)["conv"]
-    assert (line["state"], line["reason"], line["loss"]) == ("failed", "<b>loss</b> is nan", None)
-
-
-def test_the_kinds_of_runs_are_known(tmp_path: Path) -> None:
+def test_the_kinds_of_runs_and_the_reason_of_a_failure_are_known(tmp_path: Path) -> None:
     Run.create(tmp_path, "study", manifest={"kind": "study", "study": {"objectives": {"accuracy": "maximize"}}})
     Run.create(tmp_path, "drnas", manifest={"law": {"bilevel": {"order": 1}}})
     Run.create(tmp_path, "plain", manifest={})
@@ -92,6 +87,9 @@ def test_the_kinds_of_runs_are_known(tmp_path: Path) -> None:
         "drnas": "gradient",
         "plain": "train",
     }
+    made(tmp_path, "conv", (float("nan"),), "failed", reason="<b>loss</b> is nan")
+    line = listed(tmp_path)["conv"]
+    assert (line["state"], line["reason"], line["loss"]) == ("failed", "<b>loss</b> is nan", None)
 
 
 def test_a_study_has_its_trials_and_its_best_value(tmp_path: Path) -> None:
@@ -261,11 +259,3 @@ def test_a_document_is_made_once_until_a_file_changes(tmp_path: Path) -> None:
         os.close(handle)
         states = {line["name"]: line["state"] for line in read(library, "runs")["runs"]}
     assert states == {"conv": "interrupted", "other": "running"}
-
-
-def test_no_directory_is_an_empty_list(tmp_path: Path) -> None:
-    assert read(Library.under(tmp_path / "nowhere"), "runs") == {
-        "root": str(tmp_path / "nowhere"),
-        "runs": [],
-        "plans": [],
-    }
