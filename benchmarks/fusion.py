@@ -22,7 +22,7 @@ from machine import read_rows, write
 from torch import Tensor, nn
 
 from weft.data import Data, Tensors
-from weft.tune.fusion.compatibility import shape_key
+from weft.tune.fusion.compatibility import fusion_key
 from weft.tune.fusion.trainer import train_fused
 from weft.tune.recipe import Recipe, TrialConfig, trial_config
 from weft.tune.training.trainer import train
@@ -107,7 +107,7 @@ def fused(chosen: list[TrialConfig], device: str) -> tuple[float, list[tuple[flo
 
 def measure(name: str, lanes: int, steps: int, dropout: bool, device: str) -> dict[str, Any]:
     chosen = settings(name, lanes, steps, dropout)
-    if shape_key(chosen[0]) is None:
+    if fusion_key(chosen[0]) is None:
         return {"model": name, "lanes": lanes, "refused": True}
     warm = settings(name, lanes, 3, dropout)
     alone(warm[:1], device)

@@ -13,15 +13,15 @@ rows            time. For K micro-batches an update: `torch-1f1b` (Schedule1F1B;
                 All are warm before the clock starts, and take turns of some seconds in the same two processes, which
                 give `seconds_per_step`, without the fill of a pipeline, and the ratios within a turn. How many
                 steps a method needs until the mean training loss of the last `over` micro-batches has come down to
-                `target` (what a flush reaches late in its run at the largest K) is found by the law on one device,
+                `target` (what a flush reaches late in its run at the largest K) is found by one device,
                 whose losses those of the turns are compared with: `largest_difference` (0.0: the same bits; torch sums
                 otherwise). Methods with a flush have the rate `lr` of the task, the others its `late_lr`, times the
                 root of K. `seconds_to_loss` is the product, `ratio_to_torch_1f1b` that of both ratios. `utilisation` is
                 the time that both ranks worked, of that between their first operation and their last; `waited_share`
                 how much of the time others on the machine took. To reach: 1.35 at K=2, 1.15 at K=4, and never slower
                 than torch-zbv.
-rows_steps      how many updates a flush and `bounded` need to a loss, for several seeds, by the law; `steps` has means.
-rows_rates      the mean loss of the last micro-batches of a longer run at K=4, by the law on one device, at some rates.
+rows_steps      how many updates a flush and `bounded` need to a loss, for several seeds; `steps` has means.
+rows_rates      the mean loss of the last micro-batches of a longer run at K=4, on one device, at some rates.
 rows_simulator  flush (1F1B) against bounded(K, depth) at many stages, with forward 1 : backward 2, and with the costs
                 of a stage as measured; messages arrive a share `communication` of a forward late. A depth of 2 S holds
                 older versions and twice the micro-batches, which hides the messages. To reach: 1.75 at 8 stages, K=8.
@@ -46,7 +46,7 @@ import paci_steps
 import paci_time
 import torch
 from machine import about, write
-from paci_law import FLUSH, target_of
+from paci_reference import FLUSH, target_of
 from paci_task import RANKS, Task
 
 PARTS = ("rates", "time", "steps", "simulator", "memory")
@@ -126,7 +126,7 @@ def main() -> None:
     if "time" in options.parts:
         print(f"cut {task.cut}, ZBV's {task.v_cut}; seconds of the stages {costs['stages']}", flush=True)
         told = {**asdict(task), "path": task.path and Path(task.path).name}
-        known = paci_time.laws(task, ks, options.methods)
+        known = paci_time.references(task, ks, options.methods)
         target = target_of(known[FLUSH, max(ks)], over)
         print(f"target: a mean training loss of {target:.4f} over {over} micro-batches", flush=True)
         table, rows = Table(*TIME), []
@@ -141,7 +141,7 @@ def main() -> None:
             table.show(row)
             keep("steps", rows_steps=rows, steps=paci_steps.summary(rows))
     if "rates" in options.parts:
-        table, rows = Table("law", "lr", "loss"), []
+        table, rows = Table("method", "lr", "loss"), []
         for row in paci_time.rates(replace(task, microbatches=2 * length), 4, (5e-4, 1e-3, 2e-3), over):
             rows.append(row)
             table.show(row)

@@ -55,7 +55,7 @@ class Copies:
         layers = self.stage.weights.values()
         held = [tensor for weights in layers for old in weights.kept.values() for tensor in old]
         # Where a forward reads an older version in the place of the newest, that lies aside.
-        held += [tensor for weights in layers for tensor in getattr(weights._inplace, "_aside", None) or ()]
+        held += [tensor for weights in layers for tensor in getattr(weights.inplace, "_backup", None) or ()]
         matrices = (tensor for tensor in held if tuple(sorted(tensor.shape)) in self.shapes)
         self.all = max(self.all, self._copies([*self.graphs, *map(_storage, self.own), *map(_storage, matrices)]))
 

@@ -1,6 +1,6 @@
-"""Part `steps` of `paci.py`: how many updates the law of a flush, and that of `bounded`, need to a loss, seed by seed.
+"""Part `steps` of `paci.py`: how many updates a flush and `bounded` need to a loss, seed by seed.
 
-One run says little of a law: two that differ in rounding alone reach a loss some updates apart. A seed draws the
+One run says little of a method: two that differ in rounding alone reach a loss some updates apart. A seed draws the
 weights and the order of the text; its target is what its flush at the largest K has reached late. Nothing is timed
 here, so every core has a run of its own.
 """
@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
-from paci_law import FLUSH, curves, reached, target_of
+from paci_reference import FLUSH, curves, reached, target_of
 from paci_task import Task
 
 LATE = "weft-bounded"
@@ -22,10 +22,12 @@ def rows(task: Task, ks: Sequence[int], seeds: Sequence[int], over: int) -> Iter
     """By seed and K; ``more`` is what `bounded` needs beyond a flush, as a part of that."""
     for seed in seeds:
         rates = {FLUSH: task.lr, LATE: task.late_lr}
-        found = curves({(law, k): (replace(task, seed=seed, lr=lr), law, k) for k in ks for law, lr in rates.items()})
+        found = curves(
+            {(method, k): (replace(task, seed=seed, lr=lr), method, k) for k in ks for method, lr in rates.items()}
+        )
         target = target_of(found[FLUSH, max(ks)], over)
         for k in ks:
-            needed = [reached(found[law, k], target, over) for law in rates]
+            needed = [reached(found[method, k], target, over) for method in rates]
             flush, bounded = (None if n is None else n // k + 1 for n in needed)
             more = None if flush is None or bounded is None else bounded / flush - 1
             yield {"seed": seed, "k": k, "target": target, "flush": flush, "bounded": bounded, "more": more}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from machine import waiting
-from paci_law import FLUSH, curves, reached
+from paci_reference import FLUSH, curves, reached
 from paci_task import RANKS, Task
 from paci_torch import TorchPeer
 from paci_weft import WeftPeer
@@ -124,20 +124,20 @@ def most_resident() -> float:
 
 def rates(task: Task, k: int, tried: Sequence[float], over: int) -> Iterator[dict[str, Any]]:
     """What a flush and `bounded` come to with each learning rate."""
-    asked = {(law, lr): (replace(task, lr=lr), law, k) for law in (FLUSH, "weft-bounded") for lr in tried}
-    for (law, lr), losses in curves(asked).items():
-        row = {"law": law, "k": k, "lr": lr, "microbatches": task.microbatches}
+    asked = {(method, lr): (replace(task, lr=lr), method, k) for method in (FLUSH, "weft-bounded") for lr in tried}
+    for (method, lr), losses in curves(asked).items():
+        row = {"method": method, "k": k, "lr": lr, "microbatches": task.microbatches}
         yield {**row, "loss": statistics.mean(losses[-over:])}
 
 
-def laws(task: Task, ks: Sequence[int], methods: Sequence[str]) -> dict[tuple[str, int], list[float]]:
-    """The losses of all laws that the methods have, each with its own learning rate."""
+def references(task: Task, ks: Sequence[int], methods: Sequence[str]) -> dict[tuple[str, int], list[float]]:
+    """The losses of the reference for every method, each with its own learning rate."""
     late = replace(task, lr=task.late_lr)
-    wanted = dict.fromkeys([FLUSH, *map(law_of, methods)])
-    return curves({(law, k): (task if law == FLUSH else late, law, k) for law in wanted for k in ks})
+    wanted = dict.fromkeys([FLUSH, *map(reference_of, methods)])
+    return curves({(method, k): (task if method == FLUSH else late, method, k) for method in wanted for k in ks})
 
 
-def law_of(method: str) -> str:
+def reference_of(method: str) -> str:
     return FLUSH if method in FLUSHES else method.removesuffix("-w")
 
 
@@ -150,14 +150,14 @@ def rows(
     target: float,
     over: int,
 ) -> Iterator[dict[str, Any]]:
-    """By K and method. Short turns say how fast each is; how many steps it needs, its law does, whose losses are
+    """By K and method. Short turns say how fast each is; how many steps it needs, the reference does, whose losses are
     ``known``."""
     late = replace(task, lr=task.late_lr)
     for k in ks:
         runs = turns({name: task if name in FLUSHES else late for name in methods}, k, repeats, max(PACED // k, 4))
         needed = reached(known[FLUSH, k], target, over)
         for method in methods:
-            row = _row(k, method, runs, known[law_of(method), k], target, over)
+            row = _row(k, method, runs, known[reference_of(method), k], target, over)
             if row["steps_to_loss"] is not None and row["step_ratio_to_torch_1f1b"] is not None and needed is not None:
                 row["ratio_to_torch_1f1b"] = row["step_ratio_to_torch_1f1b"] * (needed // k + 1) / row["steps_to_loss"]
             yield row

@@ -5,7 +5,7 @@
 The supernet is a chain of equal blocks (linear layers, four candidates each), so that the figures are about the
 pipeline and not about the cut. In every repeat, one after the other:
 
-    one        the sequential law on one core
+    one        the reference on one core
     both       two of them at once, one on each core, with nothing to tell each other: what the machine itself can give
     exact      the same steps on two stages, stream `spaced`, every layer exact: the same bits
     flush      the same supernet with a layer that all subnets share on the first stage: the pipeline empties every step

@@ -11,18 +11,18 @@ weights, the same subnets, the same batches in the same order, the same window.
                those of its own moment, and every gradient is applied by whoever has it; no version is kept
 
 Two learning rates, with momentum and a cosine: 0.2, near the best for one process (`survey` has the validation loss,
-mean over all subnets, that the sequential law reaches with this and others), and a quarter of it, under `gentle`, for
+mean over all subnets, that the reference reaches with this and others), and a quarter of it, under `gentle`, for
 those who would say that 0.2 is unfair to stale gradients. After each run all subnets are scored with inherited weights
-on the validation images, their batch norms set by training images. `seeds` is a yardstick: five runs of the sequential
-law with seeds of their own, thus other first weights, subnets and orders of the same data.
+on the validation images, their batch norms set by training images. `seeds` is a yardstick: five runs of the
+reference with seeds of their own, thus other first weights, subnets and orders of the same data.
 
 `fingerprints` counts the different ones over weights, optimizer state and losses; `loss_*` is the training loss, mean
 of the last 20 steps; `tau_*` is Kendall's tau between the rankings (by validation loss) of every pair of runs, and
 `tau_accuracy_*` the same by accuracy; `tau_to_exact_mean` is that of a run against exact; `picks` counts the different
 subnets that came out best (by validation loss), `pick_accuracy_*` is their validation accuracy and `mean_accuracy_*`
-that of all subnets. The sequential law's fingerprint must be that of exact, and also that of careless where nothing
-overlaps: on one stage, and on all of them with a window of one. The script stops if it is not. Runs of the sequential
-law share the cores with each other, so their `seconds` are no measure of speed.
+that of all subnets. The reference's fingerprint must be that of exact, and also that of careless where nothing
+overlaps: on one stage, and on all of them with a window of one. The script stops if it is not. Runs of the
+reference share the cores with each other, so their `seconds` are no measure of speed.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Race:
         )
 
     def sequential(self, rate: float, seed: int, folder: str) -> dict[str, Any]:
-        """A run of the sequential law, by one process for itself, with its scores."""
+        """A run of the reference, by one process for itself, with its scores."""
         chain = weft.initialise(supernet, seed)
         one = SequentialReference(chain, self.config(chain, rate, seed), CPU)
         one.train_mode()
@@ -244,19 +244,19 @@ def work(options: Mapping[str, Any], folder: str) -> None:
         plain = [*((rate, SEED) for rate in SURVEY), *((RATES[""], seed) for seed in SEEDS if seed != SEED)]
         mine = [race.sequential(rate, seed, folder) for rate, seed in plain[race.rank :: race.world]]
         rows = [row for part in race.store.gather("sequential", mine) for row in part]
-        laws = {row["rate"]: row["fingerprint"] for row in rows if row["seed"] == SEED}
+        references = {row["rate"]: row["fingerprint"] for row in rows if row["seed"] == SEED}
         for rate in RATES.values():
-            alone = race.alone(rate) if race.rank == 0 else laws[rate]
+            alone = race.alone(rate) if race.rank == 0 else references[rate]
             narrow, _, _ = race.staged("careless", rate, 1)
-            if not laws[rate] == alone == narrow:
-                raise SystemExit("careless is not the sequential law where nothing overlaps: the benchmark is wrong")
+            if not references[rate] == alone == narrow:
+                raise SystemExit("careless is not the reference where nothing overlaps: the benchmark is wrong")
         one_of: dict[str, str] = {}  # of runs with equal weights, one is scored
         for rate, run, kind in itertools.product(RATES.values(), range(options["runs"]), KINDS):
             name = f"{folder}/{kind}-{rate}-{run}"
             mark, losses, seconds = race.staged(kind, rate, 2 * race.world, name)
             row = {"rate": rate, "kind": kind, "run": run, "seed": SEED, "fingerprint": mark}
             rows.append({**row, "loss": statistics.fmean(losses[-LAST:]), "seconds": seconds})
-            if mark != laws[rate]:
+            if mark != references[rate]:
                 one_of.setdefault(mark, name)
         for mark, name in list(one_of.items())[race.rank :: race.world]:
             files = [f"{name}-{rank}.safetensors" for rank in range(race.world)]
@@ -268,8 +268,8 @@ def work(options: Mapping[str, Any], folder: str) -> None:
         race.transport.close()
 
 
-def summary(rows: list[dict[str, Any]], law: dict[str, Any]) -> dict[str, Any]:
-    """The figures of some runs, beside the run of the sequential law that they should equal."""
+def summary(rows: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, Any]:
+    """The figures of some runs, beside the run of the reference that they should equal."""
 
     def spread(name: str, values: list[float]) -> dict[str, float]:
         found = {"mean": statistics.fmean(values), "min": min(values), "max": max(values)}
@@ -282,11 +282,11 @@ def summary(rows: list[dict[str, Any]], law: dict[str, Any]) -> dict[str, Any]:
     return {
         "runs": len(rows),
         "fingerprints": len({row["fingerprint"] for row in rows}),
-        "is_sequential_law": all(row["fingerprint"] == law["fingerprint"] for row in rows),
+        "is_sequential_law": all(row["fingerprint"] == reference["fingerprint"] for row in rows),
         **spread("loss", [row["loss"] for row in rows]),
         **taus("tau", "losses"),
         **taus("tau_accuracy", "accuracies"),
-        "tau_to_exact_mean": statistics.fmean(kendall_tau(row["losses"], law["losses"]) for row in rows),
+        "tau_to_exact_mean": statistics.fmean(kendall_tau(row["losses"], reference["losses"]) for row in rows),
         "picks": len({row["pick"] for row in rows}),
         **spread("pick_accuracy", [row["pick_accuracy"] for row in rows]),
         **spread("mean_accuracy", [statistics.fmean(row["accuracies"]) for row in rows]),
@@ -295,15 +295,15 @@ def summary(rows: list[dict[str, Any]], law: dict[str, Any]) -> dict[str, Any]:
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    law = {(row["rate"], row["seed"]): row for row in rows if row["kind"] == "sequential"}
+    reference = {(row["rate"], row["seed"]): row for row in rows if row["kind"] == "sequential"}
     found: dict[str, Any] = {name: {} for name in RATES}
     for (name, rate), kind in itertools.product(RATES.items(), KINDS):
         own = [row for row in rows if (row["rate"], row["kind"]) == (rate, kind)]
-        found[name][kind] = summary(own, law[rate, SEED])
-    seeds = summary([law[RATES[""], seed] for seed in SEEDS], law[RATES[""], SEED])
+        found[name][kind] = summary(own, reference[rate, SEED])
+    seeds = summary([reference[RATES[""], seed] for seed in SEEDS], reference[RATES[""], SEED])
     for one_of_them_is_it in ("tau_to_exact_mean", "is_sequential_law", "seconds_mean"):
         del seeds[one_of_them_is_it]
-    survey = {str(rate): statistics.fmean(law[rate, SEED]["losses"]) for rate in SURVEY}
+    survey = {str(rate): statistics.fmean(reference[rate, SEED]["losses"]) for rate in SURVEY}
     return {**found.pop(""), **found, "seeds": seeds, "survey": survey}
 
 
@@ -341,7 +341,7 @@ def main() -> None:
     found = figures(rows)
     show(found)
     if not (found["exact"]["is_sequential_law"] and found["gentle"]["exact"]["is_sequential_law"]):
-        raise SystemExit("exact is not the sequential law")
+        raise SystemExit("exact is not the reference")
     size = {"stages": STAGES, "steps": told["steps"], "batch": BATCH, "subnets": len(rows[0]["losses"])}
     for row in rows:
         del row["losses"], row["accuracies"]

@@ -46,7 +46,7 @@ from weft.runs import Events
 from weft.space import Value
 from weft.tune.devices import CONTROL
 from weft.tune.recipe import trial_config
-from weft.tune.training.cuda_graphs import LEAST
+from weft.tune.training.cuda_graphs import MIN_STEPS
 from weft.tune.training.memory_limit import OutOfMemory
 from weft.tune.training.trainer import train
 from weft.tune.trial import Trial
@@ -255,7 +255,7 @@ def main() -> None:
     lists: dict[str, list[Params]] = {
         "ways": candidates(16, 0.02, tiny=True) if quick else candidates(scale=arguments.scale),
         # Fewer steps would not be captured.
-        "memory": [{**one, "steps": LEAST} for one in (various(16, 64) if quick else various())],
+        "memory": [{**one, "steps": MIN_STEPS} for one in (various(16, 64) if quick else various())],
     }
     lists["uneven"] = lists["ways"] if quick else candidates(scale=arguments.scale, huge=True)
     lists["fusable"] = [one for one in lists["ways"] if fusable(one)]

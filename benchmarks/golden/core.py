@@ -32,6 +32,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {  # the network, and the options 
 }
 TIMED = ("time", "seconds", "law", "train_config", "config")
 """Keys of events that say when, or have the words of a version."""
+CLOCKED = ("offload", "residency")
+"""Events that come by the clock, under the new word and the old one."""
 STOP = 8
 
 
@@ -50,7 +52,7 @@ def about(trained: Any) -> dict[str, Any]:
         "steps": digests.sha(steps),
         "step keys": sorted(steps[-1]),
         "loss": steps[-1]["loss"],
-        "events": dict(Counter(event["event"] for event in events)),
+        "events": dict(Counter(event["event"] for event in events if event["event"] not in CLOCKED)),
         "checkpoints": run.checkpoints.steps(),
         "checkpoint": digests.tensors(loaded.tensors),
         "names": digests.sha(sorted(loaded.tensors)),

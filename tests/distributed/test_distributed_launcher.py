@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import alive, wait_for
 from torch.distributed import HashStore
 
 from weft.distributed.env import DistEnv, _tasks_per_node, read_env
@@ -180,20 +180,6 @@ def start(work: Any, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[
         process.communicate()
 
 
-def wait_for(true: Callable[[], Any], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "what was waited for did not happen"
-        time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def lines(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.name[0].isdigit()}
 
@@ -228,15 +214,10 @@ def test_each_stage_gets_its_place(work, tmp_path, monkeypatch):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
 
 
-@pytest.mark.parametrize(("inherited", "expected"), [(None, "1"), ("4", "4")])
-def test_without_a_number_threads_are_those_of_the_parent_else_one(work, tmp_path, monkeypatch, inherited, expected):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if inherited:
-        monkeypatch.setenv("OMP_NUM_THREADS", inherited)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def test_without_a_number_threads_are_those_of_the_parent(work, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
     launch(1, Call(work.tell, (str(tmp_path),)))
-    said = json.loads((tmp_path / "0.0").read_text())
-    assert (said["OMP_NUM_THREADS"], said["GLOO_SOCKET_IFNAME"]) == (expected, "lo")
+    assert json.loads((tmp_path / "0.0").read_text())["OMP_NUM_THREADS"] == "4"
 
 
 def test_a_stage_that_always_dies_is_named_after_the_last_restart(work, tmp_path, capfd, caplog):
@@ -474,41 +455,32 @@ SRUN = {
     "SLURM_TASKS_PER_NODE": "2(x2),1",
 }
 MEETING = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+HERE = socket.gethostname()
 
 
-def test_torchrun_says_all():
-    assert read_env(TORCHRUN) == DistEnv(5, 8, 1, 4, 2, socket.gethostname())
-
-
-def test_a_process_that_nobody_started_has_no_ranks():
-    assert read_env({"PATH": "/bin"}) is None
-
-
-def test_a_task_of_srun_is_a_stage():
-    assert read_env(SRUN | MEETING) == DistEnv(3, 5, 1, 2, 0, socket.gethostname())
-
-
-def test_three_variables_of_slurm_are_enough_on_one_machine():
-    said = {"SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_LOCALID": "1"}
-    assert read_env(said | MEETING) == DistEnv(1, 3, 1, 3, 0, socket.gethostname())
-
-
-def test_torchrun_under_slurm_is_believed_before_slurm():
-    found = read_env(SRUN | TORCHRUN)
-    assert found is not None
-    assert (found.rank, found.world) == (5, 8)
-
-
-def test_a_step_smaller_than_its_job_counts_its_own_tasks():
-    found = read_env(SRUN | MEETING | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
-    assert found is not None
-    assert (found.world, found.local_world) == (4, 2)
-
-
-@pytest.mark.parametrize("change", [{"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {"SLURM_STEP_ID": None}])
-def test_a_single_task_and_the_shell_of_a_batch_script_are_no_stage(change):
-    said = {name: text for name, text in (SRUN | change).items() if text is not None}
-    assert read_env(said) is None
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        pytest.param(TORCHRUN, DistEnv(5, 8, 1, 4, 2, HERE), id="torchrun"),
+        pytest.param({"PATH": "/bin"}, None, id="started by nobody"),
+        pytest.param(SRUN | MEETING, DistEnv(3, 5, 1, 2, 0, HERE), id="a task of srun"),
+        pytest.param(
+            {"SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_LOCALID": "1"} | MEETING,
+            DistEnv(1, 3, 1, 3, 0, HERE),
+            id="three variables are enough on one machine",
+        ),
+        pytest.param(SRUN | TORCHRUN, DistEnv(5, 8, 1, 4, 2, HERE), id="torchrun under slurm"),
+        pytest.param(
+            SRUN | MEETING | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+            DistEnv(3, 4, 1, 2, 0, HERE),
+            id="a step smaller than its job",
+        ),
+        pytest.param(SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None, id="a single task"),
+        pytest.param({k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}, None, id="the shell of a batch script"),
+    ],
+)
+def test_the_environment_says_which_stage_a_process_is(environment, expected):
+    assert read_env(environment) == expected
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import product
-from math import ceil
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +12,6 @@ from weft.engine.consistency import (
     Delayed,
     Exact,
     Lagged,
-    VersionSchedule,
     parse_consistency,
     version_schedule,
 )
@@ -36,17 +31,6 @@ def test_the_table_by_hand() -> None:
     bounded = version_schedule(Bounded(2, 4), 1, 4, 2, 6)  # virtual stage 1, so L = 3
     assert [bounded.forward_reads(n) for n in total] == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert [bounded.backward_reads(n) for n in total] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-
-
-def test_exact_is_delayed_by_nothing() -> None:
-    for m, n in product((1, 2, 3), range(30)):
-        a, b = version_schedule(Exact(), 0, 1, m, 10), version_schedule(Delayed(0), 0, 1, m, 10)
-        assert (a.slot(n), a.forward_reads(n), a.backward_reads(n)) == (
-            b.slot(n),
-            b.forward_reads(n),
-            b.backward_reads(n),
-        )
-        assert a.last_microbatch(a.slot(n)) == b.last_microbatch(b.slot(n))
 
 
 @pytest.mark.parametrize("consistency", [Exact(), *map(Delayed, range(6)), *map(Lagged, range(1, 7))])
@@ -97,37 +81,6 @@ def test_bounded_reads_what_a_real_stage_of_that_depth_would(blocks: int, every:
             forward, backward = pipeline_reads(depth - stage, every, steps)
             assert [found.forward_reads(n) for n in range(steps)] == forward
             assert [found.backward_reads(n) for n in range(steps)] == backward
-
-
-@pytest.mark.parametrize("depth", range(1, 10))
-@pytest.mark.parametrize("every", range(1, 10))
-def test_the_drift_of_bounded_has_the_stated_maximum_and_histogram(depth: int, every: int) -> None:
-    for block in range(depth):
-        found = version_schedule(Bounded(every, depth), block, depth, 1, 600)
-        late = found.window - 1
-        assert late == depth - 1 - block
-        drift = [found.backward_reads(n) - found.forward_reads(n) for n in range(600)]
-        assert max(drift) == ceil(late / every)
-        assert min(drift) >= 0
-        # In the steady state, by phase r = n mod K: ceil((d - r) / K) for r < d, else 0.
-        start = every * ceil(late / every) + every
-        for n in range(start, 600):
-            phase = n % every
-            assert drift[n] == (ceil((late - phase) / every) if phase < late else 0)
-        steady = drift[start : start + every * 10]
-        counts = Counter(steady)
-        assert sum(steady) == late * 10  # mean d / K over 10 K micro-batches
-        assert counts[ceil(late / every)] == 10 * (late % every or every)
-        assert set(counts) <= {late // every, ceil(late / every)}
-
-
-def test_with_an_update_for_each_of_a_pipelines_stages_the_drift_is_at_most_one() -> None:
-    found = version_schedule(Bounded(7, 8), 0, 8, 1, 200)
-    drift = Counter(found.backward_reads(n) - found.forward_reads(n) for n in range(14, 14 + 70))
-    assert drift == {1: 70}
-    found = version_schedule(Bounded(8, 8), 0, 8, 1, 200)
-    drift = Counter(found.backward_reads(n) - found.forward_reads(n) for n in range(16, 16 + 80))
-    assert drift == {1: 70, 0: 10}
 
 
 @given(
@@ -208,7 +161,3 @@ def test_the_refusals_name_a_value_that_works() -> None:
     version_schedule(Bounded(4, 3), 0, 3, 1, 10)
     with pytest.raises(ConsistencyError, match="did you mean 'lagged'"):
         parse_consistency("laged(3)")
-
-
-def test_a_clock_is_a_value() -> None:
-    assert VersionSchedule(Exact(), 2, 8) == version_schedule(Exact(), 3, 5, 2, 4)

@@ -40,9 +40,6 @@ def test_every_element_name_type_and_shape_counts() -> None:
     assert tensors_digest({**tensors(), "a.count": torch.tensor(7, dtype=torch.int32)}) not in seen
     assert tensors_digest({("x" if k == "a.bias" else k): v for k, v in tensors().items()}) not in seen
     assert tensors_digest({k: v for k, v in tensors().items() if k != "b.none"}) not in seen
-
-
-def test_minus_zero_is_another_bit_than_zero() -> None:
     assert tensors_digest({"a": torch.tensor(0.0)}) != tensors_digest({"a": torch.tensor(-0.0)})
 
 

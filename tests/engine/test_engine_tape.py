@@ -119,7 +119,7 @@ def test_gradients_have_the_same_bits_at_every_cut(kinds: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("kinds", [(0, 1, 2), (2, 0, 1), (3, 0, 1)])
-def test_the_sequential_law_has_the_gradients_of_the_cut_chain(kinds: tuple[int, ...]) -> None:
+def test_the_reference_has_the_gradients_of_the_cut_chain(kinds: tuple[int, ...]) -> None:
     layers = build(kinds, 7)
     space = Space()
     chain = Chain(*(Choice(space, f"b{i}", {"only": layer}) for i, layer in enumerate(layers)), inputs="x")
@@ -248,21 +248,18 @@ def test_a_forward_within_a_backward_is_refused_under_bounded(part: str, reentra
     assert module.inner._parameters is own  # as it was, for whoever goes on
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("consistency", ["exact", "delayed(2)", "lagged(2)", "stashed(4, 3)"])
-def test_a_forward_within_a_backward_is_let_through_elsewhere(consistency: str, reentrant: bool) -> None:
-    module = Checkpointed("module", reentrant)
-    run(module, RecomputeGuard("b", module, schedule(consistency)))
-
-
-def test_it_is_let_through_where_no_backward_is_ahead_of_its_forward() -> None:
-    module = Checkpointed("module", False)
-    run(module, RecomputeGuard("b", module, schedule("bounded(4, 3)", window=1)))
-
-
-def test_what_is_recomputed_without_weights_is_let_through() -> None:
-    module = Checkpointed("activation", False)
-    run(module, RecomputeGuard("b", module, schedule("bounded(4, 3)")))
+@pytest.mark.parametrize(
+    ("part", "consistency", "window"),
+    [
+        *(("module", consistency, 3) for consistency in ("exact", "delayed(2)", "lagged(2)", "stashed(4, 3)")),
+        pytest.param("module", "bounded(4, 3)", 1, id="no backward is ahead of its forward"),
+        pytest.param("activation", "bounded(4, 3)", 3, id="recomputed without weights"),
+    ],
+)
+def test_a_forward_within_a_backward_is_let_through_elsewhere(part: str, consistency: str, window: int) -> None:
+    for reentrant in (False, True) if part == "module" else (False,):
+        module = Checkpointed(part, reentrant)
+        run(module, RecomputeGuard("b", module, schedule(consistency, window=window)))
 
 
 def test_a_backward_hook_may_look_at_a_weight() -> None:

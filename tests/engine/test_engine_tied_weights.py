@@ -28,7 +28,6 @@ from weft.engine.reference import SequentialReference
 from weft.errors import SupernetError, TrainError
 from weft.pipeline.stage import Stage
 from weft.supernet import Chain, Choice, Shared, export, extract, initialise
-from weft.trainer.api import TrainedRun
 from weft.trainer.checkpointing import load_initial
 from weft.trainer.config import TrainConfig, resolve
 from weft.zoo import language_model
@@ -399,43 +398,3 @@ def test_options_by_name_are_those_of_the_first() -> None:
 
 
 # --- processes
-
-
-def rounds() -> weft.Data:
-    row = torch.tensor([1, 2, 1, 3, 1, 4, 1, 5]).repeat(60)
-    return weft.Data("rounds", weft.data.Text(row, 12, 1), weft.data.Text(row[:48], 12, 12))
-
-
-def trained(runs: Path, run: str, **more: Any) -> TrainedRun:
-    return weft.train(
-        small(tied=True),
-        rounds,
-        steps=12,
-        batch_size=8,
-        microbatches=2,
-        optimizer=Optimizer("adamw", lr=1e-2, weight_decay=0.1, clip="global:1.0"),
-        consistency="bounded(4, 4)",
-        validation=5,
-        checkpoint_every=5,
-        keep_checkpoints=10,
-        folder=runs,
-        run=run,
-        **more,
-    )
-
-
-def scores(run: TrainedRun) -> list[Any]:
-    return [event["scores"] for event in run.run.events.read() if event["event"] == "validation"]
-
-
-def test_real_processes_give_the_fingerprint_of_one(tmp_path: Path) -> None:
-    one = trained(tmp_path, "one")
-    assert torch.equal(one.chain.get_parameter("head.out.weight"), one.chain.get_parameter("tokens.tokens.weight"))
-    many = trained(tmp_path, "many", stages=3)
-    assert many.fingerprint == one.fingerprint
-    assert scores(many) == scores(one)  # after steps 5, in the middle of an update, 10 and 12
-    assert len(scores(one)) == 3
-    many.run.checkpoints.drop_after(5)
-    again = trained(tmp_path, "many", resume=True)
-    assert again.fingerprint == one.fingerprint
-    assert torch.equal(again.chain.get_parameter("head.out.weight"), one.chain.get_parameter("head.out.weight"))

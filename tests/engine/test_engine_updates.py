@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from stages import make_engine
+from stages import equal, layer_contents, make_engine
 from torch import Tensor, nn
 
-from weft.engine.layer_state import capture
 from weft.engine.optimizer import Optimizer
 from weft.engine.reference import SequentialReference
 from weft.errors import ConsistencyError, SupernetError, TrainError
@@ -54,51 +53,7 @@ def train(sequential: SequentialReference, steps: int) -> None:
         sequential.step(i, batch(i))
 
 
-def whole(sequential: SequentialReference, name: str) -> dict[str, Tensor]:
-    """Everything that a layer is, copied: weights, buffers, optimizer state, versions, gradients that wait."""
-    tensors, numbers = capture(sequential.weights[name], sequential.optimizer, 0)
-    found = {key: tensor.detach().clone() for key, tensor in tensors.items()}
-    return found | {f"number {key}": torch.tensor(value) for key, value in numbers.items()}
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
 # -- who is updated
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [Optimizer("sgd", lr=0.01, momentum=0.9, weight_decay=0.1), Optimizer("adamw", lr=0.01, weight_decay=0.1)],
-)
-@pytest.mark.parametrize("consistency", ["exact", "delayed(2)", "lagged(2)", "bounded(2,2)"])
-@pytest.mark.parametrize("m", [1, 2])
-def test_a_layer_that_nobody_used_is_untouched(optimizer: Optimizer, consistency: str, m: int) -> None:
-    chain = two_choices(layer=lambda seed: nn.Sequential(linear(seed), nn.BatchNorm1d(WIDTH)))
-    p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
-    sequential = make_engine(chain, [p, p, p, p, *[q] * 6], consistency=consistency, m=m, optimizer=optimizer)
-    train(sequential, 4)
-    newest = [t.detach().clone() for t in (*chain.module("b0.p").parameters(),)]
-    state = {k: v for k, v in whole(sequential, "b0.p").items() if "@" not in k and not k.startswith("number")}
-    touched = whole(sequential, "b0.q")
-    for i in range(4, 10):
-        sequential.step(i, batch(i))
-        after = {k: v for k, v in whole(sequential, "b0.p").items() if "@" not in k and not k.startswith("number")}
-        assert same(state, after)
-    assert all(torch.equal(a, b) for a, b in zip(newest, chain.module("b0.p").parameters(), strict=True))
-    assert not same(touched, whole(sequential, "b0.q"))
-
-
-def test_optimizer_step_counts_are_per_layer() -> None:
-    chain = two_choices()
-    p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
-    sequential = make_engine(chain, [p, q, p, p, p], optimizer=Optimizer("adamw", lr=0.1))
-    train(sequential, 5)
-    counts = {
-        name: float(sequential.optimizer.state(w.parameters[0])["step"]) for name, w in sequential.weights.items()
-    }
-    assert counts == {"stem": 5, "b0.p": 4, "b0.q": 1, "head": 5}
 
 
 class Half(nn.Module):
@@ -145,65 +100,7 @@ def test_a_frozen_parameter_stays_as_it_is() -> None:
         assert not torch.equal(layer.weight, weight)
 
 
-def test_a_layer_used_by_some_micro_batches_is_still_divided_by_all_of_them() -> None:
-    chain = two_choices()
-    p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
-    twin = two_choices()
-    sequential = make_engine(chain, [(p, q, q, q)], m=4, optimizer=Optimizer("sgd", lr=1.0))
-    data = batch(0, rows=8)
-    before = chain.module("b0.p").weight.detach().clone()
-    sequential.step(0, data)
-    out = twin(data["x"][:2], twin.space.subnet(b0="p"))
-    ((out - data["y"][:2]) ** 2).sum().mul(0.25).backward()
-    torch.testing.assert_close(before - chain.module("b0.p").weight, twin.module("b0.p").weight.grad)
-
-
 # -- at which rate
-
-
-@pytest.mark.parametrize("m", [1, 2])
-@pytest.mark.parametrize(
-    ("consistency", "last"),
-    [
-        ("exact", [0, 1, 2, 3, 4, 5, 6]),
-        ("delayed(2)", [0, 1, 2, 3, 4, 5, 6]),
-        ("lagged(3)", [2, 5, 6]),
-        ("bounded(4,1)", None),
-    ],
-)
-def test_an_updates_rate_is_that_of_the_step_of_its_last_micro_batch(
-    consistency: str, last: list[int] | None, m: int
-) -> None:
-    """The layer is x + w with a loss of sum(w), so every mean gradient is 1 and an update moves w by its rate alone."""
-
-    class Shift(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.zeros(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return 0 * x.sum() + self.w
-
-    chain, subnet = only(Shift())
-    last = last if last is not None else {1: [3, 6], 2: [1, 3, 5, 6]}[m]
-    sequential = make_engine(
-        chain,
-        [subnet] * 7,
-        m=m,
-        consistency=consistency,
-        optimizer=Optimizer("sgd", lr=1.0),
-        schedule=lambda step, steps: 2.0 ** -(step + 1),
-        loss=lambda out, batch: out.sum(),
-    )
-    moved = []
-    before = 0.0
-    for i in range(7):
-        sequential.step(i, batch(i))
-        now = chain.module("b.only").w.item()
-        if now != before:
-            moved.append(before - now)
-        before = now
-    assert moved == [2.0 ** -(step + 1) for step in last]
 
 
 # -- batch statistics
@@ -244,7 +141,7 @@ def test_statistics_are_folded_in_micro_batch_order_when_the_update_is_applied(c
                         expected[part] = mean.lerp(rows.mean(0), momentum), var.lerp(rows.var(0), momentum)
                     count += 1
                 waiting = []
-        found = whole(sequential, "b.only")
+        found = layer_contents(sequential, "b.only")
         for part, (mean, var) in expected.items():
             torch.testing.assert_close(found[f"b.only.{part}.running_mean"], mean)
             torch.testing.assert_close(found[f"b.only.{part}.running_var"], var)
@@ -426,26 +323,6 @@ def test_parameters_that_share_a_gradient_tensor_are_each_scaled_once(
         sequential.step(i, batch(i))
         layer = chain.module("b0.p")
         torch.testing.assert_close(layer.b - layer.a, torch.ones(WIDTH), rtol=0, atol=1e-6)
-    twin = two_choices(layer=lambda seed: Twins())
-    other = make_engine(
-        twin,
-        [twin.space.load_subnet({"space": twin.space.id, "values": {"b0": s}}) for s in "ppq"]
-        + [tuple(twin.space.subnet(b0=s) for s in "q" * (m - 1) + "p")],
-        m=m,
-        consistency=consistency,
-        clip=clip,
-        optimizer=Optimizer("sgd", lr=0.1),
-    )
-    for i in range(4):
-        other.step(i, batch(i))
-    assert torch.equal(chain.module("b0.p").a, twin.module("b0.p").a)
-
-
-class Twins(Sum):
-    """The same function, but each parameter is given a gradient tensor of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (self.a.clone() * 1 + self.b.clone() * 1)
 
 
 class Turned(nn.Module):
@@ -580,14 +457,11 @@ def test_where_nothing_moves_every_consistency_is_exact(consistency: str, m: int
             optimizer=Optimizer("sgd", lr=0.0, momentum=0.9),
         )
         losses = torch.stack([loss for i in range(5) for loss in sequential.step(i, batch(i, 8)).losses])
-        states = [
-            {k: v for k, v in whole(sequential, name).items() if "@" not in k and "number" not in k}
-            for name in chain.layers
-        ]
+        states = [{k: v for k, v in layer_contents(sequential, name).items() if "@" not in k} for name in chain.layers]
         found.append((losses, states))
     assert torch.equal(found[0][0], found[1][0])
     for mine, true in zip(found[1][1], found[0][1], strict=True):
-        assert same(mine, true)
+        assert equal(mine, true)
 
 
 def test_a_parameters_name_that_would_confuse_a_checkpoint_is_refused() -> None:
@@ -602,32 +476,6 @@ def test_a_parameters_name_that_would_confuse_a_checkpoint_is_refused() -> None:
 
 
 # -- the optimizer sees layers come and go
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kind": "sgd", "lr": 0.01, "momentum": 0.9},
-        {"kind": "sgd", "lr": 0.01, "momentum": 0.9, "nesterov": True},
-        {"kind": "adamw", "lr": 0.01},
-        {"kind": "adam", "lr": 0.01, "amsgrad": True},
-    ],
-    ids=lambda options: options["kind"],
-)
-@pytest.mark.parametrize("way", ["fused", "foreach"])
-def test_a_layer_may_be_used_for_the_first_time_beside_one_that_has_a_state(options: dict[str, Any], way: str) -> None:
-    """The fused kernels are what a GPU runs; torch has them for the CPU as well."""
-    found = []
-    for extra in ({}, {way: True}):
-        chain = two_choices()
-        p, q = chain.space.subnet(b0="p"), chain.space.subnet(b0="q")
-        optimizer = Optimizer(options["kind"], **{k: v for k, v in options.items() if k != "kind"}, **extra)
-        sequential = make_engine(chain, [p, q, p, q, q], optimizer=optimizer)
-        for i in range(5):
-            sequential.step(i, batch(i))
-        found.append([p.detach().clone() for p in chain.parameters()])
-    for plain, other in zip(*found, strict=True):
-        torch.testing.assert_close(plain, other)
 
 
 def test_single_parameters_may_have_options_of_their_own() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import closing
-from itertools import combinations, islice, pairwise
+from itertools import combinations, pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.offload.allocator import AddressAllocator, AddressSpan
-from weft.offload.policy import EvictionPolicy, EvictionQueue, NextUses
+from weft.offload.policy import EvictionPolicy, NextUses
 
 
 def test_the_smallest_hole_that_is_large_enough_is_taken_and_holes_are_merged() -> None:
@@ -43,21 +42,6 @@ def test_the_layer_whose_next_use_is_farthest_goes() -> None:
     assert gone == [[], [], ["a"], [], ["b"], []]  # before c, a is used later than b; before a, b never again
 
 
-def test_a_layer_that_is_not_used_again_counts_as_farthest() -> None:
-    uses = NextUses(lambda n: ["a"] if n < 3 else ["b"], 0, 6)
-    found = []
-    for n in range(5):
-        uses.advance_to(n)
-        found.append([uses.next(name) for name in "abc"])
-    assert found == [
-        [0, 3, math.inf],
-        [1, 3, math.inf],
-        [2, 3, math.inf],
-        [math.inf, 3, math.inf],
-        [math.inf, 4, math.inf],
-    ]
-
-
 @given(
     st.lists(st.lists(st.sampled_from("abcd"), max_size=3), min_size=1, max_size=20),
     st.integers(1, 6),
@@ -83,29 +67,6 @@ def test_what_is_small_lies_at_the_end_and_goes_last() -> None:
     change = policy.place({"other": 2**20})
     assert change is not None
     assert change.evictions == [("large", AddressSpan(0, 2**20))]  # although the other is used later
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_things_go_in_the_order_of_their_worth_whatever_became_of_them(data: st.DataObject) -> None:
-    worth: dict[int, tuple[bool, float]] = {}
-    order = EvictionQueue(lambda key: worth[key], worth)
-    for _ in range(data.draw(st.integers(1, 30))):
-        what = data.draw(st.sampled_from(["put", "put", "sooner", "later", "go"] if worth else ["put"]))
-        key = data.draw(st.integers(0, 9)) if what == "put" else data.draw(st.sampled_from(sorted(worth)))
-        small, soon = worth.get(key, (data.draw(st.booleans()), 0.0))
-        if what == "put" or what == "sooner":
-            worth[key] = (small, soon - data.draw(st.integers(0, 5)))
-            order.add(key)
-        elif what == "later":
-            worth[key] = (small, soon + data.draw(st.integers(0, 5)))
-        else:
-            del worth[key]
-        if data.draw(st.booleans()):
-            order.rebuild()
-        with closing(order.pick()) as picked:
-            found = list(islice(picked, data.draw(st.integers(0, 10))))
-        assert [worth[key] for key in found] == sorted(worth.values())[: len(found)]
 
 
 class Bytes:

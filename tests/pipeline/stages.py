@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.data import MicroBatches
 from weft.engine.consistency import parse_consistency
-from weft.engine.layer_state import layer_digest, optimizer_states, restore
+from weft.engine.layer_state import capture, layer_digest, optimizer_states, restore
 from weft.engine.losses import accuracy
 from weft.engine.optimizer import Optimizer
 from weft.engine.reference import SequentialReference
@@ -365,6 +365,16 @@ def saved_at(snapshots: Sequence[Any], at: int) -> tuple[dict[str, Tensor], dict
     tensors = {name: tensor for snapshot in own for name, tensor in snapshot.tensors.items()}
     layers = {name: numbers for snapshot in own for name, numbers in snapshot.layers.items()}
     return tensors, layers, {key: norm for snapshot in own for key, norm in snapshot.norms.items()}
+
+
+def layer_contents(engine: SequentialReference, name: str) -> dict[str, Tensor]:
+    """Everything that a layer is, copied: weights, buffers, optimizer state, older versions, gradients that wait."""
+    tensors, _ = capture(engine.weights[name], engine.optimizer, 0)
+    return {key: tensor.detach().clone() for key, tensor in tensors.items()}
+
+
+def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 def through_bytes(message: Message) -> Message:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -567,29 +566,6 @@ def test_every_rule_holds_under_any_timing_for_tens_of_thousands_of_cases(case: 
     play(Pipeline(case), adversary(script, seed))
 
 
-@settings(quiet, max_examples=60)
-@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 12), st.sampled_from(SCHEDULES), scripts, seeds)
-def test_microbatches_that_share_nothing_are_held_back_by_the_window_alone(
-    stages: int, window: int, total: int, schedule: str, script: bytes, seed: int
-) -> None:
-    picks = tuple((n,) * stages for n in range(total))
-    case = Case(
-        ((Exact(),) * total,) * stages, picks, 1, tuple(range(1, stages)), (SchedulePolicy(window, schedule),) * stages
-    )
-    pipeline = Pipeline(case)
-    choose = adversary(script, seed)
-    while options := pipeline.options():
-        chosen = choose(options)
-        pipeline.happen(chosen)
-        stage = chosen.stage
-        if chosen.what == "ask" and pipeline.running[stage] is None:
-            started = {(op.kind, op.microbatch) for op in pipeline.order[stage]}
-            left = pipeline.arrived[stage] - started
-            full = len(pipeline.flying[stage]) >= window - (pipeline.oldest(stage) not in pipeline.flying[stage])
-            assert not left or (full and ("F", pipeline.oldest(stage)) not in left and {k for k, _ in left} == {"F"})
-    pipeline.check_end()
-
-
 @settings(quiet, max_examples=100)
 @given(cases(), seeds)
 def test_the_same_events_give_the_same_schedule(case: Case, seed: int) -> None:
@@ -651,27 +627,6 @@ def test_every_rule_holds_in_all_interleavings_of_small_cases(
 ) -> None:
     found = explore(small(consistency, patterns, m, tuple(SchedulePolicy(window, schedule) for window in windows)))
     assert found["ends"] >= 1
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("consistency", [Exact(), Delayed(1), Lagged(1), Bounded(1, 2)], ids=str)
-@pytest.mark.parametrize(
-    ("schedule", "windows"), [("1f1b", (2, 1)), ("1f1b", (3, 2)), ("gpipe", (2, 2)), ("naspipe", (2, 2))]
-)
-def test_every_rule_holds_in_all_interleavings_of_all_streams_of_three(
-    consistency: Consistency, schedule: str, windows: tuple[int, int]
-) -> None:
-    """All that three micro-batches can share with each other on a stage, up to the names of the choices."""
-    patterns = ("aaa", "aab", "aba", "abb", "a.a", "ab.", "...")
-    for first, second in product(patterns, repeat=2):
-        explore(
-            small(
-                consistency,
-                (first, second),
-                1,
-                (SchedulePolicy(windows[0], schedule), SchedulePolicy(windows[1], schedule)),
-            )
-        )
 
 
 # What a decision costs.

@@ -237,10 +237,6 @@ def test_images_with_channels_innermost_resume_too(tmp_path: Path, consistency: 
     assert_same(*undisturbed_and_resumed(tmp_path, build, (4,), images, **given))
 
 
-def test_a_sandwich_of_subnets_resumes(tmp_path: Path) -> None:
-    assert_same(*undisturbed_and_resumed(tmp_path, noisy, microbatches=4, stream="sandwich:2", consistency="lagged(2)"))
-
-
 def test_augmentation_and_a_teacher_resume(tmp_path: Path) -> None:
     torch.manual_seed(1)
     teacher = nn.Linear(WIDTH, WIDTH)
@@ -326,6 +322,7 @@ def test_resume_of_a_run_that_is_not_there_starts_it(tmp_path: Path) -> None:
         ({"consistency": "delayed(1)"}, "consistency"),
         ({"loss": cross_entropy}, "loss"),
         ({"on_nonfinite": "skip"}, "on_nonfinite"),
+        ({"channels_last": True}, "channels_last"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -378,12 +375,6 @@ def test_losses_that_print_their_address_can_be_resumed_in_another_process(tmp_p
         train(folder, run="x", resume=True, loss=make())
     with pytest.raises(RunError, match="made with loss"):
         train(folder, run="x", resume=True, loss=partial(weighted, weight=0.25))
-
-
-def test_a_run_of_that_name_is_not_overwritten(tmp_path: Path) -> None:
-    train(tmp_path, run="x")
-    with pytest.raises(RunError):
-        train(tmp_path, run="x")
 
 
 def test_a_layer_that_is_not_used_after_the_crash_lets_go_of_its_old_versions(tmp_path: Path) -> None:
@@ -554,20 +545,6 @@ def test_a_second_ctrl_c_stops_at_once_and_the_run_can_go_on(
     said, end = trainings.finish()
     assert end == 0
     assert said["error"] == "KeyboardInterrupt"
-    trainings.start(tmp_path, "x")
-    said, _ = trainings.finish()
-    assert said["fingerprint"] == undisturbed
-
-
-def test_two_processes_cannot_train_one_run(trainings: Trainings, undisturbed: str, tmp_path: Path) -> None:
-    trainings.start(tmp_path, "x", pause=20.0)
-    assert trainings.hear() == -1  # it has started
-    os.kill(trainings.pid, signal.SIGKILL)
-    trainings.finish()
-    with weft.Run.open(tmp_path / "x").locked():
-        trainings.start(tmp_path, "x")
-        said, _ = trainings.finish()
-        assert said["error"] == "RunError"
     trainings.start(tmp_path, "x")
     said, _ = trainings.finish()
     assert said["fingerprint"] == undisturbed

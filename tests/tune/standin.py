@@ -55,7 +55,7 @@ class Standin:
         self.fails: Exception | None = None
 
     @contextmanager
-    def observed(self) -> Iterator[list[str]]:
+    def warm_up(self) -> Iterator[list[str]]:
         yield []
 
     def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:

@@ -1,4 +1,4 @@
-"""Caps: a trial that wants more memory than it may have ends by itself."""
+"""Memory limits: a trial that wants more memory than it may have ends by itself."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 
 def test_tensors_that_live_count_and_those_that_died_do_not():
     held = torch.zeros(100)  # 400 bytes
-    cap = MemoryLimit(CPU, 1400)
-    with cap, cap.counted([held]):
+    limit = MemoryLimit(CPU, 1400)
+    with limit, limit.count_cpu([held]):
         a = torch.zeros(100)
         b = torch.ones(100)
         del a
@@ -30,12 +30,12 @@ def test_tensors_that_live_count_and_those_that_died_do_not():
         b.add_(1)
         c.view(10, 10)
         del b, c
-    assert cap.peak == 1200
+    assert limit.peak == 1200
 
 
-def test_the_operator_that_passes_the_cap_raises_and_says_how_much_was_wanted():
-    cap = MemoryLimit(CPU, 1000)
-    with cap, cap.counted([]):
+def test_the_operator_that_passes_the_limit_raises_and_says_how_much_was_wanted():
+    limit = MemoryLimit(CPU, 1000)
+    with limit, limit.count_cpu([]):
         first = torch.zeros(200)
         with pytest.raises(OutOfMemory) as caught:
             first + 1
@@ -46,10 +46,10 @@ def test_the_operator_that_passes_the_cap_raises_and_says_how_much_was_wanted():
 
 
 def test_without_a_limit_nothing_is_counted():
-    cap = MemoryLimit(CPU, None)
-    with cap, cap.counted([]):
+    limit = MemoryLimit(CPU, None)
+    with limit, limit.count_cpu([]):
         torch.zeros(10**6)
-    assert cap.peak is None
+    assert limit.peak is None
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_a_trial_that_failed_for_memory_can_be_had_in_smaller_parts(tmp_path):
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 7))
 def test_the_peak_is_the_largest_sum_of_what_lived_together(sizes, dropped):
-    cap, living, most = MemoryLimit(CPU, 10**9), {}, 0
-    with cap, cap.counted([]):
+    limit, living, most = MemoryLimit(CPU, 10**9), {}, 0
+    with limit, limit.count_cpu([]):
         for number, size in enumerate(sizes):
             living[number] = torch.zeros(size)
             most = max(most, sum(tensor.nbytes for tensor in living.values()))
             if number == dropped:
                 living.clear()
-    assert cap.peak == most
+    assert limit.peak == most

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from networks import CachesTable, Idle, conv, mlp, transformer
 from standin import Standin
 from torch import Tensor, nn
 
 import weft
 from weft.data import Data, digits
 from weft.engine.losses import cross_entropy
-from weft.engine.rng import host
 from weft.memory.allocator import AllocatorConfig
-from weft.memory.replay import replay
+from weft.memory.replay import replay, reserved_in_two_pools
 from weft.memory.timeline import AllocationTimeline
 from weft.nn.state import ModuleState
 from weft.runs import Checkpoints
@@ -27,50 +27,13 @@ from weft.tune.fit.peaks import step_memory
 from weft.tune.fusion.trainer import train_fused
 from weft.tune.jobs import Fit
 from weft.tune.recipe import Recipe, TrialConfig, trial_config
-from weft.tune.training.cuda_graphs import KINDS, LEAST, OBSERVED, Captured, _alike, reserved_apart
+from weft.tune.training.cuda_graphs import MAX_GRAPHS, MIN_STEPS, WARM_UP_STEPS, GraphedStep, empty_aligned_like
 from weft.tune.training.memory_limit import OutOfMemory
 from weft.tune.training.trainer import Result, train
+from weft.utils.rng import host
 
 STEPS = 14
-MODELS = ("mlp", "conv", "transformer", "idle", "caches")
-
-
-def mlp(params: Any) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 10))
-
-
-def conv(params: Any) -> nn.Module:
-    body = [nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(0.2), nn.Conv2d(4, 6, 3, 2)]
-    return nn.Sequential(*body, nn.ReLU(), nn.Flatten(), nn.Linear(24, 10))
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.head = nn.Linear(8, 16), nn.Linear(16, 10)
-        self.places = nn.Parameter(torch.randn(8, 16), requires_grad=False)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True)
-        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-
-    def forward(self, image: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(self.enter(image.flatten(1, 2)) + self.places).mean(1))
-        return out
-
-
-def transformer(params: Any) -> nn.Module:
-    return Transformer()
-
-
-class Idle(nn.Module):
-    """One of its layers gets no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.spare = nn.Linear(64, 10), nn.Linear(3, 3)
-
-    def forward(self, image: Tensor) -> Tensor:
-        out: Tensor = self.head(image.flatten(1))
-        return out
+MODELS = {"mlp": mlp, "conv": conv, "transformer": transformer, "idle": lambda _: Idle(), "caches": CachesTable}
 
 
 class Odd(nn.Module):
@@ -105,23 +68,9 @@ def recorded() -> Iterator[list[Standin]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("training", "fusion"):
-            patch.setattr(f"weft.tune.{module}.trainer.recorder", recorder)
+            patch.setattr(f"weft.tune.{module}.trainer.make_recorder", recorder)
         yield found
     assert all(one.closed for one in found)
-
-
-class Caches(nn.Module):
-    """Makes in its first forward what it needs in all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.places = nn.Linear(64, 10), torch.zeros(0)
-
-    def forward(self, image: Tensor) -> Tensor:
-        if not len(self.places):
-            self.places = torch.linspace(0, 1, 64)
-        out: Tensor = self.head(image.flatten(1) + self.places)
-        return out
 
 
 @pytest.fixture(scope="module")
@@ -167,28 +116,29 @@ def check_same(one: Any, other: Any) -> None:
         assert torch.equal(tensor, wanted[name]), name
 
 
-@pytest.mark.parametrize("fit", [None, cut(6), cut(4)], ids=["whole", "6, 6 and 4", "four of 4"])
-@pytest.mark.parametrize("model", [mlp, conv, transformer, lambda _: Idle(), lambda _: Caches()], ids=MODELS)
-def test_replayed_steps_have_the_bits_of_steps_that_run_as_they_are(
-    model: Any, fit: Fit | None, data: Data, tmp_path: Path
+@pytest.mark.parametrize(
+    ("model", "micro", "graphs"), [*((name, 16, 1) for name in MODELS), ("mlp", 4, 3), ("conv", 6, 3), ("idle", 6, 3)]
+)
+def test_replayed_steps_have_the_bits_of_steps_that_run_eagerly(
+    model: str, micro: int, graphs: int, data: Data, tmp_path: Path
 ) -> None:
-    one = trial_config(recipe(data, model, microbatch_batchnorm=True, lr_schedule="cosine"), {})
+    fit = None if micro == 16 else cut(micro)
+    one = trial_config(recipe(data, MODELS[model], microbatch_batchnorm=True, lr_schedule="cosine"), {})
     wanted = run(one, tmp_path / "plain", fit)
     with recorded() as made:
         check_same(run(one, tmp_path / "replayed", fit), wanted)
     assert len(made) == 1
-    assert made[0].captures == (1 if fit is None else 3)  # labels of every other part of 4 lie across a boundary
-    assert made[0].replays == (STEPS - OBSERVED) * (1 if fit is None else fit.accumulate)
+    assert made[0].captures == graphs
+    assert made[0].replays == (STEPS - WARM_UP_STEPS) * (1 if fit is None else fit.microbatches)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop"])
+@pytest.mark.parametrize(("optimizer", "precision"), [("sgd", "bf16"), ("rmsprop", "fp32")])
 def test_any_optimizer_and_precision_is_replayed(optimizer: str, precision: str, data: Data, tmp_path: Path) -> None:
     one = trial_config(recipe(data, mlp, optimizer=optimizer, precision=precision), {})
     wanted = run(one, tmp_path / "plain")
     with recorded() as made:
         check_same(run(one, tmp_path / "replayed"), wanted)
-    assert made[0].replays == STEPS - OBSERVED
+    assert made[0].replays == STEPS - WARM_UP_STEPS
 
 
 class Killed(Exception):
@@ -211,11 +161,11 @@ def test_a_trial_that_is_killed_goes_on_from_its_checkpoint_and_is_captured_agai
     assert resumed.losses == wanted[0].losses
     assert resumed.values == wanted[0].values
     assert all(torch.equal(tensor, wanted[1][name]) for name, tensor in tensors.items())
-    assert [one.replays for one in made] == [10 - OBSERVED, 15 - OBSERVED]  # from the checkpoint of step 5
+    assert [one.replays for one in made] == [10 - WARM_UP_STEPS, 15 - WARM_UP_STEPS]  # from the checkpoint of step 5
 
 
 @pytest.mark.parametrize("how", ["counts", "keeps", "draws", "draws globally"])
-def test_a_model_that_changes_on_the_host_runs_as_it_is(
+def test_a_model_that_changes_on_the_host_runs_eagerly(
     how: str, data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = trial_config(recipe(data, lambda _: Odd(how)), {})
@@ -258,13 +208,13 @@ def test_what_judges_a_trial_must_keep_no_tensor(data: Data, tmp_path: Path, mon
     monkeypatch.setattr(Standin, "keeps", 1)
     with recorded() as made:
         run(trial_config(recipe(data, mlp), {}), tmp_path)
-    assert made[0].replays == 5 - OBSERVED  # up to the first report
+    assert made[0].replays == 5 - WARM_UP_STEPS  # up to the first report
 
 
 @pytest.mark.parametrize(
     ("fields", "fit"),
     [
-        ({"steps": LEAST - 1, "report_every": None}, None),
+        ({"steps": MIN_STEPS - 1, "report_every": None}, None),
         ({"cuda_graphs": False}, None),
         ({}, Fit("recompute", 16, 1, 1, 0, None, "")),
         ({}, Fit("offload", 16, 1, 1, 0, None, "")),
@@ -294,11 +244,11 @@ def summed(batch: Any, carried: Any) -> Any:
     return found, [found.clone() if carried is None else carried[0].add_(found)]
 
 
-def made_of(function: Any, recorder: Any) -> Captured:
-    return Captured(function, recorder, nn.Linear(1, 1), cross_entropy, lambda problem: None)
+def made_of(function: Any, recorder: Any) -> GraphedStep:
+    return GraphedStep(function, recorder, nn.Linear(1, 1), cross_entropy, lambda problem: None)
 
 
-def test_batches_that_change_their_shape_run_as_they_are() -> None:
+def test_batches_that_change_their_shape_run_eagerly() -> None:
     recorder: Any = Standin()
     captured = made_of(doubled, recorder)
     for step, size in enumerate((3, 3, 3, 3, 5, 3)):
@@ -310,11 +260,11 @@ def test_batches_that_change_their_shape_run_as_they_are() -> None:
     assert recorder.closed
 
 
-def test_a_step_of_many_kinds_of_micro_batches_runs_as_it_is() -> None:
-    for kinds, replays in ((KINDS, KINDS), (KINDS + 1, 0)):
+def test_a_step_of_many_kinds_of_micro_batches_runs_eagerly() -> None:
+    for kinds, replays in ((MAX_GRAPHS, MAX_GRAPHS), (MAX_GRAPHS + 1, 0)):
         recorder: Any = Standin()
         captured = made_of(summed, recorder)
-        for _ in range(OBSERVED + 1):
+        for _ in range(WARM_UP_STEPS + 1):
             carried = None
             for size in range(1, kinds + 1):
                 loss, carried = captured({"x": torch.ones(size)}, carried)
@@ -326,7 +276,7 @@ def test_a_step_of_many_kinds_of_micro_batches_runs_as_it_is() -> None:
 def test_gradients_that_are_not_added_in_place_cannot_be_replayed() -> None:
     recorder: Any = Standin()
     captured = made_of(lambda batch, carried: (batch["x"].sum(), [torch.ones(2)]), recorder)
-    for _ in range(OBSERVED + 1):
+    for _ in range(WARM_UP_STEPS + 1):
         carried = None
         for value in (1.0, 2.0, 3.0):
             loss, carried = captured({"x": torch.full((1,), value)}, carried)
@@ -337,7 +287,7 @@ def test_gradients_that_are_not_added_in_place_cannot_be_replayed() -> None:
 def test_recurrent_layers_that_drop_are_refused() -> None:
     for layers, dropout, closed in ((2, 0.1, True), (2, 0.0, False)):
         recorder: Any = Standin()
-        Captured(doubled, recorder, nn.GRU(2, 2, layers, dropout=dropout), cross_entropy, lambda problem: None)
+        GraphedStep(doubled, recorder, nn.GRU(2, 2, layers, dropout=dropout), cross_entropy, lambda problem: None)
         assert recorder.closed == closed
 
 
@@ -346,64 +296,69 @@ def test_recurrent_layers_that_drop_are_refused() -> None:
 def test_a_copy_lies_as_its_original_does(dtype: torch.dtype, start: int) -> None:
     whole = torch.arange(60).reshape(6, 10).to(dtype)
     for tensor in (whole[start:], whole.t()[start:], whole[start:, ::2]):
-        copy = _alike(tensor, 64).copy_(tensor)
+        copy = empty_aligned_like(tensor, 64).copy_(tensor)
         assert copy.stride() == tensor.stride()
         assert copy.data_ptr() % 64 == tensor.data_ptr() % 64
         assert torch.equal(copy, tensor)
 
 
-def test_what_a_forward_leaves_alone_is_seen_as_the_same() -> None:
-    model = conv({})
-    before = ModuleState(model, cross_entropy, host())
-    model(torch.randn(3, 1, 8, 8)).sum().backward()  # running statistics are written into, where they lie
-    assert ModuleState(model, cross_entropy, host()) == before
-    loss = nn.CrossEntropyLoss()
-    before = ModuleState(model, loss, host())
-    loss.label_smoothing = 0.1
-    assert ModuleState(model, loss, host()) != before
-    before = ModuleState(model, loss, host())
-    model[1].running_mean = torch.zeros(4)
-    assert ModuleState(model, loss, host()) != before
-    before = ModuleState(model, loss, host())
+def test_a_change_of_what_a_module_or_its_loss_holds_is_seen() -> None:
+    model, loss = conv({}), nn.CrossEntropyLoss()
     model.extra = [lambda: 0, {"a": (1, 2)}]  # type: ignore[assignment]
-    assert ModuleState(model, loss, host()) != before
-    before = ModuleState(model, loss, host())
-    assert ModuleState(model, loss, host()) == before
-    model.extra[1]["a"] = (1, 3)  # type: ignore[index,operator]
-    assert ModuleState(model, loss, host()) != before
-    model.extra = (one for one in ())  # type: ignore[assignment]  # nobody can tell where it stands
-    assert ModuleState(model, loss, host()) != ModuleState(model, loss, host())
+
+    def state() -> ModuleState:
+        return ModuleState(model, loss, host())
+
+    def replace_buffer() -> None:
+        model[1].running_mean = torch.zeros(4)
+
+    before = state()
+    model(torch.randn(3, 1, 8, 8)).sum().backward()  # running statistics are written into, where they lie
+    assert state() == before
+    for change in (
+        lambda: setattr(loss, "label_smoothing", 0.1),
+        replace_buffer,
+        lambda: model.extra[1].update(a=(1, 3)),  # type: ignore[index,operator]
+        lambda: setattr(model, "extra", (one for one in ())),  # nobody can tell where it stands
+    ):
+        before = state()
+        change()
+        assert state() != before
 
 
-def fused(settings: list[TrialConfig], folder: Path, fit: Fit | None, pruned: Any = ()) -> tuple[dict[int, Any], Any]:
+def run_fused(
+    configs: list[TrialConfig], folder: Path, fit: Fit | None, pruned: Any = ()
+) -> tuple[dict[int, Any], Any]:
     found: dict[int, Any] = {}
-    folders = [folder / str(lane) for lane in range(len(settings))]
-    report = lambda lane, step, values: (lane, step) in pruned  # noqa: E731
-    train_fused(settings, fit, device="cpu", directories=folders, report=report, ended=found.__setitem__)
-    return found, [kept(folder) for lane, folder in enumerate(folders) if found[lane] != "pruned"]
+    folders = [folder / str(trial) for trial in range(len(configs))]
+    report = lambda trial, step, values: (trial, step) in pruned  # noqa: E731
+    train_fused(configs, fit, device="cpu", directories=folders, report=report, ended=found.__setitem__)
+    return found, [kept(folder) for trial, folder in enumerate(folders) if found[trial] != "pruned"]
 
 
-@pytest.mark.parametrize("fit", [None, cut(6)], ids=["whole", "6, 6 and 4"])
-@pytest.mark.parametrize("model", [mlp, conv, transformer])
-def test_fused_lanes_are_replayed_with_the_same_bits(model: Any, fit: Fit | None, data: Data, tmp_path: Path) -> None:
-    told = recipe(data, model, steps=20, report_every=5, microbatch_batchnorm=True, optimizer="sgd")
-    for alike in (False, True) if model is mlp else (False,):
-        own = [{"lr": 0.02 * (lane + 1), "dropout": 0.1 * lane, "seed": 0 if alike else lane} for lane in range(3)]
-        settings = [trial_config(replace(told, optimizer_options={"momentum": 0.9}), params) for params in own]
-        wanted = fused(settings, tmp_path / f"plain{alike}", fit, {(1, 10)})
-        with recorded() as made:
-            found = fused(settings, tmp_path / f"replayed{alike}", fit, {(1, 10)})
-        assert found[0][1] == wanted[0][1] == "pruned"
-        for lane in (0, 2):
-            assert found[0][lane].losses == wanted[0][lane].losses
-            assert found[0][lane].values == wanted[0][lane].values
-        for mine, its in zip(found[1], wanted[1], strict=True):
-            assert mine.keys() == its.keys()
-            assert all(torch.equal(tensor, its[name]) for name, tensor in mine.items())
-        parts = 1 if fit is None else fit.accumulate
-        assert [(one.captures, one.replays) for one in made] == [
-            (parts, (10 - OBSERVED) * parts)
-        ] * 2  # anew once a lane has left
+@pytest.mark.parametrize(
+    ("model", "micro", "alike"), [(mlp, 16, False), (mlp, 6, True), (conv, 16, False), (transformer, 6, False)]
+)
+def test_fused_trials_are_replayed_with_the_same_bits(
+    model: Any, micro: int, alike: bool, data: Data, tmp_path: Path
+) -> None:
+    fit = None if micro == 16 else cut(micro)
+    one = recipe(data, model, steps=20, microbatch_batchnorm=True, optimizer="sgd", optimizer_options={"momentum": 0.9})
+    own = [{"lr": 0.02 * (trial + 1), "dropout": 0.1 * trial, "seed": 0 if alike else trial} for trial in range(3)]
+    configs = [trial_config(one, params) for params in own]
+    wanted = run_fused(configs, tmp_path / "plain", fit, {(1, 10)})
+    with recorded() as made:
+        found = run_fused(configs, tmp_path / "replayed", fit, {(1, 10)})
+    assert found[0][1] == wanted[0][1] == "pruned"
+    for trial in (0, 2):
+        assert found[0][trial].losses == wanted[0][trial].losses
+        assert found[0][trial].values == wanted[0][trial].values
+    for mine, its in zip(found[1], wanted[1], strict=True):
+        assert mine.keys() == its.keys()
+        assert all(torch.equal(tensor, its[name]) for name, tensor in mine.items())
+    parts = 1 if fit is None else fit.microbatches
+    figures = [(one.captures, one.replays) for one in made]
+    assert figures == [(parts, (10 - WARM_UP_STEPS) * parts)] * 2  # anew once a trial has left
 
 
 def test_what_one_pool_has_free_the_other_cannot_use() -> None:
@@ -417,22 +372,22 @@ def test_what_one_pool_has_free_the_other_cannot_use() -> None:
         phases=("setup", "forward", "backward", "optimizer"),
     )
     assert replay(tape).reserved == (20 + 40 + 30) * mib  # weights share a segment of 20
-    assert reserved_apart(tape, AllocatorConfig()) == (20 + 40 + 30 + 40) * mib
+    assert reserved_in_two_pools(tape, AllocatorConfig()) == (20 + 40 + 30 + 40) * mib
 
 
 def test_a_captured_trial_is_given_the_memory_of_its_graphs(data: Data) -> None:
     one = trial_config(recipe(data, mlp, batch_size=256), {})
-    short, plain = (replace(one, steps=LEAST - 1), replace(one, cuda_graphs=False))
-    needs = [step_memory(each, "whole", "h200", accumulate=False).at(256) for each in (one, short, plain)]
+    short, plain = (replace(one, steps=MIN_STEPS - 1), replace(one, cuda_graphs=False))
+    needs = [step_memory(each, "whole", "h200", accumulate=False).bytes_at(256) for each in (one, short, plain)]
     assert needs[0] > needs[1] == needs[2]
-    assert step_memory(one, "recompute", "h200", accumulate=False).at(256) == step_memory(
+    assert step_memory(one, "recompute", "h200", accumulate=False).bytes_at(256) == step_memory(
         plain, "recompute", "h200", accumulate=False
-    ).at(256)
+    ).bytes_at(256)
 
 
 def test_the_largest_micro_batch_is_the_largest_that_fits(data: Data) -> None:
     found = step_memory(trial_config(recipe(data, mlp, batch_size=512), {}), "whole", "h200", accumulate=True)
-    room = found.at(200)
+    room = found.bytes_at(200)
     largest = found.largest(room)
     assert largest >= 200
-    assert found.at(largest) <= room < found.at(largest + 1)
+    assert found.bytes_at(largest) <= room < found.bytes_at(largest + 1)

@@ -18,7 +18,7 @@ from weft.runs import Checkpoints
 from weft.tune.fusion.trainer import train_fused
 from weft.tune.jobs import Fit
 from weft.tune.recipe import Recipe, TrialConfig, trial_config
-from weft.tune.training.cuda_graphs import Graphs
+from weft.tune.training.cuda_graphs import GraphRecorder
 from weft.tune.training.memory_limit import OutOfMemory
 from weft.tune.training.trainer import Result, train
 from weft.utils.rng import generator
@@ -113,14 +113,14 @@ def data() -> Data:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One entry for each capture that succeeded."""
     found: list[str] = []
-    capture = Graphs.capture
+    capture = GraphRecorder.capture
 
-    def counting(self: Graphs, function: Any) -> Any:
+    def counting(self: GraphRecorder, function: Any) -> Any:
         result = capture(self, function)
         found.append("captured")
         return result
 
-    monkeypatch.setattr(Graphs, "capture", counting)
+    monkeypatch.setattr(GraphRecorder, "capture", counting)
     return found
 
 

@@ -11,40 +11,40 @@ from weft.tune.fit.correction import MemoryCorrection
 def test_a_shape_that_ran_before_needs_what_it_needed() -> None:
     correction = MemoryCorrection(repeat=0.0)
     for peak in (1300, 1800, 1600):
-        correction.observed(1000, peak, shape="s")
-    assert correction.corrected(1000, shape="s") == 1800
+        correction.on_finished(1000, peak, shape="s")
+    assert correction.apply(1000, shape="s") == 1800
 
 
 def test_what_took_less_than_its_estimate_does_not_lower_the_next_one() -> None:
     correction = MemoryCorrection()
     for _ in range(5):
-        correction.observed(1000, 500, shape="s", family="f")
-    assert correction.corrected(1000, shape="s", family="f") == 1000
-    assert correction.corrected(1000, shape="new", family="f") == 1000
+        correction.on_finished(1000, 500, shape="s", family="f")
+    assert correction.apply(1000, shape="s", family="f") == 1000
+    assert correction.apply(1000, shape="new", family="f") == 1000
 
 
 def test_a_family_is_raised_by_its_worst_trial_at_once() -> None:
     correction = MemoryCorrection(margin=0.0)
     for peak in (90, 130, 80):
-        correction.observed(100, peak, family="f")
-    assert correction.corrected(1000, family="f") == 1300
-    assert correction.corrected(1000, family="other") == 1000
+        correction.on_finished(100, peak, family="f")
+    assert correction.apply(1000, family="f") == 1300
+    assert correction.apply(1000, family="other") == 1000
 
 
 def test_one_that_exceeded_is_tried_again_with_more_each_time() -> None:
     correction = MemoryCorrection(growth=1.5)
-    assert correction.exceeded(100, 100, shape="s", family="f") == 150
-    assert correction.corrected(100, shape="s") == 150
-    assert correction.exceeded(100, 150, needed=400, shape="s", family="f") == 400
-    assert correction.corrected(100, shape="s", family="f") >= 400
-    assert correction.corrected(100, shape="new", family="f") >= 400
+    assert correction.on_oom(100, 100, shape="s", family="f") == 150
+    assert correction.apply(100, shape="s") == 150
+    assert correction.on_oom(100, 150, needed=400, shape="s", family="f") == 400
+    assert correction.apply(100, shape="s", family="f") >= 400
+    assert correction.apply(100, shape="new", family="f") >= 400
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)), min_size=1, max_size=20))
 def test_no_shape_or_family_is_given_less_than_it_was_seen_to_take(seen: list[tuple[int, int]]) -> None:
     correction = MemoryCorrection()
     for estimate, peak in seen:
-        correction.observed(estimate, peak, shape="s", family="f")
+        correction.on_finished(estimate, peak, shape="s", family="f")
     estimate, peak = seen[-1]
-    assert correction.corrected(estimate, shape="s") >= max(peak for _, peak in seen)
-    assert correction.corrected(estimate, family="f") >= peak
+    assert correction.apply(estimate, shape="s") >= max(peak for _, peak in seen)
+    assert correction.apply(estimate, family="f") >= peak

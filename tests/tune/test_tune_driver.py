@@ -21,7 +21,7 @@ from weft.errors import SpaceError, TuneError
 from weft.runs import Events
 from weft.tune import Device, Job, Recipe, StudyResult, StudySpec
 from weft.tune.devices import parse_devices
-from weft.tune.fit.fit import Requirements, architecture_key, groups
+from weft.tune.fit.fit import Requirements, architecture_key, fusion_groups
 from weft.tune.jobs import Ended, Event, Fit, Lost, Reported
 from weft.tune.pending import PendingJob, RunOptions, alike
 from weft.tune.progress import StudyProgress, TrialProgress
@@ -151,18 +151,20 @@ def test_an_out_of_memory_trial_is_tried_again_with_the_whole_device_and_then_fa
 
 
 def test_trials_are_fused_by_shape_within_a_block_and_never_beyond_what_a_device_holds() -> None:
-    alike = {number: Requirements(10, shape="a") for number in range(5)}
-    assert groups(alike, 100) == [(0, 1, 2, 3, 4)]
-    assert groups(alike, 50) == [(0, 1), (2, 3), (4,)]
-    assert groups(alike, None) == [(0, 1, 2, 3, 4)]
-    assert groups({**alike, 2: Requirements(10, shape="b")}, 100) == [(0, 1, 3, 4), (2,)]
-    assert groups({0: Requirements(10), 1: Requirements(10)}, 100) == [(0,), (1,)]
+    alike = {number: Requirements(10, fusion_key="a") for number in range(5)}
+    assert fusion_groups(alike, 100) == [(0, 1, 2, 3, 4)]
+    assert fusion_groups(alike, 50) == [(0, 1), (2, 3), (4,)]
+    assert fusion_groups(alike, None) == [(0, 1, 2, 3, 4)]
+    assert fusion_groups({**alike, 2: Requirements(10, fusion_key="b")}, 100) == [(0, 1, 3, 4), (2,)]
+    assert fusion_groups({0: Requirements(10), 1: Requirements(10)}, 100) == [(0,), (1,)]
 
 
 def test_what_a_split_trial_took_says_nothing_of_others() -> None:
     split = Fit("split", 4, 1, 2, 10, None, "")
     families = [
-        alike(PendingJob({number: {} for number in range(lanes)}, Requirements(10, fit, kind="k")))["family"]
+        alike(PendingJob({number: {} for number in range(lanes)}, Requirements(10, fit, architecture_key="k")))[
+            "family"
+        ]
         for lanes, fit in ((1, None), (2, None), (1, split))
     ]
     assert families == ["alone", "fused", "split"]
@@ -185,7 +187,8 @@ def test_trials_wait_for_those_of_their_kind_and_not_for_others_whose_need_is_un
         )
         trials = [{"lr": 0.1 * (1 + n), "width": 8 if n % 2 else 16} for n in range(4)]
         known = {
-            n: Requirements(10 + n, shape=f"of {p['width']}", kind=architecture_key(p)) for n, p in enumerate(trials)
+            n: Requirements(10 + n, fusion_key=f"of {p['width']}", architecture_key=architecture_key(p))
+            for n, p in enumerate(trials)
         }
         board.rows = {n: TrialProgress(n, params) for n, params in enumerate(trials)}
         driver._newest = 3
@@ -231,7 +234,7 @@ class Narrow(Patient):
 
     def start(self, job: Job) -> None:
         fit = job.fit
-        if fit is None or fit.way not in self.beyond:
+        if fit is None or fit.strategy not in self.beyond:
             super().start(job)
             return
         self.started.append(job)
@@ -289,25 +292,25 @@ def test_trials_that_fit_only_with_activations_on_the_host_are_never_fused(
     found, executor = run_recipe(tmp_path, objectives.waves, memory, trials, RunOptions(fuse=2))
     assert [job.trials for job in executor.started] == jobs  # each once: none was out of memory
     for one in found:
-        assert (one.state, one.notes["fit"]["way"]) == ("complete", way)
+        assert (one.state, one.notes["fit"]["strategy"]) == ("complete", way)
         assert one.notes["fit"]["memory"] < memory / 32
 
 
 def test_a_split_trial_that_takes_more_than_a_device_has_is_tried_with_activations_on_the_host(tmp_path: Path) -> None:
     trials = [{"width": 1, "lr": 0.1}]
     (one,), executor = run_recipe(tmp_path, objectives.waves, WAVES, trials, RunOptions(), Narrow)
-    assert [job.fit.way for job in executor.started if job.fit] == ["split", "offload"]
+    assert [job.fit.strategy for job in executor.started if job.fit] == ["split", "offload"]
     assert len({job.id for job in executor.started}) == 2
-    assert (one.state, one.notes["fit"]["way"], one.notes["attempts"]) == ("complete", "offload", 2)
+    assert (one.state, one.notes["fit"]["strategy"], one.notes["attempts"]) == ("complete", "offload", 2)
     assert one.notes["fit"]["why"].startswith("split over 2 devices, it took more than")
     alone, _ = tmp_path / "alone", (tmp_path / "alone").mkdir()
     (other,), _ = run_recipe(alone, objectives.waves, WAVES, trials, RunOptions())
-    assert (other.notes["fit"]["way"], other.values) == ("offload", one.values)
+    assert (other.notes["fit"]["strategy"], other.values) == ("offload", one.values)
 
 
 def test_a_trial_that_took_too_much_in_every_way_is_refused_with_the_figures(tmp_path: Path) -> None:
     (one,), executor = run_recipe(tmp_path, objectives.waves, WAVES, [{"width": 1, "lr": 0.1}], RunOptions(), Narrower)
-    assert [job.fit.way for job in executor.started if job.fit] == ["split", "offload"]
+    assert [job.fit.strategy for job in executor.started if job.fit] == ["split", "offload"]
     assert one.state == "failed"
     assert "fits nowhere, with 2 devices of" in one.notes["error"]
     assert "with activations on the host, it took more than" in one.notes["error"]

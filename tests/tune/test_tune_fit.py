@@ -21,7 +21,7 @@ from weft.tune.fit.fit import MARGIN, fit
 from weft.tune.fit.peaks import step_memory
 from weft.tune.recipe import Recipe, TrialConfig, trial_config
 from weft.tune.training.memory_limit import OutOfMemory
-from weft.tune.training.trainer import Whole, train
+from weft.tune.training.trainer import TrialOptimizer, train
 
 KIB, BATCH = 2**10, 64
 
@@ -54,16 +54,16 @@ def needed(made: TrialConfig) -> int:
 
 def test_what_fits_is_left_whole() -> None:
     found = fit(candidate(), 1, 2**30, "cpu")
-    assert (found.way, found.micro_batch, found.accumulate, found.degree) == ("whole", BATCH, 1, 1)
+    assert (found.strategy, found.micro_batch, found.microbatches, found.devices) == ("whole", BATCH, 1, 1)
 
 
 def test_a_batch_that_does_not_fit_is_cut_into_as_few_equal_parts_as_fit() -> None:
     whole = needed(candidate())
     found = fit(candidate(), 1, int(whole * 0.8), "cpu")
-    assert found.way == "accumulate"
-    assert found.micro_batch * found.accumulate >= BATCH > found.micro_batch * (found.accumulate - 1)
+    assert found.strategy == "accumulate"
+    assert found.micro_batch * found.microbatches >= BATCH > found.micro_batch * (found.microbatches - 1)
     assert found.memory <= whole * 0.8 * (1 - MARGIN)
-    assert "the whole batch, 64 samples, it takes" in found.why
+    assert "the whole batch, 64 samples, it takes" in found.explanation
 
 
 def test_less_memory_never_gives_a_larger_micro_batch() -> None:
@@ -71,7 +71,7 @@ def test_less_memory_never_gives_a_larger_micro_batch() -> None:
     sizes = []
     for share in (1.2, 0.9, 0.8, 0.7, 0.6, 0.5):
         found = fit(candidate(), 1, int(whole * share), "cpu")
-        if found.way in ("whole", "accumulate"):
+        if found.strategy in ("whole", "accumulate"):
             sizes.append(found.micro_batch)
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) > 2
@@ -183,7 +183,7 @@ def test_judging_that_takes_more_than_a_step_counts_on_a_gpu(precision: str, ste
     def at(model: Any, samples: int = 4096, **changed: Any) -> int:
         given = {"steps": steps, "batch_size": 4096, "precision": precision, **changed}
         recipe = Recipe(model=model, data=many, loss=loss, optimizer="adamw", **given)
-        return step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=False).at(samples)
+        return step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=False).bytes_at(samples)
 
     mib, more = 2**20, 16 * 2**20 if precision == "bf16" else 0
     assert at(untold) + 28 * mib <= at(views) <= at(untold) + 36 * mib + more  # segments are rounded
@@ -194,7 +194,7 @@ def test_judging_that_takes_more_than_a_step_counts_on_a_gpu(precision: str, ste
 def test_no_micro_batch_is_larger_than_what_can_be_judged() -> None:
     recipe = Recipe(model=views, data=many, loss=loss, steps=8, batch_size=4096)
     found = step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=True)
-    room = found.at(1000)
+    room = found.bytes_at(1000)
     largest = found.largest(room)
     assert 1000 <= largest < 4096
     assert found.fits(largest, room)
@@ -213,7 +213,7 @@ def test_a_candidate_is_traced_once_for_judging_however_many_ways_are_tried() ->
     made = trial_config(Recipe(model=lambda params: Seen(), data=many, loss=loss, steps=8, batch_size=4096), {})
     for way in ("whole", "recompute", "offload"):
         for accumulate in (False, True):
-            step_memory(made, way, "h200", accumulate=accumulate).at(4096)
+            step_memory(made, way, "h200", accumulate=accumulate).bytes_at(4096)
     assert seen == [4096, 4096]  # two steps of one trace
 
 
@@ -276,7 +276,7 @@ def test_models_that_read_values_as_they_are_built_are_estimated(model: Any, tmp
     done = train(made, found, device="cpu", memory=found.memory, directory=tmp_path, report=lambda *_: False)
     assert done.peak is not None
     assert done.peak <= found.memory <= done.peak + 8 * KIB
-    assert fit(made, 1, 2**30, "h200").way == "whole"
+    assert fit(made, 1, 2**30, "h200").strategy == "whole"
 
 
 def complex_weights(params: Mapping[str, Any]) -> nn.Module:
@@ -287,9 +287,9 @@ def complex_weights(params: Mapping[str, Any]) -> nn.Module:
 
 def test_complex_weights_have_an_optimizer_that_takes_them() -> None:
     made = trial_config(Recipe(model=complex_weights, data=data, loss=loss, steps=3, batch_size=BATCH), {})
-    updater = Whole(made.optimizer, dict(made.build().named_parameters()))
+    updater = TrialOptimizer(made.optimizer, dict(made.build().named_parameters()))
     assert not any(group.get("fused") for group in updater.optimizer(updater.parameters["turn"])[0].param_groups)
-    assert [fit(made, 1, 2**30, kind).way for kind in ("cpu", "h200")] == ["whole", "whole"]
+    assert [fit(made, 1, 2**30, kind).strategy for kind in ("cpu", "h200")] == ["whole", "whole"]
 
 
 def test_recomputing_comes_before_splitting_and_after_micro_batches() -> None:
@@ -299,7 +299,7 @@ def test_recomputing_comes_before_splitting_and_after_micro_batches() -> None:
     whole = needed(made)
     for share in (1.1, 0.9, 0.8):
         try:
-            ways.append(fit(made, 1, int(whole * share), "cpu").way)
+            ways.append(fit(made, 1, int(whole * share), "cpu").strategy)
         except TuneError:
             ways.append("none")
     assert ways[0] == "whole"
@@ -311,7 +311,7 @@ def test_batch_norms_forbid_micro_batches_unless_asked_for() -> None:
     memory = int(needed(made) * 0.8)
     with pytest.raises(TuneError, match=r"batch norm '1' forbids micro-batches"):
         fit(replace(made, microbatch_batchnorm=False), 1, int(memory * 0.5), "cpu")
-    assert fit(replace(made, microbatch_batchnorm=True), 1, memory, "cpu").way == "accumulate"
+    assert fit(replace(made, microbatch_batchnorm=True), 1, memory, "cpu").strategy == "accumulate"
 
 
 def test_a_candidate_that_fits_nowhere_is_refused_with_the_figures() -> None:
@@ -325,9 +325,9 @@ def test_what_does_not_fit_one_device_is_split_over_two() -> None:
     made = candidate(width=256)
     whole = needed(made)
     found = fit(made, 2, int(whole * 0.62), "cpu")
-    assert (found.way, found.degree) == ("split", 2)
+    assert (found.strategy, found.devices) == ("split", 2)
     assert found.plan is not None
-    assert "split over 2 devices" in found.why
+    assert "split over 2 devices" in found.explanation
 
 
 class Counter(nn.Module):
@@ -381,10 +381,10 @@ def test_a_model_that_keeps_what_no_graph_holds_is_not_split_and_told_why(part: 
     memory, build = int(needed(made) * 0.62), made.model
     made = replace(made, model=lambda params: nn.Sequential(build(params)[0], part(), *build(params)[1:]))
     if name is None:
-        assert fit(made, 2, memory, "cpu").way == "split"
+        assert fit(made, 2, memory, "cpu").strategy == "split"
         return
     with pytest.raises(TuneError, match=rf"it cannot be split: {name} of its model changes as it trains") as refused:
-        raise TuneError(fit(made, 2, memory, "cpu").why)  # whether it fits another way or nowhere
+        raise TuneError(fit(made, 2, memory, "cpu").explanation)  # whether it fits another way or nowhere
     assert "split over" not in str(refused.value)
 
 
@@ -400,7 +400,7 @@ def test_what_took_more_than_its_fit_goes_on_down_the_list_and_ends_with_the_fig
             refused = str(problem)
             continue
         assert found == fit(candidate(width=256), 4, memory, "cpu", after)
-        ways.append((found.way, found.degree))
+        ways.append((found.strategy, found.devices))
         after = ways[-1]
     assert "fits nowhere, with 4 devices" in refused
     assert "it took more than" in refused
@@ -413,10 +413,10 @@ def test_a_split_candidate_with_batch_norms_has_one_micro_batch_unless_asked_for
     made = candidate(width=256, norm=True)
     memory = int(needed(made) * 0.7)
     found = fit(made, 2, memory, "cpu")
-    assert (found.way, found.degree, found.accumulate, found.micro_batch) == ("split", 2, 1, BATCH)
+    assert (found.strategy, found.devices, found.microbatches, found.micro_batch) == ("split", 2, 1, BATCH)
     assert found.plan is not None
     assert found.plan["microbatches"] == 1
-    assert fit(replace(made, microbatch_batchnorm=True), 2, memory, "cpu").accumulate > 1
+    assert fit(replace(made, microbatch_batchnorm=True), 2, memory, "cpu").microbatches > 1
     with pytest.raises(TuneError, match=r"over 2 devices, where batch norm '1' forbids micro-batches: no plan fits"):
         fit(made, 2, int(memory * 0.75), "cpu")
 
@@ -445,20 +445,20 @@ def test_on_a_gpu_large_trials_of_many_steps_get_the_micro_batch_of_those_of_few
     few, many = found
     most = few.largest(room)
     assert many.largest(room) == most
-    assert few.at(most) > room  # by giving back
+    assert few.bytes_at(most) > room  # by giving back
     assert many.fits(most, room)
     assert not many.fits(round(1.02 * most), room)
     small = 2**29
-    assert many.at(many.largest(small)) <= small < few.at(few.largest(small))
+    assert many.bytes_at(many.largest(small)) <= small < few.bytes_at(few.largest(small))
 
 
 def test_on_a_gpu_a_batch_that_fits_by_giving_back_is_left_whole() -> None:
     recipe = Recipe(model=convolutions, data=images, loss=loss, steps=300, batch_size=1024)
     found = step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=False)
-    memory = int((found.at(1024) - 2**20 + found.context) / (1 - MARGIN))
+    memory = int((found.bytes_at(1024) - 2**20 + found.context) / (1 - MARGIN))
     fitted = fit(trial_config(recipe, {}), 1, memory, "h200")
-    assert (fitted.way, fitted.micro_batch) == ("whole", 1024)
-    assert fitted.memory <= memory * (1 - MARGIN) - found.context < found.at(1024)
+    assert (fitted.strategy, fitted.micro_batch) == ("whole", 1024)
+    assert fitted.memory <= memory * (1 - MARGIN) - found.context < found.bytes_at(1024)
 
 
 class Noisy(nn.Module):

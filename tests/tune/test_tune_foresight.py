@@ -137,7 +137,7 @@ def test_a_model_whose_shapes_depend_on_data_has_a_device_to_itself(kind: str) -
     place = DeviceClass(2**33, 1, kind, True)
     here = found(terms(model=objectives.experts), {}, place)
     assert isinstance(here, Requirements)
-    assert (here.memory, here.fit, here.shape) == (None, None, None)
+    assert (here.memory, here.fit, here.fusion_key) == (None, None, None)
     assert here.note.startswith("not estimated: the step cannot be traced without data: DynamicOutputShapeException")
     foresight = EstimatorPool(terms(model=objectives.experts), place, processes=1)
     try:

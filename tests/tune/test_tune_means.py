@@ -15,14 +15,13 @@ from torch.nn import functional as F
 
 from weft.data import Data, Tensors
 from weft.engine.losses import cross_entropy
-from weft.engine.rng import get_rng_state
 from weft.errors import TuneError
 from weft.tune.fusion.trainer import train_fused
 from weft.tune.jobs import Fit
 from weft.tune.recipe import Recipe, TrialConfig, trial_config
 from weft.tune.training.loss_check import require_mean_loss
 from weft.tune.training.trainer import train
-from weft.utils.rng import generator
+from weft.utils.rng import generator, get_rng_state
 
 Batch = Mapping[str, Tensor]
 CPU = torch.device("cpu")
@@ -99,22 +98,19 @@ def cut(micro: int) -> Fit:
     return Fit("accumulate", micro, -(-16 // micro), 1, 0, None, "a test says so")
 
 
-@pytest.mark.parametrize("micro", [1, 3, 4, 8])
-@pytest.mark.parametrize("loss", [summed, contrast, weighted])
+@pytest.mark.parametrize(("loss", "micro"), [(summed, 1), (contrast, 3), (weighted, 4), (summed, 8)])
 def test_a_loss_that_is_no_mean_over_samples_is_refused_where_a_batch_is_cut_and_nowhere_else(
     loss: Callable[..., Any], micro: int, tmp_path: Path
 ) -> None:
     given: dict[str, Any] = {"device": "cpu", "directory": tmp_path, "report": lambda step, values: False}
-    said = f"must be a mean over samples where a batch of 16 is cut into micro-batches of {micro}: of .* samples it is"
-    with pytest.raises(TuneError, match=said) as caught:
+    with pytest.raises(TuneError, match=f"mean over samples where .* cut into micro-batches of {micro}"):
         train(trial(loss), cut(micro), **given)
-    assert "\n" not in str(caught.value)
     assert len(train(trial(loss), None, **given).losses) == 3
 
 
 def test_a_mean_over_those_samples_that_count_is_no_mean_over_samples() -> None:
     model, source = trial(of_some).build(), blobs().train
-    with pytest.raises(TuneError, match="not by that of tokens or weights"):
+    with pytest.raises(TuneError, match="tokens"):
         require_mean_loss(trial(of_some), model, source, 15, CPU)
     require_mean_loss(trial(of_some_by_samples), model, source, 15, CPU)
 
@@ -148,9 +144,7 @@ def test_looking_at_a_loss_moves_no_generator_and_changes_nothing_of_the_model()
         assert getattr(module, "count", 0) == 0
 
 
-def test_lanes_that_are_cut_refuse_such_a_loss_too(tmp_path: Path) -> None:
-    lanes = [trial(summed), trial(summed)]
-    folders = [tmp_path / str(lane) for lane in range(2)]
-    told: dict[str, Any] = {"report": lambda *_: False, "ended": lambda *_: None}
+def test_fused_trials_that_are_cut_refuse_such_a_loss_too(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"device": "cpu", "report": lambda *_: False, "ended": lambda *_: None}
     with pytest.raises(TuneError, match="must be a mean over samples"):
-        train_fused(lanes, cut(8), device="cpu", directories=folders, **told)
+        train_fused([trial(summed)] * 2, cut(8), directories=[tmp_path / "0", tmp_path / "1"], **given)

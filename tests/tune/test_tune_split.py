@@ -19,7 +19,7 @@ from weft.data import Data, digits
 from weft.errors import TuneError
 from weft.plan.planner import plan
 from weft.tune.executors.processes import open_meeting
-from weft.tune.fit.fit import AT_ONCE
+from weft.tune.fit.fit import WHOLE_GRADIENTS
 from weft.tune.fit.loss_model import LossModule, example_batch
 from weft.tune.jobs import Fit
 from weft.tune.recipe import Recipe, TrialConfig, trial_config
@@ -221,7 +221,7 @@ def test_what_a_mesh_takes_is_not_more_than_is_told(ran: list[dict[str, torch.Te
     planned = split(1, 1).plan
     assert planned is not None
     largest = max(parameter.nbytes for parameter in trial().bare().parameters())
-    told = planned["cost"]["memory"] + AT_ONCE * largest
+    told = planned["cost"]["memory"] + WHOLE_GRADIENTS * largest
     most = max(int(one["counted.peak"]) for one in ran)
     assert planned["cost"]["memory"] < most <= told <= 1.1 * most
 

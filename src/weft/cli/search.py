@@ -144,7 +144,10 @@ def _learn(settings: Config, folder: Path, resume: bool, again: str, as_json: bo
     if result["probabilities"] is not None:
         output.mixture(console, result["probabilities"])
     names = ("architecture", "run", "steps", "fingerprint")
-    picked = {"missed": "of each choice what is missed most", "likeliest": "the likeliest of the mixture"}
+    picked = {
+        "missed": "in each choice, the option whose removal raises the loss most",
+        "likeliest": "in each choice, the most probable option",
+    }
     how = {"picked": picked[result["picked"]]} if result["picked"] else {}
     scores = {name: f"{value:.6g}" for name, value in result["scores"].items()}
     output.facts(

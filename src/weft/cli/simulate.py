@@ -13,8 +13,9 @@ import typer
 from weft.cli.arguments import AsJson, Target, read_target, stage_counts
 from weft.cli.output import console, print_json
 from weft.data import Data, Loader
+from weft.data.loader import split_batch
 from weft.engine.consistency import Bounded, Consistency, Exact, Lagged
-from weft.engine.train_step import TrainStep, split
+from weft.engine.train_step import TrainStep
 from weft.errors import ConfigError, ConsistencyError, WeftError, nearest
 from weft.pipeline import simulator
 from weft.pipeline.profiler import message_bytes, profile_chain
@@ -58,7 +59,7 @@ def simulate_run(
     """
     chain = initialise(net, config.seed)
     resolved = resolve(config, chain)
-    batch = split(Loader(data.train, config.batch_size, config.seed).batch(0), config.microbatches)[0]
+    batch = split_batch(Loader(data.train, config.batch_size, config.seed).batch(0), config.microbatches)[0]
     measured = costs == "measured"
     profile: Any = profile_chain(chain, batch) if measured else dict.fromkeys(chain.layers, (1.0, 2.0))
     sizes = None if bandwidth is None else message_bytes(chain, batch)

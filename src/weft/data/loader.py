@@ -178,6 +178,24 @@ def _result(number: int, get: Callable[[], Batch]) -> Batch:
         raise DataError(f"batch {number} could not be prepared: {type(error).__name__}: {error}") from error
 
 
+def split_batch(batch: Batch, m: int) -> list[Batch]:
+    """The batch as m micro-batches of equal size, in order."""
+    if m == 1:
+        return [batch]
+    sizes = {key: len(value) if value.dim() else 0 for key, value in batch.items()}
+    size = next(iter(sizes.values()))
+    if len(set(sizes.values())) > 1:
+        raise TrainError(
+            f"the entries of a batch must have as many rows to be split into micro-batches; these have {sizes}"
+        )
+    if size % m:
+        raise TrainError(
+            f"a batch of {size} cannot be split into {m} micro-batches of equal size: use a multiple of {m}"
+        )
+    part = size // m
+    return [{key: value[j * part : (j + 1) * part] for key, value in batch.items()} for j in range(m)]
+
+
 class Batches(Protocol):
     """What gives the batches of steps in order."""
 

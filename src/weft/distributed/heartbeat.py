@@ -108,7 +108,7 @@ class Heartbeat:
         self.close()
 
     def _run(self) -> None:
-        looked = time.monotonic()
+        last_check = time.monotonic()
         while True:
             done = self._closing.is_set()
             message = self._message(done)
@@ -124,8 +124,8 @@ class Heartbeat:
                 return
             now = time.monotonic()
             # Time in which this process did not look, since it was stopped itself, says nothing about the others.
-            self._judge(moved, min(now - looked, 2 * self._period))
-            looked = now
+            self._judge(moved, min(now - last_check, 2 * self._period))
+            last_check = now
             self._closing.wait(self._period)
 
     def _message(self, done: bool) -> str:

@@ -337,7 +337,7 @@ HOST = "127.0.0.1"
 class Loopback(RendezvousHandler):
     """A rendezvous of one machine for torch elastic, whose own ones listen on every interface.
 
-    `on_start(attempt)` is called before each start of all stages and `on_round()` at every look at stages that all
+    `on_start(attempt)` is called before each start of all stages and `on_round()` at every check of stages that all
     live; what they raise ends the launch. `store` is the one of the newest start. A new server at each start is what
     torch expects of a rendezvous: keys of `init_process_group` bear no number of the attempt.
     """
@@ -386,9 +386,9 @@ class Loopback(RendezvousHandler):
         return True
 
 
-def _given(parameters: RendezvousParameters) -> RendezvousHandler:
+def _handler_of(parameters: RendezvousParameters) -> RendezvousHandler:
     handler: RendezvousHandler = parameters.get("handler")
     return handler
 
 
-rendezvous_handler_registry.register(BACKEND, _given)
+rendezvous_handler_registry.register(BACKEND, _handler_of)

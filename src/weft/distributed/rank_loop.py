@@ -146,8 +146,8 @@ class RankLoop:
 
 def _moving(worker: Worker) -> list[VersionSchedule]:
     """The schedules of layers whose backwards move on to newer weights, those that may be farthest ahead first."""
-    found = {weights.schedule for weights in worker.stage.weights.values() if weights.parameters}
-    moving = [at for at in found if at.backward_reads_newest]
+    schedules = {weights.schedule for weights in worker.stage.weights.values() if weights.parameters}
+    moving = [at for at in schedules if at.backward_reads_newest]
     return sorted(moving, key=lambda at: (-at.max_version_lag, -at.window, at.microbatches_per_update))
 
 

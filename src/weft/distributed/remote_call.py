@@ -47,14 +47,14 @@ def pickled(call: Call) -> bytes:
         )
     try:
         return _dumps(call)
-    except Exception as whole:
+    except Exception as error:
         parts: dict[str, Any] = {"the function": call.function}
         parts.update({f"argument {index}": value for index, value in enumerate(call.args)})
         parts.update({f"argument '{name}'": value for name, value in call.kwargs.items()})
-        found = _culprit(parts)
-        if found is None:
-            raise TrainError(_importable(f"the call cannot be sent to them: {whole}")) from None
-        name, value, problem = found
+        culprit = _culprit(parts)
+        if culprit is None:
+            raise TrainError(_importable(f"the call cannot be sent to them: {error}")) from None
+        name, value, problem = culprit
         raise TrainError(_importable(f"{name}, {_called(value)}, cannot be sent to them: {problem}")) from None
 
 

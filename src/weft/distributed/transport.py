@@ -7,7 +7,7 @@
 A receive is always posted, for as many bytes as the largest of the last messages had; a message is one transfer then.
 A larger one goes in two: its lengths alone, and once there is room for it, all of it. Tensors of a GPU go through
 pinned host memory, so that any number of stages can share a device; or, where every stage has a device of its own, as a
-payload ``apart`` over NCCL.
+payload of its own over NCCL.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class _Block(NamedTuple):
     payload: Tensor | None = None
 
 
-class _Room:
+class _ReceiveSize:
     """How many bytes a receive is posted for; both ends of a link follow the same messages to the same number."""
 
     def __init__(self) -> None:
         self._last: deque[int] = deque(maxlen=16)
         self.bytes = PREFIX
 
-    def saw(self, length: int) -> None:
+    def add(self, length: int) -> None:
         self._last.append(length)
         self.bytes = max(PREFIX, *self._last)
 
@@ -72,18 +72,18 @@ class _Room:
 class Transport:
     """All links of one rank; made by every rank at once, after ``init_process_group``.
 
-    ``apart`` is the backend over which tensors go from device to device, such as ``nccl``; None: through the host.
-    Each rank has a link to the next.
+    Tensors go from device to device over the ``payload_backend``, such as ``nccl``; None: through the host. Each rank
+    has a link to the next.
     """
 
-    def __init__(self, rank: int, world: int, device: torch.device, apart: str | None = None) -> None:
+    def __init__(self, rank: int, world: int, device: torch.device, payload_backend: str | None = None) -> None:
         self.device = device
         self._inbox: queue.SimpleQueue[_Block | Exception] = queue.SimpleQueue()
         self._outgoing: dict[int, _Sender] = {}
         self._receivers: list[threading.Thread] = []
         for left, right in pairwise(range(world)):
             # Every process makes every group, in one order: torch asks for it.
-            forward, backward = (_Wire.between(left, right, apart) for _ in range(2))
+            forward, backward = (_Wire.between(left, right, payload_backend) for _ in range(2))
             if rank == left:
                 self._open(right, outgoing=forward, incoming=backward)
             if rank == right:
@@ -97,18 +97,18 @@ class Transport:
     def take(self, timeout: float | None = None) -> Received | None:
         """The next message; None after ``timeout`` seconds without one (0: do not wait). Raises PeerLost."""
         try:
-            found = self._inbox.get(timeout != 0, timeout)
+            arrived = self._inbox.get(timeout != 0, timeout)
         except queue.Empty:
             return None
-        if isinstance(found, Exception):
-            raise found
-        if found.payload is not None and found.payload.is_cuda:
-            found.payload.record_stream(torch.cuda.current_stream())
+        if isinstance(arrived, Exception):
+            raise arrived
+        if arrived.payload is not None and arrived.payload.is_cuda:
+            arrived.payload.record_stream(torch.cuda.current_stream())
         # Copies to a device are issued here, by the stage itself, so that they lie on its own stream.
-        return Received(unpack(found.bytes, self.device, found.payload), found.time)
+        return Received(unpack(arrived.bytes, self.device, arrived.payload), arrived.time)
 
     def close(self) -> None:
-        """Says goodbye to the neighbours and waits until they have, so that no link breaks while it is in use."""
+        """Tells the neighbours that nothing follows and waits for their last message, so that no link breaks in use."""
         for sender in self._outgoing.values():
             sender.close()
         for thread in self._receivers:
@@ -128,13 +128,13 @@ class _Wire(NamedTuple):
     again, at every message, what was checked when the groups were made."""
 
     host: Any
-    apart: Any
+    device_group: Any
 
     @classmethod
-    def between(cls, left: int, right: int, apart: str | None) -> _Wire:
+    def between(cls, left: int, right: int, backend: str | None) -> _Wire:
         host, other = (
-            None if backend is None else dist.new_group([left, right], timeout=_FOREVER, backend=backend)
-            for backend in ("gloo", apart)
+            None if name is None else dist.new_group([left, right], timeout=_FOREVER, backend=name)
+            for name in ("gloo", backend)
         )
         return cls(host, other)
 
@@ -149,16 +149,16 @@ class _Sender:
         self._wire, self._to, self._inbox = wire, to, inbox
         self._peer = wire.peer(to)
         self._device = device
-        self._room = _Room()
+        self._receive_size = _ReceiveSize()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"weft-to-{to}", daemon=True)
         self._thread.start()
 
     def put(self, message: Message) -> int:
-        if self._wire.apart is not None:
+        if self._wire.device_group is not None:
             payload, block_of = pack_with_payload(message, self._device)
             copied = _recorded(self._device)
-            self._queue.put(lambda: self._send_apart(copied, payload, block_of))
+            self._queue.put(lambda: self._send_payload(copied, payload, block_of))
             return len(payload)
         block = pack(message, self._device.type == "cuda")
         if self._device.type == "cuda":
@@ -173,31 +173,31 @@ class _Sender:
         return len(block)
 
     def close(self) -> None:
-        goodbye = torch.frombuffer(bytearray(prefix(0, 0, 0)), dtype=torch.uint8)
-        self._queue.put(lambda: _wait(self._send(goodbye), goodbye))
+        last = torch.frombuffer(bytearray(prefix(0, 0, 0)), dtype=torch.uint8)
+        self._queue.put(lambda: _wait(self._send(last), last))
         self._queue.put(None)
         self._thread.join()
 
     def _send(self, block: Tensor) -> list[Any]:
         works = []
-        if len(block) > self._room.bytes:
+        if len(block) > self._receive_size.bytes:
             works.append(self._wire.host.send([block[:PREFIX].clone()], self._peer, 0))
         works.append(self._wire.host.send([block], self._peer, 0))
-        self._room.saw(len(block))
+        self._receive_size.add(len(block))
         return works
 
     def _send_copied(self, copied: Any, block: Tensor) -> None:
         copied.synchronize()
         _wait(self._send(block), block)
 
-    def _send_apart(self, copied: Any, payload: Tensor, block_of: Callable[[], Tensor]) -> None:
+    def _send_payload(self, copied: Any, payload: Tensor, block_of: Callable[[], Tensor]) -> None:
         if copied is not None:
             copied.synchronize()
         block = block_of()
         works = self._send(block)
         if len(payload):
             with _side(self._device):
-                _wait([self._wire.apart.send([payload], self._peer, 0)], payload)
+                _wait([self._wire.device_group.send([payload], self._peer, 0)], payload)
         _wait(works, block)
 
     def _run(self) -> None:
@@ -211,26 +211,26 @@ class _Sender:
 
 def _receive(wire: _Wire, source: int, device: torch.device, inbox: queue.SimpleQueue[Any]) -> None:
     try:
-        room = _Room()
+        receive_size = _ReceiveSize()
         peer = wire.peer(source)
-        pinned = device.type == "cuda" and wire.apart is None
+        pinned = device.type == "cuda" and wire.device_group is None
         while True:
-            block = torch.empty(room.bytes, dtype=torch.uint8, pin_memory=pinned)
+            block = torch.empty(receive_size.bytes, dtype=torch.uint8, pin_memory=pinned)
             wire.host.recv([block], peer, 0).wait()
-            _, length, apart = read_lengths(block)
-            if not length:  # the other side has said goodbye
+            _, length, payload_length = read_lengths(block)
+            if not length:  # the other side closes the link
                 return
-            if not PREFIX < length <= _LARGEST or apart > _LARGEST:
-                raise PipelineError(f"it sent no message, but lengths of {length} and {apart} bytes")
-            if length > room.bytes:
+            if not PREFIX < length <= _LARGEST or payload_length > _LARGEST:
+                raise PipelineError(f"it sent no message, but lengths of {length} and {payload_length} bytes")
+            if length > receive_size.bytes:
                 block = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
                 wire.host.recv([block], peer, 0).wait()
-            room.saw(length)
+            receive_size.add(length)
             payload = None
-            if wire.apart is not None:
+            if wire.device_group is not None:
                 with _side(device):
-                    payload = torch.empty(apart, dtype=torch.uint8, device=device)
-                    _wait([wire.apart.recv([payload], peer, 0)] if apart else [], payload)
+                    payload = torch.empty(payload_length, dtype=torch.uint8, device=device)
+                    _wait([wire.device_group.recv([payload], peer, 0)] if payload_length else [], payload)
             inbox.put(_Block(block, time.time(), payload))
     except Exception as problem:
         inbox.put(PeerLost(source, _first_line(problem)))

@@ -13,19 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase as NormBase  # the common base of batch norm and instance norm
 
 from weft.elastic import Module as ElasticModule
 from weft.errors import ConsistencyError
+from weft.nn.checkpointing import running_norms
 from weft.utils import foreach
 
 BatchStatsRecord = list[Tensor]
 """The statistics of one forward: the scratch buffers, one after another."""
-
-
-def running_norms(module: nn.Module) -> list[NormBase]:
-    """The norms in a module that keep running statistics."""
-    return [part for part in module.modules() if isinstance(part, NormBase) and part.running_mean is not None]
 
 
 class BatchStats:

@@ -181,11 +181,10 @@ def _pass(
     engine: TrainedLayers, step: int, batch: Batch, arch: bool, weights: bool
 ) -> tuple[Any, Tensor, LayerGradients]:
     """Outputs, loss and gradients of a step of one micro-batch."""
-    tape, layers = Tape(step, engine.chain.enter(batch)), engine.chain.route(engine.config.subnet(step))
+    tape, subnet = Tape(step, engine.chain.enter(batch)), engine.config.subnet(step)
+    trains = lambda layer, _: arch if layer.is_architecture else weights  # noqa: E731
     with engine.config.autocast(engine.device):
-        for _ in engine.run_layers(
-            tape, step, layers, batch, lambda layer, _: arch if layer.is_architecture else weights
-        ):
+        for _ in engine.run_layers(tape, step, subnet, engine.chain.route(subnet), batch, trains):
             pass
         outputs, loss = engine.compute_loss(tape, step, batch)
     return outputs, loss, tape.backward((loss,), (torch.ones((), device=loss.device),))

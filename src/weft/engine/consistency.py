@@ -166,20 +166,6 @@ class VersionSchedule:
         return isinstance(self.consistency, Bounded)
 
     @property
-    def delay(self) -> float:
-        """How many updates a gradient is late, on average: how much newer the weights are that it is applied to than
-        those that its forward read."""
-        match self.consistency:
-            case Delayed(steps):
-                return float(steps)
-            case Lagged(_):
-                return 1.0
-            case VirtualPipeline(every, _):
-                return (self.window - 1) / every
-            case _:
-                return 0.0
-
-    @property
     def max_version_lag(self) -> int:
         """The most updates that a backward may be ahead of its forward."""
         return -(-(self.window - 1) // self.microbatches_per_update) if self.backward_reads_newest else 0

@@ -21,7 +21,7 @@ log = logging.getLogger("weft.pipeline")
 Gradients = Sequence[Tensor | None]
 
 _WARM_UP = 3
-_ALIGNED = 256
+ALIGNED = 256
 """Bytes; kernels look no further when they choose by where a tensor begins."""
 
 
@@ -109,7 +109,7 @@ class CudaGraphCache:
         if not trains and not any(x.requires_grad for x in activations):  # there is no backward to capture
             return None
         # A copy that lies otherwise might be summed in another order.
-        if any(x.data_ptr() % _ALIGNED for x in activations):
+        if any(x.data_ptr() % ALIGNED for x in activations):
             return None
         key = (layer.name, trains, *((x.shape, x.dtype, x.stride(), x.requires_grad) for x in activations))
         captured = self._captured.get(key)

@@ -52,7 +52,7 @@ class SequentialReference(TrainedLayers):
 
     def step(self, i: int, batch: Batch) -> StepResult:
         """Forward, backward and every update that falls due in step i."""
-        m = self.config.microbatches
+        m, subnets = self.config.microbatches, self.config.subnets(i)
         losses: list[Tensor] = []
         sums: dict[str, tuple[Tensor, float]] = {}
         skipped = 0
@@ -60,7 +60,7 @@ class SequentialReference(TrainedLayers):
             n = i * m + j
             if self.offload is not None:
                 self._load(n)
-            loss, metrics, counts = self._microbatch(n, part)
+            loss, metrics, counts = self._microbatch(n, subnets[j % len(subnets)], part)
             losses.append(loss)
             skipped += not counts
             for name, (total, count) in metrics.items():
@@ -69,7 +69,7 @@ class SequentialReference(TrainedLayers):
             self._update(n)
             if self.offload is not None:
                 self.offload.finish(n)
-        return StepResult(i, self.config.stream[i], tuple(losses), sums, skipped)
+        return StepResult(i, subnets, tuple(losses), sums, skipped)
 
     def resume(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         super().resume(states)
@@ -97,7 +97,7 @@ class SequentialReference(TrainedLayers):
         self._reached = n
         self.offload.start(n)
 
-    def _microbatch(self, n: int, batch: Batch) -> tuple[Tensor, dict[str, tuple[Tensor, float]], bool]:
+    def _microbatch(self, n: int, subnet: Subnet, batch: Batch) -> tuple[Tensor, dict[str, tuple[Tensor, float]], bool]:
         config = self.config
         step, search = n // config.microbatches, config.architecture_search
         if search is not None and search.order == 2 and search.architecture(step):
@@ -106,7 +106,7 @@ class SequentialReference(TrainedLayers):
         in_background = None if self.offload is None else self.offload.prefetch_during
         tape = Tape(n, self.chain.enter(batch), self._graphs, in_background=in_background)
         with config.autocast(self.device):
-            for _ in self.run_layers(tape, n, self.chain.route(self.config.subnet(n)), batch):
+            for _ in self.run_layers(tape, n, subnet, self.chain.route(subnet), batch):
                 pass
             outputs, loss = self.compute_loss(tape, n, batch)
         backward = partial(tape.backward, (loss,), (self._loss_gradient,))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
-from weft.utils.rng import GOLDEN, MASK, Part, key, splitmix64
+from weft.utils.rng import GOLDEN, MASK, get_rng_state, key, restored, seed, splitmix64
 
 
 class Seeder:
@@ -66,47 +64,6 @@ class HostSeeder(Seeder):
     def preserved(self) -> Iterator[None]:
         with super().preserved(), restored(get_rng_state()):
             yield
-
-
-def seed(number: int) -> None:
-    """Seeds Python's and NumPy's global generators, which takes 6 us."""
-    random.seed(number)
-    np.random.seed(number % 2**32)  # noqa: NPY002
-
-
-def get_rng_state() -> Hashable:
-    """The state of Python's and NumPy's global generators, which every draw changes."""
-    state: Any = np.random.get_state()  # noqa: NPY002
-    return random.getstate(), (state[0], state[1].tobytes(), *state[2:])
-
-
-def host() -> dict[str, Hashable]:
-    """The same by name, for a comparison of all that a forward may change."""
-    return {"a generator of the host": get_rng_state()}
-
-
-@contextmanager
-def restored(state: Any) -> Iterator[None]:
-    """A block after which the generators of the host are in this state."""
-    try:
-        yield
-    finally:
-        set_rng_state(state)
-
-
-@contextmanager
-def fork_rng(*parts: Part) -> Iterator[None]:
-    """A block in which both are seeded by the parts; afterwards they are as they were."""
-    with restored(get_rng_state()):
-        seed(key(*parts))
-        yield
-
-
-def set_rng_state(state: Any) -> None:
-    """Restores the state of Python's and NumPy's global generators."""
-    python, (name, words, *rest) = state
-    random.setstate(python)
-    np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))  # noqa: NPY002
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.data import Augment, Batch, Data, IterableLoader, Loader, Source
+from weft.data.loader import split_batch
 from weft.engine.bilevel import Bilevel, BilevelLoader, with_progress
 from weft.engine.consistency import Consistency, VersionSchedule, version_schedule
 from weft.engine.grad_exchange import SMALL, GlobalNormClipper, Ties, delay_of, span_of, ties_of
@@ -82,20 +83,24 @@ class TrainStep:
             return batches
         return (with_progress(batch, step / self.steps) for batch in batches)
 
-    def subnet(self, n: int) -> Subnet:
-        """The subnet of micro-batch n."""
-        m, stream = self.microbatches, self.stream
-        subnets = stream[n // m]
+    def subnets(self, step: int) -> tuple[Subnet, ...]:
+        """The subnets of a step: one for all its micro-batches, or one for each."""
+        m, subnets = self.microbatches, self.stream[step]
         if len(subnets) not in (1, m):
             raise TrainError(
-                f"the stream '{stream.name}' gives {len(subnets)} subnets a step, but a step has {m} micro-batches: "
-                f"set microbatches={len(subnets)}"
+                f"the stream '{self.stream.name}' gives {len(subnets)} subnets a step, but a step has {m} "
+                f"micro-batches: set microbatches={len(subnets)}"
             )
-        return subnets[n % m % len(subnets)]
+        return subnets
+
+    def subnet(self, n: int) -> Subnet:
+        """The subnet of micro-batch n."""
+        subnets = self.subnets(n // self.microbatches)
+        return subnets[n % self.microbatches % len(subnets)]
 
     def parts(self, batch: Batch) -> list[Batch]:
         """The micro-batches of a step."""
-        return [batch] * self.microbatches if self.distill is not None else split(batch, self.microbatches)
+        return [batch] * self.microbatches if self.distill is not None else split_batch(batch, self.microbatches)
 
     def trains(self, layer: Layer, step: int) -> bool:
         """Whether the step changes the layer: architecture and weights take turns where there are both."""
@@ -139,24 +144,6 @@ def detached(outputs: Outputs) -> Outputs:
     return outputs.detach() if isinstance(outputs, Tensor) else tuple(x.detach() for x in outputs)
 
 
-def split(batch: Batch, m: int) -> list[Batch]:
-    """The batch as m micro-batches of equal size, in order."""
-    if m == 1:
-        return [batch]
-    sizes = {key: len(value) if value.dim() else 0 for key, value in batch.items()}
-    size = next(iter(sizes.values()))
-    if len(set(sizes.values())) > 1:
-        raise TrainError(
-            f"the entries of a batch must have as many rows to be split into micro-batches; these have {sizes}"
-        )
-    if size % m:
-        raise TrainError(
-            f"a batch of {size} cannot be split into {m} micro-batches of equal size: use a multiple of {m}"
-        )
-    part = size // m
-    return [{key: value[j * part : (j + 1) * part] for key, value in batch.items()} for j in range(m)]
-
-
 class TrainedLayers:
     """Some layers of a chain in training; ``stages`` gives the stage of every block, and ``index`` this one's."""
 
@@ -197,16 +184,18 @@ class TrainedLayers:
         self,
         tape: Tape,
         n: int,
+        subnet: Subnet,
         layers: Iterable[Layer],
         batch: Batch,
         trains: Callable[[Layer, int], bool] | None = None,
     ) -> Iterator[VersionedLayer]:
-        """Runs micro-batch n through the layers, one at a time, with the randomness of each; yields what has run.
+        """Runs micro-batch n through these layers of its subnet, one at a time, with the randomness of each; yields
+        what has run.
 
         ``trains`` says which layers train in a step; the configuration says it where None is given.
         """
         step, j = divmod(n, self.config.microbatches)
-        trains, subnet = trains or self.config.trains, self.config.subnet(n)
+        trains = trains or self.config.trains
         for layer in layers:
             self.seeder.set(step, j, layer.name)
             weights = self.weights[layer.name]

@@ -75,10 +75,10 @@ class VersionedLayer:
         self.parameters: list[nn.Parameter] = list(trained.values())
         self._swap = ParameterSwap(module, self.parameters)
         self._aliases: list[Tensor] | None = None
-        # Every reader of a version is done before the update that ends it: one set of tensors is enough.
-        self._single = isinstance(schedule.consistency, Exact) or (
+        self.single_copy = isinstance(schedule.consistency, Exact) or (
             isinstance(schedule.consistency, VirtualPipeline) and schedule.window == 1
         )
+        """Whether one set of tensors is enough: every reader of a version is done before the update that ends it."""
         self.version_lags: Counter[int] = Counter()
         """By how many updates the weights of a backward were newer than those of its forward, and how often."""
         self._seen: dict[int, int] = {}
@@ -98,11 +98,12 @@ class VersionedLayer:
         self._initial_buffers = {name: (id(b), b._version) for name, b in module.named_buffers()}
         self._several = schedule.microbatches_per_update > 1
         self.recompute_guard = RecomputeGuard(layer.name, module, schedule)
-        self._inplace: InPlaceWeights | None = None
+        self.inplace: InPlaceWeights | None = None
+        """The leaves that updates write into, under ``bounded``."""
         self.memory: MovableMemory | None = None
         """Where the layer's memory is, if that changes in the course of the run."""
         if isinstance(schedule.consistency, Bounded) and schedule.window > 1:
-            self._inplace = InPlaceWeights(module, self.parameters, compute)
+            self.inplace = InPlaceWeights(module, self.parameters, compute)
 
     def forward(
         self, n: int, activations: Activations, extra: Mapping[str, Any], trains: bool = True
@@ -135,20 +136,20 @@ class VersionedLayer:
         begin = self.begin_of(version)
         if self.memory is not None:
             self.memory.wait(begin)
-        if self._inplace is None:
+        if self.inplace is None:
             return self._newest() if begin is None else self.kept[begin]
         if begin is None:
-            self._inplace.load_newest()
+            self.inplace.load_newest()
         else:
-            self._inplace.load_version(begin, self.kept[begin])
-        return self._inplace.leaves
+            self.inplace.load_version(begin, self.kept[begin])
+        return self.inplace.leaves
 
     @property
     def fixed_tensors(self) -> list[Tensor] | None:
         """The tensors that every forward computes with, if they are the same ones for the whole run."""
-        if self._inplace is not None:
-            return self._inplace.leaves
-        return list(self.parameters) if self._single else None
+        if self.inplace is not None:
+            return self.inplace.leaves
+        return list(self.parameters) if self.single_copy else None
 
     def newest_tensors(self) -> list[Tensor]:
         """The tensors of the newest version."""
@@ -207,8 +208,8 @@ class VersionedLayer:
 
     def to_newest(self) -> None:
         """The parameters hold the newest version, even where a forward has just read an older one in their place."""
-        if self._inplace is not None:
-            self._inplace.load_newest()
+        if self.inplace is not None:
+            self.inplace.load_newest()
 
     def add(self, n: int, gradients: list[Tensor | None], record: BatchStatsRecord | None = None) -> None:
         """The gradient of micro-batch n joins those of its slot, in micro-batch order.
@@ -255,10 +256,10 @@ class VersionedLayer:
         # The versions that are read only rise: this one still has a reader if micro-batches to come read it or an older
         # one, and later ones read a newer one.
         begun = oldest < self.schedule.total and self.schedule.forward_reads(oldest) <= slot
-        if not self._single and begun and self.newest <= self.schedule.forward_reads(self.schedule.total - 1):
+        if not self.single_copy and begun and self.newest <= self.schedule.forward_reads(self.schedule.total - 1):
             if self.memory is not None:
                 self.kept[self.newest] = self.memory.stash(self.newest)
-            elif self._inplace is not None:
+            elif self.inplace is not None:
                 self.kept[self.newest] = [parameter.data.clone() for parameter in self.parameters]
             else:
                 self.kept[self.newest] = self._newest()
@@ -277,8 +278,8 @@ class VersionedLayer:
         self.newest = self.pending.slot + 1
         self._updates += 1
         self.pending = None
-        if self._inplace is not None:
-            self._inplace.on_update()
+        if self.inplace is not None:
+            self.inplace.on_update()
         self.prune(oldest)
 
     def synchronize(self) -> None:
@@ -290,20 +291,10 @@ class VersionedLayer:
         """To be called when the parameters have got other memory, with the same values."""
         self._aliases = None
 
-    @property
-    def inplace(self) -> InPlaceWeights | None:
-        """The leaves that updates write into, under ``bounded``."""
-        return self._inplace
-
-    @property
-    def single_copy(self) -> bool:
-        """Whether one set of tensors is enough: every reader of a version is done before the update that ends it."""
-        return self._single
-
     def on_restore(self) -> None:
         """To be called when other values were put into the parameters."""
-        if self._inplace is not None:
-            self._inplace.on_update()
+        if self.inplace is not None:
+            self.inplace.on_update()
 
     def prune(self, oldest: int) -> None:
         """Drops the versions that no micro-batch from ``oldest`` on reads."""
@@ -313,8 +304,8 @@ class VersionedLayer:
             del self.kept[begin]
             if self.memory is not None:
                 self.memory.drop(begin)
-        if self._inplace is not None and not self.kept:
-            self._inplace.drop_backup()
+        if self.inplace is not None and not self.kept:
+            self.inplace.drop_backup()
 
     def needed(self, oldest: int) -> list[int]:
         """Those of the kept versions that a micro-batch from ``oldest`` on reads, by where they began."""
@@ -338,7 +329,7 @@ class VersionedLayer:
         return None if version >= self.newest else max(begin for begin in self.kept if begin <= version)
 
     def _newest(self) -> list[Tensor]:
-        if self._single:
+        if self.single_copy:
             return list(self.parameters)
         if self._aliases is None:  # .data has a version counter of its own: an update is not seen as a change of these
             self._aliases = [p.data.requires_grad_() for p in self.parameters]

@@ -88,6 +88,34 @@ def fits(timeline: AllocationTimeline, memory: int, config: AllocatorConfig | No
     return True
 
 
+def reserved_in_two_pools(timeline: AllocationTimeline, config: AllocatorConfig) -> int:
+    """Bytes that are reserved at most where forwards and backwards are CUDA graphs with a pool of memory of their own.
+
+    What one pool has free, the other cannot use. The batch lies outside, with the weights and the optimizer's states.
+    Nobody knows where a process's segments lie: the largest figure counts.
+    """
+    timeline = repeat_last_step(timeline)
+    return max(_run_two_pools(timeline, make(), make()) for make in allocator_factories(config))
+
+
+def _run_two_pools(timeline: AllocationTimeline, outside: CachingAllocator, inside: CachingAllocator) -> int:
+    blocks = {}
+    phase = most = 0
+    for event in timeline.events:
+        number = abs(event) - 1
+        if event == 0:
+            phase += 1
+        elif event > 0 and timeline.sizes[number]:
+            captured = timeline.phases[phase] in ("forward", "backward") and timeline.categories[number] != "batch"
+            pool = inside if captured else outside
+            blocks[number] = pool, pool.alloc(timeline.sizes[number])
+            most = max(most, outside.reserved + inside.reserved)
+        elif event < 0 and timeline.sizes[number]:
+            pool, block = blocks.pop(number)
+            pool.free(block)
+    return most
+
+
 def _run(timeline: AllocationTimeline, allocator: CachingAllocator) -> None:
     blocks = {}
     for event in timeline.events:

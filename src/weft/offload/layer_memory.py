@@ -57,13 +57,13 @@ class LayerMemory:
     def __init__(
         self,
         weights: VersionedLayer,
-        updater: LayerOptimizer | None,
+        optimizer: LayerOptimizer | None,
         layout: BlockLayout,
         host: Tensor,
         device: DeviceMemory,
     ) -> None:
         self.weights, self.layout = weights, layout
-        self._updater, self._device = updater, device
+        self._optimizer, self._device = optimizer, device
         self.main = MemoryBlock(self, layout.bytes, host=host)
         self.versions: dict[int, MemoryBlock] = {}
         self.spares: list[MemoryBlock] = []
@@ -75,7 +75,7 @@ class LayerMemory:
         trained = {id(p) for p in weights.parameters}
         self._trained_slots = [slot for p, slot in self._bound if id(p) in trained]
         self._with_state: set[int] = set()
-        self.lacks_state = updater is not None and any(layout.states)
+        self.lacks_state = optimizer is not None and any(layout.states)
         """Whether an update may create optimizer state that does not exist yet."""
         copy_into(self._parameters, layout.weights, host)
         self._host_views = [slot.view(host) for slot in layout.weights]
@@ -186,9 +186,9 @@ class LayerMemory:
         assert host is not None
         memory = self._device.bytes_of(block) if self._device.holds(block) else host
         for parameter, slots in zip(self._parameters, self.layout.states, strict=True):
-            if id(parameter) in self._with_state or not slots or self._updater is None:
+            if id(parameter) in self._with_state or not slots or self._optimizer is None:
                 continue
-            optimizer, _ = self._updater.optimizer(parameter)
+            optimizer, _ = self._optimizer.optimizer(parameter)
             state = optimizer.state.get(parameter)
             for key, value in (state or {}).items():
                 slot = slots.get(key)
@@ -202,7 +202,7 @@ class LayerMemory:
                 self._host_views.append(slot.view(host))
                 self._with_state.add(id(parameter))
         expected = {id(p) for p, slots in zip(self._parameters, self.layout.states, strict=True) if slots}
-        self.lacks_state = self._updater is not None and self._with_state != expected
+        self.lacks_state = self._optimizer is not None and self._with_state != expected
         self.copied_host = host[: self.layout.copied_bytes if self._with_state else self.layout.weight_bytes]
 
     def bind_restored(self) -> None:

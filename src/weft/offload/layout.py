@@ -63,7 +63,7 @@ class BlockLayout:
     bytes: int = 0
 
 
-def make_layout(weights: VersionedLayer, updater: LayerOptimizer | None, states: dict[Any, Any]) -> BlockLayout:
+def make_layout(weights: VersionedLayer, optimizer: LayerOptimizer | None, states: dict[Any, Any]) -> BlockLayout:
     """The layout of a layer; ``states`` caches the state tensors of optimizers, which are found by trial updates."""
     layout, end = BlockLayout(), 0
 
@@ -78,7 +78,7 @@ def make_layout(weights: VersionedLayer, updater: LayerOptimizer | None, states:
     layout.weight_bytes = end
     trained = {id(p) for p in weights.parameters}
     for p in parameters:
-        state = _state_tensors(updater, p, states) if updater is not None and id(p) in trained else {}
+        state = _state_tensors(optimizer, p, states) if optimizer is not None and id(p) in trained else {}
         layout.states.append({key: place(*shape) for key, shape in state.items()})
     layout.copied_bytes = end
     inplace = weights.inplace
@@ -106,10 +106,10 @@ def copy_into(tensors: Sequence[Tensor], slots: Sequence[TensorSlot], memory: Te
 
 
 def _state_tensors(
-    updater: LayerOptimizer, parameter: nn.Parameter, known: dict[Any, Any]
+    layer_optimizer: LayerOptimizer, parameter: nn.Parameter, known: dict[Any, Any]
 ) -> dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]:
     """The tensors that an optimizer will keep for a parameter, found by an update of another one of its shape."""
-    optimizer, index = updater.optimizer(parameter)
+    optimizer, index = layer_optimizer.optimizer(parameter)
     group = optimizer.param_groups[index]
     key = (id(optimizer), index, parameter.shape, dense_stride(parameter), parameter.dtype)
     if key not in known:

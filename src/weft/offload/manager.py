@@ -49,7 +49,7 @@ class OffloadManager:
     def __init__(
         self,
         weights: Mapping[str, VersionedLayer],
-        updater: LayerOptimizer | None,
+        optimizer: LayerOptimizer | None,
         device: torch.device,
         config: OffloadConfig,
         route: Route,
@@ -63,7 +63,7 @@ class OffloadManager:
         self._config, self._route = config, route
         states: dict[Any, Any] = {}
         owners = {name: w for name, w in weights.items() if any(True for _ in w.module.parameters())}
-        layouts = {name: make_layout(w, updater, states) for name, w in owners.items()}
+        layouts = {name: make_layout(w, optimizer, states) for name, w in owners.items()}
         sizes = {name: bytes_needed(layouts[name], owners[name]) for name in owners}
         deferred_updates = deferred_updates or any(
             w.schedule.microbatches_per_update > 1 or not w.single_copy for w in owners.values()
@@ -82,7 +82,7 @@ class OffloadManager:
         copy_engine = copy_engine or (CudaCopy(device) if cuda else SyncCopy())
         self.device = DeviceMemory(device, capacity, reserve, host, copy_engine, self._next_use)
         self.layers = {
-            name: LayerMemory(w, updater, layouts[name], block, self.device)
+            name: LayerMemory(w, optimizer, layouts[name], block, self.device)
             for (name, w), block in zip(owners.items(), host.blocks, strict=True)
         }
         self.uses = 0

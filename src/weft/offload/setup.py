@@ -62,13 +62,11 @@ def attach(
     return manager
 
 
-def attach_for_scoring(
-    chain: Chain, device: torch.device, config: OffloadConfig, copy_engine: CopyEngine | None = None
-) -> OffloadManager:
+def attach_for_scoring(chain: Chain, device: torch.device, config: OffloadConfig) -> OffloadManager:
     """Moves the layers of a chain that is only scored to the host, where they live from here on."""
     schedule = VersionSchedule(Exact(), 1, 1)
     weights = {name: VersionedLayer(layer, chain.module(name), schedule) for name, layer in chain.layers.items()}
-    _MANAGERS[chain] = OffloadManager(weights, None, device, config, lambda n: (), (), False, copy_engine)
+    _MANAGERS[chain] = OffloadManager(weights, None, device, config, lambda n: (), (), False)
     return _MANAGERS[chain]
 
 

@@ -30,9 +30,9 @@ def profile_chain(
     layers of the last block. The weights are changed: give a copy of what is to be kept.
     """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in chain.layers}
-    updaters: dict[str, LayerOptimizer] = {}
+    optimizers: dict[str, LayerOptimizer] = {}
     if optimizer is not None:
-        updaters = {
+        optimizers = {
             name: LayerOptimizer(optimizer, trained) for name in chain.layers if (trained := _trained(chain, name))
         }
     chain.train()
@@ -43,7 +43,7 @@ def profile_chain(
             following: Activations | None = None
             for name in block.candidates():
                 outputs, spent = _measure(
-                    chain, name, activations, extra_inputs(chain.layers[name], batch, subnet), updaters.get(name)
+                    chain, name, activations, extra_inputs(chain.layers[name], batch, subnet), optimizers.get(name)
                 )
                 if loss is not None and block is chain.blocks[-1]:
                     loss_time = _measure_loss(loss, outputs, batch)
@@ -58,7 +58,7 @@ def profile_chain(
 
 
 def _measure(
-    chain: Chain, name: str, activations: Activations, extra: Mapping[str, Any], updater: LayerOptimizer | None
+    chain: Chain, name: str, activations: Activations, extra: Mapping[str, Any], layer_optimizer: LayerOptimizer | None
 ) -> tuple[Activations, tuple[float, float]]:
     trained = list(_trained(chain, name).values())
     leaves = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in activations)
@@ -68,8 +68,8 @@ def _measure(
     between = _clock(outputs)
     gradients = _backward(outputs, [*trained, *(x for x in leaves if x.requires_grad)])
     pairs = [(p, g) for p, g in zip(trained, gradients, strict=False) if g is not None]
-    if updater is not None and pairs:
-        updater.apply([p for p, _ in pairs], [g for _, g in pairs], 1.0)
+    if layer_optimizer is not None and pairs:
+        layer_optimizer.apply([p for p, _ in pairs], [g for _, g in pairs], 1.0)
     return outputs, (between - began, _clock(outputs) - between)
 
 

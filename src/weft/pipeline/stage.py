@@ -65,7 +65,7 @@ class Stage(LayerUpdates):
         self._graphs = graphs
         self._split_backward = split_backward
         self._in_flight: dict[int, _InFlight] = {}
-        self._routes: dict[int, list[Layer]] = {}
+        self._routes: dict[int, tuple[Subnet, list[Layer]]] = {}
 
     def reads_batch(self) -> bool:
         """Whether this stage needs batches: for the chain's input, the loss, or a layer's side inputs."""
@@ -74,7 +74,7 @@ class Stage(LayerUpdates):
     def dependencies(self, n: int) -> list[LayerDependency]:
         """The layers that micro-batch n uses here, for the scheduler."""
         used: list[LayerDependency] = []
-        for layer in self._route(n):
+        for layer in self._route(n)[1]:
             if layer.name in self.ordered:
                 at = self.weights[layer.name].schedule
                 used.append(LayerDependency(layer.name, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
@@ -108,7 +108,7 @@ class Stage(LayerUpdates):
         tape = Tape(n, activations, self._graphs, not self.is_first, self._split_backward, in_background)
         records: dict[str, BatchStatsRecord] = {}
         with self.config.autocast(self.device):
-            for weights in self.run_layers(tape, n, self._route(n), batch):
+            for weights in self.run_layers(tape, n, *self._route(n), batch):
                 if weights.batch_stats.norms:
                     records[weights.layer.name] = weights.batch_stats.record(copy=True)
                     if weights.can_undo_forward:
@@ -150,9 +150,11 @@ class Stage(LayerUpdates):
         """The modules of the layers that a subnet uses here."""
         return [self.chain.module(layer) for layer in self.route(subnet)]
 
-    def _route(self, n: int) -> list[Layer]:
+    def _route(self, n: int) -> tuple[Subnet, list[Layer]]:
+        """The subnet of micro-batch n, and its layers here."""
         if n not in self._routes:
-            self._routes[n] = self.route(self.config.subnet(n))
+            subnet = self.config.subnet(n)
+            self._routes[n] = subnet, self.route(subnet)
         return self._routes[n]
 
     def _report(self, loss: Tensor, metrics: Mapping[str, tuple[Tensor, float]]) -> Tensor:

@@ -66,8 +66,8 @@ class Workload:
 
     def consistencies(self) -> set[Consistency]:
         """Those of the layers that train, as far as the first 64 micro-batches show."""
-        seen = {layer for n in range(min(self.total, 64)) for _, layer in self.picks(n)}
-        return {consistency for layer in seen if (consistency := self.consistency(layer)) is not None}
+        layers = {layer for n in range(min(self.total, 64)) for _, layer in self.picks(n)}
+        return {consistency for layer in layers if (consistency := self.consistency(layer)) is not None}
 
     def counters(self, cut: Cut, stage: int, max_in_flight: int) -> Counters | None:
         """What operations wait for beside versions, where there is one copy of the weights."""

@@ -195,7 +195,7 @@ Parts = tuple[TrainConfig, Execution, RunConfig]
 
 def merge_fields(parts: Parts, options: Mapping[str, Any]) -> Parts:
     """The three parts with some of their fields changed, by name; raises TrainError for a name that is none."""
-    found = []
+    changed = []
     known = {entry.name for part in parts for entry in fields(part)}
     for name in options:
         if name not in known:
@@ -203,8 +203,8 @@ def merge_fields(parts: Parts, options: Mapping[str, Any]) -> Parts:
     for part in parts:
         own = {entry.name for entry in fields(part)}
         changes = {name: value for name, value in options.items() if name in own}
-        found.append(replace(part, **changes) if changes else part)
-    config, execution, run = found
+        changed.append(replace(part, **changes) if changes else part)
+    config, execution, run = changed
     assert isinstance(config, TrainConfig)
     assert isinstance(execution, Execution)
     assert isinstance(run, RunConfig)
@@ -285,28 +285,28 @@ def prefers_channels_last(chain: Chain, device: str | torch.device) -> bool:
     return torch.device(device).type == "cuda" and convolved and not volumes
 
 
-def consistencies(chain: Chain, given: str | Consistency | Mapping[str, Any] | None) -> dict[str, Consistency]:
+def consistencies(chain: Chain, consistency: str | Consistency | Mapping[str, Any] | None) -> dict[str, Consistency]:
     """The consistency of every layer: what the run says of it by name or block, else what the block says, else
     ``exact``.
 
     A text such as ``lagged(4)``, or what it stands for, holds for all layers. In a mapping, a key is the name of a
     layer or of a block, or ``shared`` for all layers that every subnet uses.
     """
-    rules = {name: str(rule) for name, rule in given.items()} if isinstance(given, Mapping) else {}
-    if given is not None and not isinstance(given, Mapping):
-        rules[""] = str(given)
+    rules = {name: str(rule) for name, rule in consistency.items()} if isinstance(consistency, Mapping) else {}
+    if consistency is not None and not isinstance(consistency, Mapping):
+        rules[""] = str(consistency)
     blocks = [block.name for block in chain.blocks]
     for name in rules:
         if name and name != "shared" and name not in chain.layers and name not in blocks:
             raise ConsistencyError(
                 f"no layer or block is named '{name}'{nearest(name, [*chain.layers, *blocks, 'shared'])}"
             )
-    found: dict[str, Consistency] = {}
+    by_layer: dict[str, Consistency] = {}
     for name, layer in chain.layers.items():
         block = blocks[layer.block]
         rule = rules.get(name) or rules.get(block) or (rules.get("shared") if layer.shared else None) or rules.get("")
-        found[name] = parse_consistency(rule or layer.consistency or "exact")
-    return found
+        by_layer[name] = parse_consistency(rule or layer.consistency or "exact")
+    return by_layer
 
 
 def checkpoint_every(config: TrainConfig, run: RunConfig) -> int:

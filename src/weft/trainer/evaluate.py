@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from weft.data import Batch
 from weft.distributed.transport import Transport
-from weft.engine.batch_stats import running_norms
 from weft.engine.losses import counted
 from weft.engine.train_step import Loss, Metric
+from weft.nn.checkpointing import running_norms
 from weft.offload.setup import on_device
 from weft.pipeline.message import Message
 from weft.pipeline.stage import Stage
@@ -96,10 +96,10 @@ class Scores:
     def add(self, outputs: Any, batch: Batch) -> None:
         """The outputs of one batch; the loss counts by its size."""
         size = len(next(iter(batch.values())))
-        found = {name: counted(name, metric(outputs, batch)) for name, metric in self._metrics.items()}
+        sums = {name: counted(name, metric(outputs, batch)) for name, metric in self._metrics.items()}
         if self._loss is not None:
-            found["loss"] = (self._loss(outputs, batch) * size, size)
-        for name, (total, count) in found.items():
+            sums["loss"] = (self._loss(outputs, batch) * size, size)
+        for name, (total, count) in sums.items():
             total = torch.as_tensor(total).double()
             self._sums[name] = self._sums[name] + total if name in self._sums else total
             self._counts[name] = self._counts.get(name, 0.0) + count

@@ -72,8 +72,8 @@ def name_of(thing: Any) -> str:
     """A function or class by its module and name, anything else as it prints; weft's own without their modules."""
     name = getattr(thing, "__qualname__", None)
     # An address in memory is another one in the process that resumes, and a script is called otherwise in its children.
-    found = f"{thing.__module__}.{name}" if name else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))
-    return str(without_modules(found.replace("__mp_main__", "__main__")))
+    text = f"{thing.__module__}.{name}" if name else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))
+    return str(without_modules(text.replace("__mp_main__", "__main__")))
 
 
 def open_run(run: RunConfig, described: Mapping[str, Any], device: torch.device, resume: bool) -> Run:
@@ -81,9 +81,9 @@ def open_run(run: RunConfig, described: Mapping[str, Any], device: torch.device,
     if resume and run.name is None:
         raise RunError("resume needs the name of the run: give run='...'")
     if resume and (Path(run.folder) / str(run.name) / "manifest.json").exists():
-        found = Run.open(Path(run.folder) / str(run.name), keep=run.keep_checkpoints)
-        _refuse_other(found, described)
-        return found
+        existing = Run.open(Path(run.folder) / str(run.name), keep=run.keep_checkpoints)
+        _refuse_other(existing, described)
+        return existing
     manifest = {
         "config": run.source,
         KEY: described,
@@ -135,22 +135,22 @@ def config_of(run: Run, chain: Chain, options: Mapping[str, Any]) -> Parts:
     metrics = run.manifest.get("metrics") or {}
     execution = Execution(channels_last=described.get("channels_last"))
     kept = RunConfig(name=run.name, folder=run.path.parent)
-    found: dict[str, Any] = {name: described[name] for name in PLAIN if name in described}
+    values: dict[str, Any] = {name: described[name] for name in PLAIN if name in described}
     if "stream" in described:
-        found["stream"] = make_stream(chain.space, described["stream"])
+        values["stream"] = make_stream(chain.space, described["stream"])
     if "consistency" in described:
-        found["consistency"] = {name: described["consistency"].get(name, "exact") for name in chain.layers}
+        values["consistency"] = {name: described["consistency"].get(name, "exact") for name in chain.layers}
     for name in ("loss", "augment", "distill"):
         if described.get(name) is not None and name not in options:
-            found[name] = _code(run, name, described[name])
+            values[name] = _code(run, name, described[name])
     if "optimizer" in described and "optimizer" not in options:
-        found["optimizer"] = _read_optimizer(run, described["optimizer"])
+        values["optimizer"] = _read_optimizer(run, described["optimizer"])
     if described.get("architecture_search") and "architecture_search" not in options:
         search = dict(described["architecture_search"])
-        found["architecture_search"] = Bilevel(**{**search, "optimizer": _read_optimizer(run, search["optimizer"])})
+        values["architecture_search"] = Bilevel(**{**search, "optimizer": _read_optimizer(run, search["optimizer"])})
     if "metrics" not in options:
         kept = replace(kept, metrics={name: _code(run, f"metrics['{name}']", text) for name, text in metrics.items()})
-    config = TrainConfig(**{name: value for name, value in found.items() if name not in options})
+    config = TrainConfig(**{name: value for name, value in values.items() if name not in options})
     return merge_fields((config, execution, kept), options)
 
 

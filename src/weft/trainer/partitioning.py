@@ -28,14 +28,14 @@ from weft.trainer.config import Execution, RunConfig, TrainConfig, prefers_chann
 
 log = logging.getLogger("weft.pipeline")
 
-LOOKED_AT = 200
+SIMULATED_STEPS = 200
 """Steps of the run that are simulated."""
 
-ABOUT = 1.05
+CUT_TOLERANCE = 1.05
 """A cut whose slowest stage takes no more than this share of the best cut's is about as good."""
 
-WORTH_TELLING = 0.15
-"""A share of waiting, because of layers that every subnet uses, that is worth a warning."""
+IDLE_SHARE = 0.15
+"""A share of waiting, because of layers that every subnet uses, from which there is a warning."""
 
 Costs = Mapping[Hashable, tuple[float, float]]
 
@@ -58,31 +58,31 @@ def profile_layers(chain: Chain, data: Data, config: TrainStep, device: torch.de
 
 def workload_of(chain: Chain, config: TrainStep, costs: Costs | None, first: int = 0) -> Workload:
     """The next steps of the run, for simulation: a stream may narrow as it goes on, so a resumed run is cut anew."""
-    steps = max(1, min(LOOKED_AT, config.steps - first))
+    steps = max(1, min(SIMULATED_STEPS, config.steps - first))
     work = chain_workload(chain, config.stream, config.consistency, config.microbatches, steps, costs)
     picks, skipped = work.picks, first * config.microbatches
     return replace(work, picks=lambda n: picks(n + skipped)) if first else work
 
 
-def choose_cut(work: Workload, stages: int, given: Sequence[int] | None) -> Cut:
+def choose_cut(work: Workload, stages: int, cut: Sequence[int] | None) -> Cut:
     """The cut that the user gave, checked, or the best one for the expected costs; that of the virtual pipeline where
     it is about as good, since one copy of the weights is enough there."""
     check_stages(stages, work.blocks)
-    if given is not None:
-        return check_cut(given, stages, work.blocks)
+    if cut is not None:
+        return check_cut(cut, stages, work.blocks)
     costs = work.expected_costs()
     best = best_cut(costs, stages)
-    one = common_bounded(work.consistencies())
-    if one is not None and one.depth == stages:
-        virtual = virtual_cut(one.depth, work.blocks)
-        if _slowest(costs, virtual) <= ABOUT * _slowest(costs, best):
+    bounded = common_bounded(work.consistencies())
+    if bounded is not None and bounded.depth == stages:
+        virtual = virtual_cut(bounded.depth, work.blocks)
+        if _slowest(costs, virtual) <= CUT_TOLERANCE * _slowest(costs, best):
             return virtual
     return best
 
 
-def default_in_flight(work: Workload, cut: Cut, given: int | None) -> list[int]:
+def default_in_flight(work: Workload, cut: Cut, limit: int | None) -> list[int]:
     """How many micro-batches each stage may have in flight."""
-    return in_flight_limits(len(cut) + 1, single_copy(work.consistencies(), cut, work.blocks), given, work.microbatches)
+    return in_flight_limits(len(cut) + 1, single_copy(work.consistencies(), cut, work.blocks), limit, work.microbatches)
 
 
 def simulate_ahead(
@@ -104,7 +104,7 @@ def warn_idle(chain: Chain, config: TrainStep, work: Workload, cut: Cut, policie
     consistency: dict[str, Consistency] = {**config.consistency, **dict.fromkeys(trained, lag)}
     changed = workload_of(chain, replace(config, consistency=consistency), work.costs)
     after = simulate_ahead(changed, cut, policies).steady_bubble
-    if before > WORTH_TELLING and after < before:
+    if before > IDLE_SHARE and after < before:
         log.warning(
             "every subnet uses %s with consistency exact, so about %.0f %% of the time the stages will wait; "
             "consistency={'shared': '%s'} would leave %.0f %%, with another result",
@@ -209,15 +209,15 @@ def _decide(
     """Measures the whole supernet, and tells all ranks the cut, the limits of micro-batches in flight, and what only
     the whole supernet says."""
     execution = job.execution
-    whole = initialise(job.net, job.config.seed)
-    config = resolve(job.config, whole, job.run.metrics)
-    measured = profile_layers(whole, data, config, device) if execution.cut is None or execution.trace else None
-    work = workload_of(whole, config, None if measured is None else measured.costs, _steps_done(job))
+    chain = initialise(job.net, job.config.seed)
+    config = resolve(job.config, chain, job.run.metrics)
+    measured = profile_layers(chain, data, config, device) if execution.cut is None or execution.trace else None
+    work = workload_of(chain, config, None if measured is None else measured.costs, _steps_done(job))
     cut = choose_cut(work, store.world, execution.cut)
     limits = default_in_flight(work, cut, execution.max_in_flight)
     policies = _policies(execution, limits)
     if not restarted:
-        warn_idle(whole, config, work, cut, policies)
+        warn_idle(chain, config, work, cut, policies)
         warn_shallow_pipeline(work, cut, policies)
     channels_last = execution.channels_last
     store.set(
@@ -226,9 +226,9 @@ def _decide(
             "cut": cut,
             "max_in_flight": limits,
             "stream": config.stream.to_json() if isinstance(job.config.stream, str) else None,
-            "channels_last": prefers_channels_last(whole, device) if channels_last is None else channels_last,
-            "largest": whole.largest().to_json(),
-            "smallest": whole.smallest().to_json(),
+            "channels_last": prefers_channels_last(chain, device) if channels_last is None else channels_last,
+            "largest": chain.largest().to_json(),
+            "smallest": chain.smallest().to_json(),
         },
     )
     if not execution.trace:

@@ -88,20 +88,20 @@ def run_stages(count: int, job: LaunchSpec, open_it: Callable[[], Run], callback
     return str(outcome["fingerprint"])
 
 
-def _work(job: LaunchSpec, tells: bool) -> None:
-    found = read_env()
-    assert found is not None
+def _work(job: LaunchSpec, sends_events: bool) -> None:
+    me = read_env()
+    assert me is not None
     try:
-        run_stage(job, found, [EventsToParent(connect())] if tells and found.rank == 0 else ())
+        run_stage(job, me, [EventsToParent(connect())] if sends_events and me.rank == 0 else ())
     except (WeftError, OSError, dist.DistError):
         raise  # of these, all but the first may be gone at the next start
     except Exception as problem:
         if os.environ.get("WEFT_DEBUG"):
-            log.exception("rank %d failed", found.rank)
+            log.exception("rank %d failed", me.rank)
         place = place_in_own_code(problem)
         where = f" ({place})" if place else "; WEFT_DEBUG=1 shows where"
         text = " ".join(str(problem).split())
-        raise TrainError(f"rank {found.rank} failed: {type(problem).__name__}: {text}{where}") from problem
+        raise TrainError(f"rank {me.rank} failed: {type(problem).__name__}: {text}{where}") from problem
 
 
 def run_stage(job: LaunchSpec, me: DistEnv, callbacks: Sequence[Callback] = ()) -> tuple[Path, str]:

@@ -6,31 +6,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-Way = Literal["whole", "accumulate", "recompute", "split", "offload"]
+FitStrategy = Literal["whole", "accumulate", "recompute", "split", "offload"]
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     """How one candidate trains on devices of a nominal memory; a function of both, and of nothing else."""
 
-    way: Way
+    strategy: FitStrategy
     micro_batch: int
-    accumulate: int
+    microbatches: int
     """Micro-batches of a step: the effective batch is that of the trial."""
-    degree: int
+    devices: int
     """Devices that train it together."""
     memory: int
     """Bytes that it takes of each device at its peak, as the allocator reserves them."""
     seconds: float | None
     """Estimated seconds of a step, where there is a cost model for the device."""
-    why: str
-    """Why this way and no earlier one, with the figures."""
+    explanation: str
+    """Why this strategy and no earlier one, with the figures."""
     plan: dict[str, Any] | None = None
     """The plan of a split candidate, as ``Plan.to_json`` writes it."""
 
 
-After = tuple[Way, int]
-"""The way and the degree of a fit that a trial went beyond."""
+After = tuple[FitStrategy, int]
+"""The strategy and the devices of a fit that a trial went beyond."""
 
 
 @dataclass(frozen=True, slots=True)

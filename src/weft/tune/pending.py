@@ -45,23 +45,23 @@ class PendingJob:
     @property
     def whole(self) -> bool:
         """Whether it has its devices to itself, and may take all that was counted on."""
-        return self.memory is None or self.need.degree > 1
+        return self.memory is None or self.need.devices > 1
 
 
 def alike(task: PendingJob) -> dict[str, Any]:
     """By what its memory is corrected: what trials of its kind took, as many as train as one."""
     lanes = len(task.trials if task.job is None else task.job.trials)
-    if not task.need.kind:
+    if not task.need.architecture_key:
         return {"shape": None, "family": None}
-    family = "split" if task.need.degree > 1 else "alone" if lanes == 1 else "fused"
-    return {"shape": f"{task.need.kind} x{lanes}", "family": family}
+    family = "split" if task.need.devices > 1 else "alone" if lanes == 1 else "fused"
+    return {"shape": f"{task.need.architecture_key} x{lanes}", "family": family}
 
 
 def estimated(task: PendingJob) -> int | None:
     """Bytes of each device that the job should take, also of one that has its devices to itself."""
     if task.memory is not None or task.need.memory is None:
         return task.memory
-    return task.need.of_lanes(len(task.trials))
+    return task.need.memory_of(len(task.trials))
 
 
 def job_of_task(task: PendingJob) -> Job:

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from weft.data import Batch, Data, Source, Subset, Tensors, Text, as_data
 from weft.engine.losses import cross_entropy
 from weft.engine.optimizer import LayerOptimizer, Optimizer, Schedule, make_schedule
-from weft.engine.rng import fork_rng
 from weft.engine.train_step import Loss, Metric
 from weft.errors import TrainError, TuneError, nearest
 from weft.space import Value
-from weft.utils.rng import torch_seeded
+from weft.utils.rng import fork_rng, torch_seeded
 from weft.zoo.gpt import CausalAttention
 
 R = TypeVar("R")

@@ -15,7 +15,7 @@ from weft.runs.events import Events
 from weft.tune.devices import kind, most_together, nominal
 from weft.tune.fit.correction import MemoryCorrection
 from weft.tune.fit.estimator import DeviceClass, EstimatorPool, Infeasible
-from weft.tune.fit.fit import Requirements, architecture_key, groups
+from weft.tune.fit.fit import Requirements, architecture_key, fusion_groups
 from weft.tune.jobs import Ended, Event, Executor, Job, Lost, Reported
 from weft.tune.packing.dispatcher import Dispatcher
 from weft.tune.pending import PendingJob, RunOptions, alike, estimated, job_of_task, shown
@@ -137,14 +137,14 @@ class StudyRunner:
         size, blocks = self.way.fuse, dict[int, dict[int, Requirements]]()
         unknown = {(number // size, architecture_key(params)) for number, params in open.items()}
         for number, (_, found) in self._block.items():
-            if found.shape is None:
+            if found.fusion_key is None:
                 blocks[-1 - number] = {number: found}
-            elif (number // size, found.kind) in unknown:
+            elif (number // size, found.architecture_key) in unknown:
                 continue
             elif final or self._newest + 1 >= min((number // size + 1) * size, self._count):
                 blocks.setdefault(number // size, {})[number] = found
         for needs in blocks.values():
-            for numbers in groups(needs, self._nominal):
+            for numbers in fusion_groups(needs, self._nominal):
                 trials = {number: self._block.pop(number)[0] for number in numbers}
                 # Where some have no momentum or dropout, lanes take what those with it do.
                 task = PendingJob(trials, max((needs[number] for number in numbers), key=lambda one: one.memory or 0))
@@ -157,8 +157,8 @@ class StudyRunner:
         task.id = f"{first}-{task.attempts}-{self._token}"
         task.job, task.pace = None, None
         if not task.alone and task.need.memory is not None:
-            estimate = task.need.of_lanes(len(task.trials))
-            task.memory = max(task.floor, self._correction.corrected(estimate, **alike(task)))
+            estimate = task.need.memory_of(len(task.trials))
+            task.memory = max(task.floor, self._correction.apply(estimate, **alike(task)))
             if self._recipe and not self._places.shares(task.memory):
                 task.memory = None  # a device by itself has room for what was fitted to it
         for number in task.trials:
@@ -170,7 +170,7 @@ class StudyRunner:
     def _admit(self) -> None:
         for id in self._places.impossible(self._waiting):
             task = self._waiting.pop(id)
-            why = f"it needs {task.need.degree} devices of one machine with {task.memory} bytes each: none has"
+            why = f"it needs {task.need.devices} devices of one machine with {task.memory} bytes each: none has"
             for number in list(task.trials):
                 self._end(number, "failed", None, {"error": why, "refused": True})
         for id, places in self._places.admit(self._waiting):
@@ -233,8 +233,8 @@ class StudyRunner:
         row = self.board.rows[event.trial]
         row.peak = event.peak
         if task.need.memory is not None and event.peak and event.state in ("complete", "pruned"):
-            estimate = task.need.of_lanes(len(job_of_task(task).trials))
-            self._correction.observed(estimate, event.peak, **alike(task))
+            estimate = task.need.memory_of(len(job_of_task(task).trials))
+            self._correction.on_finished(estimate, event.peak, **alike(task))
         state = event.state if event.state in ("complete", "pruned") else "failed"
         self._account(row, event.seconds)
         task.trials.pop(event.trial, None)
@@ -273,7 +273,7 @@ class StudyRunner:
             params, fitted = task.trials.pop(event.trial, None), task.need.fit
             if fitted is not None and params is not None:
                 self._readable[event.trial], self._again[event.trial] = params, task
-                self._foresight.ask(event.trial, params, (fitted.way, fitted.degree))
+                self._foresight.ask(event.trial, params, (fitted.strategy, fitted.devices))
             else:
                 notes = {**self._notes(task, event), "error": event.error, "alone": True}
                 self._end(event.trial, "failed", None, notes)
@@ -282,8 +282,8 @@ class StudyRunner:
             return
         task.exceeded += 1
         if task.memory is not None and task.need.memory is not None:
-            estimate = task.need.of_lanes(len(job.trials))
-            task.floor = self._correction.exceeded(estimate, task.memory, needed=event.peak, **alike(task))
+            estimate = task.need.memory_of(len(job.trials))
+            task.floor = self._correction.on_oom(estimate, task.memory, needed=event.peak, **alike(task))
         if task.exceeded > 1 or task.memory is None or not self._recipe:
             # One by one: a fused training that takes too much is not tried as one again.
             for number, params in task.trials.items():

@@ -58,7 +58,7 @@ class TrialState:
         self.measured = whole_number(notes.get("peak"))
         self.attempts = whole_number(notes.get("attempts")) or self.attempts
         self.fused = whole_number(notes.get("fused")) or self.fused
-        self.fit = str(fit.get("way")) if isinstance(fit, Mapping) else None
+        self.fit = str(fit.get("strategy", fit.get("way"))) if isinstance(fit, Mapping) else None
         self.error = error.strip().splitlines()[-1][:300] if isinstance(error, str) and error.strip() else None
 
     def to_json(self, reports: int) -> dict[str, Any]:

@@ -23,12 +23,12 @@ class MemoryCorrection:
         self._floors: dict[str, int] = {}
         self._ratios: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
 
-    def corrected(self, estimate: int, *, shape: str | None = None, family: str | None = None) -> int:
+    def apply(self, estimate: int, *, shape: str | None = None, family: str | None = None) -> int:
         """Bytes to admit a trial with.
 
         >>> correction = MemoryCorrection()
-        >>> correction.observed(1000, 1200, family="gpt")
-        >>> correction.corrected(2000, family="gpt"), correction.corrected(2000, family="mlp")
+        >>> correction.on_finished(1000, 1200, family="gpt")
+        >>> correction.apply(2000, family="gpt"), correction.apply(2000, family="mlp")
         (2520, 2000)
         """
         floor = estimate if shape is None else max(estimate, self._floors.get(shape, 0))
@@ -41,14 +41,14 @@ class MemoryCorrection:
         ratios = self._ratios.get(family) if family is not None else None
         return max(max(ratios) * (1.0 + self.margin), 1.0) if ratios else 1.0
 
-    def observed(self, estimate: int, peak: int, *, shape: str | None = None, family: str | None = None) -> None:
+    def on_finished(self, estimate: int, peak: int, *, shape: str | None = None, family: str | None = None) -> None:
         """A trial of that estimate, uncorrected, took so many bytes at its peak."""
         if shape is not None:
             self._peaks[shape] = max(peak, self._peaks.get(shape, 0))
         if family is not None and estimate > 0:
             self._ratios[family].append(peak / estimate)
 
-    def exceeded(
+    def on_oom(
         self,
         estimate: int,
         limit: int,

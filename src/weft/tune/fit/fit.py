@@ -1,4 +1,4 @@
-"""How a candidate fits a device: whole, in smaller micro-batches, recomputing, split over several, or not at all.
+"""How a candidate fits a device: whole, in micro-batches, recomputed, split over several, offloaded, or not at all.
 
 A function of the candidate and of the device's kind and nominal memory: never of what happens to be free.
 """
@@ -16,43 +16,46 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.engine.rng import HostSeeder, get_rng_state
+from weft.engine.rng import HostSeeder
 from weft.errors import PlanError, TuneError
 from weft.nn.state import ExtraState, to_plain
 from weft.space import Value
 from weft.tune.fit.loss_model import LossModule, build_meta, example_batch
-from weft.tune.fit.peaks import StepMemory, paused, step_memory
-from weft.tune.jobs import After, Fit, Way
+from weft.tune.fit.peaks import StepMemory, evaluates_midway, step_memory
+from weft.tune.jobs import After, Fit, FitStrategy
 from weft.tune.recipe import CONTINUOUS, Recipe, TrialConfig
-from weft.tune.training.cuda_graphs import capturable
+from weft.tune.training.cuda_graphs import can_capture
 from weft.tune.training.run_job import StudySpec
 from weft.tune.training.trainer import batch_norm
+from weft.utils.rng import get_rng_state
 from weft.utils.units import format_bytes
 
-KNOWN = 512
-"""Fits that are remembered: trials of one shape are common, and a trace takes seconds."""
-_known: dict[Hashable, Fit | str] = {}
+log = logging.getLogger("weft.tune")
+
+CACHED = 512
+"""Fits that are cached: trials of one shape are common, and a trace takes seconds."""
+_cache: dict[Hashable, Fit | str] = {}
 """How it fits, or why that cannot be estimated."""
 
 MARGIN = 0.02
 """The share of a device that is left free: the allocator gives back what it caches before it fails, and what is
 allocated is known to one percent."""
-AT_ONCE = 2
+WHOLE_GRADIENTS = 2
 """Gradients of the largest parameter, whole, that a split step holds for a while beside what the planner counts: as it
 comes out, and as it travels."""
-_WORDS: dict[Way, str] = {
+_DESCRIPTIONS: dict[FitStrategy, str] = {
     "whole": "the whole batch",
     "accumulate": "in micro-batches",
     "recompute": "recomputing",
     "split": "split over {} devices",
     "offload": "with activations on the host",
 }
-_ORDER: tuple[Way, ...] = ("whole", "recompute", "split", "offload")
-SECONDS = 20.0
+_STRATEGIES: tuple[FitStrategy, ...] = ("whole", "recompute", "split", "offload")
+PLAN_SECONDS = 20.0
 """Of a search for a plan."""
 
 
-def fit(setting: TrialConfig, devices: int, memory: int, device: str = "h200", after: After | None = None) -> Fit:
+def fit(config: TrialConfig, devices: int, memory: int, device: str = "h200", after: After | None = None) -> Fit:
     """The first of these that fits one of so many devices with so much memory each: the whole batch; equal
     micro-batches, whose gradients add up to the batch's; the same with activations recomputed; a plan that splits the
     candidate over 2, 4, ... devices; activations in host memory.
@@ -61,45 +64,39 @@ def fit(setting: TrialConfig, devices: int, memory: int, device: str = "h200", a
     only what comes after it is looked at. TuneError with all the figures where none fits, PlanError where the step
     cannot be traced.
     """
-    key = (likeness(setting), devices, memory, device, after)
-    if key not in _known:
-        while len(_known) >= KNOWN:
-            del _known[next(iter(_known))]
+    key = (memory_key(config), devices, memory, device, after)
+    if key not in _cache:
+        while len(_cache) >= CACHED:
+            del _cache[next(iter(_cache))]
         try:
-            _known[key] = _Fitting(setting, devices, memory, device, after).first()
+            _cache[key] = _FitSearch(config, devices, memory, device, after).first()
         except PlanError as problem:
-            _known[key] = str(problem)
-    found = _known[key]
+            _cache[key] = str(problem)
+    found = _cache[key]
     if isinstance(found, str):
         raise PlanError(found)
     return found
 
 
-def likeness(setting: TrialConfig) -> Hashable:
+def memory_key(config: TrialConfig) -> Hashable:
     """All that a trial's memory depends on: of what only scales numbers, whether it is there at all."""
-    params = {name: bool(value) if name in CONTINUOUS else value for name, value in setting.params.items()}
-    made = setting.optimizer
+    params = {name: bool(value) if name in CONTINUOUS else value for name, value in config.params.items()}
+    made = config.optimizer
     options = {name: bool(value) if name in CONTINUOUS else repr(value) for name, value in made.options.items()}
     return (
-        setting.model,
-        id(setting.source),
-        setting.loss,
+        config.model,
+        id(config.source),
+        config.loss,
         tuple(sorted(params.items())),
-        (
-            setting.batch_size,
-            setting.precision,
-            bool(setting.dropout),
-            setting.microbatch_batchnorm,
-            setting.model_inputs,
-        ),
-        (capturable(setting), paused(setting), setting.objectives),
+        (config.batch_size, config.precision, bool(config.dropout), config.microbatch_batchnorm, config.model_inputs),
+        (can_capture(config), evaluates_midway(config), config.objectives),
         (made.cls, tuple(sorted(options.items()))),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Fitting:
-    setting: TrialConfig
+class _FitSearch:
+    config: TrialConfig
     devices: int
     memory: int
     device: str
@@ -107,8 +104,8 @@ class _Fitting:
 
     def first(self) -> Fit:
         tried: list[str] = []
-        for way in self._left(tried):
-            found = self._split(tried) if way == "split" else self._on_one(way, tried)
+        for strategy in self._untried(tried):
+            found = self._split(tried) if strategy == "split" else self._on_one(strategy, tried)
             if found is not None:
                 return found
         raise TuneError(
@@ -116,49 +113,58 @@ class _Fitting:
             f"{format_bytes(self.memory)}: {'; '.join(tried)}. Use a smaller model or batch, or larger devices"
         )
 
-    def _left(self, tried: list[str]) -> tuple[Way, ...]:
-        """The ways that were not tried in earnest; a split is one of several, by its number of devices."""
+    def _untried(self, tried: list[str]) -> tuple[FitStrategy, ...]:
+        """The strategies that did not run yet; a split is one of several, by its number of devices."""
         if self.after is None:
-            return _ORDER
-        way, degree = self.after
-        tried.append(f"{_WORDS[way].format(degree)}, it took more than {format_bytes(self.memory)} when it ran")
-        at = _ORDER.index("whole" if way == "accumulate" else way)
-        return _ORDER[at if way == "split" else at + 1 :]
+            return _STRATEGIES
+        strategy, degree = self.after
+        tried.append(
+            f"{_DESCRIPTIONS[strategy].format(degree)}, it took more than {format_bytes(self.memory)} when it ran"
+        )
+        at = _STRATEGIES.index("whole" if strategy == "accumulate" else strategy)
+        return _STRATEGIES[at if strategy == "split" else at + 1 :]
 
-    def _on_one(self, way: Way, tried: list[str]) -> Fit | None:
-        batch = self.setting.batch_size
-        once = step_memory(self.setting, way, self.device, accumulate=False)
+    def _on_one(self, strategy: FitStrategy, tried: list[str]) -> Fit | None:
+        batch = self.config.batch_size
+        once = step_memory(self.config, strategy, self.device, accumulate=False)
         room = int(self.memory * (1 - MARGIN)) - once.context
-        what = _WORDS[way]
-        needed = once.at(batch)
+        what = _DESCRIPTIONS[strategy]
+        needed = once.bytes_at(batch)
         if once.fits(batch, room):
-            return self._fit(way, once, batch, min(needed, room), tried, what)
+            return self._fit(strategy, once, batch, min(needed, room), tried, what)
         why = f"{what}, {batch} samples, it takes {format_bytes(needed)}"
-        if (norm := self._forbidding()) is not None:
+        if (norm := self._forbidding_norm()) is not None:
             tried.append(f"{why}, and batch norm '{norm}' forbids micro-batches")
             return None
-        several = step_memory(self.setting, way, self.device, accumulate=True)
+        several = step_memory(self.config, strategy, self.device, accumulate=True)
         largest = min(several.largest(room), batch - 1)
         if largest < 1:
-            tried.append(f"{why}, and {min(2, batch)} samples {format_bytes(several.at(min(2, batch)))}")
+            tried.append(f"{why}, and {min(2, batch)} samples {format_bytes(several.bytes_at(min(2, batch)))}")
             return None
         tried.append(f"{why}, and at most {largest} samples fit")
         micro = math.ceil(batch / math.ceil(batch / largest))
         return self._fit(
-            "accumulate" if way == "whole" else way, several, micro, min(several.at(micro), room), tried, what
+            "accumulate" if strategy == "whole" else strategy,
+            several,
+            micro,
+            min(several.bytes_at(micro), room),
+            tried,
+            what,
         )
 
-    def _forbidding(self) -> str | None:
+    def _forbidding_norm(self) -> str | None:
         """The name of a batch norm that would see less in a micro-batch, where that was not asked for."""
-        return None if self.setting.microbatch_batchnorm else batch_norm(build_meta(self.setting))
+        return None if self.config.microbatch_batchnorm else batch_norm(build_meta(self.config))
 
-    def _fit(self, way: Way, found: StepMemory, micro: int, needed: int, tried: list[str], what: str) -> Fit:
-        parts = math.ceil(self.setting.batch_size / micro)
+    def _fit(
+        self, strategy: FitStrategy, found: StepMemory, micro: int, needed: int, tried: list[str], what: str
+    ) -> Fit:
+        parts = math.ceil(self.config.batch_size / micro)
         takes = f"{format_bytes(needed)} of {format_bytes(self.memory)}"
         told = f"{what} takes {takes}" if parts == 1 else f"{what}, {parts} micro-batches of {micro} take {takes}"
         seconds = found.seconds(micro)
         return Fit(
-            way,
+            strategy,
             micro,
             parts,
             1,
@@ -172,12 +178,12 @@ class _Fitting:
         if self.devices < 2:
             tried.append("there is no second device to split it with")
             return None
-        if (name := kept_outside(self.setting)) is not None:
+        if (name := state_outside_graph(self.config)) is not None:
             tried.append(f"it cannot be split: '{name}' of its model changes as it trains, and in a graph would not")
             return None
         # With data, as the processes that will run it capture it: without, casts and some operators are others.
-        batch = example_batch(self.setting, self.setting.batch_size, "cpu")
-        whole = LossModule(self.setting, self.setting.bare(), tuple(batch))
+        batch = example_batch(self.config, self.config.batch_size, "cpu")
+        whole = LossModule(self.config, self.config.bare(), tuple(batch))
         degree, tensors = 2, whole.tensors(batch)
         if self.after is not None and self.after[0] == "split":
             degree = 2 * self.after[1]
@@ -192,9 +198,9 @@ class _Fitting:
                 "it cannot be split: its model draws from Python's or NumPy's generator, and a graph would not"
             )
             return None
-        beside = AT_ONCE * max(parameter.nbytes for parameter in whole.parameters())
+        beside = WHOLE_GRADIENTS * max(parameter.nbytes for parameter in whole.parameters())
         room = max(1, int((self.memory * (1 - MARGIN) - beside) / scale))
-        norm = self._forbidding()
+        norm = self._forbidding_norm()
         choices = {} if norm is None else {"microbatches": 1}
         while degree <= self.devices:
             try:
@@ -206,7 +212,7 @@ class _Fitting:
                 needed = int(made.cost.memory * scale) + beside
                 told = f"split over {degree} devices it takes {format_bytes(needed)} of each"
                 parts = made.microbatches
-                micro = self.setting.batch_size // parts
+                micro = self.config.batch_size // parts
                 why = "; ".join([*tried, told])
                 return Fit("split", micro, parts, degree, needed, made.cost.step_time, why, made.to_json())
             degree *= 2
@@ -215,8 +221,8 @@ class _Fitting:
     def _scale(self, whole: nn.Module, tensors: Any) -> float:
         """By how much the planner's figures, which know no workspaces, are below the estimate of one device."""
         alone = self._plan(whole, tensors, 1, 2**62, stages=1, microbatches=1, recompute=False)
-        found = step_memory(self.setting, "whole", self.device, accumulate=False)
-        return max(1.0, (found.at(self.setting.batch_size) + found.context) / float(alone.cost.memory))
+        found = step_memory(self.config, "whole", self.device, accumulate=False)
+        return max(1.0, (found.bytes_at(self.config.batch_size) + found.context) / float(alone.cost.memory))
 
     def _plan(self, whole: nn.Module, tensors: Any, degree: int, memory: int, **choices: Any) -> Any:
         from weft.plan.planner import plan
@@ -227,10 +233,10 @@ class _Fitting:
             "cpu" if self.device == "cpu" else "h200",
             devices=degree,
             memory=memory,
-            optimizer=self.setting.optimizer.cls.__name__.lower(),
-            dtype={"fp32": "float32", "bf16": "bfloat16"}[self.setting.precision],
+            optimizer=self.config.optimizer.cls.__name__.lower(),
+            dtype={"fp32": "float32", "bf16": "bfloat16"}[self.config.precision],
             compare=False,
-            time_limit=SECONDS,
+            time_limit=PLAN_SECONDS,
             **choices,
         )
         if reasons := made.unsupported():
@@ -238,19 +244,19 @@ class _Fitting:
         return made
 
 
-def kept_outside(setting: TrialConfig) -> str | None:
+def state_outside_graph(config: TrialConfig) -> str | None:
     """The name of an attribute or extra state that every forward in training changes, such as a counter; None if there
     is none. A graph has it as it was when the graph was made.
 
     It is what the second of two forwards of two samples changes: what the first alone does is a cache that it fills. A
     model that cannot take two samples is not looked at.
     """
-    model, batch = setting.bare(), example_batch(setting, min(2, setting.batch_size), "cpu")
-    drawing = HostSeeder(setting.seed, torch.device("cpu"))
-    with suppress(Exception), drawing.preserved():
-        model(*setting.enter(batch))
+    model, batch = config.bare(), example_batch(config, min(2, config.batch_size), "cpu")
+    seeder = HostSeeder(config.seed, torch.device("cpu"))
+    with suppress(Exception), seeder.preserved():
+        model(*config.enter(batch))
         remainder, extra = ExtraState(model), _extra(model)
-        model(*setting.enter(batch))
+        model(*config.enter(batch))
         now = _extra(model)
         changed = [*remainder.changed(model)[1], *(name for name in now if now[name] != extra.get(name))]
         return next(iter(changed), None)
@@ -270,40 +276,35 @@ def _extra(model: nn.Module) -> dict[str, tuple[str, list[Any]]]:
 
 # What a trial needs of a device before it runs, and which trials run as one.
 
-log = logging.getLogger("weft.tune")
-
 BEYOND = 0.05
 """The part of its estimate that a trial may take beyond it, since others lie beside it."""
 SLACK = 128 * 2**20
 """Bytes that a trial may take of a GPU beyond its estimate: what workers that live on leave lying between blocks."""
 TINY = 16 * 2**10
 """The same on a CPU, where the smallest take a little more while they are scored."""
-LANE = 1 / 32
+MAX_FUSED = 1 / 32
 """The part of a device above which a trial is not fused: it keeps the device busy by itself."""
-
-
-BESIDE = 2
-"""What a lane of a fused training is taken to need where that is not traced, as on a GPU, by what the trial takes alone
-(1.3 to 1.8 times where it was measured): all gradients of all lanes are there at once."""
+FUSED_FACTOR = 2
+"""What a fused trial is taken to need, by what it takes alone (1.3 to 1.8 times where it was measured): all gradients
+of all trials are there at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """``memory`` None: all of a device, or nothing that is counted. ``shape`` is equal for trials that can be fused,
-    ``kind`` for those that compute alike. ``lane`` is what it takes as one of several that are; None: not traced.
-    ``note`` says why it was not estimated, where it should have been."""
+    """``memory`` None: all of a device, or nothing that is counted. ``fusion_key`` is equal for trials that can be
+    fused, ``architecture_key`` for those that compute alike. ``note`` says why it was not estimated, where it should
+    have been."""
 
     memory: int | None
     fit: Fit | None = None
-    shape: str | None = None
-    kind: str = ""
+    fusion_key: str | None = None
+    architecture_key: str = ""
     steps: int | None = None
-    lane: int | None = None
     note: str = ""
 
     @property
-    def degree(self) -> int:
-        return 1 if self.fit is None else self.fit.degree
+    def devices(self) -> int:
+        return 1 if self.fit is None else self.fit.devices
 
     @property
     def seconds(self) -> float | None:
@@ -311,10 +312,10 @@ class Requirements:
         step = None if self.fit is None else self.fit.seconds
         return None if step is None or self.steps is None else step * self.steps
 
-    def of_lanes(self, lanes: int) -> int:
+    def memory_of(self, trials: int) -> int:
         """Bytes of a device that so many trials like it take as one; 0 where nothing is counted."""
         alone = self.memory or 0
-        return alone if lanes == 1 else lanes * (alone * BESIDE if self.lane is None else self.lane)
+        return alone if trials == 1 else trials * alone * FUSED_FACTOR
 
 
 def requirements(
@@ -347,13 +348,10 @@ def requirements(
         log.warning("a trial with %s has a device to itself, not estimated: %s", architecture_key(params), problem)
         return Requirements(None, None, None, architecture_key(params), chosen.steps, note=f"not estimated: {problem}")
     needed = min(_beyond(found.memory, kind), memory)
-    # Lanes keep all that their forwards make: what recomputes, or lies on the host, is small only while it does.
-    lane = after is None and found.way in ("whole", "accumulate") and found.memory <= memory * LANE
-    shape = _shape(chosen) if fuse and lane else None
-    each = None if shape is None or kind != "cpu" else _lane(chosen, found.micro_batch)
-    return Requirements(
-        needed, found, shape, architecture_key(params), chosen.steps, None if each is None else _beyond(each, kind)
-    )
+    # Fused trials keep all activations: what recomputes, or offloads, is small only while it does.
+    fusable = after is None and found.strategy in ("whole", "accumulate") and found.memory <= memory * MAX_FUSED
+    shape = _shape(chosen) if fuse and fusable else None
+    return Requirements(needed, found, shape, architecture_key(params), chosen.steps)
 
 
 def _beyond(memory: int, kind: str) -> int:
@@ -361,16 +359,10 @@ def _beyond(memory: int, kind: str) -> int:
     return int(memory * (1 + BEYOND)) + (TINY if kind == "cpu" else SLACK)
 
 
-def _lane(chosen: TrialConfig, micro: int) -> int | None:
-    from weft.tune.fit.fused_memory import lane_peak
-
-    return lane_peak(chosen, micro)
-
-
 def _shape(chosen: TrialConfig) -> str | None:
-    from weft.tune.fusion.compatibility import shape_key
+    from weft.tune.fusion.compatibility import fusion_key
 
-    return shape_key(chosen)
+    return fusion_key(chosen)
 
 
 def architecture_key(params: Mapping[str, Value]) -> str:
@@ -382,21 +374,21 @@ def architecture_key(params: Mapping[str, Value]) -> str:
     return json.dumps({name: value for name, value in sorted(params.items()) if name not in CONTINUOUS})
 
 
-def groups(needs: Mapping[int, Requirements], memory: int | None) -> list[tuple[int, ...]]:
+def fusion_groups(needs: Mapping[int, Requirements], memory: int | None) -> list[tuple[int, ...]]:
     """Trials of one block that train as one, in order of number; as many at once as a device has room for.
 
-    >>> small, other, large = (Requirements(n, shape=shape) for n, shape in ((4, "a"), (4, "b"), (6, "a")))
-    >>> groups({0: small, 1: other, 2: small, 3: Requirements(4)}, 20)
+    >>> small, other, large = (Requirements(n, fusion_key=key) for n, key in ((4, "a"), (4, "b"), (6, "a")))
+    >>> fusion_groups({0: small, 1: other, 2: small, 3: Requirements(4)}, 20)
     [(0, 2), (1,), (3,)]
-    >>> groups({0: large, 1: large}, 20)
+    >>> fusion_groups({0: large, 1: large}, 20)
     [(0,), (1,)]
     """
     alike: dict[Any, list[int]] = {}
     for number, one in sorted(needs.items()):
-        alike.setdefault(one.shape if one.shape is not None else number, []).append(number)
+        alike.setdefault(one.fusion_key if one.fusion_key is not None else number, []).append(number)
     found = []
     for numbers in alike.values():
-        each = max(needs[number].of_lanes(2) for number in numbers)
+        each = max(needs[number].memory_of(2) for number in numbers)
         most = len(numbers) if memory is None or each == 0 else max(1, 2 * memory // each)
         found += [tuple(numbers[at : at + most]) for at in range(0, len(numbers), most)]
     return sorted(found)

@@ -19,46 +19,46 @@ _log = logging.getLogger("weft.tune")
 class LossModule(nn.Module):
     """Called with the entries of a batch in the order of ``names``, gives the loss."""
 
-    def __init__(self, setting: TrialConfig, model: nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(self, config: TrialConfig, model: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
-        self.model, self.names, self._setting = model, names, setting
+        self.model, self.names, self._config = model, names, config
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = dict(zip(self.names, tensors, strict=True))
-        with self._setting.autocast(tensors[0].device):
-            return self._setting.loss(self.model(*self._setting.enter(batch)), batch)
+        with self._config.autocast(tensors[0].device):
+            return self._config.loss(self.model(*self._config.enter(batch)), batch)
 
     def tensors(self, batch: Batch) -> tuple[Tensor, ...]:
         """A batch as it is called with."""
         return tuple(batch[name] for name in self.names)
 
 
-def example_batch(setting: TrialConfig, size: int, device: str = "meta") -> Batch:
+def example_batch(config: TrialConfig, size: int, device: str = "meta") -> Batch:
     """A batch of so many samples with the shapes and types of the trial's own, and no values of meaning."""
-    batch = Loader(setting.data().train, 1, setting.seed).batch(0)
+    batch = Loader(config.data().train, 1, config.seed).batch(0)
     return {name: torch.zeros((size, *part.shape[1:]), dtype=part.dtype, device=device) for name, part in batch.items()}
 
 
-def build_meta(setting: TrialConfig) -> nn.Module:
+def build_meta(config: TrialConfig) -> nn.Module:
     """The trial's module for its shapes alone: without values where it can be built so."""
     try:
-        with torch.device("meta"), clear_polluted_caches(setting.model):
-            made = setting.bare()
-        if not _waits(made):
+        with torch.device("meta"), clear_polluted_caches(config.model):
+            made = config.bare()
+        if not _is_lazy(made):
             return made
     except Exception as problem:  # it computes with its weights as it builds them
         _log.debug("the model is built with values: %s", problem)
-    return build_with_data(setting)
+    return build_with_data(config)
 
 
-def build_with_data(setting: TrialConfig) -> nn.Module:
-    """The trial's module with values; one that waits for a batch to know its shapes has seen one."""
-    made = setting.build()
-    if _waits(made):
+def build_with_data(config: TrialConfig) -> nn.Module:
+    """The trial's module with values; one whose shapes follow from a batch has seen one."""
+    made = config.build()
+    if _is_lazy(made):
         with torch.no_grad(), evaluation_mode(made):
-            made(*setting.enter(example_batch(setting, 2, "cpu")))
+            made(*config.enter(example_batch(config, 2, "cpu")))
     return made
 
 
-def _waits(module: nn.Module) -> bool:
+def _is_lazy(module: nn.Module) -> bool:
     return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))

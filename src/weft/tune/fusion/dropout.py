@@ -1,4 +1,4 @@
-"""What dropout draws in a fused training: for every lane what it would draw alone, at the lane's own rate."""
+"""Dropout in a fused training: each trial draws what it would draw alone, at its own rate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.engine.rng import Seeder
 
 DROPOUT_PLACEHOLDER = 0.12345678901234567
-"""Stands, in the module that lanes share, for the dropout of the lane."""
+"""Stands, in the module that fused trials share, for the dropout of each trial."""
 
 _DROPOUTS = {name: getattr(F, name) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")}
 _ATTENTION = F.scaled_dot_product_attention
@@ -34,23 +34,23 @@ class DropoutCall:
     rate: float
 
     def factors(self, rate: float | None, device: torch.device) -> Tensor:
-        """What a lane's values are multiplied by: 0, or more than 1."""
+        """What a trial's values are multiplied by: 0, or more than 1."""
         ones = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device).fill_(1.0)
-        drawn: Tensor = _DROPOUTS[self.name](
+        factors: Tensor = _DROPOUTS[self.name](
             ones, rate if self.rate == DROPOUT_PLACEHOLDER and rate is not None else self.rate, True
         )
-        return drawn
+        return factors
 
 
 Drop = Callable[[str, Tensor, float], Tensor]
 
 
 @contextmanager
-def record_calls(draws: list[DropoutCall]) -> Iterator[None]:
-    """Within the block, dropouts draw nothing and are noted, in order."""
+def record_calls(calls: list[DropoutCall]) -> Iterator[None]:
+    """Within the block, dropouts draw nothing and are recorded, in order."""
 
     def drop(name: str, x: Tensor, rate: float) -> Tensor:
-        draws.append(DropoutCall(name, tuple(x.shape), x.stride(), x.dtype, rate))
+        calls.append(DropoutCall(name, tuple(x.shape), x.stride(), x.dtype, rate))
         return x
 
     with _replaced(drop):
@@ -65,22 +65,22 @@ def apply_masks(masks: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
-def drawn(
-    draws: Sequence[DropoutCall],
+def draw_masks(
+    calls: Sequence[DropoutCall],
     seeders: Sequence[Seeder],
     rates: Sequence[float | None],
     step: int,
-    part: int,
+    micro_batch: int,
     device: torch.device,
 ) -> list[Tensor]:
-    """One mask a dropout with a first dimension of lanes, drawn as each lane alone draws in this part of the step."""
-    if not draws:
+    """One mask a dropout with a first dimension of trials, drawn as each trial alone draws in this micro-batch."""
+    if not calls:
         return []
-    lanes = []
+    of_trials = []
     for seeder, rate in zip(seeders, rates, strict=True):
-        seeder.set(step, part, "model")
-        lanes.append([draw.factors(rate, device) for draw in draws])
-    return [torch.stack(masks) for masks in zip(*lanes, strict=True)]
+        seeder.set(step, micro_batch, "model")
+        of_trials.append([call.factors(rate, device) for call in calls])
+    return [torch.stack(masks) for masks in zip(*of_trials, strict=True)]
 
 
 @contextmanager
@@ -134,13 +134,13 @@ def _attention(
     return drop("dropout", scores.softmax(-1), dropout_p) @ value
 
 
-# Attention of several lanes in one call: lanes become samples, since attention looks at each sample by itself.
+# Attention of several trials in one call: trials become samples, since attention looks at each sample by itself.
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, grouped: bool
 ) -> Tensor:
-    """``scaled_dot_product_attention`` without dropout; under vmap one kernel for all lanes, not one for each."""
+    """``scaled_dot_product_attention`` without dropout; under vmap one kernel for all trials, not one for each."""
     found: Tensor = _Folded.apply(query, key, value, mask, causal, scale, grouped)  # type: ignore[no-untyped-call]
     return found
 
@@ -158,16 +158,16 @@ class _Folded(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
         """Called with plain tensors, whose gradients autograd follows as those of any others."""
-        lanes = info.batch_size
-        tensors = [_laned(tensor, where, lanes) for tensor, where in zip(args[:3], in_dims[:3], strict=True)]
-        mask = None if args[3] is None else _laned(args[3], in_dims[3], lanes)
+        trials = info.batch_size
+        tensors = [_with_trials(tensor, where, trials) for tensor, where in zip(args[:3], in_dims[:3], strict=True)]
+        mask = None if args[3] is None else _with_trials(args[3], in_dims[3], trials)
         batch = tensors[0].shape[1:-3]
-        if mask is not None:  # (lanes, ..., length, length), with ones where it is the same for all
-            wide = mask.view(lanes, *[1] * (tensors[0].dim() - mask.dim()), *mask.shape[1:])
-            mask = wide.expand(lanes, *batch, *wide.shape[-3:]).flatten(0, -4)
+        if mask is not None:  # (trials, ..., length, length), with ones where it is the same for all
+            wide = mask.view(trials, *[1] * (tensors[0].dim() - mask.dim()), *mask.shape[1:])
+            mask = wide.expand(trials, *batch, *wide.shape[-3:]).flatten(0, -4)
         query, key, value = (tensor.flatten(0, -4) for tensor in tensors)
         found = _local_attention(query, key, value, mask, *args[4:])
-        return found.view(lanes, *batch, *found.shape[-3:]), 0
+        return found.view(trials, *batch, *found.shape[-3:]), 0
 
 
 def _local_attention(
@@ -176,5 +176,5 @@ def _local_attention(
     return _ATTENTION(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
 
 
-def _laned(tensor: Tensor, where: int | None, lanes: int) -> Tensor:
-    return tensor.expand(lanes, *tensor.shape) if where is None else tensor.movedim(where, 0)
+def _with_trials(tensor: Tensor, where: int | None, trials: int) -> Tensor:
+    return tensor.expand(trials, *tensor.shape) if where is None else tensor.movedim(where, 0)

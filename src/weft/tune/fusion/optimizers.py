@@ -1,4 +1,4 @@
-"""Optimizers over lanes: the arithmetic of torch.optim on a matrix with a row a lane, each with its own options."""
+"""Optimizers of fused trials: the arithmetic of torch.optim on a matrix with a row for each trial's own options."""
 
 from __future__ import annotations
 
@@ -11,30 +11,28 @@ from torch import Tensor
 from weft.engine.optimizer import Optimizer
 
 KINDS = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
-OWN = ("lr", "weight_decay", "momentum")
-"""Options that lanes may differ in."""
 _KNOWN = {
     "sgd": {"lr", "weight_decay", "momentum", "dampening", "nesterov"},
     "adam": {"lr", "weight_decay", "betas", "eps"},
     "adamw": {"lr", "weight_decay", "betas", "eps"},
 }
-_IDLE = {"foreach", "fused", "capturable", "differentiable"}
+_WITHOUT_EFFECT = {"foreach", "fused", "capturable", "differentiable"}
 """Options that change no result."""
 
 
-def refused(optimizer: Optimizer) -> str | None:
-    """Why an optimizer cannot run over lanes; None if it can."""
+def why_not_stackable(optimizer: Optimizer) -> str | None:
+    """Why fused trials cannot have this optimizer; None if they can."""
     kind = KINDS.get(optimizer.cls)
     if kind is None:
-        return f"the optimizer {optimizer.cls.__name__} has no form for lanes, as SGD, Adam and AdamW have"
+        return f"the optimizer {optimizer.cls.__name__} has no form for fused trials, as SGD, Adam and AdamW have"
     if optimizer.groups is not None:
         return "its optimizer has groups of parameters"
-    beyond = {name for name, value in optimizer.options.items() if value} - _KNOWN[kind] - _IDLE
-    return f"{optimizer.cls.__name__} over lanes has no {', '.join(sorted(beyond))}" if beyond else None
+    beyond = {name for name, value in optimizer.options.items() if value} - _KNOWN[kind] - _WITHOUT_EFFECT
+    return f"{optimizer.cls.__name__} of fused trials has no {', '.join(sorted(beyond))}" if beyond else None
 
 
 class StackedOptimizer:
-    """Updates a matrix of weights, (lanes, weights), by gradients of the same shape."""
+    """Updates a matrix of weights, (trials, weights), by gradients of the same shape."""
 
     def __init__(self, optimizers: Sequence[Optimizer], weights: Tensor) -> None:
         self.kind = KINDS[optimizers[0].cls]
@@ -45,10 +43,10 @@ class StackedOptimizer:
             self.names = ()
         self.state = {name: torch.zeros_like(weights) for name in self.names}
         self.steps = 0
-        self._read()
+        self._make_columns()
 
     def step(self, weights: Tensor, gradients: Tensor, factor: float) -> None:
-        """One update at ``factor`` times each lane's learning rate. ``gradients`` are used up."""
+        """One update at ``factor`` times each trial's learning rate. ``gradients`` are used up."""
         self.steps += 1
         rate = self._rate * factor
         if self.kind == "sgd":
@@ -56,21 +54,21 @@ class StackedOptimizer:
         else:
             self._adam(weights, gradients, rate)
 
-    def keep(self, lanes: Tensor) -> None:
-        """Only these lanes go on, in this order."""
-        self.state = {name: value[lanes] for name, value in self.state.items()}
-        self._options = [self._options[lane] for lane in lanes.tolist()]
-        self._read()
+    def keep(self, rows: Tensor) -> None:
+        """Only these rows go on, in this order."""
+        self.state = {name: value[rows] for name, value in self.state.items()}
+        self._options = [self._options[row] for row in rows.tolist()]
+        self._make_columns()
 
-    def scalars(self, lane: int) -> dict[str, Tensor]:
+    def scalars(self, row: int) -> dict[str, Tensor]:
         """What torch.optim keeps beside tensors like the weights, for a checkpoint."""
         return {} if self.kind == "sgd" else {"step": torch.tensor(float(self.steps))}
 
-    def has(self, lane: int) -> tuple[str, ...]:
-        """The names of the states that torch.optim would have for a lane."""
-        return self.names if self.kind != "sgd" or self._options[lane]["momentum"] else ()
+    def has(self, row: int) -> tuple[str, ...]:
+        """The names of the states that torch.optim would have for a trial."""
+        return self.names if self.kind != "sgd" or self._options[row]["momentum"] else ()
 
-    def _read(self) -> None:
+    def _make_columns(self) -> None:
         def column(name: str) -> Tensor:
             values = [[float(options.get(name) or 0.0)] for options in self._options]
             return torch.tensor(values, dtype=torch.float64).to(self._device)

@@ -1,20 +1,23 @@
-"""Lanes: trials of one shape side by side, their weights stacked in one matrix with a row each."""
+"""The weights, buffers and optimizer of fused trials, stacked in one matrix with a row for each trial."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from weft.nn.state import named_tensors, non_persistent_buffers
-from weft.tune.fusion.attributes import aliased, attributes, difference
+from weft.nn.batch import tensors_in
+from weft.nn.state import attributes_of, joined, named_tensors, non_persistent_buffers
+from weft.space import Value
 from weft.tune.fusion.dropout import DROPOUT_PLACEHOLDER
 from weft.tune.fusion.optimizers import StackedOptimizer
 from weft.tune.fusion.vmap import CannotFuse
-from weft.tune.recipe import TrialConfig
+from weft.tune.recipe import CONTINUOUS, TrialConfig
 from weft.tune.training.checkpoint import TrialCheckpoint
 from weft.utils.rng import torch_seeded
 
@@ -22,18 +25,55 @@ ALIGNED = 64
 """Weights begin at multiples of so many elements, as kernels like them."""
 
 
-def template(setting: TrialConfig, rate: float = DROPOUT_PLACEHOLDER) -> nn.Module:
-    """The module that lanes share, for its forward alone: dropouts stand for the lane's own, weights for any."""
-    if setting.dropout is None:
-        return setting.bare()
-    own = {**setting.params, "dropout": rate}
-    return replace(setting, params=own, dropout=rate).bare()
+class ReadTracker(Mapping[str, Value]):
+    """A trial's values that remember which of them a model's function reads."""
+
+    def __init__(self, params: Mapping[str, Value]) -> None:
+        self._params, self.read = dict(params), set[str]()
+
+    def __getitem__(self, name: str) -> Value:
+        self.read.add(name)
+        return self._params[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
 
 
-def unfit(module: nn.Module) -> str | None:
-    """Why a module cannot be that of several lanes, by what it holds; None if it can."""
-    if (name := aliased(module)) is not None:
-        return f"'{name}' holds a weight or a buffer under another name, where lanes would not find it"
+def build_tracked(config: TrialConfig) -> tuple[nn.Module, set[str]]:
+    """The trial's module, and the names of the continuous choices that it may depend on.
+
+    These are the ones that the model's function reads, or all if anything keeps the values for later.
+    """
+    tracker = ReadTracker(config.params)
+    read, kept = tracker.read, weakref.ref(tracker)
+    module = replace(config, params=tracker).bare()
+    del tracker
+    if kept() is not None:
+        gc.collect()
+    names = read if kept() is None else {*read, *config.params}
+    return module, names & set(CONTINUOUS)
+
+
+def shared_template(config: TrialConfig, rate: float = DROPOUT_PLACEHOLDER) -> tuple[nn.Module, set[str]]:
+    """The module whose forward all fused trials share, and what it depends on as of `build_tracked`.
+
+    Its dropouts have a rate that stands for each trial's own, and its weights stand for any.
+    """
+    if config.dropout is None:
+        return build_tracked(config)
+    return build_tracked(replace(config, params={**config.params, "dropout": rate}, dropout=rate))
+
+
+def why_not_shared(module: nn.Module) -> str | None:
+    """Why fused trials cannot share a module, by what it holds; None if they can."""
+    for name, part in module.named_modules():
+        for attribute, value in attributes_of(part):
+            kept_by_torch = isinstance(part, nn.RNNBase) and attribute == "_flat_weights"
+            if not kept_by_torch and next(tensors_in(value), None) is not None:
+                return f"'{joined(name, attribute)}' is a tensor that is neither a weight nor a buffer"
     known = {id(tensor) for _, tensor in named_tensors(module)}
     for name, value in module.state_dict(keep_vars=True).items():
         if id(value) not in known:
@@ -42,19 +82,21 @@ def unfit(module: nn.Module) -> str | None:
 
 
 class StackedModel:
-    """The weights, buffers and optimizer of several trials on a device; lanes are numbered as they stand now.
+    """The weights, buffers and optimizer of several trials on a device; rows are numbered as they stand now.
 
-    ``parameters`` are views into the matrix, (lanes, ...), so that one update of it updates all. Raises NotTogether for
+    ``parameters`` are views into the matrix, (trials, ...), so that one update of it updates all. Raises CannotFuse for
     trials whose models differ in more than weights and dropout.
     """
 
-    def __init__(self, settings: Sequence[TrialConfig], device: torch.device) -> None:
+    def __init__(self, configs: Sequence[TrialConfig], device: torch.device) -> None:
         self.device = device
-        with torch_seeded(settings[0].seed, "init"):
-            self.module = template(settings[0])
-        shared = attributes(self.module)
-        if (why := unfit(self.module)) is not None:
+        with torch_seeded(configs[0].seed, "init"):
+            self.module, read = shared_template(configs[0])
+        if (why := why_not_shared(self.module)) is not None:
             raise CannotFuse(why)
+        for name in sorted(read - {"dropout"}):
+            if len({config.params[name] for config in configs}) > 1:
+                raise CannotFuse(f"their models depend on '{name}', which is not the same in all of them")
         self._trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self._starts: dict[str, int] = {}
         width = 0
@@ -62,26 +104,25 @@ class StackedModel:
             self._starts[name] = width
             width += -(-parameter.numel() // ALIGNED) * ALIGNED
         dtype = next(iter(self._trained.values())).dtype
-        self.matrix = torch.zeros(len(settings), width, dtype=dtype, device=device)
+        self.matrix = torch.zeros(len(configs), width, dtype=dtype, device=device)
+        shapes = {name: tensor.shape for name, tensor in named_tensors(self.module)}
         built: list[dict[str, Tensor]] = []
-        for lane, setting in enumerate(settings):
-            module = setting.build()
-            if (other := difference(shared, attributes(module), setting.dropout)) is not None:
-                raise CannotFuse(f"'{other}' is not the same in all of their models, and lanes would share it")
-            given = dict(module.named_parameters())
+        for row, config in enumerate(configs):
+            tensors = dict(named_tensors(config.build()))
+            if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
+                raise CannotFuse("their models have other weights or buffers")
             for name in self._trained:
-                self._view(name, self.matrix)[lane].copy_(given[name].detach())
-            constant = {n: p.detach() for n, p in given.items() if n not in self._trained}
-            built.append({**constant, **dict(module.named_buffers())})
+                self._view(name, self.matrix)[row].copy_(tensors[name].detach())
+            built.append({name: tensor.detach() for name, tensor in tensors.items() if name not in self._trained})
         self.fixed = {name: torch.stack([one[name] for one in built]).to(device) for name in built[0]}
-        self.optimizer = StackedOptimizer([setting.optimizer for setting in settings], self.matrix)
+        self.optimizer = StackedOptimizer([config.optimizer for config in configs], self.matrix)
         self._written: frozenset[str] = frozenset()
         self._versions = {
             name: self.fixed[name]._version for name in non_persistent_buffers(self.module) if name in self.fixed
         }
         self._expose()
 
-    def joined(self, gradients: Sequence[Tensor]) -> Tensor:
+    def join(self, gradients: Sequence[Tensor]) -> Tensor:
         """Gradients in the order of ``parameters``, as one matrix like that of the weights."""
         count, pieces = len(self.matrix), []
         for gradient in gradients:
@@ -96,66 +137,66 @@ class StackedModel:
         with torch.no_grad():
             self.optimizer.step(self.matrix, gradients, factor)
 
-    def keep(self, lanes: Sequence[int]) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
         """Only these go on; the memory of the others is free again."""
-        self._note()
-        chosen = torch.tensor(list(lanes), device=self.device, dtype=torch.long)
+        self._note_written()
+        chosen = torch.tensor(list(rows), device=self.device, dtype=torch.long)
         self.matrix = self.matrix[chosen]
         self.fixed = {name: value[chosen] for name, value in self.fixed.items()}
         self._versions = {name: self.fixed[name]._version for name in self._versions}
         self.optimizer.keep(chosen)
         self._expose()
 
-    def copied(self) -> StackedModel:
-        """As they are now, on the host, in few copies: what is kept of lanes while they train on."""
-        self._note()
+    def copy_to_host(self) -> StackedModel:
+        """As they are now, on the host, in few copies: what checkpoints are written from while the trials train on."""
+        self._note_written()
         other = copy(self)
-        other.matrix = _host(self.matrix)
-        other.fixed = {name: _host(value) for name, value in self.fixed.items()}
+        other.matrix = _to_host(self.matrix)
+        other.fixed = {name: _to_host(value) for name, value in self.fixed.items()}
         other.optimizer = copy(self.optimizer)
-        other.optimizer.state = {name: _host(value) for name, value in self.optimizer.state.items()}
+        other.optimizer.state = {name: _to_host(value) for name, value in self.optimizer.state.items()}
         return other
 
     def tensors(self) -> list[Tensor]:
-        """All that lanes hold."""
+        """All tensors that the trials hold."""
         return [self.matrix, *self.fixed.values(), *self.optimizer.state.values()]
 
-    def weights(self, lane: int) -> dict[str, Tensor]:
-        """As the ``state_dict`` of the lane's own module."""
+    def weights(self, row: int) -> dict[str, Tensor]:
+        """As the ``state_dict`` of the trial's own module."""
         first = {id(tensor): name for name, tensor in named_tensors(self.module)}
         return {
-            name: self._tensor(first[id(tensor)])[lane]
+            name: self._tensor(first[id(tensor)])[row]
             for name, tensor in self.module.state_dict(keep_vars=True).items()
         }
 
-    def buffers(self, lane: int) -> dict[str, Tensor]:
+    def buffers(self, row: int) -> dict[str, Tensor]:
         """Those that were changed and that the ``state_dict`` leaves out."""
-        return {name: self.fixed[name][lane] for name in sorted(self._written)}
+        return {name: self.fixed[name][row] for name in sorted(self._written)}
 
-    def states(self, lane: int) -> dict[str, dict[str, Tensor]]:
+    def states(self, row: int) -> dict[str, dict[str, Tensor]]:
         """As torch.optim has them, by the name of the parameter."""
         if not self.optimizer.steps:
             return {}
-        scalars, names = self.optimizer.scalars(lane), self.optimizer.has(lane)
+        scalars, names = self.optimizer.scalars(row), self.optimizer.has(row)
         return {
-            name: {**scalars, **{key: self._view(name, self.optimizer.state[key])[lane] for key in names}}
+            name: {**scalars, **{key: self._view(name, self.optimizer.state[key])[row] for key in names}}
             for name in self._trained
         }
 
-    def load(self, lane: int, kept: TrialCheckpoint) -> None:
-        """Puts back what a checkpoint has of a lane, whether it was alone or not."""
+    def load(self, row: int, checkpoint: TrialCheckpoint) -> None:
+        """Puts back what a checkpoint has of a trial, whether it was fused or not."""
         with torch.no_grad():
-            for name, tensor in self.weights(lane).items():
-                tensor.copy_(kept.weights[name])
-            for name, tensor in kept.buffers.items():
-                self.fixed[name][lane].copy_(tensor)
-            for name, state in kept.states.items():
-                for key in self.optimizer.has(lane):
+            for name, tensor in self.weights(row).items():
+                tensor.copy_(checkpoint.weights[name])
+            for name, tensor in checkpoint.buffers.items():
+                self.fixed[name][row].copy_(tensor)
+            for name, state in checkpoint.states.items():
+                for key in self.optimizer.has(row):
                     if key in state:
-                        self._view(name, self.optimizer.state[key])[lane].copy_(state[key])
-        self.optimizer.steps = kept.step
+                        self._view(name, self.optimizer.state[key])[row].copy_(state[key])
+        self.optimizer.steps = checkpoint.step
 
-    def _note(self) -> None:
+    def _note_written(self) -> None:
         """Which buffers were written into by now, before they lie elsewhere."""
         now = {name for name, version in self._versions.items() if self.fixed[name]._version != version}
         self._written |= now
@@ -173,5 +214,5 @@ class StackedModel:
         return self._view(name, self.matrix) if name in self._trained else self.fixed[name]
 
 
-def _host(tensor: Tensor) -> Tensor:
+def _to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)

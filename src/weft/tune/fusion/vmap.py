@@ -1,4 +1,4 @@
-"""Forwards of several lanes as one: torch.func's vmap over the module that they share."""
+"""Forwards of several trials as one: torch.func's vmap over the module that they share."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from weft.data import Batch
-from weft.engine.rng import host
 from weft.errors import TuneError
 from weft.nn.state import ModuleState, weight_norm_attributes
 from weft.trainer.evaluate import Scores
 from weft.tune.fusion.dropout import DropoutCall, apply_masks, record_calls
 from weft.tune.recipe import TrialConfig
+from weft.utils.rng import host
 
 Tensors = Mapping[str, Tensor]
-Drawing = Callable[[Sequence[DropoutCall]], Sequence[Tensor]]
+DrawMasks = Callable[[Sequence[DropoutCall]], Sequence[Tensor]]
 
 
 class CannotFuse(Exception):
-    """What lanes cannot do together, although each might alone."""
+    """Raised for what trials cannot do together, although each might alone."""
 
 
-class Batched:
-    """What lanes of one shape compute together; randomness but for dropout is refused, since lanes could not draw it
-    as they do alone."""
+class BatchedForward:
+    """Forward and loss of trials of one shape; randomness but for dropout is refused, since fused trials could not
+    draw it as they do alone."""
 
-    def __init__(self, setting: TrialConfig, module: nn.Module, device: torch.device) -> None:
-        self._setting, self._module, self._device = setting, module, device
-        self._draws: dict[Any, list[DropoutCall]] = {}
+    def __init__(self, config: TrialConfig, module: nn.Module, device: torch.device) -> None:
+        self._config, self._module, self._device = config, module, device
+        self._calls: dict[Any, list[DropoutCall]] = {}
 
-    def losses(self, trained: Tensors, fixed: Tensors, batch: Batch, draw: Drawing, shared: bool = False) -> Tensor:
-        """The training loss of each lane. ``batch`` has a first dimension of lanes, unless they share it.
+    def losses(self, trained: Tensors, fixed: Tensors, batch: Batch, draw: DrawMasks, shared: bool = False) -> Tensor:
+        """The training loss of each trial. ``batch`` has a first dimension of trials, unless they share it.
 
         ``fixed`` are buffers and what is not trained; batch norms change theirs in place. ``draw`` gives a mask for
         each dropout of the forward.
         """
         where = dict.fromkeys(batch, None if shared else 0)
-        masks = list(draw(self.draws(trained, fixed, batch, shared)))
+        masks = list(draw(self.dropout_calls(trained, fixed, batch, shared)))
 
         def loss(trained: Tensors, fixed: Tensors, batch: Batch, masks: list[Tensor]) -> Tensor:
             with apply_masks(masks):
                 outputs = self._forward(trained, fixed, batch)
-                found = self._setting.loss(outputs, batch)
+                found = self._config.loss(outputs, batch)
             if not isinstance(found, Tensor) or found.dim() != 0:
                 raise TuneError("the loss must return a tensor with one number")
             return found
@@ -54,55 +54,55 @@ class Batched:
         found: Tensor = self._map(loss, (0, 0, where, 0))(trained, fixed, batch, masks)
         return found
 
-    def draws(self, trained: Tensors, fixed: Tensors, batch: Batch, shared: bool = False) -> list[DropoutCall]:
+    def dropout_calls(self, trained: Tensors, fixed: Tensors, batch: Batch, shared: bool = False) -> list[DropoutCall]:
         """The dropouts of a forward of such a batch, in order: found once, by a forward that changes nothing.
 
-        NotTogether names what a forward changes beyond buffers in place, since lanes would share it.
+        CannotFuse names what a forward changes beyond buffers in place, since the trials would share it.
         """
         self._module.train()
         kind = tuple((name, tuple(value.shape if shared else value.shape[1:])) for name, value in batch.items())
-        if kind not in self._draws:
+        if kind not in self._calls:
             spare = {name: value.clone() for name, value in fixed.items()}
             one = {name: value if shared else value[0] for name, value in batch.items()}
-            first = {f"module.{name}": value[0] for name, value in {**trained, **spare}.items()}
+            own = {f"module.{name}": value[0] for name, value in {**trained, **spare}.items()}
             # Twice at first: a forward may fill a cache, which is no matter, but must leave it alone from then on.
-            for _ in range(1 if self._draws else 2):
-                draws, watched = list[DropoutCall](), _Watched(self._module, self._setting.loss)
-                with torch.no_grad(), record_calls(draws), self._setting.autocast(self._device):
-                    functional_call(watched, first, (self._setting.enter(one), one))
+            for _ in range(1 if self._calls else 2):
+                calls, watched = list[DropoutCall](), _WatchedForward(self._module, self._config.loss)
+                with torch.no_grad(), record_calls(calls), self._config.autocast(self._device):
+                    functional_call(watched, own, (self._config.enter(one), one))
             if watched.changed is not None:
-                raise CannotFuse(f"its forward changes '{watched.changed}', which lanes would share")
-            self._draws[kind] = draws
-        return self._draws[kind]
+                raise CannotFuse(f"its forward changes '{watched.changed}', which the trials would share")
+            self._calls[kind] = calls
+        return self._calls[kind]
 
     def outputs(self, trained: Tensors, fixed: Tensors, batch: Batch) -> Any:
-        """Of each lane on the same batch, in evaluation mode."""
+        """Of each trial on the same batch, in evaluation mode."""
         self._module.eval()
         shared = dict.fromkeys(batch)
         with torch.no_grad(), apply_masks(()), _plain_attention():
             return self._map(self._forward, (0, 0, shared))(trained, fixed, batch)
 
     def scores(self, count: int) -> list[Scores]:
-        """One a lane, of the trial's objectives."""
-        setting = self._setting
-        metrics = {name: metric for name, metric in setting.metrics.items() if name in setting.objectives}
-        return [Scores(setting.loss if "loss" in setting.objectives else None, metrics) for _ in range(count)]
+        """One for each trial, of its objectives."""
+        config = self._config
+        metrics = {name: metric for name, metric in config.metrics.items() if name in config.objectives}
+        return [Scores(config.loss if "loss" in config.objectives else None, metrics) for _ in range(count)]
 
     def _forward(self, trained: Tensors, fixed: Tensors, batch: Batch) -> Any:
-        return functional_call(self._module, {**trained, **fixed}, self._setting.enter(batch))
+        return functional_call(self._module, {**trained, **fixed}, self._config.enter(batch))
 
     def _map(self, function: Callable[..., Any], where: tuple[Any, ...]) -> Callable[..., Any]:
         mapped = vmap(function, in_dims=where, randomness="error")
 
         def run(*args: Any) -> Any:
-            # Autocast around vmap, never within: inside it would cast, and keep, what only a lane sees.
-            with self._setting.autocast(self._device):
+            # Autocast around vmap, never within: inside it would cast, and keep, what only one trial sees.
+            with self._config.autocast(self._device):
                 return mapped(*args)
 
         return run
 
 
-class _Watched(nn.Module):
+class _WatchedForward(nn.Module):
     """A forward with its loss; ``changed`` then names what it changed. Buffers may be written into where they lie."""
 
     changed: str | None = None
@@ -120,7 +120,7 @@ class _Watched(nn.Module):
 
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """torch's short cut through whole attention layers in evaluation has no form for lanes."""
+    """torch's short cut through whole attention layers in evaluation has no form for fused trials."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -92,4 +92,4 @@ class Dispatcher:
 
 def load_of(task: PendingJob) -> JobSpec:
     need = task.need
-    return JobSpec(task.id, task.memory, need.degree, need.seconds, task.alone, kind=need.kind)
+    return JobSpec(task.id, task.memory, need.devices, need.seconds, task.alone, kind=need.architecture_key)

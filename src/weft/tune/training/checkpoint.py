@@ -1,4 +1,4 @@
-"""What is kept of a trial on the way, so that it goes on elsewhere to the same bits: safetensors and JSON."""
+"""Checkpoints of a trial, from which it goes on elsewhere to the same bits: safetensors and JSON."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class TrialCheckpoint:
     """Those of the model's parts that training changed."""
 
 
-def save(directory: Path, law: Mapping[str, Any], kept: TrialCheckpoint) -> None:
-    """Writes a checkpoint, whole or not at all. ``law`` is what must be equal where it is to be taken up again.
+def save(directory: Path, contract: Mapping[str, Any], checkpoint: TrialCheckpoint) -> None:
+    """Writes a checkpoint, whole or not at all. ``contract`` is what must be equal where a trial resumes from it.
 
     CheckpointError names an extra state that is not of plain values and tensors.
     """
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
-    for name, value in kept.weights.items():
+    for name, value in checkpoint.weights.items():
         if isinstance(value, Tensor):
             tensors[f"{_WEIGHT}{name}"] = value
             continue
@@ -52,22 +52,22 @@ def save(directory: Path, law: Mapping[str, Any], kept: TrialCheckpoint) -> None
             extra[name] = to_plain(value, tensors, f"extra.{name}")
         except CheckpointError as problem:
             raise CheckpointError(f"'{name}' of the model's state_dict: {problem}") from None
-    tensors |= {f"{_BUFFER}{name}": tensor for name, tensor in kept.buffers.items()}
-    attributes = {name: to_plain(value, tensors, f"attributes.{name}") for name, value in kept.attributes.items()}
-    for name, state in kept.states.items():
+    tensors |= {f"{_BUFFER}{name}": tensor for name, tensor in checkpoint.buffers.items()}
+    attributes = {name: to_plain(value, tensors, f"attributes.{name}") for name, value in checkpoint.attributes.items()}
+    for name, state in checkpoint.states.items():
         tensors |= {f"{_STATE}{name}#{key}": tensor for key, tensor in state.items()}
-    tensors[_LOSSES] = kept.losses
-    values = None if kept.values is None else [float(value).hex() for value in kept.values]
-    tensors, pairs = _real(tensors)
+    tensors[_LOSSES] = checkpoint.losses
+    values = None if checkpoint.values is None else [float(value).hex() for value in checkpoint.values]
+    tensors, pairs = _complex_as_pairs(tensors)
     told = (("extra", extra), ("attributes", attributes), ("complex", pairs))
     beyond = {name: given for name, given in told if given}
     checkpoints = Checkpoints(directory, keep=2)
-    checkpoints.drop_after(kept.step - 1)  # of an earlier attempt: damaged, or of another law, and so not taken up
-    checkpoints.save(kept.step, tensors, {"law": law, "values": values, **beyond})
+    checkpoints.drop_after(checkpoint.step - 1)  # of an earlier attempt, damaged or of another contract
+    checkpoints.save(checkpoint.step, tensors, {"law": contract, "values": values, **beyond})
 
 
-def load_latest(directory: Path, law: Mapping[str, Any], device: torch.device = _CPU) -> TrialCheckpoint | None:
-    """The newest whole checkpoint of this trial; None where there is none, or only ones of another law.
+def load_latest(directory: Path, contract: Mapping[str, Any], device: torch.device = _CPU) -> TrialCheckpoint | None:
+    """The newest whole checkpoint of this trial; None where there is none, or only ones of another contract.
 
     Tensors are on the host, but for those in attributes that lay on the ``device``.
     """
@@ -78,7 +78,7 @@ def load_latest(directory: Path, law: Mapping[str, Any], device: torch.device = 
         found = checkpoints.load()
     except CheckpointError:
         return None  # all are damaged: the trial begins anew
-    if found.meta.get("law") != to_json(law):
+    if found.meta.get("law") != to_json(contract):
         return None
     tensors = {
         name: torch.view_as_complex(tensor) if name in found.meta.get("complex", {}) else tensor
@@ -104,7 +104,7 @@ def load_latest(directory: Path, law: Mapping[str, Any], device: torch.device = 
     return TrialCheckpoint(found.step, weights, states, losses, done, buffers, attributes)
 
 
-def _real(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _complex_as_pairs(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors with complex ones as pairs of real numbers, since safetensors has no others, and what those were."""
     pairs = {
         name: str(tensor.dtype).removeprefix("torch.")

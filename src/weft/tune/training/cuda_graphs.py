@@ -1,4 +1,4 @@
-"""The steps of a trial, captured: run as they are at first, then replayed as CUDA graphs, with the same bits."""
+"""CUDA graphs of a trial's steps: the first steps run eagerly, later ones are replayed, with the same bits."""
 
 from __future__ import annotations
 
@@ -9,165 +9,168 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from weft.data import Batch
-from weft.engine.rng import host
-from weft.memory.allocator import AllocatorConfig, CachingAllocator
-from weft.memory.replay import allocator_factories
-from weft.memory.timeline import AllocationTimeline, repeat_last_step
+from weft.engine.cuda_graphs import ALIGNED
 from weft.nn.state import ModuleState
 from weft.tune.recipe import TrialConfig
+from weft.utils.rng import host
 
 log = logging.getLogger("weft.tune")
 
 Gradients = Sequence[Tensor | None]
-Exceeded = Callable[[BaseException], object]
-"""Tells failures of memory, which are the trial's own, from all others, for which it gives None."""
-Micro = Callable[[Batch, Gradients | None], tuple[Tensor, Gradients]]
+IsOutOfMemory = Callable[[BaseException], object]
+"""Gives None for all failures but those of memory, which end the trial."""
+MicroStep = Callable[[Batch, Gradients | None], tuple[Tensor, Gradients]]
 """One micro-batch: its loss, and the gradients so far with its own added in place. None begins a step."""
 
-OBSERVED = 2
-"""Steps that run as they are. What a model does in the first alone, such as to fill a cache, is no matter."""
-LEAST = 8
-"""Steps that must be left: to observe and to capture takes as long as several."""
-KINDS = 4
-"""Kinds of micro-batches of a step (the first, others, a smaller last one) that are captured; more are not."""
+WARM_UP_STEPS = 2
+"""Steps that run eagerly. What a model does in the first alone, such as to fill a cache, does not matter."""
+MIN_STEPS = 8
+"""Steps that must be left: warm-up and capture take as long as several."""
+MAX_GRAPHS = 4
+"""Graphs of a step (the first micro-batch, others, a smaller last one); a step with more runs eagerly."""
+MAX_MEMORY = 2**30
+"""Bytes; a trial that takes more keeps a device busy without graphs. And while it is captured, the allocator cannot
+give back what it caches to make room, so that an estimate which is a little too low would end it."""
 
 
-SMALL = 2**30
-"""Bytes; a trial that takes more keeps a device busy as it is. And while it is captured, the allocator cannot give back
-what it caches to make room, so that an estimate which is a little too low would end it."""
-
-
-def capturable(setting: TrialConfig, left: int | None = None, memory: int | None = None) -> bool:
+def can_capture(config: TrialConfig, left: int | None = None, memory: int | None = None) -> bool:
     """Whether a trial's steps, of which so many are left (all, if None), are worth a capture, where it takes so much
     memory (little, if None)."""
-    steps = setting.steps if left is None else left
-    return setting.cuda_graphs and steps >= LEAST and (memory is None or memory <= SMALL)
+    steps = config.steps if left is None else left
+    return config.cuda_graphs and steps >= MIN_STEPS and (memory is None or memory <= MAX_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """Micro-batches of one shape, at fixed addresses."""
+class _Graph:
+    """A replayable micro-batch of one shape, at fixed addresses."""
 
     inputs: Batch
-    carried: Gradients
+    before: Gradients
     loss: Tensor
     gradients: Gradients
     replay: Callable[[], None]
 
 
-class Captured:
-    """Takes micro-batches as ``function`` does, and gives what it gives, until the next call overwrites that.
+class GraphedStep:
+    """Takes micro-batches as ``function`` does, and returns what it returns, until the next call overwrites that.
 
-    The first steps are observed while they run as they are: one that waits for the host, draws there or changes what
-    the model keeps there is never captured, nor is one that torch refuses to capture; the log says why, and no result
-    depends on it. With no recorder all steps run as they are.
+    A step that waits for the host during the warm-up, draws there or changes what the model keeps there is never
+    captured, nor is one that torch refuses to capture; the log says why, and no result depends on it. Without a
+    recorder all steps run eagerly.
     """
 
     def __init__(
-        self, function: Micro, recorder: Recorder | None, model: nn.Module, loss: Any, exceeded: Exceeded
+        self,
+        function: MicroStep,
+        recorder: GraphRecorder | None,
+        model: nn.Module,
+        loss: Any,
+        is_out_of_memory: IsOutOfMemory,
     ) -> None:
-        self._function, self._recorder, self._exceeded = function, recorder, exceeded
+        self._function, self._recorder, self._is_out_of_memory = function, recorder, is_out_of_memory
         self._model, self._loss = model, loss
-        self._kinds: dict[Hashable, _Kind | None] = {}
+        self._graphs: dict[Hashable, _Graph | None] = {}
         self._steps = 0
         if any(isinstance(part, nn.RNNBase) and part.num_layers > 1 and part.dropout for part in model.modules()):
             self._refuse("its recurrent layers drop by a generator of their own")
 
-    def __call__(self, batch: Batch, carried: Gradients | None) -> tuple[Tensor, Gradients]:
+    def __call__(self, batch: Batch, before: Gradients | None) -> tuple[Tensor, Gradients]:
         recorder = self._recorder
         if recorder is None:
-            return self._function(batch, carried)
-        self._steps += carried is None
-        name = _name(batch, carried, recorder.aligned)
-        if self._steps <= OBSERVED:
-            return self._observed(name, batch, carried, recorder)
-        kind = self._kinds.get(name) or self._capture(name, batch, carried, recorder)
-        if kind is None or any(a is not b for a, b in zip(kind.carried, carried or (), strict=True)):
+            return self._function(batch, before)
+        self._steps += before is None
+        name = _signature(batch, before, recorder.aligned)
+        if self._steps <= WARM_UP_STEPS:
+            return self._warm_up(name, batch, before, recorder)
+        graph = self._graphs.get(name) or self._capture(name, batch, before, recorder)
+        if graph is None or any(a is not b for a, b in zip(graph.before, before or (), strict=True)):
             self._refuse("its batches change from step to step")
-            return self._function(batch, carried)
+            return self._function(batch, before)
         for key, value in batch.items():
-            kind.inputs[key].copy_(value)
-        kind.replay()
-        return kind.loss, kind.gradients
+            graph.inputs[key].copy_(value)
+        graph.replay()
+        return graph.loss, graph.gradients
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """A block between two steps that takes memory, and keeps none: it uses that of the graphs."""
+    def outside_graph(self) -> Iterator[None]:
+        """A block between two steps that takes memory, and keeps none: it uses the memory of the graphs."""
         if self._recorder is None:
             yield
             return
-        recorder, before = self._recorder, self._recorder.held()
+        recorder, held = self._recorder, self._recorder.held()
         with recorder.pooled():
             yield
-        if any(self._kinds.values()) and recorder.held() != before:
+        if any(self._graphs.values()) and recorder.held() != held:
             gc.collect()
-            if recorder.held() != before:  # a replay would write over what stayed
-                self._refuse("what it is judged by keeps tensors on the device")
+            if recorder.held() != held:  # a replay would write over what stayed
+                self._refuse("its evaluation keeps tensors on the device")
 
     def close(self) -> None:
-        """Nothing is taken any more, and all memory is given back at once, for the trials beside this one."""
-        self._as_it_is()
+        """Gives all memory back at once, for the trials beside this one; no call may follow."""
+        self._run_eagerly()
         del self._function  # which may hold this object in turn
 
-    def _observed(
-        self, name: Hashable, batch: Batch, carried: Gradients | None, recorder: Recorder
+    def _warm_up(
+        self, name: Hashable, batch: Batch, before: Gradients | None, recorder: GraphRecorder
     ) -> tuple[Tensor, Gradients]:
-        with recorder.observed() as refused:
-            before = ModuleState(self._model, self._loss, host())
-            found = self._function(batch, carried)
+        with recorder.warm_up() as refused:
+            state = ModuleState(self._model, self._loss, host())
+            found = self._function(batch, before)
             after = ModuleState(self._model, self._loss, host())
-        if self._steps < OBSERVED:
+        if self._steps < WARM_UP_STEPS:
             return found
-        self._kinds[name] = None
-        if before != after:
+        self._graphs[name] = None
+        if state != after:
             refused.append("it changes what the model keeps on the host, or draws there")
-        if len(self._kinds) > KINDS:
-            refused.append(f"a step has more than {KINDS} kinds of micro-batches")
+        if len(self._graphs) > MAX_GRAPHS:
+            refused.append(f"a step has more than {MAX_GRAPHS} kinds of micro-batches")
         if refused:
             self._refuse(refused[0])
         return found
 
-    def _capture(self, name: Hashable, batch: Batch, carried: Gradients | None, recorder: Recorder) -> _Kind | None:
-        if name not in self._kinds:
+    def _capture(
+        self, name: Hashable, batch: Batch, before: Gradients | None, recorder: GraphRecorder
+    ) -> _Graph | None:
+        if name not in self._graphs:
             return None
         try:
-            inputs = {key: _alike(value, recorder.aligned).copy_(value) for key, value in batch.items()}
-            (loss, gradients), replay = recorder.capture(lambda: self._function(inputs, carried))
+            inputs = {key: empty_aligned_like(value, recorder.aligned).copy_(value) for key, value in batch.items()}
+            (loss, gradients), replay = recorder.capture(lambda: self._function(inputs, before))
         except Exception as problem:
-            if self._exceeded(problem) is not None:
+            if self._is_out_of_memory(problem) is not None:
                 raise
             self._refuse(f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}")
             return None
-        kind = self._kinds[name] = _Kind(inputs, tuple(carried or ()), loss, gradients, replay)
-        return kind
+        graph = self._graphs[name] = _Graph(inputs, tuple(before or ()), loss, gradients, replay)
+        return graph
 
     def _refuse(self, why: str) -> None:
         if self._recorder is not None:
             log.info("a trial runs without CUDA graphs: %s", why)
-        self._as_it_is()
+        self._run_eagerly()
 
-    def _as_it_is(self) -> None:
-        self._kinds.clear()
+    def _run_eagerly(self) -> None:
+        self._graphs.clear()
         if self._recorder is not None:
             self._recorder.close()
         self._recorder = None
 
 
-def _name(batch: Batch, carried: Gradients | None, aligned: int) -> Hashable:
+def _signature(batch: Batch, before: Gradients | None, aligned: int) -> Hashable:
     """All that kernels are chosen by, with where a tensor begins: a copy that lies otherwise might be summed in
     another order."""
     lies = ((key, t.shape, t.stride(), t.dtype, t.data_ptr() % aligned) for key, t in batch.items())
-    return (*lies, None if carried is None else tuple(gradient is None for gradient in carried))
+    return (*lies, None if before is None else tuple(gradient is None for gradient in before))
 
 
-def _alike(tensor: Tensor, aligned: int) -> Tensor:
-    """An empty tensor that lies as this one does."""
+def empty_aligned_like(tensor: Tensor, aligned: int) -> Tensor:
+    """An empty tensor with the strides of this one, and that begins at an equal offset from an aligned address."""
     span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     room = torch.empty(aligned + span * tensor.element_size(), dtype=torch.uint8, device=tensor.device)
     start = (tensor.data_ptr() - room.data_ptr()) % aligned
@@ -175,50 +178,22 @@ def _alike(tensor: Tensor, aligned: int) -> Tensor:
     return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
 
 
-# A recorder on a GPU: what one trial computes again and again becomes CUDA graphs that share one pool of memory.
+# The recorder: what one trial computes again and again becomes CUDA graphs that share one pool of memory.
 
 Found = TypeVar("Found")
 _WAITED = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode"
 _FAILED: list[torch.cuda.CUDAGraph] = []
-"""Those whose capture broke off: torch still knows where they are, so they stay."""
+"""Graphs whose capture failed: torch still refers to them, so they must not be freed."""
 
 
-class Recorder(Protocol):
-    """Records what a function does on a device, to be done again."""
-
-    aligned: int
-    """Bytes; kernels look no further when they choose by where a tensor begins."""
-
-    def observed(self) -> AbstractContextManager[list[str]]:
-        """A block of real work, all of whose memory belongs to the recorder; afterwards the list says what in it
-        cannot be recorded."""
-        ...
-
-    def capture(self, function: Callable[[], Found]) -> tuple[Found, Callable[[], None]]:
-        """What the function returns, and how to fill that anew from the tensors that it reads. Nothing is computed."""
-        ...
-
-    def pooled(self) -> AbstractContextManager[None]:
-        """A block whose tensors lie where recorded ones lie, and must be gone when one is replayed."""
-        ...
-
-    def held(self) -> Any:
-        """Equal before and after a block that keeps no tensor."""
-        ...
-
-    def close(self) -> None:
-        """Gives all memory back."""
-        ...
-
-
-def recorder(device: torch.device) -> Recorder | None:
+def make_recorder(device: torch.device) -> GraphRecorder | None:
     """None where nothing can be recorded."""
-    return Graphs(device) if device.type == "cuda" else None
+    return GraphRecorder(device) if device.type == "cuda" else None
 
 
 @contextmanager
-def streamed(device: torch.device) -> Iterator[None]:
+def capture_stream(device: torch.device) -> Iterator[None]:
     """On a GPU, work within the block goes to the stream on which graphs are captured.
 
     It is one for all trials of a process, since cuBLAS keeps a workspace for each stream that it was ever used on.
@@ -240,10 +215,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-class Graphs:
-    """The recorder of a GPU. Backwards run in the calling thread, whose allocations alone go to the pool."""
+class GraphRecorder:
+    """Records on a GPU. Backwards run in the calling thread, whose allocations alone go to the pool."""
 
-    aligned = 256
+    aligned = ALIGNED
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -251,7 +226,9 @@ class Graphs:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     @contextmanager
-    def observed(self) -> Iterator[list[str]]:
+    def warm_up(self) -> Iterator[list[str]]:
+        """A block of real work, all of whose memory belongs to the recorder; afterwards the list says what in it
+        cannot be recorded."""
         found: list[str] = []
         before, drawn = torch.cuda.get_sync_debug_mode(), torch.default_generator.get_state()
         with warnings.catch_warnings(record=True) as told:
@@ -271,6 +248,8 @@ class Graphs:
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
     def capture(self, function: Callable[[], Found]) -> tuple[Found, Callable[[], None]]:
+        """What the function returns, and how to compute that again from the tensors that it reads; nothing is computed
+        by the capture itself."""
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         drawn, before = torch.default_generator.get_state(), generator.clone_state()
@@ -284,25 +263,28 @@ class Graphs:
         except BaseException:
             generator.graphsafe_set_state(before)
             torch.default_generator.set_state(drawn)
-            self._broken(graph)
+            self._clean_up_failed(graph)
             raise
         self._graphs.append(graph)
         return found, graph.replay
 
     def pooled(self) -> AbstractContextManager[None]:
+        """A block whose tensors share the memory of recorded ones, and must be gone when one is replayed."""
         return torch.cuda.use_mem_pool(self._pool, self._device)
 
     def held(self) -> tuple[int, int]:
+        """Equal before and after a block that keeps no tensor."""
         told = torch.cuda.memory_stats(self._device)
         return told["allocation.all.current"], told["allocated_bytes.all.current"]
 
     def close(self) -> None:
+        """Gives all memory back."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
         del self._pool  # here, and not when a garbage collector comes by: a capture might be under way then
 
-    def _broken(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _clean_up_failed(self, graph: torch.cuda.CUDAGraph) -> None:
         """A capture that breaks off leaves the generator, and the allocator, in the belief that it goes on."""
         number, pool = torch.cuda.current_device(), self._pool.id
         try:
@@ -311,35 +293,3 @@ class Graphs:
             return
         torch._C._cuda_releasePool(number, pool)
         _FAILED.append(graph)
-
-
-# What a step reserves where it is captured: its forwards and backwards have a pool of memory of their own.
-
-
-def reserved_apart(tape: AllocationTimeline, rules: AllocatorConfig) -> int:
-    """Bytes that are reserved at most: what one pool has free, the other cannot use.
-
-    The batch lies outside, with the weights and the optimizer's states. Nobody knows where a worker's segments lie: the
-    largest figure counts.
-    """
-    tape = repeat_last_step(tape)
-    return max(_reserved(tape, make) for make in allocator_factories(rules))
-
-
-def _reserved(tape: AllocationTimeline, make: Callable[[], CachingAllocator]) -> int:
-    outside, inside = make(), make()
-    blocks = {}
-    phase = most = 0
-    for event in tape.events:
-        number = abs(event) - 1
-        if event == 0:
-            phase += 1
-        elif event > 0 and tape.sizes[number]:
-            captured = tape.phases[phase] in ("forward", "backward") and tape.categories[number] != "batch"
-            pool = inside if captured else outside
-            blocks[number] = pool, pool.alloc(tape.sizes[number])
-            most = max(most, outside.reserved + inside.reserved)
-        elif event < 0 and tape.sizes[number]:
-            pool, block = blocks.pop(number)
-            pool.free(block)
-    return most

@@ -28,11 +28,11 @@ from weft.tune.training.checkpoint import TrialCheckpoint, load_latest, save
 from weft.tune.training.evaluation import evaluate
 from weft.tune.training.loss_check import require_mean_loss
 from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
-from weft.tune.training.trainer import Pruned, Report, Result, Whole, refuse_norms
+from weft.tune.training.trainer import Pruned, Report, Result, TrialOptimizer, refuse_batch_norms
 
 
 def train_split(
-    setting: TrialConfig,
+    config: TrialConfig,
     fit: Fit,
     *,
     device: torch.device | str,
@@ -46,55 +46,64 @@ def train_split(
     WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which processes those are.
     """
     device = torch.device(device)
-    if fit.plan is None or fit.degree < 2:
+    if fit.plan is None or fit.devices < 2:
         raise TuneError("a trial is split as its plan says, and this one has none")
     store, rank, world = next(rendezvous("env://"))
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
-    cap = MemoryLimit(device, memory)
+    limit = MemoryLimit(device, memory)
     try:
-        with torch.cuda.device(device) if device.type == "cuda" else ExitStack(), deterministic(device), cap:
-            return _Split(setting, fit, device, directory, cap, ControlStore(store, rank, world)).run(report)
+        with torch.cuda.device(device) if device.type == "cuda" else ExitStack(), deterministic(device), limit:
+            return DistributedTrainer(config, fit, device, directory, limit, ControlStore(store, rank, world)).run(
+                report
+            )
     except Exception as problem:
-        exceeded = cap.exceeded(problem)
+        exceeded = limit.exceeded(problem)
         if exceeded is None:
             raise
         raise OutOfMemory(exceeded.needed, exceeded.limit) from None
     finally:
-        cap.release()
+        limit.release()
         dist.destroy_process_group()
 
 
-class _Split:
+class DistributedTrainer:
     """A process's part of a trial."""
 
     def __init__(
         self,
-        setting: TrialConfig,
+        config: TrialConfig,
         fit: Fit,
         device: torch.device,
         directory: Path,
-        cap: MemoryLimit,
-        accord: ControlStore,
+        limit: MemoryLimit,
+        store: ControlStore,
     ) -> None:
-        self._accord = accord
-        self.setting, self.device, self._directory, self._cap = setting, device, directory / "checkpoints", cap
+        self._store = store
+        self.config, self.device, self._directory, self._limit = config, device, directory / "checkpoints", limit
         self._began = time.perf_counter()
-        self._law = {**setting.describe(), "micro_batch": fit.micro_batch, "device": device.type, "degree": fit.degree}
-        self._kept = load_latest(self._directory, self._law)
-        data = setting.data()
+        self._contract = {
+            **config.describe(),
+            "micro_batch": fit.micro_batch,
+            "device": device.type,
+            "degree": fit.devices,
+        }
+        self._checkpoint = load_latest(self._directory, self._contract)
+        data = config.data()
         if data.validation is None:
-            raise TuneError(f"a trial is judged on validation data, and '{data.name}' has none: split some off it")
+            raise TuneError(f"a trial is evaluated on validation data, and '{data.name}' has none: split some off it")
         self._source = data.validation
-        self._loader = Loader(data.train, setting.batch_size, setting.seed)
-        model = setting.build()
-        if fit.accumulate > 1 and not setting.microbatch_batchnorm:
-            refuse_norms(model, setting.batch_size, fit.micro_batch)
-        if self._kept is not None:
-            restore(model, self._kept.weights, self._kept.buffers, {})  # of attributes, a graph has those at its making
-        elif fit.accumulate > 1:
-            require_mean_loss(setting, model, data.train, fit.micro_batch, torch.device("cpu"))
+        self._loader = Loader(data.train, config.batch_size, config.seed)
+        model = config.build()
+        if fit.microbatches > 1 and not config.microbatch_batchnorm:
+            refuse_batch_norms(model, config.batch_size, fit.micro_batch)
+        if self._checkpoint is not None:
+            restore(
+                model, self._checkpoint.weights, self._checkpoint.buffers, {}
+            )  # of attributes, a graph has those at its making
+        elif fit.microbatches > 1:
+            require_mean_loss(config, model, data.train, fit.micro_batch, torch.device("cpu"))
         batch = self._loader.batch(0)
-        self._whole = LossModule(setting, model, tuple(batch))
+        self._whole = LossModule(config, model, tuple(batch))
         assert fit.plan is not None
         planned = load_plan(fit.plan, self._whole, self._whole.tensors(batch), compare=False)
         sizes = (planned.stages, *planned.mesh.sizes)
@@ -104,47 +113,45 @@ class _Split:
         trained = {name: p for name, p in made.named_parameters() if p.requires_grad}
         # The parts themselves: optimizers that work element by element need not know of what they are parts.
         self._parts = {name: nn.Parameter(_local(p.detach())) for name, p in trained.items()}
-        self.updater = Whole(setting.optimizer, self._parts)
+        self.optimizer = TrialOptimizer(config.optimizer, self._parts)
         self._shards = trained
-        self.losses = torch.zeros(setting.steps)
+        self.losses = torch.zeros(config.steps)
 
     def run(self, report: Report) -> Result:
-        setting, kept, seeder = self.setting, self._kept, HostSeeder(self.setting.seed, self.device)
-        if kept is not None:
-            self.losses[: kept.step].copy_(kept.losses)
-            self.updater.load({n: self._spread(n, s) for n, s in kept.states.items() if n in self._parts})
-            if kept.values is not None:
-                self._told(report, setting.steps, kept.values)
-                return self._result(kept.values)
-        first = 0 if kept is None else kept.step
+        config, checkpoint, seeder = self.config, self._checkpoint, HostSeeder(self.config.seed, self.device)
+        if checkpoint is not None:
+            self.losses[: checkpoint.step].copy_(checkpoint.losses)
+            self.optimizer.load({n: self._spread(n, s) for n, s in checkpoint.states.items() if n in self._parts})
+            if checkpoint.values is not None:
+                self._report(report, config.steps, checkpoint.values)
+                return self._result(checkpoint.values)
+        first = 0 if checkpoint is None else checkpoint.step
         held = [*self._parts.values(), *self.parallel.buffers()]
         with ExitStack() as stack:
             stack.enter_context(seeder.preserved())
-            stack.enter_context(self._cap.counted(held))
+            stack.enter_context(self._limit.count_cpu(held))
             for step, batch in enumerate(
-                stack.enter_context(closing(self._loader.iterate(first, setting.steps))), first
+                stack.enter_context(closing(self._loader.iterate(first, config.steps))), first
             ):
                 self._step(step, batch, seeder)
                 done = step + 1
-                if done < setting.steps:
-                    self._pause(done, report)
+                if done < config.steps:
+                    self._between_steps(done, report)
         values = self.evaluate()
-        self._told(report, setting.steps, values)
-        self._keep(setting.steps, values)
+        self._report(report, config.steps, values)
+        self._save(config.steps, values)
         return self._result(values)
 
     def evaluate(self) -> tuple[float, ...]:
         """The objectives on the validation part, in host memory: the model is whole there, and on no device."""
-        with self._cap.uncounted():
-            return self._evaluated()
+        with self._limit.pause():
+            return self._evaluate_on_first()
 
-    def _evaluated(self) -> tuple[float, ...]:
+    def _evaluate_on_first(self) -> tuple[float, ...]:
         restore(self._whole, *self._state(), {})
-        values = torch.zeros(len(self.setting.objectives), dtype=torch.float64)
+        values = torch.zeros(len(self.config.objectives), dtype=torch.float64)
         if dist.get_rank() == 0:
-            found = evaluate(
-                self.setting, self._whole.model, self._source, self.setting.batch_size, torch.device("cpu")
-            )
+            found = evaluate(self.config, self._whole.model, self._source, self.config.batch_size, torch.device("cpu"))
             values.copy_(torch.tensor(found, dtype=torch.float64))
         return tuple(self._from_first(values).tolist())
 
@@ -165,19 +172,19 @@ class _Split:
         for name, shard in self._shards.items():
             self._parts[name].grad = None if shard.grad is None else _local(shard.grad)
             shard.grad = None
-        self.updater.step(self.setting.lr_schedule(step, self.setting.steps))
+        self.optimizer.step(self.config.lr_schedule(step, self.config.steps))
 
-    def _pause(self, done: int, report: Report) -> None:
-        every, saved = self.setting.report_every, self.setting.checkpoint_every
+    def _between_steps(self, done: int, report: Report) -> None:
+        every, saved = self.config.report_every, self.config.checkpoint_every
         if every is not None and done % every == 0:
             values = self.evaluate()
-            if self._told(report, done, values):
+            if self._report(report, done, values):
                 raise Pruned(self._result(values, done))
         if saved is not None and done % saved == 0:
-            self._keep(done, None)
+            self._save(done, None)
 
-    def _told(self, report: Report, done: int, values: tuple[float, ...]) -> bool:
-        """The first process reports, and all hear the answer."""
+    def _report(self, report: Report, done: int, values: tuple[float, ...]) -> bool:
+        """The first process reports, and all get the answer."""
         answer = torch.zeros(1, dtype=torch.float64)
         if dist.get_rank() == 0:
             answer[0] = float(report(done, values))
@@ -188,28 +195,30 @@ class _Split:
         dist.broadcast(there, src=0)
         return there.cpu()
 
-    def _keep(self, step: int, values: tuple[float, ...] | None) -> None:
+    def _save(self, step: int, values: tuple[float, ...] | None) -> None:
         """The trial's checkpoint is whole, like that of a single device."""
-        with self._cap.uncounted():
-            self._kept_at(step, values)
+        with self._limit.pause():
+            self._save_now(step, values)
 
-    def _kept_at(self, step: int, values: tuple[float, ...] | None) -> None:
+    def _save_now(self, step: int, values: tuple[float, ...] | None) -> None:
         weights, buffers = (
             {name.removeprefix("model."): value for name, value in found.items()} for found in self._state()
         )
         states = {} if values is not None else self._states(step)
         if dist.get_rank() == 0:
             save(
-                self._directory, self._law, TrialCheckpoint(step, weights, states, self.losses[:step], values, buffers)
+                self._directory,
+                self._contract,
+                TrialCheckpoint(step, weights, states, self.losses[:step], values, buffers),
             )
         dist.barrier()
 
     def _states(self, step: int) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of every parameter, whole, gathered from the stages that hold them. A parameter that
         never had a gradient has none, and a stage that trains nothing knows of none."""
-        own = {name: self.updater.state(part) for name, part in self._parts.items()}
+        own = {name: self.optimizer.state(part) for name, part in self._parts.items()}
         told = {n: {k: _count(t) for k, t in state.items()} for n, state in own.items()}
-        known = {n: state for one in self._accord.gather(f"states/{step}", told) for n, state in one.items()}
+        known = {n: state for one in self._store.gather(f"states/{step}", told) for n, state in one.items()}
         found = {
             name: {key: torch.tensor(count[0], dtype=getattr(torch, count[1])) for key, count in state.items() if count}
             for name, state in known.items()
@@ -237,7 +246,7 @@ class _Split:
 
     def _result(self, values: tuple[float, ...], steps: int | None = None) -> Result:
         losses = tuple(self.losses[:steps].tolist())
-        return Result(values, self._cap.peak, time.perf_counter() - self._began, losses)
+        return Result(values, self._limit.peak, time.perf_counter() - self._began, losses)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a trial's model is worth: its objectives on the validation part."""
+"""The evaluation of a trial's model: its objectives on the validation part."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from weft.tune.recipe import TrialConfig
 
 
 def evaluate(
-    setting: TrialConfig, model: nn.Module, source: Source, size: int, device: torch.device
+    config: TrialConfig, model: nn.Module, source: Source, size: int, device: torch.device
 ) -> tuple[float, ...]:
     """The objectives in order, from batches of at most so many samples; the model lies on the device already."""
-    found = scores(setting)
+    found = scores(config)
     loader = Loader(source, size, 0, shuffle=False, device=device)
     with torch.no_grad(), evaluation_mode(model), closing(loader.all()) as batches:
         for batch in batches:
-            with setting.autocast(device):
-                found.add(model(*setting.enter(batch)), batch)
+            with config.autocast(device):
+                found.add(model(*config.enter(batch)), batch)
     means = found.means()
-    return tuple(means[name] for name in setting.objectives)
+    return tuple(means[name] for name in config.objectives)
 
 
-def scores(setting: TrialConfig) -> Scores:
+def scores(config: TrialConfig) -> Scores:
     """Of the objectives alone."""
-    metrics = {name: metric for name, metric in setting.metrics.items() if name in setting.objectives}
-    return Scores(setting.loss if "loss" in setting.objectives else None, metrics)
+    metrics = {name: metric for name, metric in config.metrics.items() if name in config.objectives}
+    return Scores(config.loss if "loss" in config.objectives else None, metrics)
 
 
 @contextmanager

@@ -19,14 +19,14 @@ from weft.tune.training.evaluation import evaluation_mode
 
 SAMPLES = 16
 """Whose loss is looked at; fewer where micro-batches are smaller, since no more fit than are trained at once."""
-APART = 1e-3
+TOLERANCE = 1e-3
 """The relative difference from which on two losses are not the same number, computed in two ways."""
 
 Losses = tuple[float, float, float]
 log = logging.getLogger("weft.tune")
 
 
-def require_mean_loss(setting: TrialConfig, model: nn.Module, source: Source, micro: int, device: torch.device) -> None:
+def require_mean_loss(config: TrialConfig, model: nn.Module, source: Source, micro: int, device: torch.device) -> None:
     """TuneError if the loss of a few samples is not the mean of the losses of its halves: in micro-batches another
     problem would be solved.
 
@@ -34,35 +34,35 @@ def require_mean_loss(setting: TrialConfig, model: nn.Module, source: Source, mi
     or cannot be had so, is let pass.
     """
     samples = max(2, min(micro // 2 * 2, SAMPLES))
-    batch = Loader(source, samples, setting.seed, device=device).batch(0)
-    drawing = HostSeeder(setting.seed, device)
+    batch = Loader(source, samples, config.seed, device=device).batch(0)
+    seeder = HostSeeder(config.seed, device)
     try:
-        tried, loss = deepcopy(model), deepcopy(setting.loss)
-        with drawing.preserved(), torch.no_grad(), evaluation_mode(tried):
-            found = _losses(setting, tried, loss, batch, drawing)
-            if _apart(found):  # or is it rounding? in twice the digits it would not be
-                found = _exactly(setting, tried, loss, batch, drawing) or found
+        tried, loss = deepcopy(model), deepcopy(config.loss)
+        with seeder.preserved(), torch.no_grad(), evaluation_mode(tried):
+            found = _losses(config, tried, loss, batch, seeder)
+            if _differ(found):  # or is it rounding? in twice the digits it would not be
+                found = _losses_in_double(config, tried, loss, batch, seeder) or found
     except Exception as problem:  # in training it shows what is wrong, if anything is
         log.info("whether the loss is a mean over samples is not known: %s: %s", type(problem).__name__, problem)
         return
     whole, first, second = found
-    if _apart(found):
+    if _differ(found):
         raise TuneError(
-            f"the loss must be a mean over samples where a batch of {setting.batch_size} is cut into micro-batches of "
+            f"the loss must be a mean over samples where a batch of {config.batch_size} is cut into micro-batches of "
             f"{micro}: of {samples} samples it is {whole:.6g}, of their halves {first:.6g} and {second:.6g}. Divide "
             "by the number of samples, not by that of tokens or weights, use a smaller batch_size, or give more memory"
         )
 
 
 def _losses(
-    setting: TrialConfig, model: nn.Module, loss: Callable[..., Any], batch: Batch, drawing: HostSeeder
+    config: TrialConfig, model: nn.Module, loss: Callable[..., Any], batch: Batch, seeder: HostSeeder
 ) -> Losses:
     """Of all samples, and of both halves; nothing where the loss draws, or is not finite."""
 
     def of(start: int, stop: int, draw: int = 0) -> float:
         part = {name: value[start:stop] for name, value in batch.items()}
-        drawing.set(0, draw, "means")
-        found = loss(model(*setting.enter(part)), part)
+        seeder.set(0, draw, "means")
+        found = loss(model(*config.enter(part)), part)
         return float(found) if isinstance(found, Tensor) and found.dim() == 0 else math.nan
 
     samples = len(next(iter(batch.values())))
@@ -71,17 +71,17 @@ def _losses(
     return found if whole == again and all(map(math.isfinite, found)) else (0.0, 0.0, 0.0)
 
 
-def _exactly(
-    setting: TrialConfig, model: nn.Module, loss: Callable[..., Any], batch: Batch, drawing: HostSeeder
+def _losses_in_double(
+    config: TrialConfig, model: nn.Module, loss: Callable[..., Any], batch: Batch, seeder: HostSeeder
 ) -> Losses | None:
     """The same in double precision; None where something does not compute in that."""
     try:
         wide = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
-        return _losses(setting, model.double(), loss.double() if isinstance(loss, nn.Module) else loss, wide, drawing)
+        return _losses(config, model.double(), loss.double() if isinstance(loss, nn.Module) else loss, wide, seeder)
     except Exception:
         return None
 
 
-def _apart(found: Losses) -> bool:
+def _differ(found: Losses) -> bool:
     whole, first, second = found
-    return abs(whole - (first + second) / 2) > APART * max(map(abs, found))
+    return abs(whole - (first + second) / 2) > TOLERANCE * max(map(abs, found))

@@ -1,4 +1,4 @@
-"""A cap: how much of a device's memory a trial may take, kept on every kind of device, and how much it took."""
+"""The limit of a trial's device memory, kept on every kind of device, and how much it took."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.utils.units import format_bytes
 
 
 class OutOfMemory(Exception):
-    """A trial wanted more than its cap, or than its device has. ``needed`` is at least what it would have taken then;
+    """A trial wanted more than its limit, or than its device has. ``needed`` is at least what it would have taken then;
     what it would have wanted later is not known."""
 
     def __init__(self, needed: int, limit: int) -> None:
@@ -32,7 +32,7 @@ class MemoryLimit:
     """Within the block, the process may take at most ``memory`` bytes of the device; None sets no limit.
 
     On a GPU PyTorch's allocator keeps to it, and ``peak`` is what it reserved at most. On the CPU the storages of
-    tensors are counted, within ``counted`` alone and only if there is a limit.
+    tensors are counted, within ``count_cpu`` alone and only if there is a limit.
     """
 
     def __init__(self, device: torch.device, memory: int | None) -> None:
@@ -42,7 +42,7 @@ class MemoryLimit:
         self.device, self.memory = device, memory
         self._before = 0
         """Bytes that earlier trials of this process left and that cannot be given back, such as workspaces."""
-        self._counter: CappedStorages | None = None
+        self._counter: LimitedStorages | None = None
 
     def __enter__(self) -> MemoryLimit:
         if self._cuda:
@@ -67,18 +67,18 @@ class MemoryLimit:
             torch.cuda.empty_cache()
 
     @contextmanager
-    def counted(self, held: Iterable[Tensor]) -> Iterator[None]:
+    def count_cpu(self, held: Iterable[Tensor]) -> Iterator[None]:
         """Where trials on the CPU allocate: ``held`` are the tensors that were there before and stay."""
         if self._cuda or self.memory is None:
             yield
             return
-        self._counter = CappedStorages(self.memory, held)
+        self._counter = LimitedStorages(self.memory, held)
         with self._counter:
             yield
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Within ``counted``, where tensors are made that stand for those in the memory of the host."""
+    def pause(self) -> Iterator[None]:
+        """Within ``count_cpu``, where tensors are made that stand for those in the memory of the host."""
         if self._counter is None:
             yield
             return
@@ -99,7 +99,7 @@ class MemoryLimit:
         """What a failure means if it is one of memory, else None."""
         if isinstance(problem, OutOfMemory):
             return problem
-        if isinstance(problem.__cause__, OutOfMemory):  # told again by a loader
+        if isinstance(problem.__cause__, OutOfMemory):  # raised again by a loader
             return problem.__cause__
         text = str(problem)
         lacking = isinstance(problem, RuntimeError) and any(mark in text for mark in _MARKS)
@@ -112,7 +112,7 @@ class MemoryLimit:
         return OutOfMemory(max(taken + _tried(text), limit + 1), limit)
 
 
-class CappedStorages(LiveStorages):  # type: ignore[no-untyped-call]
+class LimitedStorages(LiveStorages):  # type: ignore[no-untyped-call]
     """Live storages that may not pass a limit: the operator that would pass it raises OutOfMemory."""
 
     paused = False

@@ -17,6 +17,7 @@ from weft.tune.recipe import Recipe
 from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
 from weft.tune.training.trainer import Pruned
 from weft.tune.trial import OUTPUT, Trial, finite, numbers
+from weft.utils import rng
 from weft.utils.rng import key
 
 Objective = Recipe | Callable[[Trial], Any]
@@ -65,7 +66,7 @@ def attempt(job: Job, terms: StudySpec, device: str, rank: int, ask: Ask, tell: 
     except Pruned:
         state = "pruned"
     except BaseException as problem:
-        state, error, needed = _judged(problem)
+        state, error, needed = _state_of(problem)
         problem.__traceback__ = problem.__context__ = None  # it would keep every tensor of the training
     peak = needed or _peak(device)
     _forget(device)
@@ -103,28 +104,28 @@ def _run(job: Job, terms: StudySpec, device: str, ask: Ask, end: Tell) -> None:
         return
     from weft.tune.recipe import trial_config
 
-    settings = [trial_config(terms.objective, params) for params in job.params]
+    configs = [trial_config(terms.objective, params) for params in job.params]
     with_memory: Mapping[str, Any] = {"device": device, "memory": job.memory}
-    if len(settings) > 1:
+    if len(configs) > 1:
         from weft.tune.fusion.trainer import train_fused
 
-        def leave(lane: int, result: Any) -> None:
+        def leave(index: int, result: Any) -> None:
             if result == "pruned":
-                end(Ended(job.id, job.trials[lane], "pruned", seconds=time.perf_counter() - began))
+                end(Ended(job.id, job.trials[index], "pruned", seconds=time.perf_counter() - began))
             else:
-                complete(job.trials[lane], result.values, result.peak)
+                complete(job.trials[index], result.values, result.peak)
 
         train_fused(
-            settings,
+            configs,
             job.fit,
             directories=places,
-            report=lambda lane, step, values: reporter(job.trials[lane])(step, values),
+            report=lambda index, step, values: reporter(job.trials[index])(step, values),
             ended=leave,
             **with_memory,
         )
         return
     train = _split if _degree(job.fit) > 1 else _alone
-    result = train(settings[0], job.fit, directory=places[0], report=reporter(job.trials[0]), **with_memory)
+    result = train(configs[0], job.fit, directory=places[0], report=reporter(job.trials[0]), **with_memory)
     complete(job.trials[0], result.values, result.peak)
 
 
@@ -132,13 +133,13 @@ def _called(objective: Callable[[Trial], Any], trial: Trial) -> Any:
     """On a GPU the allocator refuses more than the trial may take; elsewhere nothing holds a function to it."""
     import torch
 
-    cap = MemoryLimit(torch.device(trial.device), trial.memory)
+    limit = MemoryLimit(torch.device(trial.device), trial.memory)
     _seed(trial.seed)
     try:
-        with cap:
+        with limit:
             return objective(trial)
     except Exception as problem:
-        exceeded = cap.exceeded(problem)
+        exceeded = limit.exceeded(problem)
         if exceeded is None:
             raise
     raise exceeded
@@ -161,10 +162,10 @@ def _split(*args: Any, **kwargs: Any) -> Any:
 
 
 def _degree(fit: Fit | None) -> int:
-    return 1 if fit is None else fit.degree
+    return 1 if fit is None else fit.devices
 
 
-def _judged(problem: BaseException) -> tuple[State, str, int | None]:
+def _state_of(problem: BaseException) -> tuple[State, str, int | None]:
     """The state that an exception ends a trial in, its text, and the bytes that were needed where it says so."""
     if isinstance(problem, OutOfMemory):
         return "out-of-memory", str(problem), problem.needed
@@ -176,8 +177,6 @@ def _judged(problem: BaseException) -> tuple[State, str, int | None]:
 def _seed(seed: int) -> None:
     """What draws from a global generator depends on the trial alone, not on what this process ran before."""
     import torch
-
-    from weft.engine import rng
 
     rng.seed(seed)
     torch.manual_seed(seed)

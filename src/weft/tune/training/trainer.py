@@ -1,4 +1,4 @@
-"""The training of one trial on one device: a plain loop whose result is a function of its setting and its fit alone."""
+"""The training of one trial on one device: a plain loop whose result is a function of its config and its fit alone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from weft.data import Batch, Data, Loader, Source
 from weft.engine.optimizer import LayerOptimizer
 from weft.engine.rng import HostSeeder, deterministic
 from weft.errors import TuneError
+from weft.nn.checkpointing import offloading, recompute
 from weft.nn.state import ExtraState, restore
 from weft.tune.jobs import Fit
 from weft.tune.recipe import TrialConfig, resident
-from weft.tune.training.activation_checkpointing import offloading, recomputing
 from weft.tune.training.checkpoint import TrialCheckpoint, load_latest, save
-from weft.tune.training.cuda_graphs import Captured, Gradients, capturable, recorder, streamed
+from weft.tune.training.cuda_graphs import Gradients, GraphedStep, can_capture, capture_stream, make_recorder
 from weft.tune.training.evaluation import evaluate
 from weft.tune.training.loss_check import require_mean_loss
 from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
@@ -57,7 +57,7 @@ class Pruned(Exception):
 
 
 def train(
-    setting: TrialConfig,
+    config: TrialConfig,
     fit: Fit | None,
     *,
     device: torch.device | str,
@@ -72,32 +72,32 @@ def train(
     Pruned, OutOfMemory where the trial wants more than ``memory`` bytes or the device has no more, and TuneError.
     """
     device = torch.device(device)
-    if fit is not None and fit.degree > 1:
-        raise TuneError(f"a trial that is split over {fit.degree} devices cannot be trained on one")
-    cap = MemoryLimit(device, memory)
-    device = cap.device
+    if fit is not None and fit.devices > 1:
+        raise TuneError(f"a trial that is split over {fit.devices} devices cannot be trained on one")
+    limit = MemoryLimit(device, memory)
+    device = limit.device
     try:
-        with on(device, setting), cap:
-            return TrialTrainer(setting, fit, device, directory, cap).run(report)
+        with training_on(device, config), limit:
+            return TrialTrainer(config, fit, device, directory, limit).run(report)
     except Exception as problem:
-        exceeded = cap.exceeded(problem)
-        if exceeded is None and not isinstance(problem, TuneError) and met_fake(problem):
+        exceeded = limit.exceeded(problem)
+        if exceeded is None and not isinstance(problem, TuneError) and is_fake(problem):
             raise TuneError(FAKE) from problem
-        if exceeded is None and _CHANCE in str(problem):
+        if exceeded is None and _NOT_DETERMINISTIC in str(problem):
             raise TuneError(
-                f"'{str(problem).split(_CHANCE)[0]}' has no deterministic kernel on {device.type}, and a trial's "
-                "result must not depend on chance: replace it in the model"
+                f"'{str(problem).split(_NOT_DETERMINISTIC)[0]}' has no deterministic kernel on {device.type}: replace "
+                "it in the model, since a trial's result must not depend on chance"
             ) from problem
         if exceeded is None:
             raise
     finally:
-        cap.release()
+        limit.release()
     # Raised out here, where the frames of the failure, and with them its tensors, are gone.
     raise OutOfMemory(exceeded.needed, exceeded.limit)
 
 
-_CHANCE = " does not have a deterministic implementation"
-"""So torch says it."""
+_NOT_DETERMINISTIC = " does not have a deterministic implementation"
+"""Torch's words."""
 
 FAKE = (
     "the model computes with a FakeTensor, which has no values: something that outlives a model, such as a function "
@@ -105,8 +105,8 @@ FAKE = (
 )
 
 
-def met_fake(found: object) -> bool:
-    """Whether a tensor is a fake one, or a failure the work of one."""
+def is_fake(found: object) -> bool:
+    """Whether a tensor is a fake one, or a failure is caused by one."""
     if isinstance(found, BaseException):
         return type(found).__module__ == FakeTensor.__module__ or "FakeTensor" in str(found)
     return isinstance(found, FakeTensor)
@@ -116,81 +116,83 @@ class TrialTrainer:
     """A trial's model, optimizer and losses on a device, from its first or its next step to its last."""
 
     def __init__(
-        self, setting: TrialConfig, fit: Fit | None, device: torch.device, directory: Path, cap: MemoryLimit
+        self, config: TrialConfig, fit: Fit | None, device: torch.device, directory: Path, limit: MemoryLimit
     ) -> None:
-        self.setting, self.device, self._directory, self._cap = setting, device, directory / "checkpoints", cap
+        self.config, self.device, self._directory, self._limit = config, device, directory / "checkpoints", limit
         self._began = time.perf_counter()
-        self.micro = setting.batch_size if fit is None else min(fit.micro_batch, setting.batch_size)
-        self._way = "whole" if fit is None else fit.way
+        self.micro = config.batch_size if fit is None else min(fit.micro_batch, config.batch_size)
+        self._strategy = "whole" if fit is None else fit.strategy
         self._memory = None if fit is None else fit.memory
-        self._train, self._validation = parts(setting.data(), device)
-        self.model = setting.build()
-        if self.micro < setting.batch_size and not setting.microbatch_batchnorm:
-            refuse_norms(self.model, setting.batch_size, self.micro)
+        self._train, self._validation = train_and_validation(config.data(), device)
+        self.model = config.build()
+        if self.micro < config.batch_size and not config.microbatch_batchnorm:
+            refuse_batch_norms(self.model, config.batch_size, self.micro)
         self.model.to(device)
-        self._remainder = ExtraState(self.model)
-        self.updater = Whole(setting.optimizer, {n: p for n, p in self.model.named_parameters() if p.requires_grad})
-        self._trained = list(self.updater.parameters.values())
-        self.losses = torch.zeros(setting.steps, device=device)
-        self._law = {**setting.describe(), "micro_batch": self.micro, "device": device.type}
+        self._extra_state = ExtraState(self.model)
+        self.optimizer = TrialOptimizer(
+            config.optimizer, {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        )
+        self._trained = list(self.optimizer.parameters.values())
+        self.losses = torch.zeros(config.steps, device=device)
+        self._contract = {**config.describe(), "micro_batch": self.micro, "device": device.type}
 
     def run(self, report: Report) -> Result:
-        setting, seeder = self.setting, HostSeeder(self.setting.seed, self.device)
-        kept = load_latest(self._directory, self._law, self.device)
-        if kept is not None:
-            self._restore(kept)
-        if kept is not None and kept.values is not None:
-            report(setting.steps, kept.values)
-            return self._result(kept.values)
-        if kept is None and self.micro < setting.batch_size:
-            require_mean_loss(setting, self.model, self._train, self.micro, self.device)
-            self._cap.release()
-        first = 0 if kept is None else kept.step
-        states = (state for p in self.updater.parameters.values() for state in self.updater.state(p).values())
+        config, seeder = self.config, HostSeeder(self.config.seed, self.device)
+        checkpoint = load_latest(self._directory, self._contract, self.device)
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        if checkpoint is not None and checkpoint.values is not None:
+            report(config.steps, checkpoint.values)
+            return self._result(checkpoint.values)
+        if checkpoint is None and self.micro < config.batch_size:
+            require_mean_loss(config, self.model, self._train, self.micro, self.device)
+            self._limit.release()
+        first = 0 if checkpoint is None else checkpoint.step
+        states = (state for p in self.optimizer.parameters.values() for state in self.optimizer.state(p).values())
         held = [*self.model.parameters(), *self.model.buffers(), *states, self.losses]
         with ExitStack() as stack:
             stack.enter_context(seeder.preserved())
-            stack.enter_context(self._cap.counted(held))
-            if self._way == "recompute":
-                stack.enter_context(recomputing(self.model))
-            self._captured = self._capturing(setting.steps - first)
-            stack.callback(self._captured.close)
-            loader = Loader(self._train, setting.batch_size, setting.seed, device=self.device)
-            batches = stack.enter_context(closing(loader.iterate(first, setting.steps)))
+            stack.enter_context(self._limit.count_cpu(held))
+            if self._strategy == "recompute":
+                recompute(self.model)
+            self._graphed = self._make_graphed_step(config.steps - first)
+            stack.callback(self._graphed.close)
+            loader = Loader(self._train, config.batch_size, config.seed, device=self.device)
+            batches = stack.enter_context(closing(loader.iterate(first, config.steps)))
             for step, batch in enumerate(batches, first):
                 self._step(step, batch, seeder)
                 del batch
                 done = step + 1
-                if done < setting.steps:
-                    self._pause(done, report)
+                if done < config.steps:
+                    self._between_steps(done, report)
             values = self.evaluate()
-        report(setting.steps, values)
-        self._keep(setting.steps, values)
+        report(config.steps, values)
+        self._save(config.steps, values)
         return self._result(values)
 
     def evaluate(self) -> tuple[float, ...]:
         """The objectives on the validation part, in order; no larger a batch than fits in training."""
-        with self._captured.beside():
-            return evaluate(self.setting, self.model, self._validation, self.micro, self.device)
+        with self._graphed.outside_graph():
+            return evaluate(self.config, self.model, self._validation, self.micro, self.device)
 
     def _step(self, step: int, batch: Batch, seeder: HostSeeder) -> None:
-        size, gradients = self.setting.batch_size, None
+        size, gradients = self.config.batch_size, None
         for number, start in enumerate(range(0, size, self.micro)):
             part = batch if self.micro >= size else {k: v[start : start + self.micro] for k, v in batch.items()}
             seeder.set(step, number, "model")
-            loss, gradients = self._captured(part, gradients)
+            loss, gradients = self._graphed(part, gradients)
             self.losses[step].add_(loss)  # stays on the device: nobody waits for it
-        self._give(gradients)
-        self.updater.step(self.setting.lr_schedule(step, self.setting.steps))
+        self._set_gradients(gradients)
+        self.optimizer.step(self.config.lr_schedule(step, self.config.steps))
 
-    def _part(self, part: Batch, gradients: Gradients | None) -> tuple[Tensor, Gradients]:
+    def _micro_step(self, part: Batch, gradients: Gradients | None) -> tuple[Tensor, Gradients]:
         """The loss of a micro-batch, and its gradients, in place, on top of those before it."""
-        size = self.setting.batch_size
+        size = self.config.batch_size
         share = 1.0 if self.micro >= size else len(next(iter(part.values()))) / size
-        self._give(gradients)
-        with self._saving(), self.setting.autocast(self.device):
-            loss = self.setting.loss(self.model(*self.setting.enter(part)), part)
-        if met_fake(loss):
+        self._set_gradients(gradients)
+        with self._offloading(), self.config.autocast(self.device):
+            loss = self.config.loss(self.model(*self.config.enter(part)), part)
+        if is_fake(loss):
             raise TuneError(FAKE)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -200,69 +202,83 @@ class TrialTrainer:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), [parameter.grad for parameter in self._trained]
 
-    def _give(self, gradients: Gradients | None) -> None:
+    def _set_gradients(self, gradients: Gradients | None) -> None:
         for parameter, gradient in zip(self._trained, gradients or repeat(None), strict=False):
             parameter.grad = gradient
 
-    def _capturing(self, left: int) -> Captured:
-        """What takes so many steps."""
-        fits = self._way in ("whole", "accumulate") and capturable(self.setting, left, self._memory)
-        made = recorder(self.device) if fits else None
-        return Captured(self._part, made, self.model, self.setting.loss, self._cap.exceeded)
+    def _make_graphed_step(self, left: int) -> GraphedStep:
+        """For so many steps."""
+        fits = self._strategy in ("whole", "accumulate") and can_capture(self.config, left, self._memory)
+        recorder = make_recorder(self.device) if fits else None
+        return GraphedStep(self._micro_step, recorder, self.model, self.config.loss, self._limit.exceeded)
 
-    def _pause(self, done: int, report: Report) -> None:
-        """What is due between two steps."""
-        every, saved = self.setting.report_every, self.setting.checkpoint_every
+    def _between_steps(self, done: int, report: Report) -> None:
+        every, saved = self.config.report_every, self.config.checkpoint_every
         if every is not None and done % every == 0:
             values = self.evaluate()
             if report(done, values):
                 raise Pruned(self._result(values, done))
         if saved is not None and done % saved == 0:
-            self._keep(done, None)
+            self._save(done, None)
 
-    def _saving(self) -> AbstractContextManager[Any]:
-        return offloading(self.model, self._cap.uncounted) if self._way == "offload" else nullcontext()
+    def _offloading(self) -> AbstractContextManager[Any]:
+        """A CPU with a limit behaves as a device would: copies are made while nobody counts."""
+        if self._strategy != "offload":
+            return nullcontext()
 
-    def _keep(self, step: int, values: tuple[float, ...] | None) -> None:
+        def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+            with self._limit.pause():
+                copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+                copy.copy_(tensor, non_blocking=True)
+            return tensor.device, copy
+
+        def to_device(stored: tuple[torch.device, Tensor]) -> Tensor:
+            return stored[1].to(stored[0], non_blocking=True, copy=True)
+
+        return offloading(self.model, to_host, to_device)
+
+    def _save(self, step: int, values: tuple[float, ...] | None) -> None:
         """A trial that is done needs no optimizer any more."""
-        states = {name: self.updater.state(p) for name, p in self.updater.parameters.items()} if values is None else {}
-        beyond = self._remainder.changed(self.model)
-        kept = TrialCheckpoint(step, self.model.state_dict(), states, self.losses[:step], values, *beyond)
-        save(self._directory, self._law, kept)
+        states = (
+            {name: self.optimizer.state(p) for name, p in self.optimizer.parameters.items()} if values is None else {}
+        )
+        extra = self._extra_state.changed(self.model)
+        checkpoint = TrialCheckpoint(step, self.model.state_dict(), states, self.losses[:step], values, *extra)
+        save(self._directory, self._contract, checkpoint)
 
-    def _restore(self, kept: TrialCheckpoint) -> None:
+    def _restore(self, checkpoint: TrialCheckpoint) -> None:
         """As the trial was, also where it made weights as late as in its first step."""
-        restore(self.model, kept.weights, kept.buffers, kept.attributes)
-        self.losses[: kept.step].copy_(kept.losses)
-        self.updater.load(kept.states)
+        restore(self.model, checkpoint.weights, checkpoint.buffers, checkpoint.attributes)
+        self.losses[: checkpoint.step].copy_(checkpoint.losses)
+        self.optimizer.load(checkpoint.states)
 
     def _result(self, values: tuple[float, ...], steps: int | None = None) -> Result:
         losses = tuple(self.losses[:steps].tolist())
-        return Result(values, self._cap.peak, time.perf_counter() - self._began, losses)
+        return Result(values, self._limit.peak, time.perf_counter() - self._began, losses)
 
 
 @contextmanager
-def on(device: torch.device, setting: TrialConfig) -> Iterator[None]:
+def training_on(device: torch.device, config: TrialConfig) -> Iterator[None]:
     """Where trials train: on the device, by deterministic kernels, and on the stream that can be captured."""
     with ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
         stack.enter_context(deterministic(device))
-        if setting.cuda_graphs:
-            stack.enter_context(streamed(device))
+        if config.cuda_graphs:
+            stack.enter_context(capture_stream(device))
         yield
 
 
-def parts(data: Data, device: torch.device) -> tuple[Source, Source]:
-    """What a trial learns from and what it is judged by, on its device where that is worth it."""
+def train_and_validation(data: Data, device: torch.device) -> tuple[Source, Source]:
+    """Both parts of the data, on the trial's device where that is worth it."""
     if device.type != "cpu" and resident(data):
         data = data.to(device)
     if data.validation is None:
-        raise TuneError(f"a trial is judged on validation data, and '{data.name}' has none: split some off it")
+        raise TuneError(f"a trial is evaluated on validation data, and '{data.name}' has none: split some off it")
     return data.train, data.validation
 
 
-def refuse_norms(model: nn.Module, batch_size: int, micro: int) -> None:
+def refuse_batch_norms(model: nn.Module, batch_size: int, micro: int) -> None:
     """TuneError if the model has a batch norm, which would see other statistics in a part of a batch."""
     if (name := batch_norm(model)) is not None:
         raise TuneError(
@@ -279,7 +295,7 @@ def batch_norm(model: nn.Module) -> str | None:
 # The optimizer of a trial, which trains all its weights at once.
 
 
-class Whole(LayerOptimizer):
+class TrialOptimizer(LayerOptimizer):
     """Updates every parameter that holds a gradient, in one call while all of them always do."""
 
     _uneven = False

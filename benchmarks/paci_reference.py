@@ -1,4 +1,4 @@
-"""What the laws of `paci.py`'s methods come to, each on one device: what two processes do has the same bits."""
+"""The losses of the methods of `paci.py`, each by the reference on one device: two processes have the same bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.engine.train_step import TrainStep
 from weft.space import Fixed
 
 FLUSH = "weft-flush"
-"""Whose losses all methods with a flush have: those of the law that updates see all earlier ones."""
+"""Whose losses all methods with a flush have: those of the method whose steps see all earlier updates."""
 
 TARGET_AT = 0.8
 """The target is what our flush at the largest K has reached after this share of the micro-batches."""
