@@ -238,7 +238,7 @@ def _evolve(
             budget=2000,
             method="evolution",
             seed=job.seed,
-            recalibrate=1,
+            bn_batches=1,
             batch_size=5000 if trained.settings.device.type == "cuda" else 500,  # small kernels: time is launches
             on_score=stop,
         )

@@ -53,7 +53,7 @@ _SHORT_CODE = {
 _TRAIN = ["--train.steps=4", "--execution.threads=1"]
 _SHORT_COMMANDS = {
     "train": _TRAIN,
-    "search": [*_TRAIN, "--search.warmup=0", "--search.budget=4"],
+    "search": [*_TRAIN, "--search.weight_warmup_steps=0", "--search.budget=4"],
     "simulate": _TRAIN,
     "verify": ["--steps=2", "--execution.threads=1"],
     "tune": ["--study.trials=2", "--recipe.steps=4", "--recipe.report_every=2"],

@@ -124,7 +124,7 @@ def test_every_method_searches_every_space(tmp_path: Path, space: str) -> None:
     for method in GRADIENT_METHODS:
         if method == "pc-darts" and space != "darts-partial":
             continue
-        options: dict[str, Any] = {"batch_size": 4, "steps": 2, "folder": tmp_path, "budget": 2, "recalibrate": 1}
+        options: dict[str, Any] = {"batch_size": 4, "steps": 2, "folder": tmp_path, "budget": 2, "bn_batches": 1}
         found = search_gradient(build, data(), method=method, **options)
         assert found.trained.chain.space.contains(found.subnet)
         assert found.scores["parameters"] == sum(p.numel() for p in found.extract().parameters())

@@ -15,7 +15,7 @@ from weft.elastic import Linear, Mixture
 from weft.errors import SearchError
 from weft.search import discretize
 from weft.search.cost_model import CostModel, build_cost_model
-from weft.search.cost_table import Table, tabled
+from weft.search.cost_table import Table, make_table
 from weft.search.discretize import most_probable_subnet
 from weft.search.targets import Penalty, Target, parse_targets
 from weft.space import Space, Subnet
@@ -55,7 +55,7 @@ def product_space(choices: int, seed: int, constrained: bool = True) -> tuple[Sp
                 size = values.get(name)
                 return price * int(values["width"]) * int(size) ** bend if size else 0.0  # type: ignore[call-overload, no-any-return]
 
-            tables.append(tabled(space.rules, ["width", f"size{index}"], cost))  # type: ignore[arg-type]
+            tables.append(make_table(space.rules, ["width", f"size{index}"], cost))  # type: ignore[arg-type]
         found.append(made(space, tables, metric, 50.0))
     return space, found
 
@@ -100,7 +100,7 @@ def widths(count: int = 2) -> tuple[Space, Chain, dict[str, torch.Tensor]]:
 def test_the_penalty_grows_with_the_distance_and_vanishes_at_the_target() -> None:
     space = Space()
     space.integer("size", [100, 200])
-    expected = made(space, [tabled(space.rules, ["size"], lambda values: float(values["size"]))])
+    expected = made(space, [make_table(space.rules, ["size"], lambda values: float(values["size"]))])
 
     def at(share: float, value: float = 150.0) -> float:
         mixture = Mixture(space, {"size": torch.tensor([1 - share, share], dtype=torch.float64)})
@@ -317,7 +317,7 @@ def test_constraints_over_very_many_choices_hold_in_the_pick() -> None:
     for size in sizes[1:]:
         total = total + size
     space.require(total <= 24)
-    expected = made(space, [tabled(space.rules, [n], lambda v, n=n: 7.0 * int(v[n]) ** 2) for n in space.choices])  # type: ignore[misc]
+    expected = made(space, [make_table(space.rules, [n], lambda v, n=n: 7.0 * int(v[n]) ** 2) for n in space.choices])  # type: ignore[misc]
     mixture = Mixture(space, {name: torch.tensor([0.1, 0.2, 0.3, 0.4]) for name in space.choices})
     for targets in ([], [Target(expected, 7.0 * 50)]):
         picked = most_probable_subnet(mixture, targets)
@@ -328,7 +328,7 @@ def test_constraints_over_very_many_choices_hold_in_the_pick() -> None:
 def test_the_nearest_is_named_where_no_subnet_meets_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     space = Space()
     space.integer("size", [100, 200])
-    expected = made(space, [tabled(space.rules, ["size"], lambda values: float(values["size"]))])
+    expected = made(space, [make_table(space.rules, ["size"], lambda values: float(values["size"]))])
     for exact in (discretize.EXACT, 0):
         monkeypatch.setattr(discretize, "EXACT", exact)
         with pytest.raises(SearchError, match="within 2% of parameters=170; the nearest has parameters=200"):
@@ -339,7 +339,7 @@ def test_the_nearest_is_named_where_no_subnet_meets_the_target(monkeypatch: pyte
 def test_an_option_without_any_probability_is_taken_where_the_target_needs_it() -> None:
     space = Space()
     space.integer("size", [100, 200])
-    expected = made(space, [tabled(space.rules, ["size"], lambda values: float(values["size"]))])
+    expected = made(space, [make_table(space.rules, ["size"], lambda values: float(values["size"]))])
     mixture = Mixture(space, {"size": torch.tensor([1.0, 0.0])})
     assert most_probable_subnet(mixture)["size"] == 100
     assert most_probable_subnet(mixture, [Target(expected, 200.0)])["size"] == 200

@@ -45,7 +45,7 @@ batch_size = 8
 threads = 1
 [search]
 budget = 6
-recalibrate = 1
+bn_batches = 1
 [export]
 formats = ["safetensors"]
 """
@@ -214,7 +214,7 @@ def test_however_large_a_front_is_its_document_is_not(run: Path) -> None:
 
 
 def test_a_gradient_search_is_shown_with_its_probabilities(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"steps": 3, "batch_size": 8, "recalibrate": 1, "folder": tmp_path, "name": "gradient"}
+    options: dict[str, Any] = {"steps": 3, "batch_size": 8, "bn_batches": 1, "folder": tmp_path, "name": "gradient"}
     build = zoo.find("digits-conv")
     found = search_gradient(build, digits(), method="darts", metrics={"accuracy": accuracy}, **options)
     shown = searches.document(tmp_path / "gradient")

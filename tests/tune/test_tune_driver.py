@@ -27,7 +27,7 @@ from weft.tune.pending import PendingJob, RunOptions, alike
 from weft.tune.progress import StudyProgress, TrialProgress
 from weft.tune.runner import StudyRunner
 from weft.tune.study.study import Study
-from weft.tune.training.run_job import attempt
+from weft.tune.training.run_job import run_job
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,7 +56,7 @@ class Shuffled:
             told.append(report)
             return False
 
-        attempt(job, self._terms, "cpu", 0, ask, told.append)
+        run_job(job, self._terms, "cpu", 0, ask, told.append)
         if self._rng.random() < self._lose:
             told[-1:] = [Lost(job.id, "by chance")]
         self._open[job.id] = told

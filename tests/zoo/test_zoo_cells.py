@@ -15,7 +15,7 @@ import torch
 from elastic_law import any_mixture, check_law, draw, near
 from torch import nn
 
-from weft.elastic import Condition, Mixture, Switch
+from weft.elastic import Condition, Mixture
 from weft.errors import SpaceError, SupernetError
 from weft.space import Space, Subnet
 from weft.supernet import Chain, extract, initialise
@@ -33,7 +33,7 @@ from weft.zoo import (
     ofa_mobilenet_v3,
     toy_cell,
 )
-from weft.zoo.cells import NODES, Edges
+from weft.zoo.cells import NODES, Edge, Edges
 from weft.zoo.layers import Residual
 from weft.zoo.nas_bench_201 import NB201_OPERATIONS, ReductionCell
 
@@ -104,7 +104,6 @@ def _rows(mixture: Mixture) -> dict[str, torch.Tensor]:
 def test_a_cell_of_linear_operations_gives_the_expectation_over_all_its_subnets() -> None:
     space = Space()
     edges: dict[tuple[int, int], nn.Module] = {}
-    conditions = {}
     pair = space.categorical("pair", ["0-1", "0-2", "1-2"])
     for source, target in ((0, 2), (1, 2), (0, 3), (1, 3), (2, 3)):
         there = (
@@ -114,9 +113,8 @@ def test_a_cell_of_linear_operations_gives_the_expectation_over_all_its_subnets(
         )
         choice = space.categorical(f"op{source}{target}", ["conv", "pool"], when=there)
         modules = {"conv": nn.Conv2d(2, 2, 1, bias=False), "pool": nn.AvgPool2d(3, 1, 1)}
-        edges[source, target] = Switch(space, choice, modules)
-        conditions[source, target] = Condition(space, there)
-    cell = Edges(edges, conditions).double()
+        edges[source, target] = Edge(space, choice, modules, Condition(space, there))
+    cell = Edges(edges).double()
     mixture = any_mixture(space, 5)
     states = draw(2, 2, 4, 4), draw(2, 2, 4, 4, seed=1)
     found = cell(*states, pick=mixture)

@@ -97,7 +97,7 @@ def search(
                 budget=s.budget,
                 method=s.method,
                 seed=s.seed,
-                recalibrate=s.recalibrate,
+                bn_batches=s.bn_batches,
                 batch_size=s.batch_size,
                 name=s.name,
                 on_score=bar.search,
@@ -145,7 +145,7 @@ def _learn(settings: Config, folder: Path, resume: bool, again: str, as_json: bo
         output.mixture(console, result["probabilities"])
     names = ("architecture", "run", "steps", "fingerprint")
     picked = {
-        "missed": "in each choice, the option whose removal raises the loss most",
+        "perturbation": "in each choice, the option whose removal raises the loss most",
         "likeliest": "in each choice, the most probable option",
     }
     how = {"picked": picked[result["picked"]]} if result["picked"] else {}

@@ -323,7 +323,7 @@ class JobActor:
             return json.dumps(found)
 
     def _run(self, job: Job, rank: int, variables: dict[str, str], output: str) -> None:
-        from weft.tune.training.run_job import attempt
+        from weft.tune.training.run_job import run_job
 
         try:
             if self._terms is None:
@@ -335,7 +335,7 @@ class JobActor:
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if variables else {}
         with surroundings({**variables, **ranks}), written(output):
             self._said.put({"say": "began"})
-            attempt(job, self._terms, self._device, rank, self._ask, self._tell)
+            run_job(job, self._terms, self._device, rank, self._ask, self._tell)
         self._said.put({"say": "idle", "worn": worn(self._device)})
 
     def _ask(self, report: Reported) -> bool:

@@ -78,7 +78,7 @@ def worn(device: str) -> bool:
 
 
 def _take(job: Job, terms: Any, device: str, rank: int, line: JsonConnection) -> None:
-    from weft.tune.training.run_job import attempt
+    from weft.tune.training.run_job import run_job
 
     def ask(report: Reported) -> bool:
         line.send({"say": "event", "event": event_message(report)})
@@ -91,7 +91,7 @@ def _take(job: Job, terms: Any, device: str, rank: int, line: JsonConnection) ->
         sys.stdout.flush()
         line.send({"say": "event", "event": event_message(ended)})
 
-    attempt(job, terms, device, rank, ask, tell)
+    run_job(job, terms, device, rank, ask, tell)
 
 
 @contextmanager

@@ -161,7 +161,7 @@ class _FitSearch:
     ) -> Fit:
         parts = math.ceil(self.config.batch_size / micro)
         takes = f"{format_bytes(needed)} of {format_bytes(self.memory)}"
-        told = f"{what} takes {takes}" if parts == 1 else f"{what}, {parts} micro-batches of {micro} take {takes}"
+        outcome = f"{what} takes {takes}" if parts == 1 else f"{what}, {parts} micro-batches of {micro} take {takes}"
         seconds = found.seconds(micro)
         return Fit(
             strategy,
@@ -170,7 +170,7 @@ class _FitSearch:
             1,
             needed,
             None if seconds is None else seconds * parts,
-            "; ".join([*tried, told]),
+            "; ".join([*tried, outcome]),
         )
 
     def _split(self, tried: list[str]) -> Fit | None:
@@ -210,10 +210,10 @@ class _FitSearch:
                 tried.append(f"over {degree} devices{why}: {problem}")
             else:
                 needed = int(made.cost.memory * scale) + beside
-                told = f"split over {degree} devices it takes {format_bytes(needed)} of each"
+                outcome = f"split over {degree} devices it takes {format_bytes(needed)} of each"
                 parts = made.microbatches
                 micro = self.config.batch_size // parts
-                why = "; ".join([*tried, told])
+                why = "; ".join([*tried, outcome])
                 return Fit("split", micro, parts, degree, needed, made.cost.step_time, why, made.to_json())
             degree *= 2
         return None

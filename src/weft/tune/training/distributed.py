@@ -217,8 +217,8 @@ class DistributedTrainer:
         """The optimizer's state of every parameter, whole, gathered from the stages that hold them. A parameter that
         never had a gradient has none, and a stage that trains nothing knows of none."""
         own = {name: self.optimizer.state(part) for name, part in self._parts.items()}
-        told = {n: {k: _count(t) for k, t in state.items()} for n, state in own.items()}
-        known = {n: state for one in self._store.gather(f"states/{step}", told) for n, state in one.items()}
+        counts = {n: {k: _count(t) for k, t in state.items()} for n, state in own.items()}
+        known = {n: state for one in self._store.gather(f"states/{step}", counts) for n, state in one.items()}
         found = {
             name: {key: torch.tensor(count[0], dtype=getattr(torch, count[1])) for key, count in state.items() if count}
             for name, state in known.items()

@@ -1,4 +1,4 @@
-"""One attempt at a job, in this very process: what workers of every executor do with it."""
+"""Runs one attempt at a job in this process, as workers of every executor do."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def folder(job: Job, trial: int) -> Path:
     return Path(job.directory) / "trials" / str(trial)
 
 
-def attempt(job: Job, terms: StudySpec, device: str, rank: int, ask: Ask, tell: Tell) -> None:
+def run_job(job: Job, terms: StudySpec, device: str, rank: int, ask: Ask, tell: Tell) -> None:
     """Run a job to its end; never raises because of what it does. ``ask`` waits for the answer to a report.
 
-    The end of its last trial is told once the device's memory is free again. Ranks above 0 of a split job tell only of
-    what goes wrong.
+    The end of its last trial is reported once the device's memory is free again. Ranks above 0 of a split job report
+    failures only.
     """
-    told: set[int] = set()
+    ended: set[int] = set()
     held: list[Ended] = []
     for number in job.trials:
         folder(job, number).mkdir(parents=True, exist_ok=True)
 
     def end(event: Ended) -> None:
-        told.add(event.trial)
-        if len(told) < len(job.trials):
+        ended.add(event.trial)
+        if len(ended) < len(job.trials):
             tell(event)
         else:
             held.append(event)
@@ -71,14 +71,14 @@ def attempt(job: Job, terms: StudySpec, device: str, rank: int, ask: Ask, tell: 
     peak = needed or _peak(device)
     _forget(device)
     seconds = time.perf_counter() - began
-    left = [Ended(job.id, number, state, None, error, peak, seconds) for number in job.trials if number not in told]
+    left = [Ended(job.id, number, state, None, error, peak, seconds) for number in job.trials if number not in ended]
     for event in [*held, *left]:
         if rank == 0 or event.state not in ("complete", "pruned"):
             tell(event if event.peak else replace(event, peak=peak))
 
 
 def _run(job: Job, terms: StudySpec, device: str, ask: Ask, end: Tell) -> None:
-    """Trains; a trial that neither is told of nor raises has ended with the job."""
+    """Trains; a trial that is not reported as ended ends as the job does."""
     began = time.perf_counter()
 
     def complete(number: int, values: Any, peak: int | None = None) -> None:
