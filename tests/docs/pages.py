@@ -27,7 +27,7 @@ from command_line import weft
 
 from weft.cli.app import app
 from weft.cli.arguments import joined
-from weft.cli.tune import StudyConfig
+from weft.cli.tune import StudyFile
 from weft.config import convert, make_config
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ def accept(words: list[str]) -> None:
     context = verb.make_context(words[0], list(words[1:]))
     if words[0] == "tune":
         assert all(re.match(r"--[\w.]+=", word) for word in context.args), words
-        convert({}, context.args, StudyConfig)
+        convert({}, context.args, StudyFile)
     elif context.args:
         make_config({"supernet": "digits-mlp"}, joined(context.args))
 
