@@ -50,8 +50,8 @@ def table_of(
 def _plain(hint: Any, optional: bool) -> Any:
     """A type with every part that a file cannot hold as text."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    found = [part if part in (int, float, bool, str, NoneType) or get_origin(part) is tuple else str for part in parts]
-    return reduce(or_, dict.fromkeys([*found, *([NoneType] if optional else [])]))
+    kinds = [part if part in (int, float, bool, str, NoneType) or get_origin(part) is tuple else str for part in parts]
+    return reduce(or_, dict.fromkeys([*kinds, *([NoneType] if optional else [])]))
 
 
 class NamedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

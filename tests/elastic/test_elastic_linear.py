@@ -180,22 +180,6 @@ def test_few_tokens_and_many_give_the_same_whichever_way_is_taken(tokens: int, m
         near(one, two, 1e-5)
 
 
-def test_under_autocast_outputs_and_gradients_have_the_dtypes_and_nearly_the_values_without_it() -> None:
-    space, layers = made("ratio", 2)
-    x = noise(64, 9).requires_grad_()
-    mixture = random_mixture(space)
-    asked = [x, *(p for layer in layers for p in layer.parameters()), mixture["width"], mixture["ratio"]]
-    exact = mixed(layers, x, mixture)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = mixed(layers, x, mixture)
-    assert out.dtype == torch.bfloat16
-    gradient = noise(*out.shape, seed=1).bfloat16()
-    rough = torch.autograd.grad(out, asked, gradient)
-    for one, two in zip(rough, torch.autograd.grad(exact, asked, gradient.float()), strict=True):
-        assert one.dtype == torch.float32
-        assert float((one - two).norm()) <= 0.02 * float(two.norm())
-
-
 def test_a_backward_goes_by_the_autocast_of_its_forward() -> None:
     space, layers = made("ratio", 2)
     x = noise(8, 9).requires_grad_()

@@ -330,7 +330,9 @@ def sided() -> tuple[Chain, Batch]:
 
     space = Space()
     hidden = space.integer("hidden", [2, 6])
-    chain = Chain(Shared(Split(), "split"), Elastic(space, "joined", Joined(), side=["bias"]), inputs=["x", "y"])
+    chain = Chain(
+        Shared(Split(), "split"), Elastic(space, "joined", Joined(), extra_inputs=["bias"]), inputs=["x", "y"]
+    )
     return chain, {"x": torch.ones(3, 4), "y": torch.ones(4, 4), "bias": torch.ones(3, 4)}
 
 
@@ -387,8 +389,8 @@ CHAINS: list[Callable[[], tuple[Chain, Batch]]] = [
 def true_cost(chain: Chain, subnet: Subnet, batch: Batch, metric: str) -> int:
     plain = extract(chain, subnet, batch)
     names = chain.inputs or tuple(batch)[:1]
-    side = [name for layer in chain.route(subnet) for name in layer.side]
-    inputs = tuple(batch[name] for name in dict.fromkeys((*names, *side)))
+    extra = [name for layer in chain.route(subnet) for name in layer.extra_inputs]
+    inputs = tuple(batch[name] for name in dict.fromkeys((*names, *extra)))
     return parameters(plain) if metric == "parameters" else flops(plain, inputs)
 
 

@@ -220,12 +220,12 @@ def test_damaged_operators_are_not_drawn_and_the_rest_is_told(saved: Path, name:
 
 
 def test_a_bare_name_is_a_plan_among_the_runs_and_a_path_is_itself(tmp_path: Path) -> None:
-    assert planning.place_of("gpt2", tmp_path) == tmp_path / "runs" / "plans" / "gpt2.json"
-    assert planning.place_of("here/gpt2", tmp_path) == Path("here/gpt2")
-    assert planning.place_of("gpt2.json", tmp_path) == Path("gpt2.json")
+    assert planning.path_of("gpt2", tmp_path) == tmp_path / "runs" / "plans" / "gpt2.json"
+    assert planning.path_of("here/gpt2", tmp_path) == Path("here/gpt2")
+    assert planning.path_of("gpt2.json", tmp_path) == Path("gpt2.json")
     for name in ("..", "", "a b", "-x"):
         with pytest.raises(PlanError, match="cannot be called"):
-            planning.place_of(name, tmp_path)
+            planning.path_of(name, tmp_path)
 
 
 def test_weft_plan_saves_by_name_where_the_dashboard_looks(

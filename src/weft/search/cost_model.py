@@ -170,6 +170,6 @@ def _samples(measure: Measurement, count: int) -> Iterator[tuple[Subnet, nn.Modu
     rng = generator("expected", space.id)
     chosen = [space.last(), *(space.sample(rng) for _ in range(count))] if space.choices else [space.subnet()]
     for subnet in chosen:
-        side = [name for layer in chain.route(subnet) for name in layer.side]
-        names = dict.fromkeys((*(chain.inputs or tuple(batch)[:1]), *side))
+        extra = [name for layer in chain.route(subnet) for name in layer.extra_inputs]
+        names = dict.fromkeys((*(chain.inputs or tuple(batch)[:1]), *extra))
         yield subnet, extract(chain, subnet, batch), tuple(batch[name] for name in names)

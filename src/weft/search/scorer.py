@@ -106,12 +106,12 @@ class Scorer:
     def inputs(self, subnet: Subnet, batch: Mapping[str, Tensor] | None = None) -> tuple[Tensor, ...]:
         """A batch, or one sample if none is given, as the subnet's plain module takes it.
 
-        What enters the chain comes first, then the side inputs by their first use.
+        What enters the chain comes first, then the extra inputs by their first use.
         """
         batch = self.example if batch is None else batch
         names = self.chain.inputs or tuple(batch)[:1]
-        side = dict.fromkeys(name for layer in self.chain.route(subnet) for name in layer.side)
-        return tuple(batch[name] for name in dict.fromkeys((*names, *side)))
+        extra = dict.fromkeys(name for layer in self.chain.route(subnet) for name in layer.extra_inputs)
+        return tuple(batch[name] for name in dict.fromkeys((*names, *extra)))
 
     def _loader(self, source: Source, batch_size: int, shuffle: bool = False) -> Loader | IterableLoader:
         if isinstance(source, IterableLoader):  # a foreign loader has batches of its own

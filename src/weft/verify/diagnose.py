@@ -70,7 +70,7 @@ class Subject:
                 carry, subnet = chain.enter(batch), config.subnet(step * config.microbatches + j)
                 for layer in chain.route(subnet):
                     module, seeded = chain.module(layer), partial(seeder.set, step, j, layer.name)
-                    run = partial(run_layer, layer, module, side=extra_inputs(layer, batch, subnet))
+                    run = partial(run_layer, layer, module, extras=extra_inputs(layer, batch, subnet))
                     cause, carry = _twice(f"layer '{layer.name}'", run, module, carry, seeded)
                     found.append((layer.name, cause))
                     if cause is not None and cause.kind == KERNEL:

@@ -168,8 +168,8 @@ def search_gradient(
             f"of {steps} steps, {warmup} of which train the weights alone, none trains the architecture: "
             "give more steps"
         )
-    side = (PROGRESS,) if method.anneals else ()
-    mixed = make_mixed_chain(net, method, side)
+    extra_inputs = (PROGRESS,) if method.anneals else ()
+    mixed = make_mixed_chain(net, method, extra_inputs)
     if method.name == "pc-darts" and not _is_partial(mixed.plain):
         raise SearchError(
             "'pc-darts' mixes a part of the channels, which the supernet has to be built for: give its switches "
@@ -186,7 +186,9 @@ def search_gradient(
     )
     metrics: dict[str, Metric] = {name: MixedMetric(metric) for name, metric in run_config.metrics.items()}
     metrics["mixture"] = Probabilities(total)
-    trained = start(mixed_factory(net, method, side), data, mixed_config, run=replace(run_config, metrics=metrics))
+    trained = start(
+        mixed_factory(net, method, extra_inputs), data, mixed_config, run=replace(run_config, metrics=metrics)
+    )
     assert isinstance(trained.chain, MixedChain)
     mixture = trained.chain.mixture()
     plain = _plain(trained, net, config, run_config)
