@@ -28,7 +28,7 @@ import typer.main
 
 from weft.cli.app import app, main
 from weft.cli.arguments import joined
-from weft.cli.tune import StudyConfig
+from weft.cli.tune import StudyFile
 from weft.config import convert, make_config
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ def accept(words: list[str]) -> None:
     context = verb.make_context(words[0], list(words[1:]))
     if words[0] == "tune":
         assert all(re.match(r"--[\w.]+=", word) for word in context.args), words
-        convert({}, context.args, StudyConfig)
+        convert({}, context.args, StudyFile)
     elif context.args:
         make_config({"supernet": "digits-mlp"}, joined(context.args))
 

@@ -72,7 +72,7 @@ name = "study"
 trials = 4
 maximize = "accuracy"
 workers = 1
-window = 1
+max_concurrent = 2
 [space]
 lr = { low = 1e-3, high = 1e-1, log = true }
 width = [4, 8]

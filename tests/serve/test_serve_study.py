@@ -27,7 +27,8 @@ from weft.serve.views.study_events import (
     device_bars,
 )
 from weft.space import Space
-from weft.tune import Device, Job, StudyResult, Trial
+from weft.tune import Device, StudyResult, Trial
+from weft.tune.executors import Job
 from weft.tune.jobs import Ended, Event, Lost, Reported
 
 optuna = pytest.importorskip("optuna")
@@ -86,7 +87,15 @@ def never(trial: Trial) -> float:
 
 def tuned(runs: Path, objectives: int = 1, **more: Any) -> StudyResult:
     aims: dict[str, Any] = {"maximize": "quality", **({"minimize": "cost"} if objectives == 2 else {})}
-    given = {"trials": 8, "sampler": "random", "window": 3, "memory": "8MiB", "name": "study", "runs": runs, **more}
+    given = {
+        "trials": 8,
+        "sampler": "random",
+        "max_concurrent": 4,
+        "trial_memory": "8MiB",
+        "name": "study",
+        "root": runs,
+        **more,
+    }
     return weft.tune(never, space(), executor=Instant(objectives), **aims, **given)
 
 

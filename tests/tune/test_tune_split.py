@@ -18,7 +18,7 @@ import weft
 from weft.data import Data, digits
 from weft.errors import TuneError
 from weft.plan.planner import plan
-from weft.tune.executors.processes import open_meeting
+from weft.tune.executors.processes import open_rendezvous
 from weft.tune.fit.fit import WHOLE_GRADIENTS
 from weft.tune.fit.loss_model import LossModule, example_batch
 from weft.tune.jobs import Fit
@@ -163,26 +163,26 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor
     out = tmp_path_factory.mktemp("split")
     stores = []
 
-    def meeting() -> dict[str, str]:
-        variables, store = open_meeting(2)
+    def rendezvous() -> dict[str, str]:
+        variables, store = open_rendezvous(2)
         stores.append(store)
         return variables
 
     meshed, staged = split(1, 1), split(2, 2)
     cases = {
-        "meshed": Case(meshed, str(out / "meshed"), meeting()),
-        "staged": Case(staged, str(out / "staged"), meeting()),
-        "stopped": Case(staged, str(out / "stopped"), meeting(), stop_at=4),
-        "resumed": Case(staged, str(out / "stopped"), meeting()),
-        "counted": Case(meshed, str(out / "counted"), meeting(), memory=2**40),
-        "meshed16": Case(split(1, 1, "bf16"), str(out / "meshed16"), meeting(), precision="bf16"),
-        "staged16": Case(split(2, 2, "bf16"), str(out / "staged16"), meeting(), precision="bf16"),
+        "meshed": Case(meshed, str(out / "meshed"), rendezvous()),
+        "staged": Case(staged, str(out / "staged"), rendezvous()),
+        "stopped": Case(staged, str(out / "stopped"), rendezvous(), stop_at=4),
+        "resumed": Case(staged, str(out / "stopped"), rendezvous()),
+        "counted": Case(meshed, str(out / "counted"), rendezvous(), memory=2**40),
+        "meshed16": Case(split(1, 1, "bf16"), str(out / "meshed16"), rendezvous(), precision="bf16"),
+        "staged16": Case(split(2, 2, "bf16"), str(out / "staged16"), rendezvous(), precision="bf16"),
     }
     for model, count in ODD:
         name, fit = f"{model}{count}", split(count, count, model=model)
-        cases[name] = Case(fit, str(out / name), meeting(), model=model)
-        cases[f"{name}.stopped"] = Case(fit, str(out / f"{name}.cut"), meeting(), stop_at=4, model=model)
-        cases[f"{name}.resumed"] = Case(fit, str(out / f"{name}.cut"), meeting(), model=model)
+        cases[name] = Case(fit, str(out / name), rendezvous(), model=model)
+        cases[f"{name}.stopped"] = Case(fit, str(out / f"{name}.cut"), rendezvous(), stop_at=4, model=model)
+        cases[f"{name}.resumed"] = Case(fit, str(out / f"{name}.cut"), rendezvous(), model=model)
     start_processes(process, (cases, str(out)), nprocs=2, start_method="spawn")
     return [load_file(out / f"{rank}.safetensors") for rank in range(2)]
 
@@ -249,7 +249,7 @@ def test_a_split_trial_is_evaluated_with_hidden_buffers_and_goes_on_where_some_p
 def test_batch_norms_are_not_cut_into_micro_batches_unless_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variables, _store = open_meeting(1)
+    variables, _store = open_rendezvous(1)
     for name, value in {**variables, "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     recipe = Recipe(model=lambda params: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64)), data=data, batch_size=BATCH)

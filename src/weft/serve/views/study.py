@@ -53,7 +53,7 @@ def read_space(value: object) -> Space | None:
 def parameters_of_space(space: Space) -> list[Parameter]:
     """The parameters of a space, in its order; evenly spaced integers are a range."""
     from weft.space import Floats, Integers
-    from weft.tune.study.distributions import step_of
+    from weft.tune.study.optuna import step_of
 
     found = []
     for name, choice in space.choices.items():
@@ -129,7 +129,7 @@ def importances(
 
 
 def _made(space: Space, trials: Sequence[TrialState], objectives: Sequence[tuple[str, bool]]) -> Shares:
-    from weft.tune.study.records import Direction, TrialRecord
+    from weft.tune.study.storage import Direction, TrialRecord
     from weft.tune.study.study import importances as optuna_importances
 
     directions: list[Direction] = ["maximize" if maximize else "minimize" for _, maximize in objectives]

@@ -40,7 +40,7 @@ def folder(job: Job, trial: int) -> Path:
     return Path(job.directory) / "trials" / str(trial)
 
 
-def run_job(job: Job, terms: StudySpec, device: str, rank: int, ask: Ask, tell: Tell) -> None:
+def run_job(job: Job, spec: StudySpec, device: str, rank: int, ask: Ask, tell: Tell) -> None:
     """Run a job to its end; never raises because of what it does. ``ask`` waits for the answer to a report.
 
     The end of its last trial is reported once the device's memory is free again. Ranks above 0 of a split job report
@@ -62,7 +62,7 @@ def run_job(job: Job, terms: StudySpec, device: str, rank: int, ask: Ask, tell: 
     state: State = "complete"
     error, needed = None, None
     try:
-        _run(job, terms, device, ask, end)
+        _run(job, spec, device, ask, end)
     except Pruned:
         state = "pruned"
     except BaseException as problem:
@@ -77,14 +77,14 @@ def run_job(job: Job, terms: StudySpec, device: str, rank: int, ask: Ask, tell: 
             tell(event if event.peak else replace(event, peak=peak))
 
 
-def _run(job: Job, terms: StudySpec, device: str, ask: Ask, end: Tell) -> None:
+def _run(job: Job, spec: StudySpec, device: str, ask: Ask, end: Tell) -> None:
     """Trains; a trial that is not reported as ended ends as the job does."""
     began = time.perf_counter()
 
     def complete(number: int, values: Any, peak: int | None = None) -> None:
         seconds = time.perf_counter() - began
         try:
-            found = finite(numbers(values, terms.objectives, "return"), terms.objectives)
+            found = finite(numbers(values, spec.objectives, "return"), spec.objectives)
         except WeftError as problem:
             end(Ended(job.id, number, "failed", None, str(problem), peak, seconds))
             return
@@ -94,17 +94,17 @@ def _run(job: Job, terms: StudySpec, device: str, ask: Ask, end: Tell) -> None:
         return lambda step, values: ask(Reported(job.id, number, step, tuple(values)))
 
     places = [folder(job, number) for number in job.trials]
-    if not isinstance(terms.objective, Recipe):
+    if not isinstance(spec.objective, Recipe):
         for number, params, place in zip(job.trials, job.params, places, strict=True):
-            seed = key(terms.seed, "trial", number)
+            seed = key(spec.seed, "trial", number)
             trial = Trial(
-                number, params, place, device, job.memory, _used(place), seed, terms.objectives, reporter(number)
+                number, params, place, device, job.memory, _used(place), seed, spec.objectives, reporter(number)
             )
-            complete(number, _called(terms.objective, trial))
+            complete(number, _called(spec.objective, trial))
         return
     from weft.tune.recipe import trial_config
 
-    configs = [trial_config(terms.objective, params) for params in job.params]
+    configs = [trial_config(spec.objective, params) for params in job.params]
     with_memory: Mapping[str, Any] = {"device": device, "memory": job.memory}
     if len(configs) > 1:
         from weft.tune.fusion.trainer import train_fused

@@ -15,7 +15,7 @@ import torch
 import weft
 from weft.tune import Recipe
 from weft.tune.devices import processors
-from weft.tune.fit.estimator import DeviceClass, EstimatorPool, Infeasible, found
+from weft.tune.fit.estimator import DeviceClass, EstimatorPool, Infeasible, find_requirements
 from weft.tune.fit.fit import Requirements
 from weft.tune.training.run_job import StudySpec
 
@@ -32,21 +32,21 @@ def answers(foresight: EstimatorPool, many: int) -> dict[int, Requirements | Inf
     told: dict[int, Requirements | Infeasible] = {}
     until = time.monotonic() + 60
     while len(told) < many and time.monotonic() < until:
-        told |= dict(foresight.told())
+        told |= dict(foresight.completed())
         time.sleep(0.01)
     return told
 
 
 @pytest.fixture(scope="module")
 def here() -> dict[int, Requirements | Infeasible]:
-    return {number: found(terms(), params, PLACE) for number, params in ASKED.items()}
+    return {number: find_requirements(terms(), params, PLACE) for number, params in ASKED.items()}
 
 
 def test_other_processes_give_the_needs_and_refusals_that_this_one_would(
     here: dict[int, Requirements | Infeasible],
 ) -> None:
     assert isinstance(here[3], Infeasible)
-    assert "fits nowhere" in here[3].why
+    assert "fits nowhere" in here[3].reason
     foresight = EstimatorPool(terms(), PLACE, processes=2)
     try:
         for number, params in ASKED.items():
@@ -106,7 +106,7 @@ def test_what_another_process_cannot_import_is_estimated_here(here: dict[int, Re
     foresight = EstimatorPool(terms(model=local), PLACE, processes=2)
     foresight.ask(0, ASKED[0])
     assert foresight.open == {0: ASKED[0]}
-    assert foresight.told() == [(0, here[0])]
+    assert foresight.completed() == [(0, here[0])]
 
 
 def test_those_like_one_that_is_known_need_not_wait_for_the_others() -> None:
@@ -117,7 +117,7 @@ def test_those_like_one_that_is_known_need_not_wait_for_the_others() -> None:
         order: list[int] = []
         until = time.monotonic() + 60
         while len(order) < 40 and time.monotonic() < until:
-            order += [number for number, _ in foresight.told()]
+            order += [number for number, _ in foresight.completed()]
             time.sleep(0.01)
         assert sorted(order) == list(range(40))
         assert order.index(20) < order.index(19)
@@ -129,13 +129,13 @@ def test_where_memory_is_not_counted_no_process_starts() -> None:
     foresight = EstimatorPool(terms(), DeviceClass(None, 1, "cpu", False), processes=2)
     foresight.ask(0, ASKED[0])
     assert foresight._estimators == []
-    assert [number for number, _ in foresight.told()] == [0]
+    assert [number for number, _ in foresight.completed()] == [0]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "h200"])
 def test_a_model_whose_shapes_depend_on_data_has_a_device_to_itself(kind: str) -> None:
     place = DeviceClass(2**33, 1, kind, True)
-    here = found(terms(model=objectives.experts), {}, place)
+    here = find_requirements(terms(model=objectives.experts), {}, place)
     assert isinstance(here, Requirements)
     assert (here.memory, here.fit, here.fusion_key) == (None, None, None)
     assert here.note.startswith("not estimated: the step cannot be traced without data: DynamicOutputShapeException")
@@ -151,24 +151,24 @@ def test_a_model_that_cannot_be_built_is_its_trials_failure() -> None:
     def broken(params: Mapping[str, Any]) -> torch.nn.Module:
         raise RuntimeError("no such layer")
 
-    refused = found(terms(model=broken), {}, PLACE)
+    refused = find_requirements(terms(model=broken), {}, PLACE)
     assert isinstance(refused, Infeasible)
-    assert "no such layer" in refused.why
+    assert "no such layer" in refused.reason
 
 
 def test_trials_that_were_not_estimated_train_and_say_so(tmp_path: Path) -> None:
     space = weft.Space()
     space.real("lr", 0.01, 0.1)
     recipe = terms(model=objectives.experts).objective
-    study = weft.tune(recipe, space, trials=2, minimize="loss", devices=["cpu=500MiB"], name="s", runs=tmp_path)
+    study = weft.tune(recipe, space, trials=2, minimize="loss", devices=["cpu=500MiB"], name="s", root=tmp_path)
     for record in study.trials:
         assert record.state == "complete"
-        assert record.notes["estimate"].startswith("not estimated: the step cannot be traced without data")
-    asked: dict[str, Any] = {"trials": 1, "minimize": "loss", "devices": ["cpu=32KiB"], "name": "t", "runs": tmp_path}
+        assert record.info["estimate"].startswith("not estimated: the step cannot be traced without data")
+    asked: dict[str, Any] = {"trials": 1, "minimize": "loss", "devices": ["cpu=32KiB"], "name": "t", "root": tmp_path}
     (record,) = weft.tune(recipe, space, **asked).trials
-    assert (record.state, record.notes["attempts"], record.notes["alone"]) == ("failed", 1, True)
-    assert "out of memory" in record.notes["error"]
-    assert "estimate" in record.notes
+    assert (record.state, record.info["attempts"], record.info["alone"]) == ("failed", 1, True)
+    assert "out of memory" in record.info["error"]
+    assert "estimate" in record.info
 
 
 def test_processors_are_on_no_more_cores_than_there_are() -> None:
