@@ -319,7 +319,7 @@ class Requirements:
 
 
 def requirements(
-    terms: StudySpec,
+    spec: StudySpec,
     params: Mapping[str, Value],
     memory: int | None,
     devices: int,
@@ -333,11 +333,11 @@ def requirements(
     Raises TuneError, with the figures, for one that fits nowhere. What cannot be traced, such as a model whose shapes
     depend on data, gets all of a device as it is. A function needs what its study says.
     """
-    if not isinstance(terms.objective, Recipe):
+    if not isinstance(spec.objective, Recipe):
         return Requirements(memory)
     from weft.tune.recipe import trial_config
 
-    chosen = trial_config(terms.objective, params)
+    chosen = trial_config(spec.objective, params)
     if memory is None:
         return Requirements(None, None, _shape(chosen) if fuse else None, architecture_key(params), chosen.steps)
 
