@@ -209,7 +209,7 @@ def _picks(found: GradientSearchResult, bench: Bench, truth: Mapping[str, float]
     """What every way settles on."""
     trained, told = found.trained, {}
     assert found.mixture is not None
-    with deterministic(trained.settings.device):
+    with deterministic(trained.device):
         for name, way in picks.ways(trained, found.mixture).items():
             began = time.perf_counter()
             told[name] = {**_told(bench, truth, way()), "seconds": time.perf_counter() - began}
@@ -239,7 +239,7 @@ def _evolve(
             method="evolution",
             seed=job.seed,
             bn_batches=1,
-            batch_size=5000 if trained.settings.device.type == "cuda" else 500,  # small kernels: time is launches
+            batch_size=5000 if trained.device.type == "cuda" else 500,  # small kernels: time is launches
             on_score=stop,
         )
     pick = min(seen, key=lambda subnet: seen[subnet])

@@ -160,16 +160,6 @@ def test_nothing_is_written_and_nothing_is_changed(tmp_path: Path, monkeypatch: 
     assert os.listdir(tmp_path) == []
 
 
-def test_a_supernet_that_reads_values_while_it_is_made_is_made_for_real() -> None:
-    def curious() -> Chain:
-        rates = torch.linspace(0.0, 0.5, 2).tolist()
-        return Chain(
-            Choice(Space(), "b", {f"p{i}": nn.Sequential(nn.Dropout(r), nn.Linear(3, 2)) for i, r in enumerate(rates)})
-        )
-
-    assert told(curious)["parameters"] == 16
-
-
 class Reads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x[:, :2] * (1.0 if bool(x.sum() > 0) else 2.0)
@@ -185,15 +175,6 @@ def test_activations_that_cannot_be_followed_say_why() -> None:
         return Chain(Choice(Space(), "b", {"p": partial(nn.Linear, 5, 2)}))
 
     assert "unknown: RuntimeError without data: " in told(misfit)["memory_activations"]
-
-
-def test_a_space_with_real_choices_is_too_large_to_count() -> None:
-    def real() -> Chain:
-        space = Space()
-        space.real("rate", 0.0, 1.0)
-        return Chain(Choice(space, "b", {"p": partial(nn.Linear, 3, 2), "q": partial(nn.Linear, 3, 2)}))
-
-    assert told(real)["subnets"] == "too many to count"
 
 
 def test_a_foreign_loader_is_described_by_its_own_batches() -> None:

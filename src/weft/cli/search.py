@@ -19,7 +19,7 @@ from weft.cli import build
 from weft.cli.arguments import AsJson, Target, read_target, resume_hint
 from weft.cli.output import console, errors, print_json, show
 from weft.cli.progress import Bar
-from weft.config import Config, Search, to_dict
+from weft.config import RENAMED, Config, Search, to_dict
 from weft.elastic.mixture import choice_options
 from weft.errors import ConfigError, RunError, SearchError, nearest
 from weft.runs import Run
@@ -161,10 +161,13 @@ def check_method(method: str | None) -> None:
         raise SearchError(f"unknown search method '{method}'{nearest(method, (*METHODS, *GRADIENT_METHODS))}")
 
 
+_GRADIENT_KEYS = ("targets", "weight_warmup_steps", "rate", "pick")
+
+
 def tell_unused(search: Search) -> None:
     """Warns of settings that the method does not look at."""
     usual, method, gradient = Search(), search.method, is_gradient(search.method)
-    others = ("maximize", "minimize", "constraints", "seed") if gradient else ("targets", "warmup", "rate", "pick")
+    others = ("maximize", "minimize", "constraints", "seed") if gradient else _GRADIENT_KEYS
     unused = [f"search.{name}" for name in others if getattr(search, name) != getattr(usual, name)]
     if unused:
         instead = "search.targets and train.seed" if gradient else "search.constraints"
@@ -177,8 +180,11 @@ def check_resumed(config: Config) -> None:
     if not (path / "manifest.json").is_file():
         return
     saved, now = Run.open(path).manifest.get("config") or {}, to_json(to_dict(config)["search"])
-    before = {**to_json(to_dict(Config(""))["search"]), **saved.get("search", {})}
-    for name in ("method", "targets", "warmup", "rate"):
+    kept = {
+        RENAMED.get(f"search.{name}", name).split(".")[-1]: value for name, value in saved.get("search", {}).items()
+    }
+    before = {**to_json(to_dict(Config(""))["search"]), **kept}
+    for name in ("method", *_GRADIENT_KEYS[:-1]):
         if saved and before[name] != now[name]:
             raise RunError(
                 f"run '{path.name}' was made with search.{name} = {before[name]}, now it is {now[name]}: "

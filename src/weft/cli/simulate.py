@@ -261,10 +261,11 @@ def trace(
     Reads the traces that a run wrote with execution.trace = true, and writes a file for ui.perfetto.dev.
     """
     from weft.cli.output import traced_stages
-    from weft.runs import Run, write_atomic
+    from weft.runs import Run
     from weft.trace.analysis import summary
     from weft.trace.perfetto import perfetto
     from weft.trace.reader import read_traces
+    from weft.utils.files import write_atomic
 
     traced = read_traces(Run.open(run).path)
     found, file = summary(traced), Path(out) if out else Path(run) / "traces" / "trace.json"

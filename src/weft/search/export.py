@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 
 from weft.errors import RunError, SearchError, nearest
-from weft.runs import read_json
 from weft.search.front import Front
 from weft.search.scorer import Scorer
 from weft.space import Subnet
 from weft.supernet import export
 from weft.trainer.api import TrainedRun
+from weft.utils.files import read_json
 
 
 class ExportRequest(Protocol):

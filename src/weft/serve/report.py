@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import RunError
-from weft.runs import Run, write_atomic
+from weft.runs import Run
 from weft.serve.library import VIEWS, Address, Library, RunSource, safe, url
 from weft.serve.views.plan import shown
+from weft.utils.files import write_atomic
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan

@@ -15,13 +15,13 @@ import numpy as np
 
 from weft.errors import RunError, WeftError
 from weft.runs import events as run_events
-from weft.runs import read_json
 from weft.serve.event_log import LineSummary, SummaryCache
 from weft.serve.fields import is_number, mapping, read_mapping
 from weft.serve.views.offload import device_memory
 from weft.serve.views.schedule import in_window, load_trace, real_rows, simulated_rows
 from weft.trace.analysis import Waits, busy, busy_share, busy_shares, simulation_error, wait_shares, waits_of
 from weft.trace.reader import StageTrace, Trace
+from weft.utils.files import read_json
 from weft.utils.units import parse_bytes
 
 SPANS = 5000
